@@ -29,7 +29,7 @@ from powerinfer.config import ModelConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
-from powerinfer.devices.disk_policy import DISK_POLICIES, Lfu, make_disk_policy
+from powerinfer.devices.rankings import DISK_POLICIES, Lfu
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.hybrid.load import load_resolved
 from powerinfer.hybrid.resolve import resolve
@@ -208,8 +208,8 @@ def test_a_replay_hits_what_a_model_does(policy: str, written: Any) -> None:
                 selected[layer].extend(found)
     assert executor.disk is not None
     start = np.array([*shares.values()], np.float32)
-    made = make_disk_policy(policy, *start.shape, start)
-    replayed = replay_on_disk(made, {layer: np.array(one) for layer, one in selected.items()}, dict.fromkeys(shares, 8))
+    played = {layer: np.array(one) for layer, one in selected.items()}
+    replayed = replay_on_disk(policy, start, played, dict.fromkeys(shares, 8))
     by_layer = {layer: op.disk_counts() for layer, op in executor._experts.items()}
     assert replayed.hits == {layer: by_layer[layer]["hits"] for layer in shares}
     assert replayed.copies == {layer: by_layer[layer]["wanted"] - by_layer[layer]["hits"] for layer in shares}

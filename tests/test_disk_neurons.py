@@ -21,7 +21,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
-from powerinfer.devices.disk_policy import DISK_POLICIES
+from powerinfer.devices.rankings import DISK_POLICIES
 from powerinfer.errors import demand
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint

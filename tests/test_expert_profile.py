@@ -28,7 +28,7 @@ from powerinfer.formats.expert_files import (
     write_trace,
 )
 from powerinfer.formats.prepared import EXPERTS, PreparedFile
-from powerinfer.placement.experts import Lru, replay
+from powerinfer.placement.experts import make_policy, replay
 from powerinfer.prepare import expert_profiling
 from powerinfer.prepare.corpus import Windows
 from powerinfer.prepare.counting import Task
@@ -86,7 +86,7 @@ def test_distances_say_what_an_lru_of_any_size_hits(tokens: int) -> None:
     sizes = {0: 300, 1: 6, 2: 6}
     profile = count_experts(selected, sizes, ["a"], [tokens])
     for slots in (1, 2, 4, 40, 300):
-        found = replay(Lru(dict.fromkeys(sizes, slots), sizes), selected)
+        found = replay(make_policy("lru", dict.fromkeys(sizes, slots), sizes), selected)
         for one in profile.layers:
             at = min(slots, one.n_experts)
             assert found.hits[one.layer] == round(one.lru_hits[at] * one.total.sum()), (slots, one.layer)
@@ -104,8 +104,8 @@ def test_a_corpus_is_counted_in_parts(tokens: int, parts: int) -> None:
     assert profile.corpus_tokens == (tokens, 3) and profile.tokens == tokens + 3
     for part, (begin, end) in enumerate(pairwise(ends.tolist())):
         assert one.counts[part].tolist() == np.bincount(selected[0][begin:end].ravel(), minlength=9).tolist()
-        alone = replay(Lru({0: 4}, {0: 9}), {0: selected[0][:end]}).hits[0]
-        before = replay(Lru({0: 4}, {0: 9}), {0: selected[0][:begin]}).hits[0] if begin else 0
+        alone = replay(make_policy("lru", {0: 4}, {0: 9}), {0: selected[0][:end]}).hits[0]
+        before = replay(make_policy("lru", {0: 4}, {0: 9}), {0: selected[0][:begin]}).hits[0] if begin else 0
         assert alone - before == round(one.lru_hits_by_part[part][4] * 3 * own[part])
         others = np.argsort(one.counts[part] - one.total, kind="stable")[:4]
         assert one.static_hits_by_part[part][4] == pytest.approx(np.isin(selected[0][begin:end], others).mean())

@@ -43,7 +43,7 @@ from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
-from powerinfer.placement.experts import Dynamic, Policy, make_policy  # noqa: E402
+from powerinfer.placement.experts import Policy, make_policy  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
@@ -572,7 +572,7 @@ def policy_of(path: Path, name: str, slots: int = 2) -> Policy:
     sizes = {layer: one.n_experts for layer, one in config.experts.items()}
     start = {layer: np.full(n, 1 / n) for layer, n in sizes.items()}
     if name == "dynamic":  # quick enough for a short text
-        return Dynamic(dict.fromkeys(sizes, slots), sizes, start, half_life=16, hysteresis=0.1)
+        return Policy("dynamic", dict.fromkeys(sizes, slots), sizes, start, half_life=16, hysteresis=0.1)
     return make_policy(name, dict.fromkeys(sizes, slots), sizes, start)
 
 

@@ -27,7 +27,7 @@ from powerinfer.hybrid.policy_trial import ROUNDS, WARM_UP  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import needs  # noqa: E402
 from powerinfer.kernels import gpu_experts  # noqa: E402
-from powerinfer.placement.experts import EXPERT_POLICIES, Dynamic, Lfu, Lru, Static  # noqa: E402
+from powerinfer.placement.experts import EXPERT_POLICIES, Policy  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.sparsity.trials import INTERRUPTED, fastest  # noqa: E402
 from powerinfer.system import Disturbance  # noqa: E402
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.usefixtures("described")
 
 F64 = next(at for at, one in BLOCK_TYPES.items() if one.name == "F64")
 BASE = EngineConfig(threads=1, context=64, prefill_chunk=32, gpu="cpu")
-CLASSES: dict[str, Any] = {"static": Static, "lru": Lru, "lfu": Lfu, "dynamic": Dynamic}
 
 
 def choose(seconds: dict[str, list[float]]) -> str:
@@ -65,7 +64,7 @@ def room(tmp_path: Path) -> EngineConfig:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, float]], None]]:
     """Sets the seconds that a step takes under each policy, in one layer; nothing else takes time."""
-    now, taken = [0.0], dict.fromkeys(CLASSES, 0.0)
+    now, taken = [0.0], dict.fromkeys(EXPERT_POLICIES, 0.0)
     monkeypatch.setattr(policy_trial, "finished", lambda device: now[0])
     before = HybridExperts._sum_cold
 
@@ -317,8 +316,7 @@ def test_static_is_told_nothing(room: EngineConfig, tmp_path: Path, monkeypatch:
         told.append(policy.name)
         return []
 
-    for kind in CLASSES.values():
-        monkeypatch.setattr(kind, "observe", observe)
+    monkeypatch.setattr(Policy, "observe", observe)
     _, llm = load(tmp_path, room)
     llm.close()
     assert {*told} == {"lru", "lfu", "dynamic"}

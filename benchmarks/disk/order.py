@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.disk_policy import Lfu
+from powerinfer.devices.rankings import Lfu
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.samples_file import SamplesFile, open_samples
 from powerinfer.hardware.description import Disk
@@ -61,7 +61,7 @@ def fired(samples: SamplesFile, layer: int, neurons: int) -> Fired:
 def misses(active: Fired, frequency: NDArray[np.float64], slots: int) -> Fired:
     """What is read for each token, one after another: bool [tokens, neurons]. What the token uses stays, of the others
     those of highest priority, `slots` in all."""
-    policy = Lfu(1, active.shape[1], frequency[None].astype(np.float32))
+    policy = Lfu(frequency[None].astype(np.float32))
     held = np.zeros(active.shape[1], bool)
     held[np.argsort(-frequency, kind="stable")[:slots]] = True
     read = np.empty_like(active)

@@ -10,7 +10,7 @@ from test_reads import open_reads, random_file
 
 from benchmarks.disk import order
 from powerinfer._native import Resting, Slots
-from powerinfer.devices.disk_policy import Lfu
+from powerinfer.devices.rankings import Lfu
 
 NEURONS, TOKENS, SLOTS = 200, 60, 90
 
@@ -40,7 +40,7 @@ def test_it_reads_what_the_engine_reads(bundle: order.Bundle, gap: int, tmp_path
     slots.wait()
     slots.let_go()
     before = reads.stats().joined
-    policy = Lfu(1, NEURONS, frequency[None].astype(np.float32))
+    policy = Lfu(frequency[None].astype(np.float32))
     missing = order.misses(active, frequency, SLOTS)
     for now, read in zip(active, missing, strict=True):
         slots.priority[:] = policy.priority[0]

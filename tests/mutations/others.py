@@ -36,8 +36,8 @@ MUTATIONS = [
     Mutation(
         "a policy over experts keeps its books",
         "src/powerinfer/placement/experts.py",
-        "held.pop(int(of_slot[slot]), None)",
-        "held.get(int(of_slot[slot]), None)",
+        "outside[leaving[leaving >= 0]] = True",
+        "outside[leaving[leaving >= 0]] = False",
         "tests/test_expert_policies.py",
     ),
     Mutation(

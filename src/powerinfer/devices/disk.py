@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.devices.disk_policy import Residents
+from powerinfer.devices.rankings import Residents
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.formats.tensors import RawTensor

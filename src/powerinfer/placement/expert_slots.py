@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.disk_policy import DISK_POLICIES, make_disk_policy
+from powerinfer.devices.rankings import DISK_POLICIES
 from powerinfer.errors import PowerInferError
 from powerinfer.experts import ExpertProfile, Selected
 from powerinfer.formats.json_file import Between, Count, Length, NonNegative, checked, of_kind, parse_json, read_limited
@@ -189,7 +189,7 @@ def _with_disk(
     start = np.zeros((len(experts), max(experts.values())), np.float32)
     for row, layer in zip(start, selected, strict=True):
         row[: experts[layer]] = profile.frequencies[layer]
-    return _measured(predicted, replay_on_disk(make_disk_policy(policy, *start.shape, start), selected, slots), nbytes)
+    return _measured(predicted, replay_on_disk(policy, start, selected, slots), nbytes)
 
 
 def _measured(

@@ -1,26 +1,25 @@
-"""Which experts a fast memory holds: policies behind one interface, and their replay over recorded selections.
+"""Experts that a fast memory holds: policies behind one interface, and their replay over recorded selections.
 
 A layer's fast memory has slots, each for one expert. Before a step an engine asks `resident`, computes those experts
 there and the others where they are, and afterwards tells `observe` what the router selected; what that returns is to be
 copied, off the critical path. Policies are deterministic, and cheap enough to be asked in every layer of every step.
 
     static   the most frequent experts of a profile; never copies
-    lru      what was selected last: a missed expert takes the slot of the one that was selected longest ago
-    lfu      what is selected most often, where older selections count less and less
+    lru      a missed expert takes the slot of the one that was selected longest ago
+    lfu      a missed expert takes the slot of the one that was selected least often of late, if it has become more
+             frequent
     dynamic  static at first; then an expert changes places with one that has become clearly more frequent, a few a step
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.disk_policy import DiskPolicy
+from powerinfer.devices.rankings import NEEDS_PROFILE, RANKINGS, Lfu, Ranking
 
 Swap = tuple[int, int]
 """(slot, expert): the expert takes the slot's place in the fast memory."""
@@ -35,28 +34,53 @@ HALF_LIFE = 64.0
 HYSTERESIS = 0.5
 """`dynamic`: how much more frequent an expert must be than the one whose slot it takes, relatively."""
 PRIOR = 0.25
-"""`dynamic`: what the profile weighs in the counts, by what all tokens of late weigh."""
+"""`dynamic`: what the profile weighs in the counts, by what all tokens of late weigh. Without it, chance would exchange
+rare experts."""
 COPIES = 4
 """`dynamic`: experts copied for a step, at most, on average over a few steps."""
 
 
-class Policy(ABC):
-    """A policy over the slots of every layer.
+class Policy:
+    """A policy over the slots of every layer: experts that a ranking puts before those in slots take their place."""
 
-    slots: of each layer with experts, by its number; experts: how many each has; start: who has slots at first, by
-    frequency; None: slots are empty until experts are copied.
-    """
-
-    name: str
-
-    def __init__(self, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: Mapping[int, int],
+        experts: Mapping[int, int],
+        start: Frequencies | None = None,
+        *,
+        half_life: float = HALF_LIFE,
+        hysteresis: float = HYSTERESIS,
+        copies: int = COPIES,
+    ) -> None:
+        """name: of `EXPERT_POLICIES`; slots: of each layer with experts, by its number; experts: how many each has;
+        start: who has slots at first, by frequency; None: slots are empty until experts are copied. ValueError:
+        `static` needs it."""
         assert slots.keys() == experts.keys() and (start is None or start.keys() == slots.keys())
+        assert copies > 0 and hysteresis >= 0
+        if start is None and name == "static":
+            raise ValueError(NEEDS_PROFILE)
+        self.name = name
         self._experts = {layer: np.full(min(n, experts[layer]), -1, np.int32) for layer, n in slots.items()}
-        self._slots: dict[int, dict[int, int]] = {layer: {} for layer in slots}  # expert -> slot
+        self._outside = {layer: np.ones(n, bool) for layer, n in experts.items()}  # those without a slot
+        self._rankings: dict[int, Ranking] = {}
+        self._prior: dict[int, NDArray[np.floating]] = {}
+        self._steps = {layer: at for at, layer in enumerate(slots)}
+        # Layers take turns: each may copy `_each` experts in every `_turn`-th step.
+        self._factor, self._turn, self._each = 1.0, 1, max(experts.values(), default=0)
+        if name == "dynamic":
+            self._factor = 1 + hysteresis
+            self._turn, self._each = max(1, len(slots) // copies), max(1, copies // max(1, len(slots)))
         for layer, of_slot in self._experts.items():
+            known = np.zeros(experts[layer]) if start is None else start[layer].astype(np.float64)
+            ranking = "lfu" if name == "dynamic" else name
+            self._rankings[layer] = Lfu(known, half_life) if ranking == "lfu" else RANKINGS[ranking](known)
+            if name == "dynamic":
+                self._prior[layer] = PRIOR * self._rankings[layer].priority
             if start is not None:
-                of_slot[:] = np.argsort(-start[layer], kind="stable")[: len(of_slot)]
-                self._slots[layer] = {int(expert): slot for slot, expert in enumerate(of_slot)}
+                of_slot[:] = np.argsort(-known, kind="stable")[: len(of_slot)]
+                self._outside[layer][of_slot] = False
 
     def resident(self, layer: int) -> NDArray[np.int32]:
         """The expert in each slot once all swaps so far are carried out, int32 [slots], -1: empty; a view."""
@@ -64,183 +88,46 @@ class Policy(ABC):
         view.flags.writeable = False
         return view
 
-    def hits(self, layer: int, selected: Iterable[int]) -> int:
-        """How many of the selected experts have a slot."""
-        held = self._slots[layer]
-        return sum(expert in held for expert in selected)
+    def hits(self, layer: int, selected: Sequence[int] | NDArray[np.integer]) -> int:
+        """The number of selected experts that have a slot."""
+        return len(selected) - int(self._outside[layer][selected].sum())
 
-    @abstractmethod
-    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        """The experts that a step's tokens selected in a layer, repeated where several tokens did: what to copy.
-
-        Swaps name different slots. Once in a step for every layer, the layers in their order.
-        """
-
-    def _free(self, layer: int) -> int | None:
-        """An empty slot."""
-        held, of_slot = self._slots[layer], self._experts[layer]
-        return int(np.argmin(of_slot)) if len(held) < len(of_slot) else None
-
-    def _put(self, layer: int, slot: int, expert: int) -> Swap:
-        held, of_slot = self._slots[layer], self._experts[layer]
-        held.pop(int(of_slot[slot]), None)
-        held[expert] = slot
-        of_slot[slot] = expert
-        return slot, expert
-
-
-class Static(Policy):
-    """The most frequent experts of `start`."""
-
-    name = "static"
-
-    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        return []
-
-
-class Lru(Policy):
-    """The experts that were selected last. Of one step's, higher numbers count as later, so the order is defined."""
-
-    name = "lru"
-
-    def __init__(self, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None) -> None:
-        super().__init__(slots, experts, start)
-        # least recent first; at first the least frequent
-        self._recent = {layer: OrderedDict.fromkeys(reversed(list(held))) for layer, held in self._slots.items()}
-
-    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        recent, held, of_slot = self._recent[layer], self._slots[layer], self._experts[layer]
-        missed = []
-        for expert in sorted(set(selected)):
-            if expert in recent:
-                recent.move_to_end(expert)
-            else:
-                recent[expert] = None
-                missed.append(expert)
-        if not missed:
+    def observe(self, layer: int, selected: Sequence[int] | NDArray[np.integer], tokens: int = 1) -> list[Swap]:
+        """The swaps to make after a step whose tokens selected these experts in a layer, repeated where several tokens
+        did. They name different slots. Once in a step for every layer, the layers in their order."""
+        of_slot, outside = self._experts[layer], self._outside[layer]
+        if self.name == "static" or not len(of_slot):
             return []
-        free = [] if len(held) == len(of_slot) else np.flatnonzero(of_slot < 0).tolist()
-        for _ in range(len(recent) - len(of_slot)):
-            old = recent.popitem(last=False)[0]
-            if old in held:
-                free.append(held.pop(old))
-        free.sort()
-        new = [expert for expert in missed if expert in recent]
-        swaps = list(zip(free, new, strict=False))
-        for slot, expert in swaps:
-            held[expert] = slot
-            of_slot[slot] = expert
-        return swaps
-
-
-class _Counted(Policy):
-    """Counts selections, those of `half_life` tokens ago half."""
-
-    def __init__(
-        self,
-        slots: Mapping[int, int],
-        experts: Mapping[int, int],
-        start: Frequencies | None = None,
-        half_life: float = HALF_LIFE,
-    ) -> None:
-        super().__init__(slots, experts, start)
-        self._decay = 0.5 ** (1 / half_life)
-        # An expert's score is its count by the weight that a selection has now; weights grow instead of scores falling.
-        self._weight = dict.fromkeys(slots, 1.0)
-        self._scores = {layer: np.zeros(n) for layer, n in experts.items()}
-        for layer, frequency in (start or {}).items():
-            self._scores[layer] = frequency / (1 - self._decay)
-
-    def _count(self, layer: int, selected: Sequence[int], tokens: int) -> NDArray[np.float64]:
-        scores = self._scores[layer]
-        self._weight[layer] *= self._decay**-tokens
-        if self._weight[layer] > 1e100:
-            scores /= self._weight[layer]
-            self._weight[layer] = 1.0
-        if tokens == 1:
-            scores[selected] += self._weight[layer]
-        else:
-            scores += self._weight[layer] * np.bincount(selected, minlength=len(scores))
-        return scores
-
-
-class Lfu(_Counted):
-    """The experts that are selected most often: a missed one takes a slot if it has become more frequent."""
-
-    name = "lfu"
-
-    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        scores, held, of_slot = self._count(layer, selected, tokens), self._slots[layer], self._experts[layer]
-        if not len(of_slot):
-            return []
-        swaps: dict[int, Swap] = {}
-        for expert in sorted({one for one in selected if one not in held}, key=lambda one: (-scores[one], one)):
-            slot = self._free(layer)
-            if slot is None:
-                slot = int(np.argmin(scores[of_slot]))
-                if scores[of_slot[slot]] >= scores[expert]:
-                    break
-            swaps[slot] = self._put(layer, slot, expert)
-        return list(swaps.values())
-
-
-class Dynamic(_Counted):
-    """`start`, and exchanges of experts that have become `hysteresis` more frequent, about `copies` a step in all.
-
-    The frequencies of `start` count for ever, as a share PRIOR of all: without it, chance would exchange rare experts.
-    """
-
-    name = "dynamic"
-
-    def __init__(
-        self,
-        slots: Mapping[int, int],
-        experts: Mapping[int, int],
-        start: Frequencies | None = None,
-        half_life: float = HALF_LIFE,
-        hysteresis: float = HYSTERESIS,
-        copies: int = COPIES,
-    ) -> None:
-        super().__init__(slots, experts, start, half_life)
-        assert copies > 0 and hysteresis >= 0
-        self._factor = 1 + hysteresis
-        self._prior = {layer: PRIOR * each / (1 - self._decay) for layer, each in (start or {}).items()}
-        # Layers take turns: each may copy `_each` experts in every `_turn`-th step.
-        self._turn, self._each = max(1, len(slots) // copies), max(1, copies // max(1, len(slots)))
-        self._steps = {layer: at for at, layer in enumerate(slots)}
-
-    def observe(self, layer: int, selected: Sequence[int], tokens: int = 1) -> list[Swap]:
-        scores, of_slot = self._count(layer, selected, tokens), self._experts[layer]
+        uses = np.bincount(selected, minlength=len(outside))
+        self._rankings[layer].observe(uses, tokens)
         self._steps[layer] += 1
-        if self._steps[layer] % self._turn or not len(of_slot):
+        if self._steps[layer] % self._turn:
             return []
-        swaps: dict[int, Swap] = {}
-        if self._prior:
-            scores = scores + self._prior[layer] * self._weight[layer]
-        outside = scores.copy()
-        outside[list(self._slots[layer])] = -1.0
-        for expert in np.argsort(-outside, kind="stable")[: self._each].tolist():
-            slot = self._free(layer)
-            if slot is None:
-                slot = int(np.argmin(scores[of_slot]))
-                if outside[expert] <= self._factor * scores[of_slot[slot]]:
-                    break
-            elif outside[expert] <= 0:
-                break
-            swaps[slot] = self._put(layer, slot, expert)
-        return list(swaps.values())
-
-
-_CLASSES: dict[str, type[Policy]] = {one.name: one for one in (Static, Lru, Lfu, Dynamic)}
+        priority = self._rankings[layer].priority
+        if self.name == "dynamic":
+            priority, coming = priority + self._prior[layer], outside.nonzero()[0]
+        else:
+            coming = (uses * outside).nonzero()[0]
+        more, less = priority[coming], self._factor * priority[of_slot]  # an expert needs more than another one has
+        less[of_slot < 0] = 0
+        if not len(coming) or more.max() <= less.min():
+            return []
+        first, slots = (-more).argsort(kind="stable")[: self._each], less.argsort(kind="stable")
+        n = min(len(first), len(slots))
+        n = int((more[first[:n]] > less[slots[:n]]).sum())  # the first ones
+        coming, slots = coming[first[:n]], slots[:n]
+        leaving = of_slot[slots]
+        outside[leaving[leaving >= 0]] = True
+        outside[coming] = False
+        of_slot[slots] = coming
+        return list(zip(slots.tolist(), coming.tolist(), strict=True))
 
 
 def make_policy(
     name: str, slots: Mapping[int, int], experts: Mapping[int, int], start: Frequencies | None = None
 ) -> Policy:
-    """The policy of a name of `EXPERT_POLICIES`; arguments as of `Policy`. ValueError: `static` needs frequencies."""
-    if start is None and name == "static":
-        raise ValueError("the policy static needs the frequencies of a profile")
-    return _CLASSES[name](slots, experts, start)
+    """The policy of a name; arguments as of `Policy`."""
+    return Policy(name, slots, experts, start)
 
 
 # ---------------------------------------------------------------- slots of the layers
@@ -381,10 +268,10 @@ def replay(policy: Policy, selected: Mapping[int, NDArray[np.integer]]) -> Repla
     slots = {layer: len(policy.resident(layer)) for layer in selected}
     hits, copies = dict.fromkeys(selected, 0), dict.fromkeys(selected, 0)
     for layer, each in selected.items():
-        if isinstance(policy, Static):
+        if policy.name == "static":
             hits[layer] = int(np.isin(each, policy.resident(layer)).sum())
             continue
-        for experts in each.tolist():
+        for experts in each:
             hits[layer] += policy.hits(layer, experts)
             copies[layer] += len(policy.observe(layer, experts))
     sizes = {layer: each.size for layer, each in selected.items()}
@@ -392,16 +279,17 @@ def replay(policy: Policy, selected: Mapping[int, NDArray[np.integer]]) -> Repla
 
 
 def replay_on_disk(
-    policy: DiskPolicy, selected: Mapping[int, NDArray[np.integer]], slots: Mapping[int, int]
+    policy: str, start: NDArray[np.float32], selected: Mapping[int, NDArray[np.integer]], slots: Mapping[int, int]
 ) -> Replayed:
     """Play selections to a policy of experts that rest on disk, a token a step: each one that memory lacks is read, in
     place of the one of least priority that the token does not select, of equals the lowest, as `Slots` (csrc/slots.cpp)
     does.
 
-    policy: new, its rows the layers in order; selected: of each layer [tokens, experts of a token], as many; slots: at
-    least those of a token.
+    policy: of `DISK_POLICIES`; start: as of `Ranking`, its rows the layers in order; selected: of each layer [tokens,
+    experts of a token], the same number; slots: at least those of a token.
     """
-    rows, n = policy.priority.shape
+    rows, n = start.shape
+    ranking = RANKINGS[policy](start)
     held = np.zeros((rows, n), bool)
     free = np.array([slots[layer] for layer in selected])
     tokens = len(next(iter(selected.values())))
@@ -418,11 +306,11 @@ def replay_on_disk(
         leaving = np.maximum(n_missed - free, 0)
         free -= n_missed - leaving
         if leaving.any():
-            order = np.argsort(np.where(held & ~used, policy.priority, np.inf), axis=1, kind="stable")
+            order = np.argsort(np.where(held & ~used, ranking.priority, np.inf), axis=1, kind="stable")
             for at in np.flatnonzero(leaving).tolist():
                 held[at, order[at, : leaving[at]]] = False
         held |= missed
-        policy.observe(uses, 1)
+        ranking.observe(uses, 1)
     by_layer = [dict(zip(selected, found.tolist(), strict=True)) for found in (hits, misses)]
     sizes = {layer: each.size for layer, each in selected.items()}
-    return Replayed(policy.name, {layer: slots[layer] for layer in selected}, tokens, sizes, *by_layer)
+    return Replayed(policy, {layer: slots[layer] for layer in selected}, tokens, sizes, *by_layer)
