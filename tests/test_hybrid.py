@@ -48,11 +48,11 @@ from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hybrid import ffn as hybrid  # noqa: E402
-from powerinfer.hybrid.adjust import trades  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
+from powerinfer.hybrid.units import trades  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import NeuronPlacement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
@@ -630,7 +630,7 @@ def test_only_clear_differences_are_swapped() -> None:
     assert len(leave) == len(come) == 0
     assert len(trades(fired, np.array([], np.int32), cold)[0]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("powerinfer.hybrid.adjust.NOISE", 0.0)
+        patch.setattr("powerinfer.hybrid.units.NOISE", 0.0)
         assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
 
 
@@ -644,7 +644,7 @@ def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> No
     stage.least = 2
     predictors = predictor_of(open_checkpoint(path).config)
     with split(path, 0.5, predictors=predictors, stage=stage, threads=3) as (executor, ffns):
-        sparsity = HybridSparsity("predicted", executor, ffns, stage)
+        sparsity = HybridSparsity("predicted", executor, ffns)
         if stage._pool is not None:
             stage._pool.submit(len, ()).result(30)
         families.run_chunks(executor, families.prompt(case), [74, 1], families.scattered_pages(executor, 1)[0])

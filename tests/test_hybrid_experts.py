@@ -298,7 +298,7 @@ def test_what_split_layers_did_and_what_is_adjusted(tmp_path: Path) -> None:
         assert report["tokens"] == TOTAL and 0 < report["gpu_share"] < 1 and 0 < report["jobs"] <= 1
         ffn = ffns[0]
         assert ffn.selected.sum() == TOTAL * ffn.about.router.top_k
-        ffn.recent[:] = 0
+        ffn.recent[:], ffn.recent_tokens = 0, 300
         ffn.recent[ffn.cold[1]] = 600  # clearly hotter than any that is on the GPU
         wanted = int(ffn.cold[1])
         assert sparsity.adjust() and wanted in ffn.hot and sparsity.report()["traded"] == 1

@@ -1,30 +1,21 @@
-"""Hot experts on the GPU, cold ones on the CPU, at the same time: FFNs of experts that are split between the two.
+"""FFNs whose units are experts, see units.py: the router, on the GPU, selects a few for each token.
 
-For each layer of a step:
-
-    GPU   attention ... n, router | n, experts, weights out | the hot experts, the shared one | + the cold ones ...
-    CPU                             wait                    | the cold experts  | back
-
-The router runs on the GPU alone, so both devices agree on each token's experts and their weights. An expert is on one
-device, unless a policy exchanges those on the GPU: then the CPU has all. A token's experts are added up in their order,
-on each device by itself. Where experts are placed changes how the sum is rounded and, for types that the GPU lacks and
-converts, their weights by as much as Q8_0 rounds.
+An expert is on one device, unless a policy exchanges those on the GPU: then the CPU has all. A token's experts are
+added up in their order, on each device by itself. Where experts are placed changes how the sum is rounded and, for
+types that the GPU lacks and converts, their weights by as much as Q8_0 rounds.
 
 A router that reads what the layer gets runs before attention, and the selection is sent ahead of the experts' input:
 the CPU orders its rows and fetches weights into its caches while attention runs.
 
-For a long prompt, whose tokens select nearly all experts, the GPU computes the cold ones too: they stream to it from
-the model's file, through the buffers of devices/stage.py.
-
-Where RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and
-that it does not have, and computes the others meanwhile, in prompts, too.
+For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU from the model's file. Where
+RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and that
+it does not have, and computes the others meanwhile, in prompts, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,33 +33,21 @@ from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.tensors import RawTensor, RestingTensor
-from powerinfer.hybrid.adjust import trades
+from powerinfer.hybrid.units import HybridUnits, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.models.builder import ExpertWeights
 from powerinfer.neurons import Indices
 from powerinfer.placement.experts import Policy, Swap
-from powerinfer.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer import _native
+    from powerinfer.devices.cpu_experts import ByNeuron
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
-
-ENOUGH = 128
-"""Tokens that a layer must have computed recently before its experts are swapped."""
-
-MOST = 2
-"""Experts of a layer swapped at a time: the swap happens between requests, which wait for it."""
-
-
-_HELD = (
-    "_gpu_part", "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_slots", "_biases",
-)  # fmt: skip
-"""What a layer's experts have on the GPU, by attribute."""
 
 
 class Copier:
@@ -115,39 +94,37 @@ class Copier:
         self._pool.shutdown()
 
 
-class HybridExperts:
-    """The experts of one layer of `GpuLayers`."""
+class HybridExperts(HybridUnits):
+    """The FFN of one layer of `GpuLayers` over experts.
+
+    Counters: selected, int64 [experts], tokens that each was selected for, in `tokens` and `steps`; hits: selections of
+    experts on the GPU; copied: experts copied there beside steps; jobs: steps in which the CPU had one; by_neuron:
+    neurons of the cold experts of steps that skip those that do not fire.
+    """
+
+    units = "experts"
+    most = 2
+    _held = (
+        "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_slots", "_biases", "_tensors", "_disk",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        layer: int,
-        cpu: CpuExecutor,
-        layers: GpuLayers,
-        weights: ExpertWeights,
-        hot: Indices,
-        *,
-        movable: bool = False,
-        stage: Stage | None = None,
-        copier: Copier | None = None,
+        self, split: ExpertSplit, cpu: CpuExecutor, layers: GpuLayers, layer: int, weights: ExpertWeights
     ) -> None:
-        """movable: `swap` is to be called; stage: streams cold experts to the GPU for long prompts; copier: exchanges
-        those on the GPU, the CPU has all of them. RequestError where experts cannot be swapped, PowerInferError if a
-        device runs out of memory."""
-        assert layers.link is not None
+        """RequestError where experts cannot be swapped, PowerInferError if a device runs out of memory."""
+        super().__init__(layer, layers, split.stage)
         about = cpu.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
-        self.layer = layer
         self.about = about
-        self._layers = layers
-        self._link = layers.link
-        self._top_k = about.router.top_k
-        self.on_input: Callable[[Tensor, Tensor], None] | None = None
-        self._copier = copier
+        self.top_k = about.router.top_k
+        hot = split.hot[layer]
+        self._copier = copier = split.copier if len(hot) else None
+        if copier is not None:
+            hot = copier.policy.resident(layer).copy()
         self._swapped, self._whole = True, False
         self._copying: tuple[list[Swap], Future[Event]] | None = None
-        self._calls: dict[int, tuple[_native.ExpertCall, ...]] = {}  # by tokens
         # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens select, as of `calls`.
-        self._own_places = np.full(about.n_experts, -1, np.int32)
+        self._call_places = np.full(about.n_experts, -1, np.int32)
         self._tally = np.zeros(about.n_experts + 1, np.int64)
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
@@ -155,18 +132,19 @@ class HybridExperts:
             self._norm, self._check_files = weights.norm, weights.check
             # Views of the model's file: no memory of their own.
             self._tensors = self._place(cpu, weights, hot)
-        if movable and copier is None and self.about.bias:
+        if split.movable and copier is None and about.bias:
             raise RequestError("--adjust does not swap experts that have biases: leave it out")
-        if movable and self._tensors is None and self._disk is None:
+        if (split.movable or copier is not None) and self._tensors is None and self._disk is None:
             flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
             raise RequestError(
                 f"{flag} needs experts as a GGUF file has them, not a folder, --quantize or types IQ1 to IQ3"
             )
-        self.stage = stage if stage is not None and self._tensors is not None else None
+        if self._tensors is None:
+            self.stage = None
         self.clear()
 
     def _upload(self, weights: ExpertWeights) -> None:
-        """What every token needs: the router, and the shared expert."""
+        """Upload what every token needs: the router, and the shared expert."""
         import torch
 
         device = self._layers.device
@@ -184,54 +162,60 @@ class HybridExperts:
             self._shared = inputs, output
 
     def _place(self, cpu: CpuExecutor, weights: ExpertWeights, hot: Indices) -> list[RawTensor] | None:
-        """Each expert on its device, and only there; those of the CPU in RAM, or on disk. All of them, if RAM needs no
-        copy, as it does not of those in a mapped file."""
+        """Put each expert on its device, and only there; those of the CPU in RAM, or on disk. Returns all of them, if
+        RAM needs no copy, as it does not of those in a mapped file."""
         import torch
 
         n, device = self.about.n_experts, self._layers.device
-        here = hot if self._copier is not None else np.sort(hot)  # of each slot
+        of_slot = hot if self._copier is not None else np.sort(hot)
         every = self._copier is not None or self._disk is not None  # can be asked of the CPU
         on_cpu = np.arange(n, dtype=np.int32) if every else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
         self._resting: Sequence[RestingTensor] = ()
         views: list[RawTensor] | None = None
+
+        def biases(index: Indices) -> list[NDArray[np.float32] | None]:
+            return [None if bias is None else bias[index] for bias in self._biases]
+
         if self._disk is not None:
             self._resting = weights.resting()
             about = weights.correction, weights.router_bias
             self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *about)
-            if len(here):
-                biases = [None if bias is None else bias[here] for bias in self._biases]
-                slots = np.arange(len(here), dtype=np.int32)
-                self._gpu_part = gpu_experts.resident(weights.some(here), slots, self.about, device, biases)
+            if len(of_slot):
+                slots = np.arange(len(of_slot), dtype=np.int32)
+                own = weights.some(of_slot), slots, self.about, device, biases(of_slot)
+                self._gpu_part = gpu_experts.resident(*own)
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
             views = tensors if all(map(in_file, tensors)) else None
-            if len(here):
+            if len(of_slot):
                 by_neuron = cpu.in_experts and self.about.why_whole is None
-                self._gpu_part = gpu_experts.resident(tensors, here, self.about, device, self._biases, by_neuron)
+                self._gpu_part = gpu_experts.resident(tensors, of_slot, self.about, device, self._biases, by_neuron)
             if len(on_cpu):
-                biases = [None if bias is None else bias[on_cpu] for bias in self._biases]
-                self._cpu_part = cpu.expert_sum(self.layer, (_some(tensor, on_cpu) for tensor in tensors), biases)
+                some = (_some(tensor, on_cpu) for tensor in tensors)
+                self._cpu_part = cpu.expert_sum(self.layer, some, biases(on_cpu))
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
-        self._slot[here] = np.arange(len(here))
+        self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
-        self._tell_slots()
+        self._publish()
         return views
 
-    def _tell_slots(self) -> None:
-        """The GPU, what it calls, and what guesses the CPU's experts, know what is there."""
+    def _publish(self) -> None:
+        """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
         import torch
 
+        self.hot = np.flatnonzero(self._slot >= 0).astype(np.int32)
+        self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
         self._slots.copy_(torch.from_numpy(self._slot))
-        self._own_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
+        self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
         if self._disk is not None and self._cpu_part is not None:
             self._cpu_part.op.elsewhere[:] = self._slot >= 0
 
     def foresee(self, cpu: CpuExecutor, before: HybridExperts, router: RawTensor) -> None:
-        """Where experts rest on disk, the layer before guesses which ones are needed, and reads them early.
+        """Have the layer before guess experts on disk that are needed, and read them early.
 
         What a layer's router gets differs from what the one before it got by what is added to the stream between them,
         and by the weights of their norms: these are part of the matrix that guesses. router: [experts, d_model].
@@ -254,29 +238,14 @@ class HybridExperts:
         return [_one(tensor, expert) for tensor in self._tensors]
 
     @property
-    def top_k(self) -> int:
-        """Experts of a token."""
-        return self._top_k
-
-    @property
     def expert_bytes(self) -> int:
         """Bytes of an expert on the GPU; of none there, those that one has on the CPU."""
         part, n = (self._gpu_part, len(self.hot)) if self._gpu_part is not None else (self._cpu_part, len(self.cold))
         return 0 if part is None else part.nbytes // max(1, n)
 
-    @property
-    def hot(self) -> Indices:
-        """int32, the experts on the GPU, ascending."""
-        return np.flatnonzero(self._slot >= 0).astype(np.int32)
-
-    @property
-    def cold(self) -> Indices:
-        """int32, the others, ascending."""
-        return np.flatnonzero(self._slot < 0).astype(np.int32)
-
     def swap(self, leave: Indices, come: Indices) -> None:
-        """Exchange experts on the GPU for as many on the CPU, each in the other's memory; not while a step runs.
-        ModelError for one that cannot be read from disk: it stays where it is."""
+        """As of `HybridUnits`, each in the other's memory. ModelError for an expert that cannot be read from disk: it
+        stays where it is."""
         assert self._gpu_part is not None and self._cpu_part is not None
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
         try:
@@ -290,7 +259,7 @@ class HybridExperts:
                         self._cpu_part.replace(place, self._stored(int(old)))
                         self._place_of[old], self._place_of[new] = place, -1
                     self._slot[old], self._slot[new] = -1, slot
-                    self._tell_slots()
+                    self._publish()
                     self._swapped = True
         finally:
             if not self._swapped:
@@ -307,8 +276,8 @@ class HybridExperts:
 
         self._copying = swaps, self._copier.begin(streams_of(self._layers.device), copy)
 
-    def _take_copied(self) -> None:
-        """What was copied since the layer's last step is used from now on."""
+    def finish_copies(self) -> None:
+        """Use what was copied since the layer's last step from now on; not while a step runs."""
         if self._copying is None or self._copier is None:
             return
         (swaps, copying), self._copying = self._copying, None
@@ -320,13 +289,13 @@ class HybridExperts:
                     self._slot[expert] = slot
                 self.copied += len(swaps)
         finally:
-            self._tell_slots()
+            self._publish()
 
     def follow(self, policy: Policy) -> None:
-        """From the next step on a policy decides, and has its experts in their slots; not while a step runs."""
+        """Let a policy decide from the next step on, and have its experts in their slots; not while a step runs."""
         if self._copier is None:
             return
-        self._take_copied()
+        self.finish_copies()
         before, self._copier.policy = self._callable, policy
         if self._callable != before:  # so it is of all layers, which have one copier
             self._layers.changed(self.layer)
@@ -334,26 +303,17 @@ class HybridExperts:
         swaps = [(slot, expert) for slot, expert in enumerate(wanted) if self._slot[expert] != slot]
         if swaps:
             self._exchange(swaps)
-            self._take_copied()
-
-    def finish_copies(self) -> None:
-        """Wait for what is being copied; not while a step runs."""
-        self._take_copied()
+            self.finish_copies()
 
     def close(self) -> None:
-        """Free both parts, and the buffers that are shared with others."""
         if self._copying is not None:
             self._copying[1].exception()  # wait
-        if self.stage is not None:
-            self.stage.close()
         if self._copier is not None:
             self._copier.close()
-        for name in (*_HELD, "_cpu_part", "_calls", "_link", "_layers", "_tensors", "_disk"):
-            self.__dict__.pop(name, None)
+        super().close()
 
     @property
     def cold_bytes(self) -> int:
-        """Bytes of RAM for the cold experts."""
         return 0 if self._cpu_part is None else self._cpu_part.nbytes
 
     def memory(self) -> dict[str, int]:
@@ -366,101 +326,78 @@ class HybridExperts:
 
     # ---------------------------------------------------------------- a step
 
-    def before(self) -> list[Operator]:
-        """Select experts where the router reads the layer's input, and send the CPU the selection, see `FfnParts`."""
-        if not self.about.early_router:
-            return []
-        operators = [Operator("router", self.layer, self._select)]
-        if self._cpu_part is not None:
-            operators.append(Operator("selection out", self.layer, self._send_experts))
-            operators.append(self._acts("mark selection", self._mark_experts, self._begin_ahead))
-        return operators
-
-    def begin(self) -> list[Operator]:
-        """Select experts, unless that is done, and send the CPU its input, see `FfnParts`."""
-        operators = [] if self.about.early_router else [Operator("router", self.layer, self._select)]
-        if self._cpu_part is not None:
-            operators.append(Operator("copy out", self.layer, self._send))
-            operators.append(self._acts("mark", self._mark, self._begin_cold))
-        return operators
-
-    def finish(self) -> list[Operator]:
-        """Add the sums of both parts, see `FfnParts`."""
-        operators = []
-        if self._gpu_part is not None:
-            operators.append(Operator("hot experts", self.layer, self._add_hot))
-        if self._shared is not None:
-            operators.append(Operator("shared expert", self.layer, self._add_shared))
-        if self._cpu_part is not None:
-            operators.append(self._acts("cold experts", self._sum_cold, self._join_cold))
-            operators.append(Operator("add", self.layer, self._add_cold))
-        return operators
-
-    def _acts(self, kind: str, run: Callable[[Step], None], called: Callable[[Step], None]) -> Operator:
-        """One in which the host acts, unless the GPU can call it."""
-        return Operator(kind, self.layer, run, False, called if self._callable else None)
+    @property
+    def _asks_cpu(self) -> bool:
+        return self._cpu_part is not None
 
     @property
     def _callable(self) -> bool:
         """Not where a policy looks at every step, nor where reads from disk fail by themselves."""
         return self._disk is None and (self._copier is None or self._copier.policy.name == "static")
 
+    def before(self) -> list[Operator]:
+        """Select experts where the router reads the layer's input, and send the CPU the selection."""
+        if not self.about.early_router:
+            return []
+        operators = [self._operator("router", self._select)]
+        if self._asks_cpu:
+            operators.append(self._operator("selection out", self._send_experts))
+            operators.append(self._host_operator("mark selection", self._mark_experts, self._begin_ahead))
+        return operators
+
+    def _selection(self) -> list[Operator]:
+        return [] if self.about.early_router else [self._operator("router", self._select)]
+
+    def _gpu_sums(self) -> list[Operator]:
+        operators = []
+        if self._gpu_part is not None:
+            operators.append(self._operator("hot experts", self._add_hot))
+        if self._shared is not None:
+            operators.append(self._operator("shared expert", self._add_shared))
+        return operators
+
     def _select(self, step: Step) -> None:
         assert step.read is not None
-        experts, weights = self._link.experts(len(step.x), self._top_k)
+        experts, weights = self._link.experts(len(step.x), self.top_k)
         x = step.x if self.about.early_router else step.read
         logits = gpu.linear(self._router, x, self._router_bias)
         gpu_experts.route(logits, self.about.router, self._correction, experts, weights)
 
-    def _streams(self, step: Step) -> bool:
-        """Whether the GPU computes the cold experts too."""
-        return self.stage is not None and self.stage.takes(len(step.x))
-
     def _send_experts(self, step: Step) -> None:
         if not self._streams(step):
-            self._link.send_experts(len(step.x), self._top_k)
+            self._link.send_experts(len(step.x), self.top_k)
 
     def _mark_experts(self, step: Step) -> None:
         if not self._streams(step):
             self._link.mark_experts()
 
-    def _send(self, step: Step) -> None:
-        if not self._streams(step):
-            self._link.send(len(step.x), 0 if self.about.early_router else EXPERT_BYTES * self._top_k)
+    def _sent_bytes(self, tokens: int) -> int:
+        return 0 if self.about.early_router else EXPERT_BYTES * self.top_k
 
     def _check(self) -> None:
         if not self._swapped:
             raise PowerInferError(f"experts of layer {self.layer} were lost in a swap: load the model again")
 
-    def _calls_of(self, tokens: int) -> tuple[_native.ExpertCall, ...]:
-        if tokens not in self._calls:
-            assert self._cpu_part is not None
-            own = self._own_places, self._tally
-            self._calls[tokens] = self._cpu_part.calls(self._link, tokens, *own, ahead=self.about.early_router)
-        return self._calls[tokens]
+    def _make_calls(self, tokens: int, sent: int) -> tuple[_native.ExpertCall, ...]:
+        assert self._cpu_part is not None
+        own = self._call_places, self._tally
+        return self._cpu_part.calls(self._link, tokens, *own, ahead=self.about.early_router)
 
     def _begin_ahead(self, step: Step) -> None:
-        self._link.begin(self._calls_of(len(step.x))[0])
+        self._link.begin(self._step_calls(step)[0])
 
     def _begin_cold(self, step: Step) -> None:
         self._check()
-        self._link.begin(self._calls_of(len(step.x))[-1])
-
-    def _join_cold(self, _: Step) -> None:
-        self._link.join()
+        super()._begin_cold(step)
 
     def _mark(self, step: Step) -> None:
         self._check()
-        self._take_copied()
-        if self.on_input is not None:
-            assert step.read is not None
-            self.on_input(step.x, step.read)
-        if not self._streams(step):
-            self._link.mark()
+        self.finish_copies()
+        super()._mark(step)
 
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
-        experts, weights = self._link.experts(len(step.x), self._top_k)
+        experts, weights = self._link.experts(len(step.x), self.top_k)
         gpu_experts.expert_sum(self._gpu_part, step.read, experts, weights, self._slots, step.target)
         step.normed = None
 
@@ -468,26 +405,19 @@ class HybridExperts:
         assert self._shared is not None and step.read is not None
         about, (inputs, output) = self.about, self._shared
         product = inputs(step.read)
-        if about.gated:
-            halves = product[:, : about.shared_size], product[:, about.shared_size :]
-            hidden = gpu.activate(about.activation, *halves, about.threshold, for_codes=output.for_codes)
-        else:
-            hidden = gpu.activate(about.activation, product, None, about.threshold, for_codes=output.for_codes)
+        gate = product[:, : about.shared_size] if about.gated else product
+        up = product[:, about.shared_size :] if about.gated else None
+        hidden = gpu.activate(about.activation, gate, up, about.threshold, for_codes=output.for_codes)
         if self._shared_weight is None:
             output(hidden, step.target)
             step.normed = None
         else:
             step.add_part(output(hidden) * gpu_experts.shared_weight(step.read, self._shared_weight))
 
-    def _sum_cold(self, step: Step) -> None:
-        """Write the CPU's sum to the link's buffer; zeros if no cold expert is selected."""
-        if self._streams(step):
-            with span(self._layers.trace, "gpu", "streamed experts", self.layer):
-                self._stream_cold(step)
-            return
+    def _compute_cold(self, step: Step) -> None:
         assert self._cpu_part is not None
-        cpu, link, trace = self._cpu_part, self._link, self._layers.trace
-        x, experts, weights, out = link.received_experts(len(step.x), self._top_k)  # there once it was waited for
+        cpu, link, trace, tokens = self._cpu_part, self._link, self._layers.trace, len(step.x)
+        x, experts, weights, out = link.received_experts(tokens, self.top_k)  # there once it was waited for
         if self.about.early_router:
             with span(trace, "cpu", "wait for the selection", self.layer, "wait"):
                 link.wait_experts()
@@ -496,41 +426,32 @@ class HybridExperts:
                 cpu.order(places, weights)
                 while not link.arrived() and cpu.fetch():
                     pass
-        with span(trace, "cpu", "wait", self.layer, "wait"):
-            link.wait()
+        self._wait()
         with span(trace, "cpu", "cold experts", self.layer):
             if self.about.early_router:
                 job = cpu.sum_ordered(x, out)
             else:
                 places = self._places(experts)
                 job = cpu.sum(x, places, weights, out)
-        if cpu.by_neuron is not None and not self._whole and len(step.x) <= NEURON_TOKENS:
-            self.by_neuron += int((places >= 0).sum()) * self.about.size
         counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
-        self.selected += counts
-        self.recent += counts
-        self.hits += int((places < 0).sum())
-        self.tokens += len(step.x)
-        self.steps += 1
-        self.jobs += job
+        self._count(counts, int((places < 0).sum()), tokens, 1, job, sparse=tokens <= NEURON_TOKENS)
         # A prompt selects nearly all. `static` has a copier in a trial alone, and costs there what it does without.
         copier = self._copier
-        if copier is not None and copier.on and copier.policy.name != "static" and len(step.x) <= NEURON_TOKENS:
-            swaps = copier.policy.observe(self.layer, experts.reshape(-1).tolist(), len(step.x))
+        if copier is not None and copier.on and copier.policy.name != "static" and tokens <= NEURON_TOKENS:
+            swaps = copier.policy.observe(self.layer, experts.reshape(-1), tokens)
             if swaps:
                 self._exchange(swaps)
 
     def _places(self, experts: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Where the CPU has experts; -1 for those on the GPU."""
+        """The places of experts on the CPU; -1 for those on the GPU."""
         return np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
 
     def _stream_cold(self, step: Step) -> None:
-        """Add the sum of the cold experts, some of which are on the GPU at a time."""
         import torch
 
         assert self.stage is not None and self._tensors is not None and step.read is not None
         self._check_files()
-        experts, weights = self._link.experts(len(step.x), self._top_k)
+        experts, weights = self._link.experts(len(step.x), self.top_k)
         count = self.stage.experts_at_once([_one(tensor, 0).nbytes for tensor in self._tensors], self.about.n_experts)
         for first in range(0, len(self.cold), count):
             own = self.cold[first : first + count]
@@ -547,50 +468,50 @@ class HybridExperts:
                 gpu_experts.expert_sum(piece, step.read, experts, weights, slots, step.target)
                 del piece  # the next one reuses its memory
 
-    def _add_cold(self, step: Step) -> None:
-        if not self._streams(step):
-            self._link.add_back(step.target)
-        step.normed = None
-
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
-    def collect(self) -> None:
-        """Add to the counters what the GPU's calls of the CPU did since the last time; not while a step runs."""
-        for tokens, calls in self._calls.items():
-            made, jobs, *_ = calls[-1].take()
-            self.tokens += made * tokens
-            self.steps += made
-            self.jobs += jobs
-        counts, hits = self._tally[:-1], int(self._tally[-1])
-        if self._cpu_part is not None and self._cpu_part.by_neuron is not None and not self._whole:
+    @property
+    def _sparse(self) -> ByNeuron | None:
+        """The cold experts' neurons, where steps skip those that do not fire."""
+        return None if self._cpu_part is None else self._cpu_part.by_neuron
+
+    def _count(
+        self, counts: NDArray[np.integer], hits: int, tokens: int, steps: int, jobs: int, sparse: bool = True
+    ) -> None:
+        if sparse and self._sparse is not None and not self._whole:
             self.by_neuron += (int(counts.sum()) - hits) * self.about.size
         self.selected += counts
         self.recent += counts
         self.hits += hits
+        self.tokens += tokens
+        self.recent_tokens += tokens
+        self.steps += steps
+        self.jobs += jobs
+
+    def collect(self) -> None:
+        tokens = steps = jobs = 0
+        for each, calls, had, *_ in self._taken_calls():
+            tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had
+        self._count(self._tally[:-1], int(self._tally[-1]), tokens, steps, jobs)
         self._tally[:] = 0
 
     def clear(self) -> None:
-        """Reset the counters, which are as of the last `collect`. selected: int64 [experts], tokens that each was
-        selected for; hits: selections of those on the GPU; copied: experts copied there beside steps; jobs: steps in
-        which the CPU had one; recent: as selected, halved now and then (`ExpertSparsity.adjust`). by_neuron: neurons of
-        the cold experts of steps that skip those that do not fire."""
-        for calls in self._calls.values():
-            calls[-1].take()
+        for _ in self._taken_calls():
+            pass
         self._tally[:] = 0
         self.selected = np.zeros(self.about.n_experts, np.int64)
-        self.recent = np.zeros(self.about.n_experts)
+        self.recent, self.recent_tokens = np.zeros(self.about.n_experts), 0.0
         self.tokens = self.steps = self.jobs = self.hits = self.copied = self.by_neuron = 0
-        if self._cpu_part is not None and self._cpu_part.by_neuron is not None:
-            self._cpu_part.by_neuron.sum.clear()
+        if self._sparse is not None:
+            self._sparse.sum.clear()
 
     @property
     def fired(self) -> int:
         """Of the neurons `by_neuron`, those that fired."""
-        sparse = None if self._cpu_part is None else self._cpu_part.by_neuron
-        return 0 if sparse is None else sparse.sum.counts()["active"]
+        return 0 if self._sparse is None else self._sparse.sum.counts()["active"]
 
-    def set_whole(self, on: bool) -> None:
-        """Whether every neuron is computed of cold experts that could skip some."""
+    def suspend(self, on: bool) -> None:
+        """Choose whether every neuron is computed of cold experts that could skip some."""
         self.collect()
         self._whole = on
         if self._cpu_part is not None:
@@ -629,12 +550,11 @@ def _one(tensor: RawTensor, expert: int) -> RawTensor:
 
 
 @dataclass
-class ExpertSplit:
-    """How the experts of the GPU's layers are split: makes the FFN of each layer when it is wired (`load_split`).
+class ExpertSplit(Split[HybridExperts]):
+    """The split of the experts of the GPU's layers.
 
     hot: of each layer of the model, the experts on the GPU, int32 (of layers without experts: none); movable: they may
-    be swapped; stage: as for `HybridExperts`; copier: exchanges those on the GPU from step to step. ffns: those made so
-    far.
+    be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them.
     """
 
     hot: Sequence[Indices]
@@ -646,39 +566,23 @@ class ExpertSplit:
 
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: ExpertWeights) -> HybridExperts:
         """PowerInferError if a device runs out of memory."""
-        hot = self.hot[layer]
-        copier = self.copier if len(hot) else None
-        if copier is not None:
-            hot = copier.policy.resident(layer).copy()
-        movable = self.movable or copier is not None
-        ffn = HybridExperts(layer, cpu, layers, given, hot, movable=movable, stage=self.stage, copier=copier)
+        ffn = HybridExperts(self, cpu, layers, layer, given)
         if self.ffns and self.ffns[-1].layer == layer - 1:
             ffn.foresee(cpu, self.ffns[-1], given.router)
         self.ffns.append(ffn)
         return ffn
 
-    def close(self) -> None:
-        """Free the FFNs made so far, and the stage. May be called twice."""
-        for ffn in self.ffns:
-            ffn.close()
-        self.ffns.clear()
-        if self.stage is not None:
-            self.stage.close()
 
-
-class ExpertSparsity(Sparsity):
-    """Of a model whose experts are split between a GPU and the CPU."""
+class ExpertSparsity(SplitSparsity[HybridExperts]):
+    """Statistics of a model whose experts are split between a GPU and the CPU. The GPU leaves out neurons that give
+    zero, suspended or not."""
 
     selector = "router"
 
     def __init__(self, executor: SplitExecutor, ffns: Sequence[HybridExperts], policy: str = "static") -> None:
         """policy: who decides which experts the GPU has, a name of `placement.experts.EXPERT_POLICIES`."""
-        self.ffns = ffns
-        self.stage = next((ffn.stage for ffn in ffns if ffn.stage is not None), None)
+        super().__init__(executor, ffns)
         self.policy = policy
-        self.traded = 0  # experts moved to the GPU since the model was loaded
-        self._executor = executor
-        self._turn = 0
 
     def report(self) -> dict[str, Any]:
         """Per layer and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the tokens' experts, those
@@ -689,15 +593,15 @@ class ExpertSparsity(Sparsity):
         selected = hot = 0
         for ffn in self.ffns:
             ffn.collect()
-            own, on_gpu = int(ffn.selected.sum()), ffn.hits
-            selected, hot = selected + own, hot + on_gpu
+            own = int(ffn.selected.sum())
+            selected, hot = selected + own, hot + ffn.hits
             layers.append(
                 {
                     "layer": ffn.layer,
                     "hot": len(ffn.hot),
                     "cold": len(ffn.cold),
                     "tokens": ffn.tokens,
-                    "gpu_share": on_gpu / own if own else None,
+                    "gpu_share": ffn.hits / own if own else None,
                     "jobs": ffn.jobs / ffn.steps if ffn.steps else None,
                 }
             )
@@ -716,37 +620,3 @@ class ExpertSparsity(Sparsity):
             "copied": sum(ffn.copied for ffn in self.ffns),
             "active_fraction": sum(ffn.fired for ffn in self.ffns) / neurons if neurons else None,
         }
-
-    def clear(self) -> None:
-        for ffn in self.ffns:
-            ffn.clear()
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Every neuron of the cold experts is computed inside the context. The GPU leaves out those that give zero."""
-        for ffn in self.ffns:
-            ffn.set_whole(True)
-        try:
-            yield
-        finally:
-            for ffn in self.ffns:
-                ffn.set_whole(False)
-
-    def adjust(self) -> bool:
-        """Swap experts of one layer, the next in turn with enough recent tokens, if the difference is clear."""
-        for _ in self.ffns:
-            ffn = self.ffns[self._turn]
-            self._turn = (self._turn + 1) % len(self.ffns)
-            ffn.collect()
-            if ffn.recent.sum() < ENOUGH * ffn.about.router.top_k or not len(ffn.hot):
-                continue
-            leave, come = trades(ffn.recent, ffn.hot, ffn.cold, MOST)
-            ffn.recent /= 2
-            if len(come):
-                ffn.swap(leave, come)
-                self.traded += len(come)
-                return True
-        return False
-
-    def bytes_per_token(self, dense: int | None) -> None:
-        """Unknown: it depends on which experts are selected, and where they are."""

@@ -255,7 +255,7 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
         settle_steps(executor, split, resolved)
         for ffn in split.ffns:
             ffn.fill()
-        sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns, split.stage)
+        sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns)
         sparsity.clear()  # counts of the measurements
     except BaseException:
         executor.close()

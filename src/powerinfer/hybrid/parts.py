@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.disk_neurons import n_slots, neuron_slots
 from powerinfer.devices.stage import BESIDE, Stage
 from powerinfer.formats.bundle_memory import SomeBundles, cuts, gather, own_pages, some_bytes
@@ -72,7 +71,7 @@ class GpuPart:
 class CpuPart:
     """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse.
 
-    rests: its neurons are on disk.
+    index: int32, the neurons, ascending. rests: its neurons are on disk.
     """
 
     rests = False
@@ -81,42 +80,46 @@ class CpuPart:
         self, cpu: CpuExecutor, layer: int, layout: BundleLayout, vectors: NeuronVectors, threshold: float
     ) -> None:
         """threshold: activations up to it count as zero."""
-        self.bundles: SomeBundles | None = None
+        self.index: Indices = np.empty(0, np.int32)
         self._cpu = cpu
         self._layer = layer
         self._layout = layout
         self._vectors = vectors
         self._threshold = threshold
+        self._bundles: SomeBundles | None = None
         self._memory: NDArray[np.uint8] | None = None
         self._neurons: _native.NeuronSum | None = None
 
     @property
-    def index(self) -> Indices:
-        """int32, the neurons, ascending."""
-        return np.empty(0, np.int32) if self.bundles is None else self.bundles.index
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of the bundles."""
-        return 0 if self.bundles is None else self.bundles.rows.nbytes
+        """Bytes of RAM."""
+        return 0 if self._bundles is None else self._bundles.rows.nbytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
         """Replace the neurons. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
-        self.bundles = self._neurons = None
+        self._bundles = self._neurons = None
+        self.index = index
         if not len(index):
             return
         layout = self._layout
         nbytes = len(index) * layout.pitch + min(len(index), len(groups)) * layout.shared_bytes
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = own_pages(nbytes)
-        self.bundles = gather(layout, groups, index, self._memory)
-        own = self._layer, layout, self.bundles, self._vectors
+        self._bundles = gather(layout, groups, index, self._memory)
+        own = self._layer, layout, self._bundles, self._vectors
         self._neurons = self._cpu.parts.bundled(*own, threshold=self._threshold, count_fired=True)
 
-    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
-        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as for `GpuPart.add_sum`.
+    def limit(self, slots: int) -> None:
+        """See `HybridFfn.limit`."""
 
-        False if none is selected: then out is zero, and nothing was computed.
+    def fill(self) -> None:
+        """See `HybridFfn.fill`."""
+
+    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
+        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as of `GpuPart.add_sum`.
+
+        False if none is selected: then out is zero, and nothing was computed. ModelError if neurons cannot be read:
+        then out is void.
         """
         assert self._neurons is not None
         return self._neurons.sum(x, out, selected)
@@ -127,23 +130,22 @@ class CpuPart:
         return link.neuron_call(self._neurons, tokens, columns)
 
     def pieces(self, stage: Stage) -> Iterator[SomeBundles]:
-        """Its bundles for a stage, which cuts them."""
-        assert self.bundles is not None
-        yield self.bundles
+        """Bundles for a stage, which cuts them; each is valid until the next is asked for. ModelError if they cannot be
+        read."""
+        assert self._bundles is not None
+        yield self._bundles
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""
         assert self._neurons is not None
-        counts = np.empty(self._neurons.neurons, np.int64)
+        counts = np.empty(len(self.index), np.int64)
         self._neurons.take_fired(counts)
         return counts
 
 
-class RestingPart:
-    """The same of neurons that rest on disk: memory has some of them, and reads the others when they are needed. Those
-    are the selected ones or, where nothing selects, those that fire: memory has the first rows of all.
-
-    rests: as of `CpuPart`.
+class RestingPart(CpuPart):
+    """Neurons that rest on disk: memory has some of them, and reads the others when they are needed. Those are the
+    selected ones or, where nothing selects, those that fire: memory has the first rows of all.
     """
 
     rests = True
@@ -155,25 +157,25 @@ class RestingPart:
         layout: BundleLayout,
         vectors: NeuronVectors,
         threshold: float,
-        disk: DiskTier,
         groups: NDArray[np.uint8],
         frequency: NDArray[np.float64] | None,
-        selects: bool,
+        whole: bool,
     ) -> None:
-        """groups: as for `GpuPart`, in a file of the disk; frequency: as for `HybridFfn`; selects: a predictor does."""
-        self.index: Indices = np.empty(0, np.int32)
-        self._layer = layer
-        self._layout = layout
-        self._disk = disk
+        """groups: as for `GpuPart`, in a file of the executor's disk; frequency: as of `NeuronSplit`; whole: a
+        predictor selects, and all rows of neurons are read."""
+        super().__init__(cpu, layer, layout, vectors, threshold)
+        assert cpu.disk is not None
+        self._disk = disk = cpu.disk
         self._groups = groups
         self._frequency = frequency
         n = cpu.config.ffn_sizes[layer]
         self._least = cpu.parts.least_slots(n)
-        own = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), whole=selects)
-        self._slots = own.slots
-        self._used = own.slots.slots
-        self._first_bytes = own.left_out
-        self._neurons = cpu.parts.resting(layer, own, vectors, threshold, count_fired=True)
+        made = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), whole=whole)
+        self._slots = made.slots
+        self._used = made.slots.slots
+        self._first_bytes = made.left_out
+        self._resting = cpu.parts.resting(layer, made, vectors, threshold, count_fired=True)
+        self._neurons = self._resting
 
     @property
     def nbytes(self) -> int:
@@ -182,16 +184,27 @@ class RestingPart:
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
         """As of `CpuPart`; at most first rows are read. groups: those of the layer. ModelError if that fails."""
-        self._neurons.keep(index)
+        self._resting.keep(index)
         self.index = index
         if self._first_bytes:
             self._read_firsts()
 
     def limit(self, slots: int) -> None:
-        """Hold bundles of at most so many neurons, and no more than there was room for at first. Between steps."""
         self._used = max(self._least, min(self._slots.slots, slots))
         with self._disk.reading():
             self._slots.memory.use(self._used)
+
+    def fill(self) -> None:
+        cold = hottest = None
+        if self._frequency is not None:
+            cold = np.zeros_like(self._frequency)
+            cold[self.index] = self._frequency[self.index]
+            hottest = self.index[np.argsort(-cold[self.index], kind="stable")][: self._used]
+        self._disk.add_neurons(self._layer, self._slots, self._resting, cold, hottest)
+
+    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
+        with self._disk.reading():
+            return super().sum(x, selected, out)
 
     def _read_firsts(self) -> None:
         layout, step = self._layout, max(1, FIRSTS_AT_ONCE // self._layout.group_bytes)
@@ -202,25 +215,10 @@ class RestingPart:
             rows = self._disk.read_rows(self._groups[group : group + step])
             bundles = rows[:, : BUNDLE_GROUP * layout.pitch].reshape(len(rows), BUNDLE_GROUP, layout.pitch)
             own = self.index[first:last] - group * BUNDLE_GROUP
-            self._neurons.add_firsts(bundles[own // BUNDLE_GROUP, own % BUNDLE_GROUP, : layout.gate_bytes])
-
-    def fill(self) -> None:
-        """Read those that fire most often, once, when all are where they stay. ModelError if they cannot be read."""
-        cold = hottest = None
-        if self._frequency is not None:
-            cold = np.zeros_like(self._frequency)
-            cold[self.index] = self._frequency[self.index]
-            hottest = self.index[np.argsort(-cold[self.index], kind="stable")][: self._used]
-        self._disk.add_neurons(self._layer, self._slots, self._neurons, cold, hottest)
-
-    def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
-        """As of `CpuPart`. ModelError if neurons cannot be read: then out is void."""
-        with self._disk.reading():
-            return self._neurons.sum(x, out, selected)
+            self._resting.add_firsts(bundles[own // BUNDLE_GROUP, own % BUNDLE_GROUP, : layout.gate_bytes])
 
     def pieces(self, stage: Stage) -> Iterator[SomeBundles]:
-        """As of `CpuPart`, cut as the stage would, so that sums are the same: each is valid until the next is asked
-        for. ModelError if they cannot be read."""
+        """Bundles cut as the stage would, so that sums are the same."""
         limit = stage.limit(self._layout)
         counts = np.bincount(self.index // BUNDLE_GROUP, minlength=len(self._groups)).astype(np.int32)
         ends = np.cumsum(counts)
@@ -242,9 +240,3 @@ class RestingPart:
                 own = gather(layout, rows, self.index[first:last] - group * BUNDLE_GROUP, memory[at:])
                 at += own.rows.nbytes
         return memory[:at].reshape(1, -1)
-
-    def take_counts(self) -> Counts:
-        """As of `CpuPart`."""
-        counts = np.empty(len(self.index), np.int64)
-        self._neurons.take_fired(counts)
-        return counts

@@ -1,41 +1,25 @@
-"""What split layers did, and the swapping of their neurons between requests."""
+"""Statistics of layers whose neurons are split between two devices."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from powerinfer.devices.stage import Stage
-from powerinfer.errors import PowerInferError
-from powerinfer.hybrid.adjust import trades
 from powerinfer.hybrid.ffn import HybridFfn
-from powerinfer.neurons import Indices
-from powerinfer.sparsity import Sparsity
+from powerinfer.hybrid.units import SplitSparsity
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
 
-ENOUGH = 128
-"""Tokens that a layer must have computed recently before its neurons are swapped."""
 
+class HybridSparsity(SplitSparsity[HybridFfn]):
+    """Statistics of a model whose neurons are split between a GPU and the CPU."""
 
-class HybridSparsity(Sparsity):
-    """Of a model whose layers are split between a GPU and the CPU."""
-
-    def __init__(
-        self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn], stage: Stage | None = None
-    ) -> None:
-        """ffns: of the executor's split layers; stage: theirs."""
+    def __init__(self, selector: str, executor: SplitExecutor, ffns: Sequence[HybridFfn]) -> None:
+        """ffns: of the executor's split layers."""
+        super().__init__(executor, ffns)
         self.selector = selector
-        self.stage = stage
-        self.ffns = ffns
-        self.traded = 0  # neurons moved to the GPU since the model was loaded
-        self._executor = executor
-        self._turn = 0
 
     def report(self) -> dict[str, Any]:
         """Per layer and in all, of tokens computed in steps of up to `NEURON_TOKENS`.
@@ -57,8 +41,8 @@ class HybridSparsity(Sparsity):
 
         for ffn in self.ffns:
             add(ffn.layer, len(ffn.hot), ffn.collect())
-        for layer, own_ffn in cpu.ffns.items():
-            counts = own_ffn.counts()
+        for layer, dense in cpu.ffns.items():
+            counts = dense.counts()
             own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
             add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
         whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
@@ -72,67 +56,17 @@ class HybridSparsity(Sparsity):
         return {ffn.layer: ffn for ffn in self.ffns}
 
     def clear(self) -> None:
-        """Reset the counters of `report`."""
-        for ffn in self.ffns:
-            ffn.clear()
-        for own in self._executor.cpu.ffns.values():
-            own.clear()
+        super().clear()
+        for dense in self._executor.cpu.ffns.values():
+            dense.clear()
 
-    def adjust(self) -> bool:
-        """Swap neurons of one layer, the next in turn with enough recent tokens; not while a step runs.
-
-        Based on recent counts, which are halved at each turn of the layer. False if no layer was worth it.
-        PowerInferError if a device runs out of memory; then nothing has changed or, where even that does not fit any
-        more, all neurons of the layer are on the CPU.
-        """
-        for _ in self.ffns:
-            ffn = self.ffns[self._turn]
-            self._turn = (self._turn + 1) % len(self.ffns)
-            ffn.collect()
-            if ffn.recent_tokens < ENOUGH:
-                continue
-            leave, come = trades(ffn.recent, ffn.hot, ffn.cold)
-            ffn.forget_half()
-            if len(come):
-                _replace(ffn, np.union1d(np.setdiff1d(ffn.hot, leave), come).astype(np.int32))
-                self.traded += len(come)
-                return True
-        return False
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """A context in which no predictor runs."""
-        self._let_predict(False)
-        try:
-            yield
-        finally:
-            self._let_predict(True)
-
-    def _let_predict(self, on: bool) -> None:
-        for ffn in self.ffns:
-            ffn.predict(on)
-        for own in self._executor.cpu.ffns.values():
-            own.predict(on)
-
-    def bytes_per_token(self, dense: int | None) -> None:
-        """Unknown: what the GPU skips is not counted."""
+    def _suspend(self, on: bool) -> None:
+        super()._suspend(on)
+        for dense in self._executor.cpu.ffns.values():
+            dense.predict(not on)
 
 
-def _replace(ffn: HybridFfn, hot: Indices) -> None:
-    """Put other neurons on the GPU; after a failure, which is raised, the layer can still be computed."""
-    before = ffn.hot
-    try:
-        ffn.place(hot)
-    except BaseException as error:
-        error.with_traceback(None)  # its frames may hold what must make room
-        try:
-            ffn.place(before)
-        except PowerInferError:
-            ffn.place(before[:0])
-        raise
-
-
-def _shares(sums: Mapping[str, int]) -> dict[str, Any]:
+def _shares(sums: Counter[str]) -> dict[str, Any]:
     active, tokens = sums["hot"] + sums["cold"], sums["tokens"]
     return {
         "tokens": tokens,

@@ -1,0 +1,309 @@
+"""FFNs that are split over units, neurons or experts: hot ones on the GPU, cold ones on the CPU, at the same time.
+
+For each layer of a step:
+
+    GPU   attention ... n | x and selection out | sum of the hot units            | + sum of the cold ones ...
+    CPU                     wait                | sum of the cold units    | back
+
+The GPU selects units, by a predictor or the router, so both devices agree on them. One transfer starts the CPU, which
+returns one vector per token. In a step of few tokens the GPU calls the CPU; in others, where the GPU cannot, and where
+reads from disk may fail, the host acts twice: it records an event after the copy, and sums the cold units. For a long
+prompt the GPU computes the cold units too, and the CPU none: see devices/stage.py.
+
+An FFN is a sum over its units, so where they are placed changes only how the sum is rounded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.devices.stage import Stage
+from powerinfer.devices.step import Operator, Step
+from powerinfer.devices.trace import span
+from powerinfer.neurons import Indices
+from powerinfer.sparsity import Sparsity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from powerinfer import _native
+    from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.split import SplitExecutor
+
+ENOUGH = 128
+"""Tokens that a layer must have computed recently before its units are swapped."""
+
+NOISE = 3.0
+"""Standard deviations by which a cold unit must have been used more often than the hot one that it replaces."""
+
+
+class HybridUnits(ABC):
+    """The FFN of one layer of `GpuLayers`, its units on two devices.
+
+    hot, cold: int32, the units on the GPU and on the CPU, ascending. on_input: called in steps in which the CPU may
+    have work, and which are launched, with the residual stream and the input of gate and up, both float32 [T, d_model]
+    on the GPU. recent: float64 [units], the tokens that used each, of recent_tokens.
+    """
+
+    units: str
+    most: int
+    """Units swapped at a time: the swap happens between requests, which wait for it."""
+    hot: Indices
+    cold: Indices
+    recent: NDArray[np.float64]
+    recent_tokens: float
+    _held: tuple[str, ...] = ()
+    """Attributes with memory, beside the parts."""
+
+    def __init__(self, layer: int, layers: GpuLayers, stage: Stage | None) -> None:
+        """stage: streams cold units to the GPU for long prompts."""
+        assert layers.link is not None
+        self.layer = layer
+        self.stage = stage
+        self.on_input: Callable[[Tensor, Tensor], None] | None = None
+        self._layers = layers
+        self._link = layers.link
+        self._calls: dict[tuple[int, int], Sequence[_native.NeuronCall | _native.ExpertCall]] = {}
+
+    def close(self) -> None:
+        """Free both parts, and the buffers that are shared with others; no step follows. May be called twice."""
+        if self.stage is not None:
+            self.stage.close()
+        for name in ("_gpu_part", "_cpu_part", "_calls", "_link", "_layers", *self._held):
+            self.__dict__.pop(name, None)
+
+    @property
+    @abstractmethod
+    def cold_bytes(self) -> int:
+        """Bytes of RAM for the cold units."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes on the GPU by part."""
+
+    # ---------------------------------------------------------------- a step
+
+    def before(self) -> list[Operator]:
+        """Operators before attention, see `FfnParts`."""
+        return []
+
+    def begin(self) -> list[Operator]:
+        """Select units, and send the CPU its input, see `FfnParts`."""
+        operators = self._selection()
+        if self._asks_cpu:
+            operators.append(self._operator("copy out", self._send))
+            operators.append(self._host_operator("mark", self._mark, self._begin_cold))
+        return operators
+
+    def finish(self) -> list[Operator]:
+        """Add the sums of both parts, see `FfnParts`."""
+        operators = self._gpu_sums()
+        if self._asks_cpu:
+            operators.append(self._host_operator(f"cold {self.units}", self._sum_cold, self._join_cold))
+            operators.append(self._operator("add", self._add_cold))
+        return operators
+
+    @abstractmethod
+    def _selection(self) -> list[Operator]: ...
+
+    @abstractmethod
+    def _gpu_sums(self) -> list[Operator]: ...
+
+    @property
+    @abstractmethod
+    def _asks_cpu(self) -> bool:
+        """Whether the CPU may have work."""
+
+    @property
+    @abstractmethod
+    def _callable(self) -> bool:
+        """Whether the GPU may call the CPU."""
+
+    @abstractmethod
+    def _sent_bytes(self, tokens: int) -> int:
+        """Bytes per token of the selection that is sent with the input."""
+
+    @abstractmethod
+    def _make_calls(self, tokens: int, sent: int) -> Sequence[_native.NeuronCall | _native.ExpertCall]:
+        """Calls of the CPU for a step, one after another."""
+
+    @abstractmethod
+    def _compute_cold(self, step: Step) -> None:
+        """Write the CPU's sum to the link's buffer; zeros if no cold unit is selected."""
+
+    @abstractmethod
+    def _stream_cold(self, step: Step) -> None:
+        """Add the sum of the cold units, some of which are on the GPU at a time."""
+
+    def _operator(self, kind: str, run: Callable[[Step], None]) -> Operator:
+        return Operator(kind, self.layer, run)
+
+    def _host_operator(self, kind: str, run: Callable[[Step], None], called: Callable[[Step], None]) -> Operator:
+        """An operator in which the host acts, unless the GPU can call it."""
+        return Operator(kind, self.layer, run, False, called if self._callable else None)
+
+    def _streams(self, step: Step) -> bool:
+        """Whether the GPU computes the cold units too."""
+        return self.stage is not None and self.stage.takes(len(step.x))
+
+    def _send(self, step: Step) -> None:
+        if not self._streams(step):
+            self._link.send(len(step.x), self._sent_bytes(len(step.x)))
+
+    def _mark(self, step: Step) -> None:
+        if self.on_input is not None:
+            assert step.read is not None
+            self.on_input(step.x, step.read)
+        if not self._streams(step):
+            self._link.mark()
+
+    def _step_calls(self, step: Step) -> Sequence[_native.NeuronCall | _native.ExpertCall]:
+        key = len(step.x), self._sent_bytes(len(step.x))
+        if key not in self._calls:
+            self._calls[key] = self._make_calls(*key)
+        return self._calls[key]
+
+    def _begin_cold(self, step: Step) -> None:
+        self._link.begin(self._step_calls(step)[-1])
+
+    def _join_cold(self, _: Step) -> None:
+        self._link.join()
+
+    def _taken_calls(self) -> Iterator[tuple[int, int, int, float, float]]:
+        """The work of the GPU's calls since the last time: (tokens of each, calls, jobs, seconds waited, worked)."""
+        for (tokens, _), calls in self._calls.items():
+            yield tokens, *calls[-1].take()
+
+    def _sum_cold(self, step: Step) -> None:
+        if not self._streams(step):
+            self._compute_cold(step)
+            return
+        with span(self._layers.trace, "gpu", f"streamed {self.units}", self.layer):
+            self._stream_cold(step)
+
+    def _wait(self) -> None:
+        with span(self._layers.trace, "cpu", "wait", self.layer, "wait"):
+            self._link.wait()
+
+    def _add_cold(self, step: Step) -> None:
+        if not self._streams(step):
+            self._link.add_back(step.target)
+        step.normed = None
+
+    # ---------------------------------------------------------------- counters and swaps, not while a step runs
+
+    @abstractmethod
+    def collect(self) -> Any:
+        """Add to the counters what both devices did since the last time."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Reset the counters."""
+
+    @abstractmethod
+    def suspend(self, on: bool) -> None:
+        """Begin or end to compute units whole that a selector could leave out, or leave out a part of."""
+
+    @abstractmethod
+    def swap(self, leave: Indices, come: Indices) -> None:
+        """Exchange units on the GPU for the same number on the CPU."""
+
+    def trade(self) -> int:
+        """Swap units that have become hot for those that have cooled, by `recent`, which is halved. Returns how many.
+        Raises what `swap` does."""
+        self.collect()
+        if self.recent_tokens < ENOUGH:
+            return 0
+        leave, come = trades(self.recent, self.hot, self.cold, self.most)
+        self.recent /= 2
+        self.recent_tokens /= 2
+        if len(come):
+            self.swap(leave, come)
+        return len(come)
+
+
+U = TypeVar("U", bound=HybridUnits)
+
+
+def trades(used: NDArray[np.float64], hot: Indices, cold: Indices, limit: int | None = None) -> tuple[Indices, Indices]:
+    """(units of `hot` to move to the CPU, the same number of `cold` to move to the GPU), largest difference first.
+
+    used: float64 [units], tokens that used each recently. The coldest hot unit is compared with the hottest cold one,
+    and so on. The standard deviation of a count is its square root, so a difference below `NOISE` roots of the sum is
+    ignored: equally hot units are not swapped back and forth.
+    """
+    leave = hot[np.argsort(used[hot], kind="stable")][:limit]
+    come = cold[np.argsort(-used[cold], kind="stable")][:limit]
+    n = min(len(leave), len(come))
+    less, more = used[leave[:n]], used[come[:n]]
+    clear = more - less > NOISE * np.sqrt(more + less)
+    n = int(np.argmin(clear)) if not clear.all() else n
+    return leave[:n], come[:n]
+
+
+class Split(Generic[U]):
+    """The split of a model's FFNs: makes that of each of the GPU's layers when it is wired (`load_split`).
+
+    ffns: made so far; stage: streams cold units to the GPU for long prompts.
+    """
+
+    ffns: list[U]
+    stage: Stage | None
+
+    def close(self) -> None:
+        """Free the FFNs made so far, and the stage. May be called twice."""
+        for ffn in self.ffns:
+            ffn.close()
+        self.ffns.clear()
+        if self.stage is not None:
+            self.stage.close()
+
+
+class SplitSparsity(Sparsity, Generic[U]):
+    """Statistics of a model whose FFNs are split between a GPU and the CPU, and swaps of their units."""
+
+    def __init__(self, executor: SplitExecutor, ffns: Sequence[U]) -> None:
+        """ffns: of the executor's split layers."""
+        self.ffns = ffns
+        self.stage = next((ffn.stage for ffn in ffns if ffn.stage is not None), None)
+        self.traded = 0  # units moved to the GPU since the model was loaded
+        self._executor = executor
+        self._turn = 0
+
+    def clear(self) -> None:
+        """Reset the counters of `report`."""
+        for ffn in self.ffns:
+            ffn.clear()
+
+    def adjust(self) -> bool:
+        """Swap units of one layer, the next in turn with enough recent tokens, if the difference is clear."""
+        for _ in self.ffns:
+            ffn = self.ffns[self._turn]
+            self._turn = (self._turn + 1) % len(self.ffns)
+            traded = ffn.trade()
+            self.traded += traded
+            if traded:
+                return True
+        return False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which no unit is left out that fires."""
+        self._suspend(True)
+        try:
+            yield
+        finally:
+            self._suspend(False)
+
+    def _suspend(self, on: bool) -> None:
+        for ffn in self.ffns:
+            ffn.suspend(on)
+
+    def bytes_per_token(self, dense: int | None) -> None:
+        """Unknown: it depends on what the GPU skips, and on which experts are selected, and where they are."""
