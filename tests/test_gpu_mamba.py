@@ -3,6 +3,9 @@ against the CPU."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,12 +13,20 @@ torch = pytest.importorskip("torch")
 
 import reference  # noqa: E402
 from gpu_device import CUDA, device_name  # noqa: E402
+from model_files import mamba_gguf  # noqa: E402
 from test_gpu_delta import STEPS  # noqa: E402
 from test_gpu_kernels import TRITON, by_interpreter, floats, kernels, on_device  # noqa: E402, F401
+from test_gpu_layers import on_gpu, opened  # noqa: E402
+from test_mamba import CONTEXT, answers, step, texts  # noqa: E402
 
+from benchmarks.models.gguf_writer import U32  # noqa: E402
+from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.config import Mamba2Config  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.kernels import gpu, gpu_mamba, gpu_states  # noqa: E402
 from powerinfer.kernels.gpu_types import States  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.runtime import state_cache  # noqa: E402
 
 KINDS = {
     "in groups, with a norm of each": Mamba2Config(6, 32, 2, 16, 4, norm_groups=2),
@@ -194,14 +205,14 @@ def test_chunks_are_as_exact(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_steps_that_are_extreme(kernels: str) -> None:  # noqa: F811
     """States that stay or are forgotten, exactly as softplus has them."""
     about = Mamba2Config(2, 16, 1, 16, 2, norm="none")
-    for step in (-80.0, -20.0, 19.0, 21.0, 80.0):
+    for number in (-80.0, -20.0, 19.0, 21.0, 80.0):
         products = inputs(about, 1)
-        products[:, -about.n_heads :] = step
+        products[:, -about.n_heads :] = number
         net, states = weights(about), filled(about, 1)
         exact = Exact(net, *(part[0].cpu().numpy().copy() for part in (states.window, states.heads)))
         wanted = exact.run(products)
         out = given(net, states, products, [(0, 1, 0, 0)])
-        assert np.abs(out - wanted).max() <= 1e-5 * np.abs(wanted).max(), step
+        assert np.abs(out - wanted).max() <= 1e-5 * np.abs(wanted).max(), number
         assert np.abs(states.heads[0].cpu().numpy() - exact.heads).max() <= 1e-6 * np.abs(exact.heads).max()
 
 
@@ -210,3 +221,80 @@ def test_what_states_take() -> None:
     for about, states in zip(kinds, gpu_states.new_states(kinds, 5, "cpu"), strict=True):
         assert states.nbytes == 5 * gpu_states.state_bytes(about)
         assert states.heads.shape == (5, about.n_heads, about.head_dim, about.state_dim)
+
+
+# --- models, whose layers are one of Mamba2, an MLP or attention each
+
+
+PATTERN = "M-*M"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    builder = mamba_gguf(PATTERN).put("nemotron_h.context_length", U32, CONTEXT)
+    return builder.write(tmp_path_factory.mktemp("mamba") / "m.gguf")
+
+
+@pytest.fixture(params=[4, 3], ids=["all", "some"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """That many layers are on the GPU."""
+    count: int = request.param
+    whole = count == len(PATTERN)
+    monkeypatch.setattr("powerinfer.placement.budget.layers_that_fit", lambda *_, **__: (count, whole))
+    return count
+
+
+@pytest.mark.usefixtures("device")
+def test_answers_are_those_of_the_cpu(path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, in chunks, with prefixes found again and states kept, on one device or on both."""
+    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    system = texts(1, 200)[0]
+    prompts = [system + one for one in texts(2, 20)] + texts(1, 50)
+    alone = answers(path, prompts)
+    assert len({tuple(tokens) for tokens, _ in alone}) == len(prompts), "the answers are not all alike"
+    beside = answers(path, prompts, 2, gpu=device_name(), max_batch=3, prefill_chunk=48, mixed_chunk=5)
+    for (tokens, logprobs), (wanted, exact) in zip(beside, alone, strict=True):
+        assert tokens == wanted
+        np.testing.assert_allclose(logprobs, exact, atol=2e-3)  # the cache is of F16
+
+
+@pytest.mark.usefixtures("device")
+def test_an_aborted_request_harms_nobody(path: Path, layers: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = texts(3, 100)
+    with LLM(path, threads=2, gpu=device_name(), context=CONTEXT, max_batch=2, prefill_chunk=32) as llm:
+        assert llm.choices["gpu"].startswith(f"{layers} layers")
+        expected = [llm.generate([one], params)[0].token_ids for one in prompts]
+        for at in (1, 9):
+            stream = llm.stream(prompts[0], params)
+            for _ in range(at):
+                next(stream)
+            stream.close()
+            assert [one.token_ids for one in llm.generate(prompts, params)] == expected
+
+
+def split(path: Path, count: int) -> Any:
+    share = on_gpu(count, count == len(PATTERN))
+    return opened(path, share, context=CONTEXT, max_batch=2, prefill_chunk=512)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.usefixtures("device")
+def test_slots(path: Path, count: int) -> None:
+    """A state that is read elsewhere stays; NaN stays in its sequence. Each device has the states of its layers."""
+    checkpoint = open_checkpoint(path)
+    planned = checkpoint_model(checkpoint)
+    with split(path, count) as model:
+        text = texts(1, 60)[0]
+        whole = model.forward(step(text, 0, 0, 0)).copy()
+        model.forward(step(text[:40], 0, 0, 3))
+        for _ in range(2):
+            ours = model.forward(step(text[40:], 40, 3, 1))
+            assert np.abs(ours - whole).max() <= 1e-5 * np.abs(whole).max()
+        for states in model.gpu._states.values():
+            states.window[0], states.heads[0] = torch.nan, torch.nan
+        assert np.isnan(model.forward(step(text[:1], 60, 0, 0))).all()
+        np.testing.assert_array_equal(model.forward(step(text, 0, 0, 0)), whole)
+        here = [kind for layer, kind in checkpoint.config.states.items() if layer < count]
+        nbytes = sum(one.nbytes for one in model.gpu._states.values())
+        assert nbytes == 5 * sum(map(gpu_states.state_bytes, here)) == planned.gpu_state_bytes(2, slice(count))

@@ -49,9 +49,9 @@ from powerinfer.sparsity.selection import select  # noqa: E402
 
 NAMES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax",
-    "qwen3-next", "qwen35-moe", "minimax-m2", "ernie-moe",
+    "qwen3-next", "qwen35-moe", "minimax-m2", "ernie-moe", "nemotron-h-experts",
 )  # fmt: skip
-FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe")
+FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe", "nemotron-h-experts")
 LATENT = (
     ("deepseek-v2-lite", "folder"),
     ("deepseek-v2", "gguf"),
