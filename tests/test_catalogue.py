@@ -20,7 +20,7 @@ from powerinfer.formats import catalogue_names
 from powerinfer.formats.catalogue import CatalogueModel, Download, Memory, catalogue, nearest, unsupported_families
 from powerinfer.formats.catalogue_names import full_name, name_form, near_name, offer, short_name, unsupported
 from powerinfer.formats.families import FOLDERS, GGUFS
-from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.formats.weight_types import NATIVE_TYPES
 from powerinfer.hardware.cards import described_machine
 from powerinfer.placement.estimates import estimate, shape_of
 from powerinfer.placement.mixes import read_dtype

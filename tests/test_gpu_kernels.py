@@ -21,9 +21,10 @@ from gpu_device import CUDA, EPS, device_name, sum_error
 from stored_weights import stored_evenly
 
 from powerinfer.config import THRESHOLDED, AttentionConfig, FfnConfig, LayerConfig, ModelConfig
-from powerinfer.formats.bundle_file import BLOCKS, bundle_layouts
+from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import BLOCKS
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 

@@ -12,7 +12,7 @@ from stored_weights import stored  # noqa: E402
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.formats.quant import block_type, dequantize  # noqa: E402
-from powerinfer.formats.tensors import NATIVE_TYPES  # noqa: E402
+from powerinfer.formats.weight_types import NATIVE_TYPES  # noqa: E402
 from powerinfer.kernels import gpu, gpu_panels  # noqa: E402
 
 

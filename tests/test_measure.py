@@ -17,7 +17,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.devices.disk import Reads
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.formats.weight_types import NATIVE_TYPES
 from powerinfer.hardware import cpu_rates, description, disk_rates, measure
 from powerinfer.hardware.cpu_rates import Effort, fit_cache
 from powerinfer.hardware.description import RATED_ROWS, Device, load

@@ -25,14 +25,14 @@ from test_prepared import describe, edit_header, left_in
 from powerinfer import _native
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats import prepared
-from powerinfer.formats.bundle_file import BLOCKS, DOWN_TYPES, ROW_TYPES, BundleFile, open_bundles
+from powerinfer.formats.bundle_file import BundleFile, open_bundles
 from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import open_predictor, write_predictor
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, PreparedFile
 from powerinfer.formats.quant import block_type, dequantize, quantize
-from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, NATIVE_TYPES, ROW_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 from powerinfer.prepare import packing

@@ -132,8 +132,8 @@ def test_nobody_else_knows_what_auto_means() -> None:
 AUTO = {  # where "auto" is compared or listed; what a selector auto stands for is asked of selection.auto, not decided
     "cli/eval.py": ["('auto', 'all')"],
     "cli/pack.py": [
-        "('auto', *map(str.lower, ROW_TYPES))",
-        "('auto', *map(str.lower, bundle_file.DOWN_TYPES))",
+        "('auto', *map(str.lower, weight_types.DOWN_TYPES))",
+        "('auto', *map(str.lower, weight_types.ROW_TYPES))",
         "name == 'auto'",
     ],
     "config.py": [

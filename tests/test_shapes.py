@@ -20,7 +20,7 @@ from powerinfer.formats.catalogue import catalogue
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.formats.weight_types import NATIVE_TYPES
 from powerinfer.kernels import cpu, gpu
 from powerinfer.models import inventory, load
 from powerinfer.neurons import BUNDLE_GROUP

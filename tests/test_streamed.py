@@ -34,7 +34,7 @@ from powerinfer.devices.stage import Stage, layer_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import block_type, dequantize, quantize  # noqa: E402
-from powerinfer.formats.tensors import NATIVE_TYPES  # noqa: E402
+from powerinfer.formats.weight_types import NATIVE_TYPES  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid import crossing  # noqa: E402

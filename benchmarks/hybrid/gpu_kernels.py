@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.lib import machine, results
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.formats.weight_types import FLOAT_TYPES
 from powerinfer.hardware.samples import Samples
 from powerinfer.kernels import gpu
 

@@ -17,7 +17,7 @@ from powerinfer.formats.block_scales import SCALED
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.formats.weight_types import FLOAT_TYPES
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 """Matrices of a layer's FFN, by the last part of their canonical names."""

@@ -30,8 +30,6 @@ namespace {
 
 constexpr double U = 1.0 / (1 << 24);
 const float NOT = std::numeric_limits<float>::quiet_NaN();
-const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
-                                       "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 
 [[maybe_unused]] double gamma_of(double n) { return n * U / (1 - n * U); }
 

@@ -342,7 +342,7 @@ void test_experts(const Engine& by) {
           if (faulty && std::string(by.kind) != "emulated") continue;
           auto reads = by.open({file.about()}, {1e-6, 0, faulty ? 6 : -1, 2, EIO});
           if (!reads) return;
-          Check bits("experts, " + by.name() + ", " + TYPES[type] + ", " + std::to_string(n) + " slots");
+          Check bits("experts, " + by.name() + ", " + PI_TYPES[type].name + ", " + std::to_string(n) + " slots");
           auto slots = std::make_shared<Slots>(reads, parts, ExpertLayer::EXPERTS, n);
           const ExpertLayer::Wired here = layer.program(kernels, threads, nullptr),
                                    there = layer.program(kernels, threads, slots);

@@ -84,7 +84,7 @@ std::vector<uint8_t> magnitudes(int type, std::vector<uint8_t> rows) {
 
 void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_t most,
              const std::vector<int64_t>& counts) {
-  const std::string name = std::string(kernels->name) + " linear " + TYPES[type] + " k=" + std::to_string(k) +
+  const std::string name = std::string(kernels->name) + " linear " + PI_TYPES[type].name + " k=" + std::to_string(k) +
                            " rows=" + std::to_string(rows);
   Random r((uint64_t)(type * 1000003 + k * 131 + rows));
   const std::vector<uint8_t> stored = random_rows(r, type, rows, k), large = magnitudes(type, stored);
@@ -167,7 +167,7 @@ void test_linear(const PiKernels* kernels) {
 // output is written, a token's are the same whatever is beside it, and no operation is undefined.
 void test_hostile(const PiKernels* kernels) {
   for (int type = 0; type < PI_N_TYPES; type++) {
-    Check check(std::string(kernels->name) + " any bytes " + TYPES[type]);
+    Check check(std::string(kernels->name) + " any bytes " + PI_TYPES[type].name);
     Random r((uint64_t)type + 99);
     const int64_t k = 256, rows = 40, panels = 3, ldo = 48, tokens = 17;
     std::vector<uint8_t> stored((size_t)(rows * stored_row_bytes(type, k)));
@@ -694,8 +694,8 @@ void test_program(const PiKernels* kernels) {
   const int types[][3] = {{PI_Q4_0, PI_F16, PI_KV_F16}, {PI_Q8_0, PI_Q5_1, PI_KV_Q8_0}, {PI_BF16, PI_F32, PI_KV_F32}};
   for (const auto& t : types) {
     for (bool plain : {false, true}) {
-      const std::string name = std::string(kernels->name) + (plain ? " plain" : "") + " program " + TYPES[t[0]] + " " +
-                               TYPES[t[1]] + " " + KV_TYPES[t[2]];
+      const std::string name = std::string(kernels->name) + (plain ? " plain" : "") + " program " +
+                               PI_TYPES[t[0]].name + " " + PI_TYPES[t[1]].name + " " + KV_TYPES[t[2]];
       const std::vector<float> wanted = Model(kernels, plain, 1, t[0], t[1], t[2]).logits(41);
       Check finite(name + " finite and not all the same"), same(name + " bits for any threads and chunks");
       for (size_t i = 0; i < wanted.size(); i++)

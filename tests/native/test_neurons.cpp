@@ -24,7 +24,7 @@ bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
 const char* const KINDS[] = {"dot", "add"};
 
 const char* type_name(int type) {
-  return type == PI_Q4_0X32 ? "Q4_0X32" : type == PI_Q4_1X32 ? "Q4_1X32" : TYPES[type];
+  return type == PI_Q4_0X32 ? "Q4_0X32" : type == PI_Q4_1X32 ? "Q4_1X32" : PI_TYPES[type].name;
 }
 const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096},
                            BLOCK_WIDTHS = {32, 64, 96, 128, 160, 256, 512, 544, 576, 1056};
@@ -170,7 +170,7 @@ void test_rows() {
   for (int type : DOT_TYPES) {
     for (int kind : {PI_DOT, PI_ADD}) {
       if (!pi_row_type(type, kind)) continue;
-      Check check(std::string("rows ") + TYPES[type] + " " + KINDS[kind]);
+      Check check(std::string("rows ") + PI_TYPES[type].name + " " + KINDS[kind]);
       for (int64_t k : widths(type)) {
         Random r((uint64_t)(type * 1000 + kind * 100000 + k));
         const int64_t rows = 37, bytes = pi_row_bytes(type, k), at = 64, pitch = at + bytes, stride = PI_GROUP * pitch,
@@ -252,7 +252,7 @@ Exact<PiPair> random_pairs(Random& r, int64_t n, int64_t neurons, int64_t tokens
 void test_dots(const PiKernels* kernels) {
   for (int type : DOT_TYPES) {
     for (int64_t k : widths(type)) {
-      const std::string name = std::string(kernels->name) + " dots " + TYPES[type] + " k=" + std::to_string(k);
+      const std::string name = std::string(kernels->name) + " dots " + PI_TYPES[type].name + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k));
       const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
       const BundleRows packed(r, type, PI_DOT, rows, k);
@@ -306,7 +306,7 @@ void test_dots(const PiKernels* kernels) {
 void test_add(const PiKernels* kernels) {
   for (int type : ROW_TYPES) {
     for (int64_t k : widths(type)) {
-      const std::string name = std::string(kernels->name) + " add " + TYPES[type] + " k=" + std::to_string(k);
+      const std::string name = std::string(kernels->name) + " add " + PI_TYPES[type].name + " k=" + std::to_string(k);
       Random r((uint64_t)(type * 100000 + k + 7));
       const int64_t rows = PI_GROUP, most = PI_NEURON_TOKENS;
       const BundleRows packed(r, type, PI_ADD, rows, k);
@@ -719,8 +719,9 @@ struct Wanted {
 };
 
 void add_case(const PiKernels* kernels, int type, int down_type, int act, bool gated, bool biases) {
-  const std::string name = std::string(kernels->name) + " add_neurons " + TYPES[type] + " " + type_name(down_type) +
-                           " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") + (biases ? " with biases" : "");
+  const std::string name = std::string(kernels->name) + " add_neurons " + PI_TYPES[type].name + " " +
+                           type_name(down_type) + " " + ACTIVATIONS[act] + (gated ? " gated" : " plain") +
+                           (biases ? " with biases" : "");
   Random r((uint64_t)(type * 1000 + down_type * 100 + act * 4 + gated * 2 + biases));
   const int64_t k = 96, neurons = 150, most_tokens = PI_NEURON_TOKENS;  // three blocks, the last of them odd
   const Layer layer(r, k, neurons, type, down_type, act, gated, biases);
@@ -806,8 +807,8 @@ void test_hostile(const PiKernels* kernels) {
   for (int type : ROW_TYPES) types.push_back({type, type});
   for (const auto& [type, down_type] : types) {
     for (int act = 0; act < N_ACTS; act++) {
-      Check check(std::string(kernels->name) + " any bundles " + TYPES[type] + " " + type_name(down_type) + " " +
-                  ACTIVATIONS[act]);
+      Check check(std::string(kernels->name) + " any bundles " + PI_TYPES[type].name + " " + type_name(down_type) +
+                  " " + ACTIVATIONS[act]);
       Random r((uint64_t)(type * 10 + act));
       const int64_t k = 96, neurons = 70, tokens = PI_NEURON_TOKENS;
       Layer layer(r, k, neurons, type, down_type, act, true, false);
@@ -1001,8 +1002,8 @@ std::vector<Sure> candidates(const std::vector<Near>& z, int64_t neurons, const 
 }
 
 void ffn_case(const PiKernels* kernels, const FfnCase& c) {
-  const std::string name = std::string(kernels->name) + " sparse FFN " + TYPES[c.type] + " " + ACTIVATIONS[c.act] +
-                           (c.gated ? " gated" : " plain") + (c.biases ? " with biases" : "") +
+  const std::string name = std::string(kernels->name) + " sparse FFN " + PI_TYPES[c.type].name + " " +
+                           ACTIVATIONS[c.act] + (c.gated ? " gated" : " plain") + (c.biases ? " with biases" : "") +
                            " k=" + std::to_string(c.k) + " neurons=" + std::to_string(c.neurons);
   const FfnModel model(c);
   const Layer& layer = model.layer;
@@ -1180,7 +1181,7 @@ void hostile_predictor(const PiKernels* kernels) {
 
 // The layer's bundles in a file, of which memory has some: the same bits, whatever is there already.
 void neurons_on_disk(const PiKernels* kernels, int type) {
-  Check check(std::string(kernels->name) + " neurons on disk " + TYPES[type]);
+  Check check(std::string(kernels->name) + " neurons on disk " + PI_TYPES[type].name);
   FfnModel model({160, 333, type, PI_RELU, true, true, true, 0});
   const Layer& layer = model.layer;
   const PiRows& up = layer.bundles->up;
@@ -1219,7 +1220,7 @@ bool is_refused(const Call& call) {
 
 // The same where memory has the first rows of some neurons, and the disk what else those that fire need.
 void firing_neurons_on_disk(const PiKernels* kernels, int type, bool gated) {
-  Check check(std::string(kernels->name) + " firing neurons on disk " + TYPES[type]);
+  Check check(std::string(kernels->name) + " firing neurons on disk " + PI_TYPES[type].name);
   FfnModel model({160, 333, type, PI_RELU, gated, true, true, 0.1f});
   const Layer& layer = model.layer;
   const PiRows &up = layer.bundles->up, &first = layer.bundles->first();

@@ -19,13 +19,12 @@ from typing import Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import THRESHOLDED, EngineConfig, ModelConfig
-from powerinfer.formats import bundle_file
-from powerinfer.formats.bundle_file import ROW_TYPES
+from powerinfer.formats import weight_types
 from powerinfer.text.model_text import has_tokenizer
 
 CONTEXT = 128  # tokens of the check's windows
-TYPES = ("auto", *map(str.lower, ROW_TYPES))
-DOWN_TYPES = ("auto", *map(str.lower, bundle_file.DOWN_TYPES))
+TYPES = ("auto", *map(str.lower, weight_types.ROW_TYPES))
+DOWN_TYPES = ("auto", *map(str.lower, weight_types.DOWN_TYPES))
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -94,10 +94,23 @@ void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, Ou
   });
 }
 
+// The types of rows for a use, by name: "F16, BF16, ...".
+std::string row_types(int kind) {
+  std::string names;
+  for (int type = 0; type < PI_END_X32; type++) {
+    if (!pi_row_type(type, kind)) continue;
+    if (!names.empty()) names += ", ";
+    names += pi_facts(type).name;
+    if (pi_across(type) >= 0) names += "X32";
+  }
+  return names;
+}
+
 int row_type(const std::string& name) {
-  const int type = name == "Q4_0X32" ? (int)PI_Q4_0X32 : name == "Q4_1X32" ? (int)PI_Q4_1X32 : type_of(name);
+  const bool across = name.size() > 3 && name.compare(name.size() - 3, 3, "X32") == 0;
+  const int type = type_of(across ? name.substr(0, name.size() - 3) : name) + (across ? (int)PI_N_TYPES : 0);
   require(pi_row_type(type, PI_DOT) || pi_row_type(type, PI_ADD),
-          "bundles hold F16, BF16, Q8_0, Q4_0, Q4_1, Q4_0X32 and Q4_1X32, not " + name);
+          "bundles hold " + row_types(PI_DOT) + " of gate and up, " + row_types(PI_ADD) + " of down, not " + name);
   return type;
 }
 
@@ -107,9 +120,10 @@ int kind_of(const std::string& name) {
 }
 
 void check_row(int type, int kind, int64_t k) {
-  require(k > 0 && k < (int64_t)1 << 30 && (type <= PI_BF16 || k % 32 == 0), "a quantised row must hold whole blocks");
+  require(k > 0 && k < (int64_t)1 << 30 && (pi_block(type) == 1 || k % 32 == 0),
+          "a quantised row must hold whole blocks");
   require(pi_row_type(type, kind),
-          kind == PI_ADD ? "Q4_1 is for 'dot' alone" : "blocks across neurons are for 'add' alone");
+          std::string(pi_facts(type).name) + (kind == PI_ADD ? " is for 'dot' alone" : "X32 is for 'add' alone"));
 }
 
 // Rows of the bundles of `rows` neurons, [groups, bytes of a group], which lie `pitch` apart.
@@ -318,7 +332,7 @@ void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
       .def_ro("rows", &Matrix::rows)
       .def_ro("k", &Matrix::k)
-      .def_prop_ro("type", [](const Matrix& w) { return std::string(TYPES[w.type]); })
+      .def_prop_ro("type", [](const Matrix& w) { return std::string(PI_TYPES[w.type].name); })
       .def_prop_ro("nbytes", &Matrix::bytes)
       .def_prop_ro(
           "panels",
@@ -342,13 +356,82 @@ void bind_matrix(nb::module_& m) {
         "out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES].");
 }
 
+// What Python knows of a type: its row of POWERINFER_TYPES, or of a type without kernels its name and sizes.
+struct TypeOfWeights {
+  PiTypeFacts of;
+  bool native;
+};
+
+std::vector<TypeOfWeights> every_type() {
+  std::vector<TypeOfWeights> types;
+  for (const PiTypeFacts& of : PI_TYPES) types.push_back({of, true});
+  for (const PiTypeFacts& of : PI_STORED_TYPES) types.push_back({of, false});
+  return types;
+}
+
+std::vector<int> entries_of(int values) {
+  const int8_t* entries = values == PI_VALUES_IQ4    ? PI_IQ4_ENTRIES
+                          : values == PI_VALUES_E2M1 ? PI_E2M1_ENTRIES
+                                                     : nullptr;
+  return entries ? std::vector<int>(entries, entries + 16) : std::vector<int>();
+}
+
+void bind_types(nb::module_& m) {
+  nb::class_<TypeOfWeights>(
+      m, "WeightType",
+      "A type of weights: a row of the table that the kernels are compiled with (csrc/types.h).\n\n"
+      "native: whether matrices of it have kernels; of a type without, only name, id, block and\n"
+      "nbytes are known.")
+      .def_prop_ro("name", [](const TypeOfWeights& t) { return std::string(t.of.name); })
+      .def_prop_ro(
+          "id", [](const TypeOfWeights& t) { return t.of.id; }, "ggml's number.")
+      .def_prop_ro(
+          "block", [](const TypeOfWeights& t) { return t.of.block; }, "Elements of a stored block.")
+      .def_prop_ro(
+          "nbytes", [](const TypeOfWeights& t) { return t.of.bytes; }, "Bytes of a stored block.")
+      .def_ro("native", &TypeOfWeights::native)
+      .def_prop_ro(
+          "codes_at", [](const TypeOfWeights& t) { return t.of.at; }, "The byte of a block at which codes begin.")
+      .def_prop_ro(
+          "codes", [](const TypeOfWeights& t) { return t.of.codes; }, "Bytes of a block's codes.")
+      .def_prop_ro(
+          "panel_scales", [](const TypeOfWeights& t) { return t.of.scales; },
+          "Bytes of the scales of a row in a panel, for each block.")
+      .def_prop_ro(
+          "halves",
+          [](const TypeOfWeights& t) {
+            std::vector<int> at;
+            for (int place : {t.of.d, t.of.m})
+              if (place >= 0) at.push_back(place);
+            return at;
+          },
+          "The bytes of a block at which its float16 scale and its minimum are, of types that have them.")
+      .def_prop_ro(
+          "offset", [](const TypeOfWeights& t) { return t.of.offset; }, "How far codes are above their values.")
+      .def_prop_ro("floats", [](const TypeOfWeights& t) { return t.native && t.of.values == PI_VALUES_FLOATS; })
+      .def_prop_ro(
+          "entries", [](const TypeOfWeights& t) { return entries_of(t.of.values); },
+          "What each code stands for, of E2M1 twice that; empty where codes are numbers.")
+      .def_prop_ro(
+          "dots", [](const TypeOfWeights& t) { return (t.of.rows & PI_ROWS_DOT) != 0; }, "Of gate and up.")
+      .def_prop_ro(
+          "adds", [](const TypeOfWeights& t) { return (t.of.rows & PI_ROWS_ADD) != 0; }, "Of down.")
+      .def_prop_ro(
+          "across", [](const TypeOfWeights& t) { return (t.of.rows & PI_ROWS_X32) != 0; },
+          "Whether rows of down may have their blocks across the neurons of a group.")
+      .def_prop_ro(
+          "gpu", [](const TypeOfWeights& t) { return std::string(t.of.gpu); }, "The type of its matrices on a GPU.");
+  m.def("types", &every_type, "The types of weights: those with kernels, then the others of GGUF files.");
+}
+
 void bind_bundle_rows(nb::module_& m) {
+  bind_types(m);
   m.attr("NEURON_TOKENS") = (int)PI_NEURON_TOKENS;
   m.def(
       "bundle_row_bytes",
       [](const std::string& type, int64_t k) {
         const int t = row_type(type);
-        require(k > 0 && (t <= PI_BF16 || k % 32 == 0), "a quantised row must hold whole blocks");
+        require(k > 0 && (pi_block(t) == 1 || k % 32 == 0), "a quantised row must hold whole blocks");
         return pi_row_bytes(t, k);
       },
       "type"_a, "k"_a, "Bytes of one row of a bundle.");

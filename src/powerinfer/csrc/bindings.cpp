@@ -12,7 +12,9 @@ void bind_constants(nb::module_& m) {
   m.attr("PAGE") = (int)PI_PAGE;
   m.attr("LANES") = (int)PI_LANES;
   m.attr("CHUNK") = (int)PI_CHUNK;  // tokens that Mamba2 computes together
-  m.attr("TYPES") = nb::cast(std::vector<std::string>(TYPES, TYPES + PI_N_TYPES));
+  std::vector<std::string> types;
+  for (const PiTypeFacts& type : PI_TYPES) types.push_back(type.name);
+  m.attr("TYPES") = nb::cast(types);
   m.attr("ACTIVATIONS") = nb::cast(std::vector<std::string>(ACTIVATIONS, ACTIVATIONS + PI_N_ACTS));
   m.attr("KV_TYPES") = nb::cast(std::vector<std::string>(KV_TYPES, KV_TYPES + PI_N_KV_TYPES));
 }

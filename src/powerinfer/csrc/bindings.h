@@ -37,8 +37,6 @@ using CacheBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<3>>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-inline const char* const TYPES[PI_N_TYPES] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0",   "Q4_1",   "Q5_0",
-                                              "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 inline const char* const ACTIVATIONS[PI_N_ACTS + 1] = {
     "silu",      "relu", "relu2", "fatrelu",   "drelu",
     "gelu_tanh", "cats", "topk",  "swiglu_oai"};  // the last is of experts alone
@@ -50,7 +48,11 @@ inline int index_of(const char* const* names, int n, const std::string& name, co
   throw std::invalid_argument(std::string(what) + " '" + name + "' has no native kernel");
 }
 
-inline int type_of(const std::string& name) { return index_of(TYPES, PI_N_TYPES, name, "type"); }
+inline int type_of(const std::string& name) {
+  for (int i = 0; i < PI_N_TYPES; i++)
+    if (name == PI_TYPES[i].name) return i;
+  throw std::invalid_argument("type '" + name + "' has no native kernel");
+}
 
 inline void require(bool good, const std::string& what) {
   if (!good) throw std::invalid_argument(what);

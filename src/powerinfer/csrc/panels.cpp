@@ -45,10 +45,6 @@ constexpr uint32_t SPREAD[16] = {spread(0),  spread(1),  spread(2),  spread(3), 
                                  spread(6),  spread(7),  spread(8),  spread(9), spread(10), spread(11),
                                  spread(12), spread(13), spread(14), spread(15)};
 
-// The values of IQ4_NL's and IQ4_XS's codes, and, doubled, of MXFP4's.
-constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int8_t E2M1_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
 // The 6-bit scale of sub-block j of an IQ4_XS block.
 int xs_scale(const uint8_t* block, int j) {
   const int low = block[4 + j / 2] >> j % 2 * 4 & 15, high = (block[2] | block[3] << 8) >> 2 * j & 3;
@@ -107,8 +103,9 @@ void unpack_nibbles(const uint8_t* q, const int8_t* values, float scale, float* 
 
 // One panel; where dst is not written, it stays as it is: zeroed for missing rows and for what pads BF16.
 void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
+  const PiTypeFacts& t = pi_facts(type);
   uint8_t* meta = dst + pi_codes_bytes(type, k);
-  const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
+  const int64_t nb = k / t.block;
   switch (type) {
     case PI_F32: interleave<uint32_t>(rows, k, dst); return;
     case PI_F16: interleave<uint16_t>(rows, k, dst); return;
@@ -120,76 +117,47 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
       }
       return;
   }
-  for (int64_t b = 0; b < nb; b++) {
-    const int64_t at = b * size;
+  for (int64_t b = 0; b < nb; b++, dst += PI_LANES * t.codes, meta += PI_LANES * t.scales) {
+    const int64_t at = b * t.bytes;
+    int64_t codes = at + t.at;
+    if (t.d >= 0) spread_halves(rows, at + t.d, meta);
+    if (t.m >= 0) spread_halves(rows, at + t.m, meta + 32);
     switch (type) {
       case PI_MXFP4:
         for (int r = 0; r < 16; r++)
-          if (rows[r]) meta[b * 16 + r] = rows[r][at];
-        spread_words(rows, at + 1, 4, dst + b * 256);
+          if (rows[r]) meta[r] = rows[r][at];
         break;
       case PI_IQ4_XS:
-        spread_halves(rows, at, meta + b * 160);
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < 8; j++)
           for (int r = 0; r < 16; r++)
-            if (rows[r]) meta[b * 160 + 32 + j * 16 + r] = (uint8_t)xs_scale(rows[r] + at, j);
-          spread_words(rows, at + 8 + 16 * j, 4, dst + (b * 8 + j) * 256);
-        }
-        break;
-      case PI_Q8_0:
-        spread_halves(rows, at, meta + b * 32);
-        spread_words(rows, at + 2, 8, dst + b * 512);
-        break;
-      case PI_Q4_0:
-      case PI_IQ4_NL:
-        spread_halves(rows, at, meta + b * 32);
-        spread_words(rows, at + 2, 4, dst + b * 256);
-        break;
-      case PI_Q4_1:
-        spread_halves(rows, at, meta + b * 64);
-        spread_halves(rows, at + 2, meta + b * 64 + 32);
-        spread_words(rows, at + 4, 4, dst + b * 256);
+            if (rows[r]) meta[32 + j * 16 + r] = (uint8_t)xs_scale(rows[r] + at, j);
         break;
       case PI_Q5_0:
-        spread_halves(rows, at, meta + b * 32);
-        pack_q5_bits(rows, at + 2, dst + b * 320 + 256);
-        spread_words(rows, at + 6, 4, dst + b * 320);
-        break;
       case PI_Q5_1:
-        spread_halves(rows, at, meta + b * 64);
-        spread_halves(rows, at + 2, meta + b * 64 + 32);
-        pack_q5_bits(rows, at + 4, dst + b * 320 + 256);
-        spread_words(rows, at + 8, 4, dst + b * 320);
+        pack_q5_bits(rows, codes, dst + 256);
+        codes += 4;
         break;
       case PI_Q4_K:
-      case PI_Q5_K: {
-        uint8_t* s = meta + b * 320;
-        spread_halves(rows, at, s);
-        spread_halves(rows, at + 2, s + 32);
+      case PI_Q5_K:
         for (int r = 0; r < 16; r++)
           if (rows[r])
-            for (int j = 0; j < 8; j++) k_scale(rows[r] + at + 4, j, s + 64 + j * 32 + r, s + 64 + j * 32 + 16 + r);
-        if (type == PI_Q4_K) {
-          spread_words(rows, at + 16, 32, dst + b * 2048);
-        } else {
-          spread_words(rows, at + 16, 8, dst + b * 2560 + 2048);
-          spread_words(rows, at + 48, 32, dst + b * 2560);
-        }
+            for (int j = 0; j < 8; j++)
+              k_scale(rows[r] + at + 4, j, meta + 64 + j * 32 + r, meta + 64 + j * 32 + 16 + r);
+        if (type == PI_Q4_K) break;
+        spread_words(rows, codes, 8, dst + 2048);
+        codes += 32;
         break;
-      }
-      case PI_Q6_K: {
-        uint8_t* s = meta + b * 288;
-        spread_halves(rows, at + 208, s);
+      case PI_Q6_K:
         for (int r = 0; r < 16; r++)
           if (rows[r])
-            for (int j = 0; j < 16; j++) s[32 + j * 16 + r] = rows[r][at + 192 + j];
+            for (int j = 0; j < 16; j++) meta[32 + j * 16 + r] = rows[r][at + 192 + j];
         for (int h = 0; h < 2; h++) {
-          spread_words(rows, at + h * 64, 16, dst + b * 3072 + h * 1536);
-          spread_words(rows, at + 128 + h * 32, 8, dst + b * 3072 + h * 1536 + 1024);
+          spread_words(rows, at + h * 64, 16, dst + h * 1536);
+          spread_words(rows, at + 128 + h * 32, 8, dst + h * 1536 + 1024);
         }
-        break;
-      }
+        continue;
     }
+    spread_words(rows, codes, (int)(at + t.at + t.codes - codes) / 4, dst);
   }
 }
 
@@ -234,25 +202,7 @@ uint8_t* Arena::allocate(int64_t bytes) {
   return p;
 }
 
-int64_t stored_row_bytes(int type, int64_t k) {
-  switch (type) {
-    case PI_F32: return k * 4;
-    case PI_F16:
-    case PI_BF16: return k * 2;
-    case PI_Q8_0: return k / 32 * 34;
-    case PI_Q4_0: return k / 32 * 18;
-    case PI_Q4_1: return k / 32 * 20;
-    case PI_Q5_0: return k / 32 * 22;
-    case PI_Q5_1: return k / 32 * 24;
-    case PI_Q4_K: return k / 256 * 144;
-    case PI_Q5_K: return k / 256 * 176;
-    case PI_Q6_K: return k / 256 * 210;
-    case PI_IQ4_NL: return k / 32 * 18;
-    case PI_IQ4_XS: return k / 256 * 136;
-    case PI_MXFP4: return k / 32 * 17;
-  }
-  return 0;
-}
+int64_t stored_row_bytes(int type, int64_t k) { return k / pi_block(type) * pi_facts(type).bytes; }
 
 int64_t packed_excess(int type, int64_t rows, int64_t k) {
   return pi_round_up(rows, PI_LANES) / PI_LANES * pi_panel_bytes(type, k) - rows * stored_row_bytes(type, k);
@@ -275,7 +225,7 @@ void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const in
 }
 
 void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
-  const int64_t nb = k / pi_block(type), size = stored_row_bytes(type, pi_block(type));
+  const PiTypeFacts& t = pi_facts(type);
   if (type == PI_F32) {
     memcpy(out, row, (size_t)k * 4);
     return;
@@ -291,24 +241,24 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
     }
     return;
   }
-  for (int64_t b = 0; b < nb; b++, row += size, out += pi_block(type)) {
+  for (int64_t b = 0; b < k; b += t.block, row += t.bytes, out += t.block) {
     switch (type) {
       case PI_Q8_0:
         for (int i = 0; i < 32; i++) out[i] = half(row) * (float)(int8_t)row[2 + i];
         break;
-      case PI_IQ4_NL: unpack_nibbles(row + 2, IQ4_VALUES, half(row), out); break;
+      case PI_IQ4_NL: unpack_nibbles(row + 2, PI_IQ4_ENTRIES, half(row), out); break;
       case PI_IQ4_XS:
         for (int j = 0; j < 8; j++)
-          unpack_nibbles(row + 8 + 16 * j, IQ4_VALUES, half(row) * (float)xs_scale(row, j), out + 32 * j);
+          unpack_nibbles(row + 8 + 16 * j, PI_IQ4_ENTRIES, half(row) * (float)xs_scale(row, j), out + 32 * j);
         break;
-      case PI_MXFP4: unpack_nibbles(row + 1, E2M1_VALUES, half_power(row[0]), out); break;
+      case PI_MXFP4: unpack_nibbles(row + 1, PI_E2M1_ENTRIES, half_power(row[0]), out); break;
       case PI_Q4_0:
       case PI_Q4_1:
       case PI_Q5_0:
       case PI_Q5_1: {
-        const bool one = type == PI_Q4_1 || type == PI_Q5_1, five = type == PI_Q5_0 || type == PI_Q5_1;
-        const float d = half(row), m = one ? half(row + 2) : 0.0f;
-        const uint8_t* q = row + (one ? 4 : 2);
+        const bool five = t.codes == 20;
+        const float d = half(row), m = t.m >= 0 ? half(row + t.m) : 0.0f;
+        const uint8_t* q = row + t.at;
         uint32_t bits = 0;
         if (five) {
           memcpy(&bits, q, 4);
@@ -316,7 +266,7 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
         }
         for (int i = 0; i < 32; i++) {
           const int code = (i < 16 ? q[i] & 15 : q[i - 16] >> 4) | (int)(bits >> i & 1) << 4;
-          out[i] = one ? d * (float)code + m : d * (float)(code - (five ? 16 : 8));
+          out[i] = t.m >= 0 ? d * (float)code + m : d * (float)(code - t.offset);
         }
         break;
       }

@@ -184,3 +184,6 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
 }
 
 }  // namespace
+
+// Enters the product of a type (types.h) in the table of a level.
+#define PI_USE(name, ...) to->linear[PI_##name] = linear<W##name>;

@@ -225,17 +225,8 @@ void use_tiles(PiKernels* to, int type) {
 
 }  // namespace
 
+#define PI_USE_TILES(name, ...) use_tiles<W##name>(to, PI_##name);
 PI_KERNELS(products_tiles) {
   to->linear[PI_BF16] = amx_bf16;
-  use_tiles<WQ8_0>(to, PI_Q8_0);
-  use_tiles<WQ4_0>(to, PI_Q4_0);
-  use_tiles<WQ4_1>(to, PI_Q4_1);
-  use_tiles<WQ5_0>(to, PI_Q5_0);
-  use_tiles<WQ5_1>(to, PI_Q5_1);
-  use_tiles<WQ4_K>(to, PI_Q4_K);
-  use_tiles<WQ5_K>(to, PI_Q5_K);
-  use_tiles<WQ6_K>(to, PI_Q6_K);
-  use_tiles<WIQ4_NL>(to, PI_IQ4_NL);
-  use_tiles<WIQ4_XS>(to, PI_IQ4_XS);
-  use_tiles<WMXFP4>(to, PI_MXFP4);
+  PI_QUANTISED_TYPES(PI_USE_TILES)
 }

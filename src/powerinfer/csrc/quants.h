@@ -127,10 +127,8 @@ struct WQ6_K {
   }
 };
 
-// Codes that stand for sixteen values, with OFFSET added where they are not SIGNED.
-alignas(16) constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                               1,    13,   25,  38,  53,  69,  89,  113};
-alignas(16) constexpr int8_t E2M1_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// Codes that stand for sixteen values, with OFFSET added where they are not SIGNED, as E2M1's are not.
+alignas(16) constexpr int8_t E2M1_ABOVE[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 template <const int8_t (&VALUES)[16]>
 struct WTable : WQ4_0 {
@@ -140,7 +138,7 @@ struct WTable : WQ4_0 {
   }
 };
 
-struct WIQ4_NL : WTable<IQ4_VALUES> {
+struct WIQ4_NL : WTable<PI_IQ4_ENTRIES> {
   static constexpr int OFFSET = 0;
   static constexpr bool SIGNED = true;
 };
@@ -153,7 +151,7 @@ struct WIQ4_XS : WIQ4_NL {
   }
 };
 
-struct WMXFP4 : WTable<E2M1_VALUES> {
+struct WMXFP4 : WTable<E2M1_ABOVE> {
   static constexpr int OFFSET = 12, SCALE_BYTES = 16;
   // Half of 2^(e - 127), since the values are doubled: as the bits of a float e - 1 above its mantissa; where that is
   // less, for e = 0 and 1, a subnormal number.

@@ -24,26 +24,7 @@
 #pragma once
 #include <stdint.h>
 
-enum PiType {
-  PI_F32,
-  PI_F16,
-  PI_BF16,
-  PI_Q8_0,
-  PI_Q4_0,
-  PI_Q4_1,
-  PI_Q5_0,
-  PI_Q5_1,
-  PI_Q4_K,
-  PI_Q5_K,
-  PI_Q6_K,
-  PI_IQ4_NL,
-  PI_IQ4_XS,
-  PI_MXFP4,
-  PI_N_TYPES
-};
-
-// Forms of an activation row; a weight type needs exactly one (pi_form).
-enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
+#include "types.h"
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
 // on up; GELU_TANH is GELU in its approximation by tanh; CATS is silu where its magnitude exceeds a threshold; TOPK is
@@ -73,60 +54,14 @@ static inline int64_t pi_round_up(int64_t n, int64_t to) { return (n + to - 1) /
 // with lines in the L1 cache (docs/decisions/cpu-kernels.md).
 static inline void fetch_line(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
-static inline int pi_form(int type) {
-  return type == PI_BF16 ? PI_FORM_BF16 : type <= PI_F16 ? PI_FORM_F32 : PI_FORM_Q8;
-}
-
-// Elements of one stored block of a type, along k.
-static inline int64_t pi_block(int type) {
-  switch (type) {
-    case PI_F32:
-    case PI_F16:
-    case PI_BF16: return 1;
-    case PI_Q4_K:
-    case PI_Q5_K:
-    case PI_Q6_K:
-    case PI_IQ4_XS: return 256;
-  }
-  return 32;
-}
-
-// Bytes of the codes of one panel of k columns.
+// Bytes of the codes of one panel of k columns; those of activations in bfloat16 are padded, and so is BF16.
 static inline int64_t pi_codes_bytes(int type, int64_t k) {
-  switch (type) {
-    case PI_F32: return k * 64;
-    case PI_F16: return k * 32;
-    case PI_BF16: return pi_round_up(k, 32) * 32;
-    case PI_Q8_0: return k / 32 * 512;
-    case PI_Q4_0:
-    case PI_Q4_1:
-    case PI_IQ4_NL:
-    case PI_IQ4_XS:
-    case PI_MXFP4: return k / 32 * 256;
-    case PI_Q5_0:
-    case PI_Q5_1: return k / 32 * 320;
-    case PI_Q4_K: return k / 256 * 2048;
-    case PI_Q5_K: return k / 256 * 2560;
-    case PI_Q6_K: return k / 256 * 3072;
-  }
-  return 0;
+  const PiTypeFacts& t = pi_facts(type);
+  return (t.form == PI_FORM_BF16 ? pi_round_up(k, 32) : k) / t.block * (t.codes * PI_LANES);
 }
 
 static inline int64_t pi_scales_bytes(int type, int64_t k) {
-  switch (type) {
-    case PI_Q8_0:
-    case PI_Q4_0:
-    case PI_Q5_0:
-    case PI_IQ4_NL: return k / 32 * 32;
-    case PI_Q4_1:
-    case PI_Q5_1: return k / 32 * 64;
-    case PI_Q4_K:
-    case PI_Q5_K: return k / 256 * (64 + 8 * 32);
-    case PI_Q6_K: return k / 256 * (32 + 8 * 32);
-    case PI_IQ4_XS: return k / 256 * (32 + 8 * 16);
-    case PI_MXFP4: return k / 32 * 16;
-  }
-  return 0;
+  return k / pi_facts(type).block * (pi_facts(type).scales * PI_LANES);
 }
 
 static inline int64_t pi_panel_bytes(int type, int64_t k) {
@@ -197,7 +132,6 @@ struct PiAttention {
 //              Shared: the scales, f16 d of each element, padded to 128 of them
 //   Q4_1X32    likewise; behind the d, padded likewise, f16 m of each element
 enum { PI_DOT, PI_ADD };
-enum { PI_Q4_0X32 = PI_N_TYPES, PI_Q4_1X32 };
 
 // Neurons of a group: the length of a block across them.
 enum { PI_GROUP = 32 };
@@ -210,19 +144,20 @@ struct PiPair {
   int32_t neuron, token;
 };
 
-// The type of the blocks that lie across the neurons of a group, -1: they lie along a neuron.
-static inline int pi_across(int type) { return type == PI_Q4_0X32 ? PI_Q4_0 : type == PI_Q4_1X32 ? PI_Q4_1 : -1; }
-
 // Whether bundles hold rows of a type for a kind of use.
 static inline int pi_row_type(int type, int kind) {
-  return type == PI_F16 || type == PI_BF16 || type == PI_Q8_0 || type == PI_Q4_0 ||
-         (kind == PI_DOT ? type == PI_Q4_1 : pi_across(type) >= 0);
+  const int use = pi_across(type) >= 0 ? (kind == PI_ADD ? PI_ROWS_X32 : 0)
+                  : kind == PI_DOT     ? PI_ROWS_DOT
+                                       : PI_ROWS_ADD;
+  return (pi_facts(type).rows & use) != 0;
 }
 
+// Float16 numbers of a block: scale and minimum.
+static inline int pi_halves(int type) { return (pi_facts(type).d >= 0) + (pi_facts(type).m >= 0); }
+
 static inline int64_t pi_row_codes(int type, int64_t k) {
-  return type == PI_Q8_0                     ? pi_round_up(k, 64)
-         : type == PI_F16 || type == PI_BF16 ? pi_round_up(2 * k, 64)
-                                             : pi_round_up(k, 128) / 2;
+  if (pi_facts(type).values == PI_VALUES_FLOATS) return pi_round_up(pi_facts(type).bytes * k, 64);
+  return pi_facts(type).codes == pi_facts(type).block ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2;
 }
 
 // Bytes of the d of a row, and of its m where it has them.
@@ -230,13 +165,13 @@ static inline int64_t pi_row_scales(int64_t k) { return pi_round_up(k / 32, 16) 
 
 // Bytes of the row of one neuron.
 static inline int64_t pi_row_bytes(int type, int64_t k) {
-  const int scales = type == PI_Q4_1 ? 2 : type == PI_Q8_0 || type == PI_Q4_0;
+  const int scales = pi_across(type) >= 0 ? 0 : pi_halves(type);
   return pi_round_up(pi_row_codes(type, k) + scales * pi_row_scales(k), 64);
 }
 
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) {
-  return (type == PI_Q4_1X32 ? 2 : type == PI_Q4_0X32) * pi_round_up(k, 128) * 2;
+  return pi_across(type) >= 0 ? pi_halves(type) * pi_round_up(k, 128) * 2 : 0;
 }
 
 // The gate rows, up rows or down rows of the bundles of a layer. Groups are `stride` apart, the bundles of a group `pitch`,

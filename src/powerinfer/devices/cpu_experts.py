@@ -12,10 +12,11 @@ import numpy as np
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig
-from powerinfer.formats.bundle_file import ACROSS, BLOCKS, n_groups
+from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import by_group, own_pages, transposed
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import ACROSS, BLOCKS
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 

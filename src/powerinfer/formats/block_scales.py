@@ -12,19 +12,9 @@ import numpy as np
 from powerinfer.errors import ModelError
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import WEIGHT_TYPES
 
-_PLACES = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
+_PLACES = {name: kind.halves for name, kind in WEIGHT_TYPES.items() if kind.native and kind.halves}
 """By type, the bytes of a block at which its scale and its minimum are."""
 
 SCALED = frozenset(_PLACES)

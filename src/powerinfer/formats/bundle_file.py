@@ -18,20 +18,8 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
 from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, ROW_TYPES
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
-
-ROW_TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
-"""The types of rows of gate and up."""
-
-ACROSS = {"Q4_0": "Q4_0X32", "Q4_1": "Q4_1X32"}
-"""Types of down as files of these types have it: each block across the 32 neurons of a group, whose rows share their
-scales."""
-
-BLOCKS = {across: stored for stored, across in ACROSS.items()}
-"""The types of their blocks."""
-
-DOWN_TYPES = ("F16", "BF16", "Q8_0", "Q4_0", *ACROSS.values())
-"""The types of rows of down."""
 
 RowBytes = Callable[[str, int], tuple[int, int]]
 """(type, k) -> bytes of a row of k elements, and of a group's shared scales; `kernels.cpu.bundle_row_bytes`."""

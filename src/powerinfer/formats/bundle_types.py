@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from powerinfer.config import LayerConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, BLOCKS, DOWN_TYPES, ROW_TYPES, can_hold
+from powerinfer.formats.bundle_file import can_hold
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.formats.weight_types import ACROSS, BLOCKS, DOWN_TYPES, FLOAT_TYPES, ROW_TYPES
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,8 @@ from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import Bytes, Float32, block_type
 from powerinfer.formats.source import Source
-from powerinfer.formats.tensors import (
-    FLOAT_TYPES,
-    NATIVE_TYPES,
-    RawTensor,
-    RestingTensor,
-    StackedTensor,
-    StoredTensor,
-    convert,
-    transpose,
-)
+from powerinfer.formats.tensors import RawTensor, RestingTensor, StackedTensor, StoredTensor, convert, transpose
+from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 from powerinfer.neurons import Indices
 from powerinfer.progress import Progress, silent
 

@@ -48,7 +48,8 @@ from powerinfer.formats.source import (
     printable,
     without_head_predictor,
 )
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 
 NAMES = Names(
     outer={

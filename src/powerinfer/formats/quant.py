@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
 from powerinfer.formats import iq_blocks
+from powerinfer.formats.weight_types import WEIGHT_TYPES
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -38,44 +39,7 @@ class BlockType:
         return cols // self.block * self.nbytes
 
 
-_SIZES = {
-    "F32": (0, 1, 4),
-    "F16": (1, 1, 2),
-    "Q4_0": (2, 32, 18),
-    "Q4_1": (3, 32, 20),
-    "Q5_0": (6, 32, 22),
-    "Q5_1": (7, 32, 24),
-    "Q8_0": (8, 32, 34),
-    "Q8_1": (9, 32, 36),
-    "Q2_K": (10, 256, 84),
-    "Q3_K": (11, 256, 110),
-    "Q4_K": (12, 256, 144),
-    "Q5_K": (13, 256, 176),
-    "Q6_K": (14, 256, 210),
-    "Q8_K": (15, 256, 292),
-    "IQ2_XXS": (16, 256, 66),
-    "IQ2_XS": (17, 256, 74),
-    "IQ3_XXS": (18, 256, 98),
-    "IQ1_S": (19, 256, 50),
-    "IQ4_NL": (20, 32, 18),
-    "IQ3_S": (21, 256, 110),
-    "IQ2_S": (22, 256, 82),
-    "IQ4_XS": (23, 256, 136),
-    "I8": (24, 1, 1),
-    "I16": (25, 1, 2),
-    "I32": (26, 1, 4),
-    "I64": (27, 1, 8),
-    "F64": (28, 1, 8),
-    "IQ1_M": (29, 256, 56),
-    "BF16": (30, 1, 2),
-    "TQ1_0": (34, 256, 54),
-    "TQ2_0": (35, 256, 66),
-    "MXFP4": (39, 32, 17),
-    "NVFP4": (40, 64, 36),
-    "Q1_0": (41, 128, 18),
-}
-
-BLOCK_TYPES: dict[int, BlockType] = {id: BlockType(name, id, *sizes) for name, (id, *sizes) in _SIZES.items()}
+BLOCK_TYPES = {kind.id: BlockType(kind.name, kind.id, kind.block, kind.nbytes) for kind in WEIGHT_TYPES.values()}
 """Every type of GGUF tensors, by ggml id. Not all can be read: see `can_dequantize`."""
 
 _BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
@@ -92,8 +56,8 @@ def block_type(name: str) -> BlockType:
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading. Each function takes blocks, uint8 [n, nbytes], and gives their values, float32 [n, block].
 
-_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled; scales are halved
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_E2M1 = np.array(WEIGHT_TYPES["MXFP4"].entries, np.float32)  # doubled; scales are halved
+_IQ4 = np.array(WEIGHT_TYPES["IQ4_NL"].entries, np.float32)
 
 
 def _half(blocks: Bytes, start: int) -> Float32:
@@ -396,6 +360,11 @@ _WRITERS: dict[str, Callable[[Float32], Bytes]] = {
     "Q5_1": _to_q5_1,
     "MXFP4": _to_mxfp4,
 }
+
+
+def can_quantize(type_name: str) -> bool:
+    """Whether `quantize` writes that type."""
+    return type_name in _WRITERS
 
 
 def quantize(x: Float32, type_name: str) -> Bytes:

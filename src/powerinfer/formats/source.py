@@ -13,7 +13,8 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import block_type, can_dequantize
-from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, StackedTensor, StoredTensor
+from powerinfer.formats.tensors import RawTensor, StackedTensor, StoredTensor
+from powerinfer.formats.weight_types import FLOAT_TYPES
 
 
 @dataclass(frozen=True)

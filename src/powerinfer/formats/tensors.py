@@ -11,13 +11,6 @@ import numpy as np
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, nvfp4_as_q8_0, quantize
 from powerinfer.system import usable_cores
 
-NATIVE_TYPES = frozenset(
-    ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
-)
-"""The types of matrices that the native kernels take."""
-
-FLOAT_TYPES = frozenset(("F32", "F16", "BF16"))
-
 _PIECE = 1 << 21  # elements converted by one thread at a time
 
 

@@ -26,7 +26,8 @@ from powerinfer.devices.cpu_ffn import CpuFfn
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_memory import ApartBundles, apart, apart_bytes, own_pages, owned
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES, RawTensor
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 from powerinfer.hardware.description import OTHER, RATED_ROWS
 from powerinfer.hardware.samples import HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu

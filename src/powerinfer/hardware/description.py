@@ -20,7 +20,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
-from powerinfer.formats.tensors import NATIVE_TYPES
+from powerinfer.formats.weight_types import NATIVE_TYPES
 
 FORMAT = 1
 KIND = "hardware"

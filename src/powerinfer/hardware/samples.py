@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
-from powerinfer.formats.bundle_file import ACROSS, n_groups
-from powerinfer.formats.quant import Bytes, block_type, dequantize, quantize
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.quant import Bytes, block_type, can_quantize, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import ACROSS, WEIGHT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.models.builder import Builder, Matrix, Norm
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -24,7 +25,6 @@ FRACTIONS = (0.02, 0.1, 0.25, 0.5)
 HEAD_DIM = 64
 
 _DISTINCT = 256  # rows of random weights, repeated to the height of a matrix
-_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block of K-quants has numbers of F16
 
 
 class Samples:
@@ -62,9 +62,9 @@ class Samples:
         )
 
     def normal(self, kind: str, rows: int, cols: int) -> RawTensor:
-        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1; of K-quants,
-        which cannot be written, any values whose squares have that mean."""
-        if kind in _HALVES:
+        """Normal values of variance 1/cols, so that the product with a normalised row has variance 1; of types that
+        cannot be written, as K-quants, any values whose squares have that mean."""
+        if not can_quantize(kind):
             data = self._blocks(kind, min(rows, _DISTINCT), cols).reshape(-1)
         else:
             values = self._random.standard_normal((min(rows, _DISTINCT), cols), np.float32) / math.sqrt(cols)
@@ -72,12 +72,12 @@ class Samples:
         return RawTensor(kind, (rows, cols), np.resize(data, rows * block_type(kind).row_bytes(cols)))
 
     def _blocks(self, kind: str, rows: int, cols: int) -> Bytes:
-        """Rows of K-quants, uint8 [rows, row_bytes]."""
+        """Rows of any codes, uint8 [rows, row_bytes]."""
         about = block_type(kind)
         blocks = self._random.integers(0, 256, (rows, cols // about.block, about.nbytes), np.uint8)
 
         def filled(scale: float) -> Bytes:
-            for at in _HALVES[kind]:
+            for at in WEIGHT_TYPES[kind].halves:
                 blocks[..., at : at + 2] = np.array([scale], np.float16).view(np.uint8)
             return blocks.reshape(rows, -1)
 

@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import BANK, FfnConfig
-from powerinfer.formats.bundle_file import BLOCKS
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import ALMOST_HALF, Bytes, as_q8_0, block_type
-from powerinfer.formats.tensors import FLOAT_TYPES, RawTensor, convert
+from powerinfer.formats.tensors import RawTensor, convert
+from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES
+from powerinfer.formats.weight_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, MADE_CODES, OAI_LIMIT, OAI_SCALE, Q8_STEP
-from powerinfer.kernels.gpu_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE

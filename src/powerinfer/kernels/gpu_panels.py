@@ -1,7 +1,7 @@
 """Matrices that the CPU has in panels (csrc/table.h), converted on a device that they were copied to.
 
 Every type of the CPU becomes one of a GPU: its own where the GPU has it, Q8_0 where that keeps every value (Q5_0,
-IQ4_NL), else F16.
+IQ4_NL), else F16 (csrc/types.h).
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from powerinfer.formats.quant import block_type
+from powerinfer.formats.weight_types import WEIGHT_TYPES
 from powerinfer.kernels.cpu import LANES
-from powerinfer.kernels.gpu_types import FLOAT16_MAX, GPU_TYPES, Weight
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, K_CODES, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLIP = 0x88  # codes with an offset of 8 become two's complement
 
 
 def device_type(kind: str) -> str:
     """The type in which a matrix of panels gets on a device."""
-    if kind in GPU_TYPES:
-        return kind
-    return "Q8_0" if kind in ("Q5_0", "IQ4_NL") else "F16"
+    return WEIGHT_TYPES[kind].gpu
 
 
 def panel_bytes(kind: str, k: int) -> int:
@@ -46,7 +43,7 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
         words = panels.view(torch.int32).view(len(panels), -1, LANES)
         return Weight(kind, rows, k, _by_row(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
     codes, meta = _parts(kind, n, panels)
-    if kind in ("Q4_K", "Q5_K", "Q6_K"):
+    if kind in K_CODES:
         return Weight(kind, rows, k, *_k_quants(kind, codes, meta))
     if kind == "Q8_0":
         return Weight(kind, rows, k, codes.view(torch.int8).view(rows, k), _scales(meta)[..., 0].contiguous())
@@ -55,7 +52,7 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "MXFP4":
         return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
     if kind == "IQ4_XS":
-        table = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=panels.device)
+        table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
         wide = table[_nibbles(codes.view(rows, -1, 16)).long()]
         scale = _scales(meta[..., :32])  # one of 256, with eight factors
         each = _by_row(meta[..., 32:].reshape(len(panels), -1, LANES)).view(torch.int8).view(rows, n, 8)
@@ -68,7 +65,7 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "Q5_0":
         return Weight("Q8_0", rows, k, (nibbles.view(torch.int8) - 16).view(rows, k), scales[..., 0].contiguous())
     if kind == "IQ4_NL":
-        entries = torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=panels.device)
+        entries = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.int8, device=panels.device)
         return Weight("Q8_0", rows, k, entries[nibbles.long()].view(rows, k), scales[..., 0].contiguous())
     assert kind in ("Q4_1", "Q5_1")
     both = scales.float()
@@ -92,8 +89,7 @@ def _parts(kind: str, n: int, panels: Tensor) -> tuple[Tensor, Tensor]:
     panel, [panels, n, bytes]."""
     import torch
 
-    words = {"Q8_0": 8, "Q5_0": 5, "Q5_1": 5, "Q4_K": 32, "Q5_K": 40, "Q6_K": 48, "IQ4_XS": 32}.get(kind, 4)
-    more = {"Q4_1": 64, "Q5_1": 64, "Q4_K": 320, "Q5_K": 320, "Q6_K": 288, "IQ4_XS": 160, "MXFP4": 16}.get(kind, 32)
+    words, more = WEIGHT_TYPES[kind].codes // 4, WEIGHT_TYPES[kind].panel_scales * LANES
     end = n * words * 4 * LANES
     codes = panels[:, :end].reshape(-1).view(torch.int32).view(len(panels), -1, LANES)
     meta = panels[:, end : end + n * more].reshape(len(panels), n, more)

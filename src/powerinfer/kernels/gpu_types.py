@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from powerinfer.formats.weight_types import FLOAT_TYPES, GPU_TYPES, WEIGHT_TYPES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -21,20 +23,19 @@ PAGE = 32
 FEW = 32
 """Most tokens whose products read weights as they are; for more of them matrices are dequantised first."""
 
-K_CODES = {"Q4_K": (16, 144), "Q5_K": (16, 176), "Q6_K": (0, 192)}
+_KINDS = [WEIGHT_TYPES[name] for name in GPU_TYPES if name not in FLOAT_TYPES]
+
+K_CODES = {kind.name: (kind.codes_at, kind.codes_at + kind.codes) for kind in _KINDS if kind.block == 256}
 """K-quants on a GPU: of the bytes of 256 elements in a file those of the codes; the others are of the scales."""
 
-FOUR_BITS = ("Q4_0", "MXFP4", *K_CODES)
+FOUR_BITS = tuple(kind.name for kind in _KINDS if kind.codes < kind.block)
 """Types in whose rows a byte has the low four bits of two codes."""
 
-INTEGERS = ("Q8_0", "Q4_0", *K_CODES)
+INTEGERS = tuple(kind.name for kind in _KINDS if not kind.entries)
 """Types whose products with one token, and with some in turn, are of integers."""
 
 MADE_CODES = "made_codes"
 """The attribute of a tensor of activations with what a kernel made of them for such products when it wrote them."""
-
-GPU_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", *K_CODES)
-"""The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
 
 SHARING = {"Q4_0": "Q4_0X32", "Q8_0": "Q8_0X32"}
 """Types of whose matrices each block of 32 lies across rows of the transpose: 32 of these share their scales, in a

@@ -10,7 +10,7 @@ from powerinfer.config import AttentionKind, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import FLOAT_TYPES, NATIVE_TYPES
+from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 
 DTYPES = {
     **{name.lower(): name for name in ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")},

@@ -35,12 +35,12 @@ from powerinfer.devices.cpu_experts import expert_layout
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
-from powerinfer.formats.bundle_file import ACROSS, ROW_TYPES, bundle_layouts, n_groups
+from powerinfer.formats.bundle_file import bundle_layouts, n_groups
 from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.formats.weight_types import FLOAT_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout

@@ -18,20 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.bundle_file import (
-    ACROSS,
-    BLOCKS,
-    BundleFile,
-    bundle_layouts,
-    n_groups,
-    open_bundles,
-    write_bundles,
-)
+from powerinfer.formats.bundle_file import BundleFile, bundle_layouts, n_groups, open_bundles, write_bundles
 from powerinfer.formats.bundle_memory import by_group, transposed
 from powerinfer.formats.bundle_types import RowTypes, by_neuron, gate_and_up, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
-from powerinfer.formats.tensors import FLOAT_TYPES
+from powerinfer.formats.weight_types import ACROSS, BLOCKS, FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
 from powerinfer.progress import Progress, silent

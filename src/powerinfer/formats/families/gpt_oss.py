@@ -20,7 +20,8 @@ from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import change_attention, read_ffn_size, read_layer_types, read_plain, read_window
 from powerinfer.formats.folder_rope import LOCAL
 from powerinfer.formats.quant import Bytes, block_type
-from powerinfer.formats.tensors import FLOAT_TYPES, MadeTensor, RawTensor
+from powerinfer.formats.tensors import MadeTensor, RawTensor
+from powerinfer.formats.weight_types import FLOAT_TYPES
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:

@@ -1,0 +1,34 @@
+"""Facts of the weight types: one table, which the native kernels are compiled with (csrc/types.h).
+
+Nothing else lists types by what they are; kernels and their tiles are listed where they are written.
+"""
+
+from __future__ import annotations
+
+from powerinfer import _native
+
+WEIGHT_TYPES = {kind.name: kind for kind in _native.types()}
+"""Every type of the tensors of GGUF files, by name."""
+
+_NATIVE = [kind for kind in WEIGHT_TYPES.values() if kind.native]
+
+NATIVE_TYPES = frozenset(kind.name for kind in _NATIVE)
+"""The types of matrices that the native kernels take."""
+
+FLOAT_TYPES = frozenset(kind.name for kind in _NATIVE if kind.floats)
+
+ROW_TYPES = tuple(kind.name for kind in _NATIVE if kind.dots)
+"""The types of rows of gate and up in bundles."""
+
+ACROSS = {kind.name: f"{kind.name}X32" for kind in _NATIVE if kind.across}
+"""Types of down as files of these types have it: each block across the 32 neurons of a group, whose rows share their
+scales."""
+
+BLOCKS = {across: stored for stored, across in ACROSS.items()}
+"""The types of their blocks."""
+
+DOWN_TYPES = (*(kind.name for kind in _NATIVE if kind.adds), *ACROSS.values())
+"""The types of rows of down in bundles."""
+
+GPU_TYPES = tuple(kind.name for kind in _NATIVE if kind.gpu == kind.name)
+"""The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
