@@ -248,8 +248,8 @@ std::shared_ptr<Bundles> make_apart_bundles(int64_t neurons, int64_t d_model,
     return rows_of(name, kind, d_model, neurons, data.data(), data.shape(0), data.shape(1), bytes, 0);
   };
   const auto elsewhere = [&](const std::string& name) {
-    check_row(row_type(name), PI_DOT, d_model);
-    return PiRows{down.data(), 0, 0, 0, d_model, row_type(name)};  // not null: else there would be no gate
+    require(d_model % pi_block(type_of(name)) == 0, "a quantised row must hold whole blocks");
+    return PiRows{down.data(), 0, 0, 0, d_model, type_of(name)};  // not null: else there would be no gate
   };
   b->down = rows(down_type, PI_ADD, down);
   b->up = up ? rows(up_type, PI_DOT, *up) : elsewhere(up_type);

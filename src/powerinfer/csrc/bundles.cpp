@@ -17,6 +17,7 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
   const int64_t j = i % 128;
   if (pi_across(type) >= 0) {
     const int64_t l = j % 16;
+    if (pi_bits(type) == 8) return i / 64 * 64 + l / 4 * 16 + i % 64 / 16 * 4 + l % 4;
     *high = j / 16 % 2;
     return i / 128 * 64 + l / 4 * 16 + j / 32 * 4 + l % 4;
   }
@@ -27,6 +28,23 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
   const int64_t b = i / 512 * 16, lanes = std::min(k / 32 - b, (int64_t)16), block = i / 32 - b, v = i % 32 / 4;
   *high = type != PI_Q8_0 && v >= 4;
   return b * (type == PI_Q8_0 ? 32 : 16) + lanes * 4 * (type == PI_Q8_0 ? v : v % 4) + block * 4 + i % 4;
+}
+
+// Position of the fifth bit of the code of element i: the byte, and its bit there.
+int64_t fifth_at(int64_t k, int64_t i, int* bit) {
+  const int64_t l = i % 16;
+  *bit = (int)(i % 128 / 16);
+  return pi_round_up(k, 128) / 2 + i / 512 * 64 + l / 4 * 16 + i % 512 / 128 * 4 + l % 4;
+}
+
+// The code of element i of a stored block of 32.
+int stored_code(int type, const uint8_t* block, int i) {
+  const PiTypeFacts& t = pi_facts(type);
+  const uint8_t* q = block + t.at;
+  if (pi_bits(type) == 8) return q[i];
+  const int fifth = pi_bits(type) == 5 ? q[i / 8] >> i % 8 & 1 : 0;
+  if (pi_bits(type) == 5) q += 4;
+  return (i < 16 ? q[i] & 15 : q[i - 16] >> 4) | fifth << 4;
 }
 
 bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_1; }
@@ -343,19 +361,22 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
   uint8_t* const shared = group + PI_GROUP * pitch;
   for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
   memset(shared, 0, (size_t)pi_shared_bytes(type, k));
-  const int along = pi_across(type) < 0 ? type : pi_across(type);
-  const int64_t block_bytes = stored_row_bytes(along, 32), first = along == PI_Q4_1 ? 4 : 2;  // codes within a block
+  const PiTypeFacts& t = pi_facts(type);
   const auto put = [=](uint8_t* row, int64_t i, int code) {
     bool high;
     uint8_t* byte = row + code_at(type, kind, k, i, &high);
-    *byte = (uint8_t)(*byte | (high ? code << 4 : code));
+    *byte = (uint8_t)(*byte | (pi_bits(type) == 8 ? code : (code & 15) << (high ? 4 : 0)));
+    if (pi_bits(type) != 5) return;
+    int bit;
+    byte = row + fifth_at(k, i, &bit);
+    *byte = (uint8_t)(*byte | code >> 4 << bit);
   };
-  const auto code = [=](const uint8_t* q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; };
-  if (along != type) {
-    for (int64_t c = 0; c < k; c++, src += block_bytes) {
-      memcpy(shared + 2 * c, src, 2);
-      if (along == PI_Q4_1) memcpy(shared + 2 * pi_round_up(k, 128) + 2 * c, src + 2, 2);
-      for (int i = 0; i < 32; i++) put(group + i * pitch + at, c, code(src + first, i));
+  if (pi_across(type) >= 0) {
+    for (int64_t c = 0; c < k; c++, src += t.bytes) {
+      if (t.d < 0) shared[c] = src[0];
+      else memcpy(shared + 2 * c, src + t.d, 2);
+      if (t.m >= 0) memcpy(shared + 2 * pi_round_up(k, 128) + 2 * c, src + t.m, 2);
+      for (int i = 0; i < 32; i++) put(group + i * pitch + at, c, stored_code(type, src, i));
     }
     return;
   }
@@ -366,10 +387,10 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
       continue;
     }
     for (int64_t b = 0; b < k / 32; b++) {
-      const uint8_t* block = src + b * block_bytes;
-      memcpy(row + codes + 2 * b, block, 2);
-      if (type == PI_Q4_1) memcpy(row + codes + pi_row_scales(k) + 2 * b, block + 2, 2);
-      for (int i = 0; i < 32; i++) put(row, 32 * b + i, type == PI_Q8_0 ? block[2 + i] : code(block + first, i));
+      const uint8_t* block = src + b * t.bytes;
+      memcpy(row + codes + 2 * b, block + t.d, 2);
+      if (t.m >= 0) memcpy(row + codes + pi_row_scales(k) + 2 * b, block + t.m, 2);
+      for (int i = 0; i < 32; i++) put(row, 32 * b + i, stored_code(type, block, i));
     }
   }
 }
@@ -385,17 +406,27 @@ void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
   const int64_t k = rows.k, codes = pi_row_codes(type, k);
   const uint8_t* row = pi_row(&rows, (int32_t)i);
   if (type == PI_F16 || type == PI_BF16) return unpack_row(type, row, k, out);
-  const bool across = pi_across(type) >= 0, mins = type == PI_Q4_1 || type == PI_Q4_1X32;
+  const PiTypeFacts& t = pi_facts(type);
+  const bool across = pi_across(type) >= 0;
   const uint8_t* const scales = across ? pi_shared(&rows, (int32_t)i) : row + codes;
   for (int64_t c = 0; c < k; c++) {
     bool high;
     const uint8_t byte = row[code_at(type, kind, k, c, &high)];
-    const int code = type == PI_Q8_0 ? (int8_t)byte : (high ? byte >> 4 : byte & 15) - (mins ? 0 : 8);
+    int code = pi_bits(type) == 8 ? (int8_t)byte : high ? byte >> 4 : byte & 15;
+    if (pi_bits(type) == 5) {
+      int bit;
+      const uint8_t fifths = row[fifth_at(k, c, &bit)];
+      code |= (fifths >> bit & 1) << 4;
+    }
+    code = t.values == PI_VALUES_IQ4    ? PI_IQ4_ENTRIES[code]
+           : t.values == PI_VALUES_E2M1 ? PI_E2M1_ENTRIES[code]
+                                        : code - t.offset;
     const uint8_t* const at = scales + 2 * (across ? c : c / 32);
     float d, m;
-    unpack_row(PI_F16, at, 1, &d);
+    if (t.d < 0) d = half_power(scales[c]);
+    else unpack_row(PI_F16, at, 1, &d);
     out[c] = d * (float)code;
-    if (!mins) continue;  // zero added to minus zero would be plus zero
+    if (t.m < 0) continue;  // zero added to minus zero would be plus zero
     unpack_row(PI_F16, at + (across ? 2 * pi_round_up(k, 128) : pi_row_scales(k)), 1, &m);
     out[c] += m;
   }

@@ -84,10 +84,10 @@ void DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens, const
   if (watch && mine.n()) watch->count(look, tokens);
 }
 
-Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens) const {
+Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  const Columns mine(first(), *w.pool, t.id, spec_.activation.panels(1));
+  const Columns mine(first(), *w.pool, t.id, spec_.activation.panels(unit));
   w.linear(t.id, first(), spec_.first_bias(gated()), acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
   for (int64_t i = 0; i < tokens; i++)
     spec_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes(), spec_.limits_from(mine.c0));

@@ -27,10 +27,11 @@ class DenseNeurons {
   // are; `add_down` does the rest.
   Columns multiply(Thread& t, const PiActs* acts, int64_t tokens) const;
   void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to, int64_t* fired) const;
-  // `multiply` in two steps, with a barrier between: `activate` writes the first product's activations; `multiply_up`
+  // `multiply` in two steps, with a barrier between: `activate` writes the first product's activations, whole units of
+  // panels; `multiply_up`
   // makes them h, where activations up to `threshold` count as zero. done: of the second step, this thread's rows of up
   // and the nonzero h.
-  Columns activate(Thread& t, const PiActs* acts, int64_t tokens) const;
+  Columns activate(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit = 1) const;
   Columns multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, NeuronCounts& done) const;
   // Whether far fewer products may be nonzero than activations.
   bool drops_products() const { return !spec_.product_limits.empty(); }

@@ -175,12 +175,13 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       n_(all.experts),
       neurons_(all.neurons),
       d_model_(all.bundled ? all.bundled->bundles->up.k : all.up->k),
+      more_(all.bundled ? all.bundled->bundles->neurons - n_ * neurons_ : 0),
       activation_(all.activation),
       bundled_(all.bundled),
-      gate_(all.gate        ? of_each(all, *all.gate, neurons_)
-            : all.predictor ? repacked(bundled_->bundles->gate.type, n_, neurons_, d_model_)
-                            : std::vector<Matrix>()),
-      up_(bundled_ ? repacked(bundled_->bundles->up.type, n_, neurons_, d_model_) : of_each(all, *all.up, neurons_)),
+      gate_(all.gate                                 ? of_each(all, *all.gate, neurons_)
+            : bundled_ && bundled_->bundles->gated() ? repacked(bundled_->bundles->gate.type, n_, neurons_, d_model_)
+                                                     : std::vector<Matrix>()),
+      up_(all.up ? of_each(all, *all.up, neurons_) : repacked(bundled_->bundles->up.type, n_, neurons_, d_model_)),
       down_(bundled_ ? repacked(bundled_->bundles->down.type, n_, d_model_, neurons_)
                      : of_each(all, *all.down, d_model_)),
       gate_bias_(std::move(all.gate_bias)),
@@ -193,7 +194,7 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       recall_every_(all.recall_every),
       sampled_((size_t)workspace_->pool->threads()) {}
 
-void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
+void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   const auto stacked = [&](const Matrix& m, int64_t rows) {
     if (all.slots) return !m.data && m.rows == n * rows;
@@ -208,12 +209,16 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k) {
     const Bundles& b = *all.bundled->bundles;
     check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
     check(all.gate_bias.empty() && all.up_bias.empty() && all.down_bias.empty(), "experts as bundles have no biases");
-    check(!all.up && !all.down && !all.gate == !!all.predictor,
-          "experts as bundles have a matrix of gates or a predictor, and no other matrices");
-    check(!all.gate || (all.gate->k == d && stacked(*all.gate, all.neurons)), "gate of the experts has a wrong shape");
-    check(b.complete() && b.gated() && b.neurons == n * all.neurons && b.up.k == d && all.neurons % PI_GROUP == 0,
+    const auto& first = b.gated() ? all.gate : all.up;
+    check(!(b.gated() ? all.up : all.gate) && !all.down && !first == !!all.predictor,
+          "experts as bundles have a matrix of their first product or a predictor, and no other matrices");
+    check(!first || (first->k == d && stacked(*first, all.neurons)), "gate or up of the experts has a wrong shape");
+    const int64_t more = b.neurons - n * all.neurons;  // of the shared expert
+    check(b.complete() && (more == 0 || more == shared) && b.up.k == d && all.neurons % PI_GROUP == 0,
           "the bundles are of other experts");
-    check(repacked_type(b.up.type) >= 0 && pi_row_type(b.up.type, PI_DOT) && b.gate.type == b.up.type &&
+    check(more == 0 || (!b.gated() && !all.predictor), "a shared expert with gates, or a predictor, is no bundle");
+    const bool reads_up = b.gated() || all.predictor;
+    check((!reads_up || (b.up.stride && repacked_type(b.up.type) >= 0)) && (!b.gated() || b.gate.type == b.up.type) &&
               repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
           "bundles of these types cannot be repacked");
     check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");
@@ -280,11 +285,13 @@ std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec rout
 std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
                                           ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
-  reserve_experts(all, router.top_k);
+  reserve_experts(all, router.top_k, shared.neurons ? shared.neurons->neurons() : 0);
   check(!scores || (scores->rows == n && scores->k == d),
         "the router has another number of rows than there are experts");
   check_router(router, n);
-  check(!all.bundled || !shared.neurons, "experts as bundles have no shared expert beside them");
+  check(!all.bundled || !shared.neurons || all.bundled->bundles->neurons == n * all.neurons ||
+            (shared.neurons->in_memory() && !shared.neurons->gated()),
+        "a shared expert in bundles has matrices, too, and no gates");
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
   check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
@@ -340,14 +347,16 @@ void Experts::run(Thread& t, const Step& step) {
   if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
-  if (some && predictor_) return sum_predicted(t, rows, x);
+  if (records_fired_) w.pool->barrier();  // there is room for what fires
+  if (shared_.neurons && !(some && more_))
+    shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   if (some) {
-    sum_firing(t, rows, acts, {x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true});
+    const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
+    if (predictor_) sum_predicted(t, rows, x, to);
+    else sum_firing(t, rows, acts, {x, spec_.norm, to, true});
+    if (shared_.neurons && !more_) add_shared(t, rows, tokens, to);
     return p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
   }
-  if (records_fired_) w.pool->barrier();  // there is room for what fires
-  if (shared_.neurons)
-    shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NONE}, nullptr);
   const PiActs in = tokens == 1 ? *acts : gather(t, rows, acts);
   multiply_all(t, rows, in, tokens == 1, [&] { return p.attempt([&] { resting_->next(rows); }); });
   merge(t, rows, tokens, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up));
@@ -751,34 +760,35 @@ void Experts::product(const Thread& t, const ExpertRows& rows, const Matrix& mat
 
 // ---- The neurons that fire, of experts as bundles -------------------------------------------------------------------
 
-// Of up to PI_NEURON_TOKENS tokens: all gates of their experts, and the rest where they fire.
+// Of up to PI_NEURON_TOKENS tokens: the first product of all neurons of their experts, and the rest where they fire.
 void Experts::sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece) const {
   list_firing(t, rows, acts, piece.x.tokens);
   workspace_->pool->barrier();
-  bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.known), n_ * neurons_, nullptr);
-  if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons_);
+  bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.known), n_ * neurons_ + more_, nullptr);
+  if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons_ + more_);
 }
 
 void Experts::set_whole(bool on) {
   workspace_->pool->between_jobs([&] { whole_ = on; });
 }
 
-// Lists the neurons that fire, of this thread's share of the gates; `known` gets their activations, times the weights of
-// their experts, for every token.
+// Lists the neurons that fire, of this thread's share of the first products; `known` gets their activations, times the
+// weights of their experts, for every token.
 void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
   Workspace& w = *t.program->workspace;
   NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
   const PiActs inputs = tokens == 1 ? *acts : gather(t, rows, acts);
   float* const known = rows.floats(rows.known);
-  const int64_t ldk = n_ * neurons_;
+  const int64_t ldk = n_ * neurons_ + more_;
   own.n = 0;
   std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  each_share(t, rows, gate_[0].panels, 2, false, [&](size_t e, int64_t p0, int64_t p1) {
+  if (more_) list_shared(t, rows, acts, tokens);
+  each_share(t, rows, firsts()[0].panels, 2, false, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
     const int64_t lanes = (p1 - p0) * PI_LANES, first = (int64_t)e * neurons_ + c0;
     const PiActs x = pi_acts_from(&inputs, tokens == 1 ? 0 : begin, 0);
     float* const h = rows.floats(rows.gate) + begin * rows.ldh + c0;
-    w.linear(t.id, gate_[e], {}, &x, h - c0, rows.ldh, n, false, p0, p1);
+    w.linear(t.id, firsts()[e], {}, &x, h - c0, rows.ldh, n, false, p0, p1);
     for (int64_t i = 0; i < n; i++) {
       activation_.apply_first(w.kernels, h + i * rows.ldh, lanes);
       w.kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(begin + i)], lanes);
@@ -796,14 +806,44 @@ void Experts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64
   });
 }
 
+// The same of the shared expert, whose neurons lie behind all others in the bundles.
+void Experts::list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
+  const Program& p = *t.program;
+  NeuronLists::Share& own = p.workspace->lists().shares[(size_t)t.id];
+  const int64_t first = n_ * neurons_, ldk = first + more_;
+  if (!shared_.gate.empty()) p.workspace->pool->barrier();             // its weights are there
+  const Columns mine = shared_.neurons->activate(t, acts, tokens, 2);  // two panels: a group of neurons
+  float* const h = p.gate + mine.c0;
+  for (int64_t i = 0; i < tokens; i++) p.workspace->kernels->scale(h + i * p.ldh, rows.of_shared[(size_t)i], mine.n());
+  int32_t* const listed = own.listed.data() + own.n;
+  const int64_t found = p.workspace->kernels->neurons.keep(h, p.ldh, tokens, mine.n(), 1, 0.0f,
+                                                           (int32_t)(first + mine.c0), listed, own.counts);
+  for (int64_t j = 0; j < found; j++)
+    for (int64_t i = 0; i < tokens; i++)
+      rows.floats(rows.known)[i * ldk + listed[j]] = h[i * p.ldh + listed[j] - first - mine.c0];
+  own.n += found;
+}
+
+// Adds the shared expert's output, which is in `shared`, to that of the others; ends with a barrier.
+void Experts::add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
+  Workspace& w = *t.program->workspace;
+  int64_t c0, c1;
+  share(d_model_, PI_LANES, w.pool->threads(), t.id, &c0, &c1);
+  for (int64_t i = 0; i < tokens; i++) {
+    const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = rows.of_shared[(size_t)i];
+    for (int64_t c = c0; c < c1; c++) to.out[i * to.ld + c] += weight * row[c];
+  }
+  w.pool->barrier();
+}
+
 // Of up to PI_NEURON_TOKENS tokens: the neurons that the predictor selects of their experts.
-void Experts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x) {
+void Experts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, const Destination& to) {
   Program& p = *t.program;
   const bool sampled = recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0;
   list_predicted(t, rows, x, sampled);
   const PiActs* acts = p.workspace->prepare(t.id, x, spec_.norm, bundled_->bundles->forms());
   if (sampled) sample(t, rows, acts, x.tokens);
-  NeuronSum::Piece piece{x, spec_.norm, p.added_to(0, spec_.out_norm, spec_.down_bias, p.up), true};
+  NeuronSum::Piece piece{x, spec_.norm, to, true};
   piece.groups = {rows.of_expert.data(), n_, neurons_};
   bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
   if (t.id == 0) {
@@ -812,7 +852,6 @@ void Experts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x) {
     for (const Ffn::Recall& one : sampled_)
       if (sampled) recall_.active += one.active, recall_.found += one.found;
   }
-  p.add_normalised(t, spec_.out_norm, p.up, 0, x.tokens);
 }
 
 // Lists the candidates, of this thread's share of the selected experts' neurons, and the tokens that select each. Ends

@@ -39,7 +39,8 @@ struct Router {
 };
 
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
-// bundled: the neurons of all experts, one expert after another, in place of up and down. Their gates are read with a
+// bundled: the neurons of all experts, one expert after another, in place of down and, where there are gates, of up; behind
+// them may be those of a shared expert. The rows of their first product (gate, or up without gates) are read with a
 // predictor, which selects among all of these neurons and takes the matrix' place.
 // slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
 // `down` say then what they are alone.
@@ -170,18 +171,21 @@ class Experts : public Op {
   template <class R>
   void product(const Thread& t, const ExpertRows& rows, const Matrix& matrix, const Vector& bias, const PiActs& acts,
                float* out, int64_t ldo, int64_t tokens, int64_t p0, int64_t p1, R repack) const;
+  const std::vector<Matrix>& firsts() const { return gate_.empty() ? up_ : gate_; }
   void sum_firing(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece) const;
   void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
-  void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x);
+  void list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
+  void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, const Destination& to);
   void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, bool sampled) const;
   void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
   void add_down(Thread& t, const ExpertRows& rows) const;
+  void add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
 
   const FfnSpec spec_;
   const Router router_;
   const SharedExpert shared_;
-  const int64_t n_, neurons_, d_model_;
+  const int64_t n_, neurons_, d_model_, more_;  // more: neurons of the shared expert that are in bundles, too
   const Activation activation_;
   bool whole_ = false;
   const std::shared_ptr<NeuronSum> bundled_;  // null: there are matrices

@@ -1,5 +1,6 @@
 // Rows added up in groups of neurons that share their scales.
 #include "neuron_rows.h"
+#include "quants.h"
 
 namespace {
 
@@ -43,32 +44,80 @@ struct GroupStep {
   int quads;
 };
 
+// How the codes of a type lie in rows and what they stand for (types.h).
+template <int TYPE>
+struct Codes {
+  static constexpr PiTypeFacts FACTS = PI_TYPES[TYPE];
+  static constexpr bool FIVE = pi_bits(TYPE) == 5, EIGHT = pi_bits(TYPE) == 8;
+  static constexpr bool IQ4 = FACTS.values == PI_VALUES_IQ4, E2M1 = FACTS.values == PI_VALUES_E2M1;
+  static constexpr bool SIGNED = IQ4 || EIGHT;
+  static constexpr int OFFSET = E2M1 ? WMXFP4::OFFSET : FACTS.offset;
+  // Lines of a row, and of the scales of a group, for 128 columns.
+  static constexpr int LINES = EIGHT ? 2 : 1, SCALES = 2 * FACTS.scales;
+
+  // The codes of columns 16 i and on of 128, of four rows: in z, and their fifth bits in `bits`.
+  template <int i>
+  static PI_INLINE_MEMBER u8x64 columns(u8x64 z, u8x64 bits) {
+    if constexpr (EIGHT) return z;
+    u8x64 code = i % 2 ? b_high4(z) : b_low4(z);
+    if constexpr (FIVE) {
+      if constexpr (i < 4) bits = b_shl<4 - i>(bits);
+      else if constexpr (i > 4) bits = b_shr<i - 4>(bits);
+      code = b_or(code, b_and(bits, b_set(16)));
+    }
+    if constexpr (IQ4) code = b_lookup(PI_IQ4_ENTRIES, code);
+    if constexpr (E2M1) code = b_lookup(E2M1_ABOVE, code);
+    return code;
+  }
+  static PI_INLINE_MEMBER i32x16 start(int32_t sum) { return SIGNED ? dot_s_start(sum) : i_set(-OFFSET * sum); }
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 code, int32_t by) {
+    return SIGNED ? dot_s(acc, code, by) : dot_u(acc, code, by);
+  }
+  static PI_INLINE_MEMBER f32x16 scale(const uint8_t* scales, int64_t column) {
+    if constexpr (E2M1) return half_powers(scales + column);
+    else return f_load_f16(scales + 2 * column);
+  }
+};
+
+// A line of each of four rows, by columns.
+PI_INLINE void load_quads(const uint8_t* const* row, int64_t at, u8x64 (&z)[4]) {
+  b_quads(b_load(row[0] + at), b_load(row[1] + at), b_load(row[2] + at), b_load(row[3] + at), z);
+}
+
 // Four rows and four factors form the operands of one integer product, so a column's sum over the group is an integer,
 // and the scales that its rows share are read and multiplied once.
 template <int TYPE>
 PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int64_t k, int64_t lines, Ahead& ahead,
                         float* out) {
+  using C = Codes<TYPE>;
   const f32x16 by = f_set(d), of_mins = f_set(d * (float)g.sum);
   const uint8_t* const mins = scales + 2 * pi_round_up(k, 128);
+  const int64_t fifths = pi_round_up(k, 128) / 2;
+  u8x64 bits[C::FIVE ? PI_GROUP / 4 : 1][4];  // of 512 columns
   for (int64_t c = 0; c < k; c += 128) {
-    ahead.ask(lines);
+    ahead.ask(C::FIVE && c % 512 == 0 ? lines + 4 * g.quads : lines);
+    if constexpr (C::FIVE)
+      if (c % 512 == 0)
+        for (int r = 0; r < g.quads; r++) load_quads(g.row + 4 * r, fifths + c / 8, bits[r]);
     i32x16 s[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) s[i] = i_set(TYPE == PI_Q4_0X32 ? -8 * g.sum : 0);
+    for (int i = 0; i < 8; i++) s[i] = C::start(g.sum);
     for (int r = 0; r < g.quads; r++) {
       const uint8_t* const* row = g.row + 4 * r;
-      u8x64 z[4];
-      b_quads(b_load(row[0] + c / 2), b_load(row[1] + c / 2), b_load(row[2] + c / 2), b_load(row[3] + c / 2), z);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        s[2 * i] = dot_u(s[2 * i], b_low4(z[i]), g.by[r]);
-        s[2 * i + 1] = dot_u(s[2 * i + 1], b_high4(z[i]), g.by[r]);
-      }
+      u8x64 z[C::LINES][4];
+#pragma GCC unroll 2
+      for (int l = 0; l < C::LINES; l++) load_quads(row, C::EIGHT ? c + 64 * l : c / 2, z[l]);
+      const u8x64 fifth = bits[C::FIVE ? r : 0][C::FIVE ? c % 512 / 128 : 0];
+      unroll<0, 8>([&](auto i) __attribute__((always_inline)) {
+        constexpr int I = i.value;
+        const u8x64 codes = C::EIGHT ? z[I / 4 % C::LINES][I % 4] : z[0][I / 2];
+        s[I] = C::dot(s[I], C::template columns<I>(codes, fifth), g.by[r]);
+      });
     }
     const auto finish = [&](int i) __attribute__((always_inline)) {
       const int64_t column = c + 16 * i;
-      f32x16 v = f_fma(i_float(s[i]), f_mul(f_load_f16(scales + 2 * column), by), f_load(out + column));
-      if constexpr (TYPE == PI_Q4_1X32) v = f_fma(f_load_f16(mins + 2 * column), of_mins, v);
+      f32x16 v = f_fma(i_float(s[i]), f_mul(C::scale(scales, column), by), f_load(out + column));
+      if constexpr (C::FACTS.m >= 0) v = f_fma(f_load_f16(mins + 2 * column), of_mins, v);
       f_store(out + column, v);
     };
 #pragma GCC unroll 8
@@ -80,7 +129,8 @@ PI_INLINE void add_some(const GroupStep& g, const uint8_t* scales, float d, int6
 template <int TYPE>
 void add_groups_of(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                    int64_t ldd, int64_t tokens, float* out, int64_t ldo) {
-  enum { AHEAD = 256, SCALES = TYPE == PI_Q4_1X32 ? 8 : 4 };  // lines; rows that are as long as the scales of a group
+  using C = Codes<TYPE>;
+  enum { AHEAD = 256 };  // lines
   if (n == 0) return;
   Ahead ahead(all, index, n);
   ahead.ask(AHEAD);
@@ -95,15 +145,24 @@ void add_groups_of(const PiRows* all, const int32_t* index, int64_t n, const int
       memcpy(g.by, q + t * ldq + begin, (size_t)rows);
       g.sum = 0;
       for (int64_t j = begin; j < end; j++) g.sum += q[t * ldq + j];
-      add_some<TYPE>(g, pi_shared(all, index[begin]), d[t * ldd], all->k, t ? 0 : rows + SCALES, ahead, out + t * ldo);
+      add_some<TYPE>(g, pi_shared(all, index[begin]), d[t * ldd], all->k, t ? 0 : rows * C::LINES + C::SCALES, ahead,
+                     out + t * ldo);
     }
   }
 }
 
+template <int TYPE>
+void add_type(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
+              int64_t ldd, int64_t tokens, float* out, int64_t ldo) {
+  if constexpr (PI_TYPES[TYPE].rows & PI_ROWS_X32) add_groups_of<TYPE>(all, index, n, q, ldq, d, ldd, tokens, out, ldo);
+}
+
 void add_groups(const PiRows* all, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                 int64_t ldd, int64_t tokens, float* out, int64_t ldo) {
-  const auto add = all->type == PI_Q4_0X32 ? add_groups_of<PI_Q4_0X32> : add_groups_of<PI_Q4_1X32>;
-  add(all, index, n, q, ldq, d, ldd, tokens, out, ldo);
+#define PI_ADD_TYPE(name, ...) \
+  case PI_##name##X32: return add_type<PI_##name>(all, index, n, q, ldq, d, ldd, tokens, out, ldo);
+  switch (all->type) { POWERINFER_TYPES(PI_ADD_TYPE) }
+#undef PI_ADD_TYPE
 }
 
 }  // namespace

@@ -51,14 +51,6 @@ int xs_scale(const uint8_t* block, int j) {
   return (low | high << 4) - 32;
 }
 
-// Half of the power of two that MXFP4 gives by its exponent, the least two subnormal.
-float half_power(uint8_t e) {
-  const uint32_t u = e < 2 ? 0x200000u << e : (uint32_t)(e - 1) << 23;
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-
 // Word g of each row becomes 64 bytes: row r of group g at 4 r.
 void spread_words(const uint8_t* const* rows, int64_t at, int words, uint8_t* dst) {
   for (int r = 0; r < 16; r++) {
@@ -200,6 +192,13 @@ uint8_t* Arena::allocate(int64_t bytes) {
   next_ += bytes;
   left_ -= bytes;
   return p;
+}
+
+float half_power(uint8_t e) {
+  const uint32_t u = e < 2 ? 0x200000u << e : (uint32_t)(e - 1) << 23;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
 }
 
 int64_t stored_row_bytes(int type, int64_t k) { return k / pi_block(type) * pi_facts(type).bytes; }

@@ -50,5 +50,8 @@ int64_t packed_excess(int type, int64_t rows, int64_t k);
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
                  uint8_t* dst, int64_t p0, int64_t p1, int64_t at = 0);
 
+// Half of the power of two that MXFP4 gives by its exponent, the least two subnormal.
+float half_power(uint8_t e);
+
 // One stored row to floats.
 void unpack_row(int type, const uint8_t* row, int64_t k, float* out);

@@ -227,7 +227,7 @@ class Program {
   void rotate(int thread, const Step& step);
   bool run_alone(const Step& step, size_t op);  // false: it was not
   // Checks the shapes of experts, and makes room for the rows of a step.
-  void reserve_experts(const ExpertMatrices& all, int64_t top_k);
+  void reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared = 0);
   void reserve_resting(const ExpertMatrices& all);
   void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;

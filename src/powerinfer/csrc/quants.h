@@ -151,13 +151,17 @@ struct WIQ4_XS : WIQ4_NL {
   }
 };
 
+// Halves of 2^(e - 127), since the values of E2M1 are doubled: as the bits of a float e - 1 above its mantissa; where that
+// is less, for e = 0 and 1, a subnormal number.
+PI_INLINE f32x16 half_powers(const uint8_t* p) {
+  const i32x16 e = i_load_u8(p);
+  return f_max(f_bits(i_shl<23>(i_add(e, i_set(-1)))), f_bits(i_shl<21>(i_add(e, i_set(1)))));
+}
+
 struct WMXFP4 : WTable<E2M1_ABOVE> {
   static constexpr int OFFSET = 12, SCALE_BYTES = 16;
-  // Half of 2^(e - 127), since the values are doubled: as the bits of a float e - 1 above its mantissa; where that is
-  // less, for e = 0 and 1, a subnormal number.
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
-    const i32x16 e = i_load_u8(meta + b * 16);
-    return {f_max(f_bits(i_shl<23>(i_add(e, i_set(-1)))), f_bits(i_shl<21>(i_add(e, i_set(1))))), f_zero()};
+    return {half_powers(meta + b * 16), f_zero()};
   }
 };
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 int repacked_type(int row_type) {
-  if (row_type == PI_Q4_0X32) return PI_Q4_0;
+  if (pi_across(row_type) >= 0) return pi_across(row_type);
   return row_type == PI_F16 || row_type == PI_BF16 || row_type == PI_Q4_0 ? row_type : -1;
 }
 
@@ -54,13 +54,31 @@ void zip_rows(const Bytes16 (&x)[4], uint8_t* out) {
   }
 }
 
-// A group's codes of Q4_0X32 for 32 rows of down, to block `group` of two panels.
-void turn_q4_0(const PiRows& rows, int64_t first, int64_t row, int64_t group, uint8_t* low, uint8_t* high) {
-  Bytes16 codes[PI_GROUP];  // of each neuron; the low nibble is of rows 0 to 15
-  for (int n = 0; n < PI_GROUP; n++) {
-    const uint8_t* src = pi_row(&rows, (int32_t)(first + n)) + row / 128 * 64 + row % 128 / 32 * 4;
-    for (int i = 0; i < 4; i++) memcpy((uint8_t*)&codes[n] + 4 * i, src + 16 * i, 4);
+// 16 bytes of a neuron's row, of 16 elements in turn: part z of the line at `line` (table.h).
+Bytes16 part(const uint8_t* line, int64_t z) {
+  Bytes16 bytes;
+  for (int i = 0; i < 4; i++) memcpy((uint8_t*)&bytes + 4 * i, line + 16 * i + 4 * z, 4);
+  return bytes;
+}
+
+// A group's codes for 32 rows of down, which are its blocks, to blocks of two panels.
+void turn(const PiRows& rows, int64_t first, int64_t row, uint8_t* low, uint8_t* high) {
+  const auto src = [&](int n) { return pi_row(&rows, (int32_t)(first + n)); };
+  if (pi_bits(rows.type) == 8) {
+    for (int v = 0; v < 8; v++) {
+      Bytes16 of_low[4], of_high[4];
+      for (int i = 0; i < 4; i++) {
+        const uint8_t* const line = src(4 * v + i) + row / 64 * 64;
+        of_low[i] = part(line, row % 64 / 16);
+        of_high[i] = part(line, row % 64 / 16 + 1);
+      }
+      zip_rows(of_low, low + v * 64);
+      zip_rows(of_high, high + v * 64);
+    }
+    return;
   }
+  Bytes16 codes[PI_GROUP];  // of each neuron; the low nibble is of rows 0 to 15
+  for (int n = 0; n < PI_GROUP; n++) codes[n] = part(src(n) + row / 128 * 64, row % 128 / 32);
   for (int v = 0; v < 4; v++) {
     Bytes16 of_low[4], of_high[4];
     for (int i = 0; i < 4; i++) {
@@ -68,9 +86,18 @@ void turn_q4_0(const PiRows& rows, int64_t first, int64_t row, int64_t group, ui
       of_low[i] = (one & 15) | other << 4;
       of_high[i] = one >> 4 | (other & 0xf0);
     }
-    zip_rows(of_low, low + group * 256 + v * 64);
-    zip_rows(of_high, high + group * 256 + v * 64);
+    zip_rows(of_low, low + v * 64);
+    zip_rows(of_high, high + v * 64);
   }
+  if (pi_bits(rows.type) != 5) return;
+  Bytes16 of_low[4] = {}, of_high[4] = {};
+  for (int n = 0; n < PI_GROUP; n++) {
+    const Bytes16 bits = part(src(n) + pi_round_up(rows.k, 128) / 2 + row / 512 * 64, row % 512 / 128);
+    of_low[n % 4] |= (bits >> row % 128 / 16 & 1) << n / 4;
+    of_high[n % 4] |= (bits >> (row % 128 / 16 + 1) & 1) << n / 4;
+  }
+  zip_rows(of_low, low + 256);
+  zip_rows(of_high, high + 256);
 }
 
 }  // namespace
@@ -93,11 +120,20 @@ void panels_of_neurons(const PiRows& rows, int64_t first, int panels, uint8_t* o
 void panels_of_outputs(const PiRows& rows, int64_t first, int64_t neurons, int64_t row, int panels, uint8_t* out) {
   const int type = repacked_type(rows.type);
   const int64_t size = pi_panel_bytes(type, neurons), codes = pi_codes_bytes(type, neurons);
-  if (type == PI_Q4_0) {
+  if (pi_across(rows.type) >= 0) {
+    const PiTypeFacts& t = pi_facts(type);
+    const int64_t of_codes = PI_LANES * t.codes, of_scales = PI_LANES * t.scales;
     for (int64_t g = 0; g < neurons / PI_GROUP; g++) {
-      const uint8_t* scales = pi_shared(&rows, (int32_t)(first + g * PI_GROUP)) + 2 * row;
-      turn_q4_0(rows, first + g * PI_GROUP, row, g, out, out + size);
-      for (int p = 0; p < 2; p++) memcpy(out + p * size + codes + g * 32, scales + p * 32, 32);
+      const uint8_t* const scales = pi_shared(&rows, (int32_t)(first + g * PI_GROUP));
+      uint8_t* const to = out + g * of_codes;
+      turn(rows, first + g * PI_GROUP, row, to, to + size);
+      for (int p = 0; p < 2; p++) {
+        uint8_t* const meta = out + p * size + codes + g * of_scales;
+        const int64_t r = row + p * PI_LANES;
+        if (t.d < 0) memcpy(meta, scales + r, PI_LANES);
+        else memcpy(meta, scales + 2 * r, 2 * PI_LANES);
+        if (t.m >= 0) memcpy(meta + 2 * PI_LANES, scales + 2 * (pi_round_up(rows.k, 128) + r), 2 * PI_LANES);
+      }
     }
     return;
   }

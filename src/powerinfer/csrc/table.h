@@ -127,10 +127,11 @@ struct PiAttention {
 //   Q4_0       codes and d likewise; dot: 4 vectors, in the high nibbles those of vector 4 + v; add: per 128 k 64
 //              bytes, nibble s of 32-bit word l is element 16 s + l
 //   Q4_1       dot only: as Q4_0, and behind d, padded likewise, f16 m of each 32
-//   Q4_0X32    add only: blocks across the group's neurons, as model files have them. Codes per 128 k as 64 bytes: byte
-//              16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l (l < 16).
-//              Shared: the scales, f16 d of each element, padded to 128 of them
-//   Q4_1X32    likewise; behind the d, padded likewise, f16 m of each element
+//   ..X32      add only: blocks across the group's neurons, as model files have them. Codes of 4 bits per 128 k as 64
+//              bytes: byte 16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l
+//              (l < 16). Q5_0X32, Q5_1X32: behind these, per 512 k, bit b of that byte is bit 4 of element
+//              128 z + 16 b + l. Q8_0X32: per 64 k that byte is element 16 z + l; padded to 128 k.
+//              Shared: the scales, padded to 128 elements: f16 d of each, then likewise f16 m, of MXFP4X32 u8 e
 enum { PI_DOT, PI_ADD };
 
 // Neurons of a group: the length of a block across them.
@@ -155,9 +156,15 @@ static inline int pi_row_type(int type, int kind) {
 // Float16 numbers of a block: scale and minimum.
 static inline int pi_halves(int type) { return (pi_facts(type).d >= 0) + (pi_facts(type).m >= 0); }
 
+// Bits of the codes of a type: 4, 5 (the fifth apart from the others) or 8.
+static constexpr int pi_bits(int type) {
+  return PI_TYPES[type % PI_N_TYPES].codes * 8 / PI_TYPES[type % PI_N_TYPES].block;
+}
+
 static inline int64_t pi_row_codes(int type, int64_t k) {
   if (pi_facts(type).values == PI_VALUES_FLOATS) return pi_round_up(pi_facts(type).bytes * k, 64);
-  return pi_facts(type).codes == pi_facts(type).block ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2;
+  if (pi_bits(type) == 8) return pi_round_up(k, pi_across(type) >= 0 ? 128 : 64);
+  return pi_round_up(k, 128) / 2 + (pi_bits(type) == 5 ? pi_round_up(k, 512) / 8 : 0);
 }
 
 // Bytes of the d of a row, and of its m where it has them.
@@ -171,7 +178,7 @@ static inline int64_t pi_row_bytes(int type, int64_t k) {
 
 // Bytes of the scales that the rows of a group share.
 static inline int64_t pi_shared_bytes(int type, int64_t k) {
-  return pi_across(type) >= 0 ? pi_halves(type) * pi_round_up(k, 128) * 2 : 0;
+  return pi_across(type) >= 0 ? pi_facts(type).scales * pi_round_up(k, 128) : 0;
 }
 
 // The gate rows, up rows or down rows of the bundles of a layer. Groups are `stride` apart, the bundles of a group `pitch`,
