@@ -40,7 +40,7 @@ from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import FLOAT_TYPES
+from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, ROW_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
