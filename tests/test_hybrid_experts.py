@@ -105,8 +105,7 @@ def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_p
                 truth.check(ours, text, "in a batch")
             for ffn in ffns:
                 assert (len(ffn.hot) + len(ffn.cold)) == ffn.about.n_experts
-                ffn.collect()
-                assert (ffn.jobs > 0) == (share < 1) and (ffn.cold_bytes > 0) == (share < 1)
+                assert (ffn.collect()["jobs"] > 0) == (share < 1) and (ffn.cold_bytes > 0) == (share < 1)
 
 
 @pytest.mark.usefixtures("device")
@@ -297,7 +296,7 @@ def test_what_split_layers_did_and_what_is_adjusted(tmp_path: Path) -> None:
         report = sparsity.report()
         assert report["tokens"] == TOTAL and 0 < report["gpu_share"] < 1 and 0 < report["jobs"] <= 1
         ffn = ffns[0]
-        assert ffn.selected.sum() == TOTAL * ffn.about.router.top_k
+        assert ffn.collect()["hot"] + ffn.collect()["cold"] == TOTAL * ffn.about.router.top_k
         ffn.recent[:], ffn.recent_tokens = 0, 300
         ffn.recent[ffn.cold[1]] = 600  # clearly hotter than any that is on the GPU
         wanted = int(ffn.cold[1])
@@ -339,9 +338,7 @@ def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) ->
         for least in (None, 33):
             stage.least = least
             truth.check(families.run_chunks(executor, truth.texts[0], [TOTAL - 3, 1, 2], pages[0]), what=f"{least}")
-            for ffn in ffns:
-                ffn.collect()
-            jobs, before = sum(ffn.jobs for ffn in ffns), jobs
+            jobs, before = sum(ffn.collect()["jobs"] for ffn in ffns), jobs
             assert jobs - before == (3 if least is None else 2) * len(ffns)
         again = [families.run_chunks(executor, truth.texts[0], [TOTAL], page) for page in pages]
         np.testing.assert_array_equal(*again)
@@ -487,9 +484,9 @@ def test_neurons_inside_split_experts(kind: str, activation: str, tmp_path: Path
             if share < 1:
                 assert 0.1 < report["active_fraction"] < 0.7
             with ExpertSparsity(executor, ffns).suspended():
-                before = [ffn.fired for ffn in ffns]
+                before = [ffn.collect()["active"] for ffn in ffns]
                 assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
-                assert [ffn.fired for ffn in ffns] == before, "every neuron was computed"
+                assert [ffn.collect()["active"] for ffn in ffns] == before, "every neuron was computed"
             assert ExpertSparsity(executor, ffns).report()["active_fraction"] == report["active_fraction"]
 
 
@@ -506,16 +503,14 @@ def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
         assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
     with by_neuron(path, 0.5, copier=Copier(policy_of(path, "lru"))) as (executor, ffns):
         assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
-        assert all(ffn.copied for ffn in ffns)
+        assert all(ffn.collect()["copied"] for ffn in ffns)
     about = next(iter(open_checkpoint(path).config.experts.values()))
     each = [about.size * D * 18 // 32] * 3
     stage = Stage(torch_device(), expert_buffer(each, 2))
     with by_neuron(path, 0.5, stage=stage) as (executor, ffns):
         stage.least = 33
         assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
-        for ffn in ffns:
-            ffn.collect()
-        assert all(ffn.steps == 30 for ffn in ffns)
+        assert all(ffn.collect()["steps"] == 30 for ffn in ffns)
 
 
 @pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
@@ -598,10 +593,10 @@ def test_experts_that_are_exchanged_from_step_to_step(name: str, model: str, tmp
             truth.check(ours, what=name)
             for text, both in enumerate(families.run_two(executor, *truth.texts[:2], pages[1:])):
                 truth.check(both, text, "in a batch")
-            copied = [ffn.copied for ffn in ffns]
+            copied = [ffn.collect()["copied"] for ffn in ffns]
             assert sum(copied) > 0 and all(len(ffn.hot) == 2 and len(ffn.cold) == 4 for ffn in ffns)
             assert ExpertSparsity(executor, ffns).report()["copied"] == sum(copied)
-            assert all(0 < ffn.hits < ffn.selected.sum() for ffn in ffns)
+            assert all(ffn.collect()["hot"] and ffn.collect()["cold"] for ffn in ffns)
             runs.append((ours, copied, {ffn.cold_bytes for ffn in ffns}))
     np.testing.assert_array_equal(runs[0][0], runs[1][0])  # the same bits, whatever the threads' timing
     assert runs[0][1:] == runs[1][1:]
@@ -617,7 +612,7 @@ def test_recorded_launches_and_exchanged_experts(tmp_path: Path, monkeypatch: py
         executor.gpu.record(counting_recorder(made))
         pages = families.scattered_pages(executor, 1)[0]
         truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages))
-        assert made and min(made) > 0 and all(ffn.copied for ffn in ffns)
+        assert made and min(made) > 0 and all(ffn.collect()["copied"] for ffn in ffns)
 
 
 @pytest.mark.usefixtures("device")

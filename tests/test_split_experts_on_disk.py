@@ -113,7 +113,7 @@ def test_the_bits_are_those_of_experts_in_ram(name: str, written: Callable[[str]
         with split(written(name), slots) as (executor, ffns):
             check_bits(executor, right)
             check_bits(executor, right)
-            assert all(len(ffn.hot) and len(ffn.cold) and ffn.jobs for ffn in ffns)
+            assert all(len(ffn.hot) and len(ffn.cold) and ffn.collect()["jobs"] for ffn in ffns)
             read.append(executor.disk.counts())
     few, more, every = read
     assert few["bytes"] > more["bytes"] > every["bytes"] > 0
@@ -128,7 +128,7 @@ def test_none_and_all_of_them_on_the_gpu(share: float, written: Callable[[str], 
         right = answers(executor)
     with split(written("qwen3-30b-a3b"), 4, share) as (executor, ffns):
         check_bits(executor, right)
-        assert all(bool(ffn.jobs) == (share == 0) for ffn in ffns)
+        assert all(bool(ffn.collect()["jobs"]) == (share == 0) for ffn in ffns)
         assert bool(executor.disk.counts()["bytes"]) == (share == 0)
 
 
@@ -243,7 +243,8 @@ def test_experts_that_are_exchanged_are_read_for_the_gpu(
             logits = [executor.forward(one).copy() for one in single_tokens(40, executor.vocab_size)]
             for ffn in ffns:
                 ffn.finish_copies()
-            found.append((np.stack(logits), [ffn.hot.tolist() for ffn in ffns], [ffn.copied for ffn in ffns]))
+            copied = [ffn.collect()["copied"] for ffn in ffns]
+            found.append((np.stack(logits), [ffn.hot.tolist() for ffn in ffns], copied))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:] and all(found[1][2])
 

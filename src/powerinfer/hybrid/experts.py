@@ -14,6 +14,7 @@ it does not have, and computes the others meanwhile, in prompts, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -95,12 +96,7 @@ class Copier:
 
 
 class HybridExperts(HybridUnits):
-    """The FFN of one layer of `GpuLayers` over experts.
-
-    Counters: selected, int64 [experts], tokens that each was selected for, in `tokens` and `steps`; hits: selections of
-    experts on the GPU; copied: experts copied there beside steps; jobs: steps in which the CPU had one; by_neuron:
-    neurons of the cold experts of steps that skip those that do not fire.
-    """
+    """The FFN of one layer of `GpuLayers` over experts."""
 
     units = "experts"
     most = 2
@@ -287,7 +283,7 @@ class HybridExperts(HybridUnits):
             if self._copier.finish(streams_of(self._layers.device), copying):
                 for slot, expert in swaps:
                     self._slot[expert] = slot
-                self.copied += len(swaps)
+                self._sums["copied"] += len(swaps)
         finally:
             self._publish()
 
@@ -478,37 +474,33 @@ class HybridExperts(HybridUnits):
     def _count(
         self, counts: NDArray[np.integer], hits: int, tokens: int, steps: int, jobs: int, sparse: bool = True
     ) -> None:
+        """Count a step's selections, and those of them on the GPU. sparse: it skips neurons where it can."""
+        cold = int(counts.sum()) - hits
+        self._sums.update(tokens=tokens, steps=steps, jobs=jobs, hot=hits, cold=cold)
         if sparse and self._sparse is not None and not self._whole:
-            self.by_neuron += (int(counts.sum()) - hits) * self.about.size
-        self.selected += counts
+            self._sums["neurons"] += cold * self.about.size
         self.recent += counts
-        self.hits += hits
-        self.tokens += tokens
         self.recent_tokens += tokens
-        self.steps += steps
-        self.jobs += jobs
 
-    def collect(self) -> None:
+    def collect(self) -> Counter[str]:
+        """As of `HybridUnits`, and copied: experts copied to the GPU beside steps."""
         tokens = steps = jobs = 0
         for each, calls, had, *_ in self._taken_calls():
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had
         self._count(self._tally[:-1], int(self._tally[-1]), tokens, steps, jobs)
         self._tally[:] = 0
+        if self._sparse is not None:
+            self._sums["active"] = self._sparse.sum.counts()["active"]
+        return self._sums
 
     def clear(self) -> None:
         for _ in self._taken_calls():
             pass
         self._tally[:] = 0
-        self.selected = np.zeros(self.about.n_experts, np.int64)
+        self._sums: Counter[str] = Counter()
         self.recent, self.recent_tokens = np.zeros(self.about.n_experts), 0.0
-        self.tokens = self.steps = self.jobs = self.hits = self.copied = self.by_neuron = 0
         if self._sparse is not None:
             self._sparse.sum.clear()
-
-    @property
-    def fired(self) -> int:
-        """Of the neurons `by_neuron`, those that fired."""
-        return 0 if self._sparse is None else self._sparse.sum.counts()["active"]
 
     def suspend(self, on: bool) -> None:
         """Choose whether every neuron is computed of cold experts that could skip some."""
@@ -585,38 +577,10 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
         self.policy = policy
 
     def report(self) -> dict[str, Any]:
-        """Per layer and in all: hot, cold: experts on the GPU and on the CPU; gpu_share: of the tokens' experts, those
-        on the GPU, of a layer without cold ones None; jobs: share of the steps in which the CPU had work; policy:
-        decides which experts the GPU has; traded: experts swapped onto the GPU between requests; copied: there, beside
-        steps; active_fraction: of the cold experts' neurons, those that fired, None where all are computed."""
-        layers: list[dict[str, Any]] = []
-        selected = hot = 0
-        for ffn in self.ffns:
-            ffn.collect()
-            own = int(ffn.selected.sum())
-            selected, hot = selected + own, hot + ffn.hits
-            layers.append(
-                {
-                    "layer": ffn.layer,
-                    "hot": len(ffn.hot),
-                    "cold": len(ffn.cold),
-                    "tokens": ffn.tokens,
-                    "gpu_share": ffn.hits / own if own else None,
-                    "jobs": ffn.jobs / ffn.steps if ffn.steps else None,
-                }
-            )
-        steps, neurons = (sum(getattr(ffn, name) for ffn in self.ffns) for name in ("steps", "by_neuron"))
-        tokens = max((ffn.tokens for ffn in self.ffns), default=0)
-        whole = tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts
-        selected, hot = selected + whole, hot + whole
-        return {
-            "selector": self.selector,
-            "layers": layers,
-            "tokens": tokens,
-            "gpu_share": hot / selected if selected else None,
-            "jobs": sum(ffn.jobs for ffn in self.ffns) / steps if steps else None,
-            "policy": self.policy,
-            "traded": self.traded,
-            "copied": sum(ffn.copied for ffn in self.ffns),
-            "active_fraction": sum(ffn.fired for ffn in self.ffns) / neurons if neurons else None,
-        }
+        """As of `SplitSparsity`. gpu_share: None of a layer without cold experts; active_fraction: of the cold experts'
+        neurons, None where all are computed; policy: decides which experts the GPU has; copied: experts copied there
+        beside steps."""
+        layers, totals = self._collect()
+        tokens = max((layer["tokens"] for layer in layers), default=0)
+        totals["hot"] += tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts
+        return {**self._report(layers, totals), "policy": self.policy, "copied": totals["copied"]}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -260,21 +260,19 @@ class HybridFfn(HybridUnits):
         self.recent, self.recent_tokens = np.zeros(self._config.size), 0.0
         self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
 
-    def collect(self) -> Mapping[str, int]:
-        """Counts of tokens, steps, jobs (steps in which the CPU had one), and of the neurons that fired on the GPU
-        (hot) and on the CPU (cold), summed over the tokens."""
+    def collect(self) -> Counter[str]:
         self._take_calls()
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps
         self.recent_tokens += tokens
         self._fired_tokens += tokens
-        self._sums.update(tokens=tokens, steps=steps)
+        self._sums.update(tokens=tokens, steps=steps, neurons=tokens * self._config.size)
         for name, index, part in (("hot", self.hot, self._gpu_part), ("cold", self.cold, self._cpu_part)):
             if part is not None and len(index):
                 counts = part.take_counts()
                 self.recent[index] += counts
                 self._fired[index] += counts
-                self._sums[name] += int(counts.sum())
+                self._sums.update({name: int(counts.sum()), "active": int(counts.sum())})
         return self._sums
 
     def take_fired(self) -> tuple[int, Counts]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.hybrid.ffn import HybridFfn
-from powerinfer.hybrid.units import SplitSparsity
+from powerinfer.hybrid.units import SplitSparsity, shares
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
@@ -22,32 +22,18 @@ class HybridSparsity(SplitSparsity[HybridFfn]):
         self.selector = selector
 
     def report(self) -> dict[str, Any]:
-        """Per layer and in all, of tokens computed in steps of up to `NEURON_TOKENS`.
-
-        hot, cold: neurons on the GPU and on the CPU; active_fraction: of the neurons, those that fired; gpu_share: of
-        those that fired, the ones on the GPU; jobs: share of the steps in which the CPU had work; traded: neurons
-        swapped onto the GPU; streams_from: the number of tokens of a step from which on the GPU computes the cold ones
-        too, None: never. Layers that are wholly on the CPU count, too.
-        """
+        """As of `SplitSparsity`, of tokens computed in steps of up to `NEURON_TOKENS`; layers that are wholly on the
+        CPU count, too. streams_from: the number of tokens of a step from which on the GPU computes the cold neurons,
+        too, None: never."""
+        layers, totals = self._collect()
         cpu = self._executor.cpu
-        sizes = cpu.config.ffn_sizes
-        layers: list[dict[str, Any]] = []
-        totals: Counter[str] = Counter()
-
-        def add(layer: int, hot: int, sums: Mapping[str, int]) -> None:
-            own = Counter({**sums, "neurons": sums["tokens"] * sizes[layer]})
-            totals.update(own)
-            layers.append({"layer": layer, "hot": hot, "cold": sizes[layer] - hot, **_shares(own)})
-
-        for ffn in self.ffns:
-            add(ffn.layer, len(ffn.hot), ffn.collect())
         for layer, dense in cpu.ffns.items():
-            counts = dense.counts()
-            own = {"tokens": counts["tokens"], "steps": counts["steps"], "jobs": counts["steps"]}
-            add(layer, 0, own | {"hot": 0, "cold": counts["active"]})
-        whole = _shares(totals) | {"tokens": max((layer["tokens"] for layer in layers), default=0)}
-        more = {"traded": self.traded, "streams_from": self.streams_from}
-        return {"selector": self.selector, "layers": layers, **whole, **more}
+            counts, size = dense.counts(), cpu.config.ffn_sizes[layer]
+            sums = Counter({name: counts[name] for name in ("tokens", "steps", "active")})
+            sums.update(jobs=counts["steps"], cold=counts["active"], neurons=counts["tokens"] * size)
+            totals.update(sums)
+            layers.append({"layer": layer, "hot": 0, "cold": size, **shares(sums)})
+        return self._report(layers, totals) | {"streams_from": self.streams_from}
 
     def way(self, layer: int) -> str:
         return "predicted" if self.selector == "predicted" else "exact"
@@ -64,13 +50,3 @@ class HybridSparsity(SplitSparsity[HybridFfn]):
         super()._suspend(on)
         for dense in self._executor.cpu.ffns.values():
             dense.predict(not on)
-
-
-def _shares(sums: Counter[str]) -> dict[str, Any]:
-    active, tokens = sums["hot"] + sums["cold"], sums["tokens"]
-    return {
-        "tokens": tokens,
-        "active_fraction": active / sums["neurons"] if tokens else None,
-        "gpu_share": sums["hot"] / active if active else None,
-        "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
-    }

@@ -16,6 +16,7 @@ An FFN is a sum over its units, so where they are placed changes only how the su
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -199,8 +200,10 @@ class HybridUnits(ABC):
     # ---------------------------------------------------------------- counters and swaps, not while a step runs
 
     @abstractmethod
-    def collect(self) -> Any:
-        """Add to the counters what both devices did since the last time."""
+    def collect(self) -> Counter[str]:
+        """Sums since the last `clear`: tokens, steps, jobs (steps in which the CPU had work); over the tokens, units
+        used on the GPU (hot) and on the CPU (cold), and neurons of which some may be left out, and those of them that
+        fired (active). `recent` is up to date then."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -247,6 +250,17 @@ def trades(used: NDArray[np.float64], hot: Indices, cold: Indices, limit: int | 
     return leave[:n], come[:n]
 
 
+def shares(sums: Counter[str]) -> dict[str, Any]:
+    """A part of a report, of what `HybridUnits.collect` gives."""
+    used = sums["hot"] + sums["cold"]
+    return {
+        "tokens": sums["tokens"],
+        "active_fraction": sums["active"] / sums["neurons"] if sums["neurons"] else None,
+        "gpu_share": sums["hot"] / used if used else None,
+        "jobs": sums["jobs"] / sums["steps"] if sums["steps"] else None,
+    }
+
+
 class Split(Generic[U]):
     """The split of a model's FFNs: makes that of each of the GPU's layers when it is wired (`load_split`).
 
@@ -275,6 +289,23 @@ class SplitSparsity(Sparsity, Generic[U]):
         self.traded = 0  # units moved to the GPU since the model was loaded
         self._executor = executor
         self._turn = 0
+
+    def _collect(self) -> tuple[list[dict[str, Any]], Counter[str]]:
+        """The layers' parts of a report, and sums over them."""
+        layers, totals = [], Counter[str]()
+        for ffn in self.ffns:
+            sums = ffn.collect()
+            totals.update(sums)
+            layers.append({"layer": ffn.layer, "hot": len(ffn.hot), "cold": len(ffn.cold), **shares(sums)})
+        return layers, totals
+
+    def _report(self, layers: list[dict[str, Any]], totals: Counter[str]) -> dict[str, Any]:
+        """Per layer and in all: hot, cold: units on the GPU and on the CPU; tokens; active_fraction: of the neurons,
+        those that fired; gpu_share: of the units used, those on the GPU; jobs: share of the steps in which the CPU had
+        work; traded: units swapped onto the GPU between requests."""
+        tokens = max((layer["tokens"] for layer in layers), default=0)
+        whole = shares(totals) | {"tokens": tokens, "traded": self.traded}
+        return {"selector": self.selector, "layers": layers, **whole}
 
     def clear(self) -> None:
         """Reset the counters of `report`."""
