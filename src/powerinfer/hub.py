@@ -12,7 +12,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -665,11 +665,7 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     tag: the quantisation, as in the file's name (Q4_K_M); by default safetensors weights are preferred, then a single
     GGUF model, then Q4_K_M. RequestError lists the choices.
     """
-    ggufs: dict[str, list[str]] = {}
-    for file in sorted(available):
-        if file.lower().endswith(".gguf") and "mmproj" not in file.lower():
-            ggufs.setdefault(_SHARD.sub("", file[: -len(".gguf")]), []).append(file)
-    ggufs = {stem: [f"{stem}.gguf"] if f"{stem}.gguf" in files else files for stem, files in ggufs.items()}
+    ggufs = _gguf_models(available)
     weights = [file for file in sorted(available) if _WEIGHTS.fullmatch(file)]
     if tag is None and weights and "config.json" in available:
         templates = [file for file in sorted(available) if _NAMED_TEMPLATE.fullmatch(file)]
@@ -691,6 +687,15 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     raise RequestError(
         f"{repository} has {count} named {quantisation}; write {repository}:TAG with a TAG that picks one of: {choices}"
     )
+
+
+def _gguf_models(available: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUF models among some files: each name without number and ending -> its files, shards in order."""
+    ggufs: dict[str, list[str]] = {}
+    for file in sorted(available):
+        if file.lower().endswith(".gguf") and "mmproj" not in file.lower():
+            ggufs.setdefault(_SHARD.sub("", file[: -len(".gguf")]), []).append(file)
+    return {stem: [f"{stem}.gguf"] if f"{stem}.gguf" in files else files for stem, files in ggufs.items()}
 
 
 def _plainest(stems: list[str], tag: str) -> list[str]:

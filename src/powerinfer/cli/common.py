@@ -75,28 +75,32 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         self._refuse_foreign(args, flags)
         values, rest = self.parse_known_args(args, namespace)
-        if rest and not any(word.startswith("-") for word in rest):
-            if hasattr(values, "prompt"):
-                # `ollama run MODEL PROMPT`
-                if len(rest) == 1 and values.model is None and _may_be_model(values.prompt):
-                    values.model, values.prompt = values.prompt, rest[0]
-                    return values
-                refuse_model_as_prompt(values.prompt)
-                name = values.prompt if values.model is None and len(rest) == 1 and " " not in values.prompt else ""
-                _refuse_unsupported(name)
-                if name and " " in rest[0]:  # it had its quotes
-                    self.error(f"{name} is not the name of a model{_did_you_mean(name)}")
-                model = f", and {name} is not the name of a model{_did_you_mean(name)}" if name else ""
-                self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes{model}")
-            self.error(f"unexpected: {' '.join(rest)}")
-        if rest:
-            wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+        wrong = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
+        if wrong is not None:
             self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, flags)}")
+        if rest and hasattr(values, "prompt"):
+            # `ollama run MODEL PROMPT`
+            if len(rest) == 1 and values.model is None and _may_be_model(values.prompt):
+                values.model, values.prompt = values.prompt, rest[0]
+                return values
+            self._refuse_second_prompt(values, rest)
+        if rest:
+            self.error(f"unexpected: {' '.join(rest)}")
         if getattr(values, "place", None) is not None:
             if values.model is not None:
                 self.error("give the model once: as MODEL or with -m")
             values.model = values.place
         return values
+
+    def _refuse_second_prompt(self, args: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
+        """RequestError for words behind a prompt: the prompt may have lost its quotes, or be a misspelt model."""
+        refuse_model_as_prompt(args.prompt)
+        name = args.prompt if args.model is None and len(rest) == 1 and " " not in args.prompt else ""
+        _refuse_unsupported(name)
+        if name and " " in rest[0]:  # it had its quotes
+            self.error(f"{name} is not the name of a model{_did_you_mean(name)}")
+        model = f", and {name} is not the name of a model{_did_you_mean(name)}" if name else ""
+        self.error(f"unexpected: {' '.join(rest)}; a prompt of several words needs quotes{model}")
 
     def _refuse_foreign(self, words: Sequence[str], flags: Collection[str]) -> None:
         """RequestError for a flag of another program: argparse would read -ngl as -n gl."""

@@ -48,6 +48,7 @@ from powerinfer.errors import RequestError
 from powerinfer.text.model_text import tokenizer_of
 
 if TYPE_CHECKING:
+    from powerinfer.evaluate import Accuracy
     from powerinfer.formats.checkpoint import Checkpoint
 
 SELECTORS = EngineConfig.__dataclass_fields__["selector"].metadata["choices"]
@@ -173,13 +174,7 @@ def _tasks(args: argparse.Namespace, engine: EngineConfig, out: Output) -> dict[
         sparsity = None if dense else sparsity_summary(llm)
     names = [Path(path).name for path in args.file]
     for name, result in zip(names, results, strict=True):
-        out.line(
-            f"{name:<18}acc {_share(result.acc, result.acc_error)}, "
-            f"acc_norm {_share(result.acc_norm, result.acc_norm_error)}, "
-            f"{result.items} items; guessing: {100 * result.chance:.1f} %"
-        )
-        if result.cut:
-            out.line(f"{'':<18}{result.cut} longer than the context of {engine.context} tokens: their ends were scored")
+        _show_accuracy(name, result, engine.context, out)
     means = {name: sum(getattr(result, name) for result in results) / len(results) for name in ("acc", "acc_norm")}
     if len(results) > 1:
         out.line(f"{'mean':<18}acc {100 * means['acc']:.1f} %, acc_norm {100 * means['acc_norm']:.1f} %")
@@ -187,6 +182,14 @@ def _tasks(args: argparse.Namespace, engine: EngineConfig, out: Output) -> dict[
     tasks = [{"file": name, **asdict(result)} for name, result in zip(names, results, strict=True)]
     settings = {"limit": args.limit, "context": engine.context}
     return {"tasks": tasks, **means, **settings, **({"sparsity": sparsity} if sparsity else {})}
+
+
+def _show_accuracy(name: str, result: Accuracy, context: int | None, out: Output) -> None:
+    acc, norm = _share(result.acc, result.acc_error), _share(result.acc_norm, result.acc_norm_error)
+    guessing = f"guessing: {100 * result.chance:.1f} %"
+    out.line(f"{name:<18}acc {acc}, acc_norm {norm}, {result.items} items; {guessing}")
+    if result.cut:
+        out.line(f"{'':<18}{result.cut} longer than the context of {context} tokens: their ends were scored")
 
 
 def _share(value: float, error: float) -> str:

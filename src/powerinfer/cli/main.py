@@ -153,15 +153,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"powerinfer {__version__}")
         return 0
     if verb not in VERBS:
-        # rm, which deletes, is meant last: rum is run
-        near = f"; did you mean {FOREIGN[verb]}?" if verb in FOREIGN else ""
-        near = near or did_you_mean(verb, [one for one in VERBS if one != "rm"]) or did_you_mean(verb, VERBS)
-        if verb in HINTS:
-            near = f": {HINTS[verb]}"
-        elif not near and " " in verb:
-            prompt = verb if len(verb) <= 60 and '"' not in verb else "PROMPT"
-            near = f'; a prompt follows `run`: powerinfer run "{prompt}"'
-        raise RequestError(f"no command {verb}{near or '; there are ' + ', '.join(VERBS)}")
+        raise RequestError(f"no command {verb}{_hint(verb)}")
     # The engine has its own threads. OpenBLAS would start more on `import numpy`, which takes as long as the import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import gc
@@ -179,6 +171,21 @@ def _dispatch(argv: list[str]) -> int:
     out = Output(args.json)
     _limit_threads(verb, args, out)
     return int(module.execute(args, out))
+
+
+def _hint(verb: str) -> str:
+    """What else may have been meant by a word that is no command."""
+    if verb in HINTS:
+        return f": {HINTS[verb]}"
+    if verb in FOREIGN:
+        return f"; did you mean {FOREIGN[verb]}?"
+    # rm, which deletes, is meant last: rum is run
+    if near := did_you_mean(verb, [name for name in VERBS if name != "rm"]) or did_you_mean(verb, VERBS):
+        return near
+    if " " in verb:
+        prompt = verb if len(verb) <= 60 and '"' not in verb else "PROMPT"
+        return f'; a prompt follows `run`: powerinfer run "{prompt}"'
+    return f"; there are {', '.join(VERBS)}"
 
 
 def _limit_threads(verb: str, args: Namespace, out: Output) -> None:

@@ -94,16 +94,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams, **constraint)
     if constraint:
         out.verbatim()
-    of_template = {"--system": args.system, "--think": args.think, "--reasoning-budget": args.reasoning_budget}
-    for flag, value in of_template.items():
-        if args.raw and value is not None:
-            raise RequestError(f"{flag} needs the chat template, which --raw does not use")
-    if params.logprobs is not None and not args.json:
-        raise RequestError("--logprobs are written with --json alone: give it, too, or leave them out")
-    if args.prompt is not None and args.flagged is not None:
-        raise RequestError("give the prompt once: as PROMPT or with --prompt")
-    if args.prompt is not None and args.model is None:
-        refuse_model_as_prompt(args.prompt)
+    _check_flags(args, params)
     prompt = _prompt(args.flagged if args.prompt is None else args.prompt, out)
     check = silent if args.system is None else _check_system
     with open_llm(args.model, config_from(args, EngineConfig), out, check) as llm:
@@ -131,6 +122,20 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         more = {name: value for name, value in (("sparsity", sparsity), ("disk", llm.disk)) if value}
         out.document({**document, **more})
     return status
+
+
+def _check_flags(args: argparse.Namespace, params: SamplingParams) -> None:
+    """RequestError for flags that do not go together."""
+    template_flags = {"--system": args.system, "--think": args.think, "--reasoning-budget": args.reasoning_budget}
+    for flag, value in template_flags.items():
+        if args.raw and value is not None:
+            raise RequestError(f"{flag} needs the chat template, which --raw does not use")
+    if params.logprobs is not None and not args.json:
+        raise RequestError("--logprobs are written with --json alone: give it, too, or leave them out")
+    if args.prompt is not None and args.flagged is not None:
+        raise RequestError("give the prompt once: as PROMPT or with --prompt")
+    if args.prompt is not None and args.model is None:
+        refuse_model_as_prompt(args.prompt)
 
 
 def _constraint(args: argparse.Namespace) -> dict[str, str]:
@@ -244,29 +249,11 @@ def answer(
     (`thought_reader`): it is shown on stderr if that is a terminal, and is in the document. hide: only how long it was
     is shown.
     """
-    pieces: list[str] = []
-    thoughts: list[str] = []
-    ids: list[int] = []
-    marked = not has_styles(sys.stderr)  # thoughts are told from the answer by words where they are not dimmed
+    shown = _ShownAnswer(out, trim, hide)
+    ids = shown.ids
 
     def texts() -> dict[str, Any]:
-        return {} if reader is None else {"text": "".join(pieces), "reasoning": "".join(thoughts)}
-
-    def show(shown_pieces: Sequence[AnswerDelta]) -> None:
-        nonlocal trim
-        for piece in shown_pieces:
-            if isinstance(piece, str):
-                if piece and thoughts and not any(pieces):
-                    out.thought(f"({len(ids)} tokens of thought)" if hide else "")
-                    out.thought("\n\nThe answer:\n\n" if marked and not hide else "\n\n")
-                pieces.append(piece)
-                out.text(piece.lstrip() if trim else piece)
-                trim = trim and not piece.strip()
-            elif isinstance(piece, Reasoning):
-                if marked and not hide and not thoughts:
-                    out.thought("The thoughts:\n\n")
-                thoughts.append(piece.text)
-                out.thought("" if hide else piece.text)
+        return {} if reader is None else {"text": shown.text, "reasoning": "".join(shown.thoughts)}
 
     try:
         for event in events:
@@ -276,16 +263,49 @@ def answer(
             if reader is not None:
                 deltas = [*reader.push(event.text)]
                 deltas += [] if event.completion is None else reader.finish(event.finish_reason == "length")
-            show(deltas)
+            shown.add(deltas)
             if event.completion is not None:
                 return 0, describe(event.completion) | texts()
     except KeyboardInterrupt:
         events.close()
-        show([] if reader is None else reader.finish(cut=True))
+        shown.add([] if reader is None else reader.finish(cut=True))
     finally:
         out.flush()
-    document = {"text": "".join(pieces), "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
+    document = {"text": shown.text, "token_ids": ids, "completion_tokens": len(ids), "finish_reason": "abort"}
     return INTERRUPTED, document | texts()
+
+
+class _ShownAnswer:
+    """An answer that is printed as it arrives; arguments as of `answer`."""
+
+    def __init__(self, out: Output, trim: bool, hide: bool) -> None:
+        self.pieces: list[str] = []
+        self.thoughts: list[str] = []
+        self.ids: list[int] = []  # of all tokens so far
+        self._out, self._trim, self._hide = out, trim, hide
+        self._marked = not hide and not has_styles(sys.stderr)  # words tell thoughts from the answer if nothing is dim
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def add(self, deltas: Sequence[AnswerDelta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, str):
+                self._add_text(delta)
+            elif isinstance(delta, Reasoning):
+                if self._marked and not self.thoughts:
+                    self._out.thought("The thoughts:\n\n")
+                self.thoughts.append(delta.text)
+                self._out.thought("" if self._hide else delta.text)
+
+    def _add_text(self, piece: str) -> None:
+        if piece and self.thoughts and not any(self.pieces):
+            self._out.thought(f"({len(self.ids)} tokens of thought)" if self._hide else "")
+            self._out.thought("\n\nThe answer:\n\n" if self._marked else "\n\n")
+        self.pieces.append(piece)
+        self._out.text(piece.lstrip() if self._trim else piece)
+        self._trim = self._trim and not piece.strip()
 
 
 def describe(completion: Completion) -> dict[str, Any]:

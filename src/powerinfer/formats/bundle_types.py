@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from powerinfer.config import LayerConfig
+from powerinfer.config import LayerConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import can_hold
 from powerinfer.formats.checkpoint import Checkpoint
@@ -30,36 +30,47 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type. Rows that are not
     whole blocks become F16. RequestError for a type that is not possible.
     """
-    d_model = checkpoint.config.d_model
     for matrix, name, known in (("up", gate_type, ROW_TYPES), ("down", down_type, DOWN_TYPES)):
-        if name is not None and name not in known:
-            raise RequestError(f"bundles have no rows of type {name}; choose one of {', '.join(known)}")
-        if name is not None and not can_hold(checkpoint.config, matrix, name):
-            across = name in BLOCKS and d_model % 32 == 0
-            neurons = " and ".join(map(str, sorted(set(checkpoint.config.ffn_sizes))))
-            what = f"{neurons} neurons" if across else f"rows of {d_model} weights"
-            raise RequestError(f"{what} are not whole blocks of {name}; choose f16 or bf16")
+        if name is not None:
+            _check_type(checkpoint.config, matrix, name, known)
     rows = gate_and_up(checkpoint.config.layers)
     gates = {checkpoint.taken_type(name) for matrix in rows for name in tensor_names(checkpoint, matrix)}
     downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}
-    gate = gate_type or _nearest(gates, d_model, ROW_TYPES)
-    if down_type is not None:
-        down = down_type
-    elif _across(downs) and not any(map(by_neuron, tensor_names(checkpoint, "down"))) and d_model % 32 == 0:
-        down = ACROSS[next(iter(downs))]
-    elif not downs <= FLOAT_TYPES and not all(by_neuron(name) for name in tensor_names(checkpoint, "down")):
-        down = _fitting("Q8_0", d_model)
-    elif downs <= FLOAT_TYPES and (gate_type is not None or checkpoint.quantize is not None):
-        down = gate if gate in FLOAT_TYPES else "Q8_0"
-    else:
-        down = _nearest(downs, d_model, DOWN_TYPES)
-    changes = ((" and ".join(gate_and_up(checkpoint.config.layers)), gates, gate), ("down", downs, down))
+    gate = gate_type or _nearest(gates, checkpoint.config.d_model, ROW_TYPES)
+    requested = gate if gate_type is not None or checkpoint.quantize is not None else None
+    down = down_type or _type_of_down(checkpoint, downs, requested)
+    changes = ((" and ".join(rows), gates, gate), ("down", downs, down))
     notes = (
         f"{matrix}: {', '.join(sorted(old))} becomes {new}"
         for matrix, old, new in changes
         if old != {BLOCKS.get(new, new)}
     )
     return RowTypes(gate, down, tuple(notes))
+
+
+def _check_type(config: ModelConfig, matrix: str, name: str, known: Sequence[str]) -> None:
+    """RequestError for a type that a matrix' rows cannot have in bundles."""
+    if name not in known:
+        raise RequestError(f"bundles have no rows of type {name}; choose one of {', '.join(known)}")
+    if not can_hold(config, matrix, name):
+        across = name in BLOCKS and config.d_model % 32 == 0
+        neurons = " and ".join(map(str, sorted(set(config.ffn_sizes))))
+        what = f"{neurons} neurons" if across else f"rows of {config.d_model} weights"
+        raise RequestError(f"{what} are not whole blocks of {name}; choose f16 or bf16")
+
+
+def _type_of_down(checkpoint: Checkpoint, types: set[str], requested: str | None) -> str:
+    """The type of down that loses least of weights of these types. requested: the type of gate and up, if it is not
+    the file's."""
+    d_model = checkpoint.config.d_model
+    stored_by_neuron = [by_neuron(name) for name in tensor_names(checkpoint, "down")]
+    if _across(types) and not any(stored_by_neuron) and d_model % 32 == 0:
+        return ACROSS[next(iter(types))]
+    if not types <= FLOAT_TYPES and not all(stored_by_neuron):
+        return _fitting("Q8_0", d_model)
+    if types <= FLOAT_TYPES and requested is not None:
+        return requested if requested in FLOAT_TYPES else "Q8_0"
+    return _nearest(types, d_model, DOWN_TYPES)
 
 
 def gate_and_up(layers: Sequence[LayerConfig]) -> list[str]:

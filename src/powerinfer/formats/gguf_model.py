@@ -7,6 +7,7 @@ any unused tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -336,20 +337,8 @@ def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]
 def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> tuple[LayerConfig, ...]:
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
     names, n_layers = file.tensors, len(heads)
-    rope = None if family.positions == "learned" else _rope(file, fields, family, heads[0].head_dim)
-    if family.scales and not fields.flag("rope.scaling.finetuned", True):
-        rope = None  # how Granite's files say so
-    local, windows = rope, _windows(fields, n_layers, family)
-    if rope is not None and family.full_every and not family.one_rope:
-        theta = family.local_theta or rope.theta
-        for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
-            theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
-        local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, rope.dim, rope.interleaved)
-    ropes = [rope if window is None else local for window in windows]
-    if family.full_first and any(windows):
-        ropes = [one if layer % family.full_every else None for layer, one in enumerate(ropes)]
-    if family.unrotated_every:
-        ropes = [one if layer % family.unrotated_every else None for layer, one in enumerate(ropes, 1)]
+    windows = _windows(fields, n_layers, family)
+    ropes = _ropes(file, fields, family, heads[0].head_dim, windows)
     qk_norm = family.qk_norm
     if qk_norm == "stored":
         qk_norm = "head" if "blk.0.attn_q_norm.weight" in names else None
@@ -375,6 +364,27 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         )
         for attention, ffn in zip(every, _ffns(file, fields, family, n_layers), strict=True)
     )
+
+
+def _ropes(
+    file: GGUFFile, fields: Fields, family: Gguf, head_dim: int, windows: Sequence[int | None]
+) -> list[RopeConfig | None]:
+    """The rotary embedding of each layer; windows: of the layers."""
+    rope = None if family.positions == "learned" else _rope(file, fields, family, head_dim)
+    if family.scales and not fields.flag("rope.scaling.finetuned", True):
+        rope = None  # how Granite's files say so
+    local = rope
+    if rope is not None and family.full_every and not family.one_rope:
+        theta = family.local_theta or rope.theta
+        for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
+            theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
+        local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, rope.dim, rope.interleaved)
+    ropes = [rope if window is None else local for window in windows]
+    if family.full_first and any(windows):
+        ropes = [rope if layer % family.full_every else None for layer, rope in enumerate(ropes)]
+    if family.unrotated_every:
+        ropes = [rope if layer % family.unrotated_every else None for layer, rope in enumerate(ropes, 1)]
+    return ropes
 
 
 def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[AttentionKind]:

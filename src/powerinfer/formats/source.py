@@ -119,34 +119,50 @@ def collect(
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     rest = set(stored)
     known = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
     for canonical, shape in known.items():
         if made is not None and canonical in made:
-            found[canonical] = made[canonical]
+            tensors[canonical] = made[canonical]
             continue
         name = names(canonical)
+        part = canonical.rpartition(".")[2].removesuffix("_bias")
+        matrices = next((several for several in fused if part in several.parts), None)
         if "{}" in name:
-            every = {name.format(expert): shape[1:] for expert in range(shape[0])}
-            found[canonical] = _stacked([_checked(stored, one, own, where) for one, own in every.items()], name, where)
-            rest -= every.keys()
-            continue
-        layer, _, inner = canonical.rpartition(".")
-        part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
-        cut = next((one for one in fused if part in one.parts), None)
-        rows = [_row_count(known[f"{layer}.{one}{bias}"]) for one in cut.parts] if cut is not None else []
-        wanted = shape if cut is None else _rows_as(shape[-2:] if cut.flat else shape, sum(rows))
-        tensor = _checked(stored, name, wanted, where)
-        if cut is not None and len(shape) == 1 and block_type(tensor.type).block > 1:
-            raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
-        found[canonical] = tensor if cut is None else replace(cut.cut(part, tensor, rows), shape=shape)
-        rest.discard(name)
+            each = [name.format(expert) for expert in range(shape[0])]
+            tensors[canonical] = _stacked([_checked(stored, name, shape[1:], where) for name in each], name, where)
+            rest.difference_update(each)
+        elif matrices is not None:
+            tensors[canonical] = _part(stored, name, matrices, canonical, known, where)
+            rest.discard(name)
+        else:
+            tensors[canonical] = _checked(stored, name, shape, where)
+            rest.discard(name)
     if rest:
         some = ", ".join(shown(name) for name in sorted(rest)[:3])
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
-    return found
+    return tensors
+
+
+def _part(
+    stored: dict[str, RawTensor],
+    name: str,
+    fused: Fused,
+    canonical: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> RawTensor:
+    """One of several matrices in the tensor `name`, or of their biases. shapes: by canonical name."""
+    layer, _, inner = canonical.rpartition(".")
+    part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
+    shape = shapes[canonical]
+    rows = [_row_count(shapes[f"{layer}.{matrix}{bias}"]) for matrix in fused.parts]
+    tensor = _checked(stored, name, _rows_as(shape[-2:] if fused.flat else shape, sum(rows)), where)
+    if len(shape) == 1 and block_type(tensor.type).block > 1:
+        raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
+    return replace(fused.cut(part, tensor, rows), shape=shape)
 
 
 ONLY_TEXT = "only text is read: the part for pictures is left out"

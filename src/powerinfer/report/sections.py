@@ -253,21 +253,11 @@ def _sizes(predictor: PredictorFile) -> list[int]:
 
 def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """The section on a plan; what a GPU or a disk does not have is left out."""
-    section = Section("Placement")
     on_gpu = any(layer.gpu for layer in plan.layers) or plan.gpu_layers > 0
     neurons = any(layer.gpu or layer.cpu or layer.disk for layer in plan.layers)
     split = neurons and (on_gpu or any(layer.disk for layer in plan.layers))
-    vram = f"{gib(plan.budgets.vram)} of VRAM and " if plan.budgets.vram else ""
-    requests = f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context"
-    section.paragraphs.append(
-        f"On {plan.hardware}, with {vram}{gib(plan.budgets.ram)} of RAM, for {requests}, selector {plan.selector}"
-        + (f", policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the GPU" * on_gpu)
-        + "."
-        + ("" if plan.fits else " Not everything fits; the rest is read from disk.")
-    )
-    section.paragraphs.append(_speeds(plan))
-    section.paragraphs += [f"Assumed: {line}." for line in plan.assumed]
-    section.paragraphs += [f"{line[:1].upper()}{line[1:]}." for line in plan.reasons]
+    section = Section("Placement")
+    section.paragraphs += _placement_paragraphs(plan, on_gpu)
     budgets = {"gpu": plan.budgets.vram, "cpu": plan.budgets.ram}
     drawn.add(
         section,
@@ -291,19 +281,37 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
             lambda figure: plots.draw_time(figure, plan.layers),
         )
     section.tables += _plan_tables(plan, on_gpu)
-    columns: Rows = {}
-    if split:
-        columns = {
-            f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
-            for tier, name in plots.TIER_NAMES.items()
-            if any(getattr(layer, tier) for layer in plan.layers)
-        }
+    columns = _neuron_columns(plan) if split else {}
     dense = "" if plan.predicted.dense_tok_s is None else f"; dense: {rate(plan.predicted.dense_tok_s)}"
     tiles = [(rate(plan.predicted.decode_tok_s), f"tokens a second, estimated{dense * (plan.selector != 'all')}")]
     if on_gpu:
         columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
         tiles.append((percent(plan.mass_on_gpu), "of the activations on the GPU"))
     return section, tiles, columns
+
+
+def _placement_paragraphs(plan: PlanDocument, on_gpu: bool) -> list[str]:
+    """A plan's machine, speeds, assumptions and reasons."""
+    vram = f"{gib(plan.budgets.vram)} of VRAM and " if plan.budgets.vram else ""
+    requests = f"{plan.batch} request{'s' * (plan.batch != 1)} with {plan.context} tokens of context"
+    return [
+        f"On {plan.hardware}, with {vram}{gib(plan.budgets.ram)} of RAM, for {requests}, selector {plan.selector}"
+        + (f", policy {plan.policy}: {percent(plan.mass_on_gpu)} of the activations are computed on the GPU" * on_gpu)
+        + "."
+        + ("" if plan.fits else " Not everything fits; the rest is read from disk."),
+        _speeds(plan),
+        *(f"Assumed: {line}." for line in plan.assumed),
+        *(f"{line[:1].upper()}{line[1:]}." for line in plan.reasons),
+    ]
+
+
+def _neuron_columns(plan: PlanDocument) -> Rows:
+    """The neurons of each layer in each memory that has any."""
+    return {
+        f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
+        for tier, name in plots.TIER_NAMES.items()
+        if any(getattr(layer, tier) for layer in plan.layers)
+    }
 
 
 def _speeds(plan: PlanDocument) -> str:

@@ -626,25 +626,30 @@ _KINDS = ("str", "int", "float", "bool")
 def _wrong(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """(field, what is wrong with it). A field that may be of several kinds has errors for each of them, with the kind
     in the place of a name: of these those count that lie deepest, then those about a value, not about its kind."""
-
-    def place(problem: Mapping[str, Any]) -> list[str]:
-        parts = problem["loc"][1:] if problem["loc"][:1] in (("body",), ("query",)) else problem["loc"]
-        names = [part for part in parts if str(part).isdigit() or (part.isidentifier() and part not in _KINDS)]
-        return [str(name)[:64] for name in names] if names and type(names[0]) is str else []  # else of the text
-
-    first = place(errors[0])[:1]
-    relevant = [one for one in errors if place(one)[:1] == first]
-    deepest = max(len(place(one)) for one in relevant)
-    relevant = [one for one in relevant if len(place(one)) == deepest]
-    relevant = [one for one in relevant if not one["type"].endswith("_type")] or relevant
+    field = _field(errors[0])[:1]
+    meant = [error for error in errors if _field(error)[:1] == field]
+    deepest = max(len(_field(error)) for error in meant)
+    meant = [error for error in meant if len(_field(error)) == deepest]
+    meant = [error for error in meant if not error["type"].endswith("_type")] or meant
     # Each kind stops at its first error: the one that gets furthest in a list is the one that is meant.
-    field = max(map(place, relevant), key=lambda names: [int(name) for name in names if name.isdigit()])
-    relevant = [one for one in relevant if place(one) == field]
-    reasons = list(dict.fromkeys(str(one["msg"]) for one in relevant))
+    field = max(map(_field, meant), key=lambda names: [int(name) for name in names if name.isdigit()])
+    messages = list(dict.fromkeys(str(error["msg"]) for error in meant if _field(error) == field))
+    return ".".join(field)[:256] or "body", _joined(messages)
+
+
+def _field(error: Mapping[str, Any]) -> list[str]:
+    """The names and places in lists that lead to the field of an error; [] for the whole text."""
+    parts = error["loc"][1:] if error["loc"][:1] in (("body",), ("query",)) else error["loc"]
+    names = [part for part in parts if str(part).isdigit() or (part.isidentifier() and part not in _KINDS)]
+    return [str(name)[:64] for name in names] if names and type(names[0]) is str else []
+
+
+def _joined(messages: Sequence[str]) -> str:
+    """The first message, or all of them as one where each says what the input should be."""
     begin = "Input should be "
-    if len(reasons) > 1 and all(one.startswith(begin) for one in reasons):
-        reasons = [begin + ", or ".join(one.removeprefix(begin) for one in reasons)]
-    return ".".join(field)[:256] or "body", reasons[0]
+    if len(messages) > 1 and all(message.startswith(begin) for message in messages):
+        return begin + ", or ".join(message.removeprefix(begin) for message in messages)
+    return messages[0]
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -178,15 +178,16 @@ class CallRules:
         standalone = _standalone(schema, root, allowed) if allowed else {}
         value = f"%json {with_options(standalone)}" if not self._form.literals else _literal_rule(schema, root)
         plain = f"{rule}: {_SPACE} {value} {self.mark(end)}"
+        may_be_text = not allowed or "string" in allowed
         if not self._form.type_words:
-            return [("", rule)], [plain if allowed and "string" not in allowed else text]
-        json_kinds = sorted(allowed - {"string"}) or ["object", "number", "boolean", "array"] * (not allowed)
+            return [("", rule)], [text if may_be_text else plain]
+        json_kinds = sorted(allowed - {"string"}) if allowed else ["object", "number", "boolean", "array"]
         words = {self._form.word(kind): kind for kind in json_kinds}
         ways = [(kind, f"{rule}_json") for kind in words.values()]
         any_json = f"{rule}: %json {with_options({})} {self.mark(end)}"
-        json_rule = plain if "string" not in allowed and allowed else any_json
+        json_rule = any_json if may_be_text else plain
         rules = [json_rule.replace(rule, f"{rule}_json", 1)] if ways else []
-        if not allowed or "string" in allowed:
+        if may_be_text:
             ways.append(("string", rule))
             rules.append(text)
         return ways, rules

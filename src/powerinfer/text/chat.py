@@ -331,6 +331,12 @@ class _Marks:
         if not tokens and not parts:
             return None
         pattern = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
+        opening, closing = cls._free_characters(source, texts)
+        return cls(opening, closing, re.compile(pattern), max(map(len, tokens), default=0), tuple(parts))
+
+    @staticmethod
+    def _free_characters(source: str, texts: Sequence[str]) -> tuple[str, str]:
+        """Two private-use characters that none of these has."""
         used = set(source)
         for text in texts:
             for at in range(0, 0 if text.isascii() else len(text), WINDOW):
@@ -339,7 +345,7 @@ class _Marks:
         opening, closing = next(free, ""), next(free, "")
         if not closing:
             raise RequestError("the messages use every private-use character of Unicode")
-        return cls(opening, closing, re.compile(pattern), max(map(len, tokens), default=0), tuple(parts))
+        return opening, closing
 
     def put(self, value: Any) -> Any:
         """`value` with the tokens in all its strings enclosed; keys of dicts stay."""

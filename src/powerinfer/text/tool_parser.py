@@ -114,30 +114,41 @@ class ToolParser:
     # A step uses some of the text; False: it waits for more.
 
     def _read_text(self) -> bool:
-        form, text = self._form, self._text
-        lead = text[: len(text) - len(text.lstrip())]
-        if lead != text and not self._spoken and not self.calls:
-            at = follow(_THOUGHT, text[len(lead) :])
-            if at >= 0:
-                self._say(text[: len(lead) + at])
-                self._text, self._step = text[len(lead) + at :], self._read_thought
-                return True
-            if at == MORE and not self._last:
-                return False
-        if form.bare and not self._spoken and not self.calls and text[len(lead) :].startswith("{"):
-            return self._open(0, len(lead))
-        begins = [at for mark in form.begins if (at := text.find(mark)) >= 0]
-        begins += [at for mark in form.dropped if (at := text.find(mark)) >= 0]
-        if begins:
-            at = min(begins)
-            if not self._last and any(mark.startswith(text[at:]) for mark in form.dropped):
-                return False
-            mark = next((mark for mark in form.dropped if text.startswith(mark, at)), None)
-            if mark is None:
-                return self._open(at, at)
-            self._say(text[:at])
-            self._text = text[at + len(mark) :]
+        first = not self._spoken and not self.calls
+        if first and (more := self._read_beginning()) is not None:
+            return more
+        marks = (*self._form.begins, *self._form.dropped)
+        places = [at for mark in marks if (at := self._text.find(mark)) >= 0]
+        return self._read_mark(min(places)) if places else self._say_certain()
+
+    def _read_beginning(self) -> bool | None:
+        """A thought, or a call without a mark, at the beginning of an answer; None: it begins with neither."""
+        lead = len(self._text) - len(self._text.lstrip())
+        rest = self._text[lead:]
+        at = follow(_THOUGHT, rest) if rest else MISMATCH
+        if at >= 0:
+            self._say(self._text[: lead + at])
+            self._text, self._step = rest[at:], self._read_thought
             return True
+        if at == MORE and not self._last:
+            return False
+        return self._open(0, lead) if self._form.bare and rest.startswith("{") else None
+
+    def _read_mark(self, at: int) -> bool:
+        """The text has a mark at that place: calls begin, or it is left out."""
+        text, dropped = self._text, self._form.dropped
+        if not self._last and any(mark.startswith(text[at:]) for mark in dropped):
+            return False
+        mark = next((mark for mark in dropped if text.startswith(mark, at)), None)
+        if mark is None:
+            return self._open(at, at)
+        self._say(text[:at])
+        self._text = text[at + len(mark) :]
+        return True
+
+    def _say_certain(self) -> bool:
+        """Say the text but for what may become a mark, and white space that may belong to a call."""
+        form, text = self._form, self._text
         cut_mark = self._cut and (form.required or self.calls > 0)  # a `<` of mere text is no beginning
         marks = (*form.begins, *form.dropped)
         waiting = 0 if self._last and not cut_mark else max(overlap(text, mark) for mark in marks)
@@ -245,38 +256,53 @@ class ToolParser:
         form, rest = self._form, self._text.lstrip()
         if not rest and not self._last and len(self._text) <= _MAX_SPACE:
             return False
-        at = follow(form.call_end, rest) if form.call_end and not self._closed else MISMATCH
-        waits = at == MORE
-        if form.call_end and not self._closed and (at == MISMATCH or self._last):
-            at = max(at, follow(form.call_end.strip().partition("\n")[0], rest))  # some models leave out the rest
-            waits = waits or at == MORE
+        at, waits = self._call_end(rest)
         if at >= 0:
             self._text, self._closed = rest[at:], True
             self._step = self._expect_next if self._begun or form.bare or form.end else self._read_text
             return True
-        if rest and rest[0] in (",]" if form.listed else ",;" if form.bare else ""):
+        if rest and rest[0] in self._separators():
             self._text = rest[1:]
             return True
-        if rest[:1] == "{" and form.body == "object" and (not form.openings or not self._closed):
-            return self._next_call(rest, 0)
-        if self._begun and form.openings:
-            at = follow_any(form.openings, rest)
-            if at >= 0:
-                return self._next_call(rest, 0)
-            waits = waits or at == MORE
-        if form.body == "keywords" and self._begun and rest and (rest[0].isalpha() or rest[0] == "_"):
+        next_call = self._begins_next_call(rest)
+        if next_call >= 0:
             return self._next_call(rest, 0)
         at = follow(form.end, rest) if form.end else MISMATCH
         if at >= 0:
             self._text, self._step = rest[at:], self._read_text
             return True
-        waits = waits or at == MORE
+        waits = waits or MORE in (next_call, at)
         if waits and not self._last and len(rest) <= _MAX_SPACE:
             self._text = rest
             return False
         self._text = "" if waits and self._cut else rest
         self._step = self._read_text
         return True
+
+    def _call_end(self, rest: str) -> tuple[int, bool]:
+        """The length of the mark that ends a call, as of `follow`; whether more text could make it one."""
+        mark = self._form.call_end
+        if not mark or self._closed:
+            return MISMATCH, False
+        at = follow(mark, rest)
+        waits = at == MORE
+        if at == MISMATCH or self._last:
+            at = max(at, follow(mark.strip().partition("\n")[0], rest))  # some models leave out the rest
+        return at, waits or at == MORE
+
+    def _separators(self) -> str:
+        """Characters of which one may follow a call."""
+        return ",]" if self._form.listed else ",;" if self._form.bare else ""
+
+    def _begins_next_call(self, rest: str) -> int:
+        """Whether another call begins: a number from 0 on, or as of `follow`."""
+        form = self._form
+        if rest[:1] == "{" and form.body == "object" and (not form.openings or not self._closed):
+            return 0
+        at = follow_any(form.openings, rest) if self._begun and form.openings else MISMATCH
+        if at < 0 and form.body == "keywords" and self._begun and rest and (rest[0].isalpha() or rest[0] == "_"):
+            return 0
+        return at
 
     def _next_call(self, rest: str, at: int) -> bool:
         self._raw, self._consumed, self._text, self._step = "", [], rest[at:], self._expect_call

@@ -1,0 +1,113 @@
+"""Functions stay small: few decisions, few arguments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+
+from tests.test_imports import FILES, SOURCES, parsed
+
+DECISIONS = 20
+ARGUMENTS = 8
+# (file, function): its decisions where they may be more than DECISIONS. Rows go, and no new ones come.
+COMPLEX = {
+    ("powerinfer/devices/gpu.py", "GpuLayers.__init__"): 21,
+    ("powerinfer/formats/gguf_model.py", "_ffns"): 21,
+    ("powerinfer/kernels/triton_experts.py", "expert_sum"): 26,
+    ("powerinfer/placement/disk.py", "_Budget.__init__"): 21,
+    ("powerinfer/placement/plan.py", "_of_document"): 27,
+    ("powerinfer/placement/plan.py", "_tables"): 23,
+    ("powerinfer_train/__init__.py", "sparsify"): 33,
+    ("powerinfer_train/as_gguf.py", "AsGGUF._tokenizer"): 28,
+    ("powerinfer_train/training.py", "Sparsifier.__init__"): 32,
+    ("powerinfer_train/training.py", "Sparsifier._read_state"): 30,
+    ("powerinfer_train/training.py", "Sparsifier._stage"): 25,
+    ("powerinfer_train/writing.py", "_write_folder"): 29,
+}
+# The same for arguments, `self` not among them.
+WIDE = {
+    ("powerinfer/devices/cpu.py", "CpuExecutor.experts"): 12,
+    ("powerinfer/devices/gpu.py", "GpuLayers.__init__"): 10,
+    ("powerinfer/kernels/cpu.py", "pack_bundle_rows"): 9,
+    ("powerinfer/kernels/gpu.py", "attention"): 10,
+    ("powerinfer/kernels/gpu.py", "empty_neurons"): 10,
+    ("powerinfer/kernels/gpu.py", "rotate_and_store"): 11,
+    ("powerinfer/kernels/gpu_latent.py", "place"): 9,
+    ("powerinfer/kernels/triton_kernels.py", "attention"): 10,
+    ("powerinfer/kernels/triton_kernels.py", "rotate_and_store"): 11,
+    ("powerinfer/kernels/triton_latent.py", "place"): 9,
+    ("powerinfer/models/builder.py", "ExpertBuilder.experts"): 12,
+    ("powerinfer/placement/shapes.py", "_latent"): 12,
+    ("powerinfer/prepare/fitting.py", "LayerFit.__init__"): 9,
+    ("powerinfer/runtime/request.py", "AnswerRequest.__init__"): 9,
+    ("powerinfer/runtime/scheduler.py", "Scheduler.__init__"): 9,
+    ("powerinfer_train/__init__.py", "sparsify"): 9,
+}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:
+    """(name within the file, function) of every function below `tree`, those within functions too."""
+    for node in ast.iter_child_nodes(tree):
+        name = within
+        if isinstance(node, Function | ast.ClassDef):
+            name = f"{within}.{node.name}" if within else node.name
+        if isinstance(node, Function):
+            yield name, node
+        yield from functions(node, name)
+
+
+def decisions(tree: ast.AST) -> int:
+    """McCabe's complexity of a function less one: branches, loops, cases, handlers, conditions of comprehensions, and
+    each `and` and `or`; those of functions within it too. Assertions, which tell types to mypy, are none."""
+    if isinstance(tree, ast.Assert):
+        return 0
+    count = 0
+    match tree:
+        case ast.If() | ast.IfExp() | ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler() | ast.match_case():
+            count = 1
+        case ast.BoolOp():
+            count = len(tree.values) - 1
+        case ast.comprehension():
+            count = 1 + len(tree.ifs)
+    return count + sum(decisions(node) for node in ast.iter_child_nodes(tree))
+
+
+def arguments(function: Function) -> int:
+    """Number of arguments of a function, `self` and `cls` left out; 0 of one that Triton compiles, whose arguments are
+    numbers and addresses."""
+    if any("triton.jit" in ast.unparse(one) for one in function.decorator_list):
+        return 0
+    named = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return len(named) - (bool(named) and named[0].arg in ("self", "cls"))
+
+
+@cache
+def figures() -> list[tuple[tuple[str, str], int, int]]:
+    """((file, function), its complexity, its arguments) of every function of the packages."""
+    return [
+        ((path.relative_to(SOURCES).as_posix(), name), 1 + decisions(function), arguments(function))
+        for path in FILES
+        for name, function in functions(parsed(path))
+    ]
+
+
+def check(numbers: dict[tuple[str, str], int], limit: int, excepted: dict[tuple[str, str], int]) -> None:
+    large = {key: number for key, number in numbers.items() if number > max(limit, excepted.get(key, 0))}
+    assert not large, "cut these by meaning, or give them a record for arguments that belong together"
+    assert not {key for key in excepted if numbers.get(key, 0) <= limit}, "these are small now: delete their rows"
+
+
+def test_functions_have_few_decisions() -> None:
+    check({key: number for key, number, _ in figures()}, DECISIONS, COMPLEX)
+
+
+def test_functions_have_few_arguments() -> None:
+    check({key: number for key, _, number in figures()}, ARGUMENTS, WIDE)
+
+
+def test_what_counts() -> None:
+    text = "def f(self, a, *, b):\n for x in [y for y in a if y]:\n  if a and b or x: return 1\n assert a or b"
+    ((name, function),) = functions(ast.parse(text))
+    assert (name, 1 + decisions(function), arguments(function)) == ("f", 7, 2)
