@@ -40,8 +40,6 @@ WIDE = {
     ("powerinfer/models/builder.py", "ExpertBuilder.experts"): 12,
     ("powerinfer/placement/shapes.py", "_latent"): 12,
     ("powerinfer/prepare/fitting.py", "LayerFit.__init__"): 9,
-    ("powerinfer/runtime/request.py", "AnswerRequest.__init__"): 9,
-    ("powerinfer/runtime/scheduler.py", "Scheduler.__init__"): 9,
     ("powerinfer_train/__init__.py", "sparsify"): 9,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

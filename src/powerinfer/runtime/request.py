@@ -92,6 +92,15 @@ class RunningRequest(NamedTuple):
     params: SamplingParams | None
 
 
+class Terms(NamedTuple):
+    """Terms of a request. salt: requests with different salts share no cached prefix; timeout: seconds from the
+    submission to its end, queue_timeout: to its start, None: any number."""
+
+    salt: bytes = b""
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+
 class Request:
     """The state of a request. The scheduler owns the second group of fields, the driver the third.
 
@@ -99,20 +108,10 @@ class Request:
     of everything else. It must be fast; if it raises, the request is aborted.
     """
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        *,
-        salt: bytes = b"",
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
-    ) -> None:
-        """salt: requests with different salts share no cached prefix; timeouts: seconds after the submission."""
+    def __init__(self, prompt: Sequence[int], terms: Terms) -> None:
         self.tokens = list(prompt)  # the prompt, then what was generated
         self.n_prompt = len(self.tokens)
-        self.salt = salt
-        self.timeout = timeout  # until the end
-        self.queue_timeout = queue_timeout  # until the start
+        self.salt, self.timeout, self.queue_timeout = terms
         self.deliver: Callable[[StreamEvent | None], object] | None = None
 
         self.computed = 0  # tokens whose keys and values are in `pages`
@@ -147,16 +146,14 @@ class AnswerRequest(Request):
         self,
         prompt: Sequence[int],
         params: SamplingParams,
+        terms: Terms,
         *,
         max_new: int,
         sampler: Sampler,
         text: TextStream,
         stop_ids: frozenset[int],
-        salt: bytes = b"",
-        timeout: float | None = None,
-        queue_timeout: float | None = None,
     ) -> None:
-        super().__init__(prompt, salt=salt, timeout=timeout, queue_timeout=queue_timeout)
+        super().__init__(prompt, terms)
         self.params = params
         self.max_new = max_new
         self.sampler = sampler

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice, pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
 from powerinfer.runtime.params import SamplingParams, TextLimit
-from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request, RunningRequest
+from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request, RunningRequest, Terms
 from powerinfer.runtime.sampling import Sampler, TokenMask
-from powerinfer.runtime.scheduler import Scheduler
+from powerinfer.runtime.scheduler import Scheduler, StepLimits
 from powerinfer.runtime.text import TextStream
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ class Runner:
             n_pages=executor.n_pages,
             page_size=executor.page_size,
             context=self.context,
-            max_tokens=executor.max_tokens,
-            max_batch=engine.max_batch,
-            prefill_chunk=engine.prefill_chunk,
-            mixed_chunk=engine.mixed_chunk,
+            limits=StepLimits(executor.max_tokens, engine.max_batch, engine.prefill_chunk, engine.mixed_chunk),
             prefix_cache=engine.prefix_cache,
             n_states=executor.n_states,
         )
@@ -101,11 +98,11 @@ class Runner:
         request = AnswerRequest(
             prompt,
             params,
+            _terms(salt, timeout, queue_timeout),
             max_new=max_new,
             sampler=Sampler(params, self._executor.vocab_size, prompt, self._scratch, mask),
             text=TextStream(self._tokenizer.stream(params.skip_special_tokens), params.stop),
             stop_ids=eos.union(params.stop_token_ids),
-            **_limits(salt, timeout, queue_timeout),
         )
         self._scheduler.extend_keys(request)
         return request
@@ -135,7 +132,7 @@ class Runner:
         """A checked request for a text's embedding, to be submitted. Errors as of `request`."""
         self._check_prompt(prompt)
         self._check_fits(prompt)
-        return EmbeddingRequest(prompt, **_limits(salt, timeout, queue_timeout))
+        return EmbeddingRequest(prompt, _terms(salt, timeout, queue_timeout))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, all before the next step. What happens to them is told to their `deliver`."""
@@ -360,12 +357,11 @@ def _numbered(use: UseLogits, first: int, text: int, at: int, logits: NDArray[np
     use(first + text, at, logits)
 
 
-def _limits(salt: bytes, timeout: float | None, queue_timeout: float | None) -> dict[str, Any]:
-    """Limits of a request, checked: RequestError for an invalid one."""
+def _terms(salt: bytes, timeout: float | None, queue_timeout: float | None) -> Terms:
+    """The terms of a request, checked: RequestError for an invalid one."""
     if not isinstance(salt, bytes):
         raise RequestError(f"salt must be bytes, not {salt!r}")
-    seconds = {"timeout": timeout, "queue_timeout": queue_timeout}
-    return {"salt": salt, **{name: _seconds(name, value) for name, value in seconds.items()}}
+    return Terms(salt, _seconds("timeout", timeout), _seconds("queue_timeout", queue_timeout))
 
 
 def _seconds(name: str, value: float | None) -> float | None:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +57,15 @@ class WaitingRequests:
             del self._of[request.salt]
 
 
+class StepLimits(NamedTuple):
+    """Limits of a step: tokens and sequences; prompt tokens where requests decode (mixed_chunk), and where none do."""
+
+    max_tokens: int
+    max_batch: int
+    prefill_chunk: int
+    mixed_chunk: int
+
+
 class Scheduler:
     """Queue, running requests and their pages. One step is `plan`, the forward call, then `commit`.
 
@@ -68,15 +78,11 @@ class Scheduler:
         n_pages: int,
         page_size: int,
         context: int,
-        max_tokens: int,
-        max_batch: int,
-        prefill_chunk: int,
-        mixed_chunk: int,
+        limits: StepLimits,
         prefix_cache: bool = True,
         n_states: int = 0,
     ) -> None:
-        """mixed_chunk: prompt tokens of a step in which requests decode; prefill_chunk: of the other steps. n_states:
-        slots for states, 0: sequences have none."""
+        """n_states: slots for states, 0: sequences have none."""
         self.cache = PageCache(n_pages, reuse=prefix_cache)
         self.states = StateCache(n_states, page_size, prefix_cache) if n_states else None
         self.page_size = page_size
@@ -85,11 +91,11 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first
         self.started: list[Request] = []  # for the first time, by the last plan
         self.preemptions = 0
-        self._max_tokens = max_tokens
-        self._prefill_chunk = min(prefill_chunk, max_tokens)
-        self._mixed_chunk = min(mixed_chunk, self._prefill_chunk)
+        self._max_tokens = max_tokens = limits.max_tokens
+        self._prefill_chunk = min(limits.prefill_chunk, max_tokens)
+        self._mixed_chunk = min(limits.mixed_chunk, self._prefill_chunk)
         # every running request gets at least one token a step
-        max_batch = min(max_batch, max_tokens)
+        max_batch = min(limits.max_batch, max_tokens)
         self._rows = list(range(max_batch))
         heapify(self._rows)
         self._work: list[tuple[Request, int]] = []  # the planned step: requests and their numbers of tokens
