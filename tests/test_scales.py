@@ -23,7 +23,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import block_type, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.prepare.corpus import open_corpora
-from powerinfer_train import sparsify
+from powerinfer_train import Listener, sparsify
 from powerinfer_train.blocks import Blocks, linear
 from powerinfer_train.estimate import estimate, memory
 from powerinfer_train.recipes import RECIPES, StoredTypes, code_bytes, code_bytes_of_k_quants, trained_names
@@ -122,7 +122,7 @@ def test_codes_stay_and_scales_learn(quantised: Path, tmp_path: Path) -> None:
 
     config = SparsifyConfig(**(SMALL | options | {"save": 1e-9}))
     with pytest.raises(KeyboardInterrupt):
-        sparsify(before, [], config, parts, stop, threads=1)
+        sparsify(before, [], config, parts, Listener(stop), threads=1)
     again = made(quantised, parts, **options)
     assert again.document["resumed"] == 4
     assert again.path.read_bytes() == whole.path.read_bytes()

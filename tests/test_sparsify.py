@@ -39,7 +39,7 @@ from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
 from powerinfer.text.chat import ChatTemplate
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
-from powerinfer_train import SparsifyResult, _dense_reason_by_type, measured, sparsify
+from powerinfer_train import Listener, SparsifyResult, _dense_reason_by_type, measured, sparsify
 from powerinfer_train.estimate import estimate, memory, stage_costs
 from powerinfer_train.own_text import OwnText, is_useful, write_own_text
 from powerinfer_train.recipes import FFN_PARTS, RECIPES, RecipeStage, StoredTypes, check_recipe
@@ -143,7 +143,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(recipe: str, dense: Path,
     for step in (4, 23):
         notes: list[str] = []
         with pytest.raises(KeyboardInterrupt):
-            sparsify(open_checkpoint(dense), [], config, parts, stop, threads=1, say=notes.append)
+            sparsify(open_checkpoint(dense), [], config, parts, Listener(stop, notes.append), threads=1)
         assert notes[-1] == f"stopped: the same command goes on from step {step} of 24"
         assert not (parts / "model.gguf").exists()
     done = made(dense, parts, recipe=recipe, tokens=6144)
@@ -171,7 +171,7 @@ def test_an_interruption_within_a_step_keeps_the_steps_before(
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "save": 600.0, "recipe": "cats", "tokens": 5120}))
     notes: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        sparsify(open_checkpoint(dense), [], config, parts, threads=1, say=notes.append)
+        sparsify(open_checkpoint(dense), [], config, parts, Listener(say=notes.append), threads=1)
     each = config.batch // config.window // config.rows
     assert notes[-1] == f"stopped: the same command goes on from step {9 // each} of 20"
     done = made(dense, parts, recipe="cats", tokens=5120)
@@ -358,7 +358,7 @@ def test_the_type_of_products_is_that_of_the_state(
 
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7, "tokens": 1024, "save": 0.0}))
     with pytest.raises(KeyboardInterrupt):
-        sparsify(open_checkpoint(dense), [], config, tmp_path / "parts", stop, threads=1)
+        sparsify(open_checkpoint(dense), [], config, tmp_path / "parts", Listener(stop), threads=1)
     took[torch.bfloat16] = 3.0
     fast_type.cache_clear()
     made(dense, tmp_path / "parts", tokens=1024, save=0.0)
@@ -771,7 +771,7 @@ def test_gpt_oss(recipe: str, tmp_path: Path) -> None:
     up = original.up + 1
     wanted = original.gate.relu() * (up.relu() if recipe == "drelu" else up)
     assert float((own.h - wanted).norm()) < 1e-2 * float(wanted.norm())  # products may be in bfloat16
-    done = sparsify(before, [], options, tmp_path / "out", threads=1, say=notes.append)
+    done = sparsify(before, [], options, tmp_path / "out", listener=Listener(say=notes.append), threads=1)
     assert any("will not be faster, experts with biases are computed whole" in note for note in notes)
     after = open_checkpoint(done.path)
     assert after.config.activations == recipe and done.document["zeros"] > 0.4

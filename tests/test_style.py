@@ -18,12 +18,6 @@ COMPLEX = {
     ("powerinfer/placement/disk.py", "_Budget.__init__"): 21,
     ("powerinfer/placement/plan.py", "_of_document"): 27,
     ("powerinfer/placement/plan.py", "_tables"): 23,
-    ("powerinfer_train/__init__.py", "sparsify"): 33,
-    ("powerinfer_train/as_gguf.py", "AsGGUF._tokenizer"): 28,
-    ("powerinfer_train/training.py", "Sparsifier.__init__"): 32,
-    ("powerinfer_train/training.py", "Sparsifier._read_state"): 30,
-    ("powerinfer_train/training.py", "Sparsifier._stage"): 25,
-    ("powerinfer_train/writing.py", "_write_folder"): 29,
 }
 # The same for arguments, `self` not among them.
 WIDE = {
@@ -40,7 +34,6 @@ WIDE = {
     ("powerinfer/models/builder.py", "ExpertBuilder.experts"): 12,
     ("powerinfer/placement/shapes.py", "_latent"): 12,
     ("powerinfer/prepare/fitting.py", "LayerFit.__init__"): 9,
-    ("powerinfer_train/__init__.py", "sparsify"): 9,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -6,6 +6,7 @@ What cannot be said there is refused, see `other_format`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
 from powerinfer.text.sampling_defaults import GGUF_KEYS
-from powerinfer.text.tokenizer import ends_of_generation
+from powerinfer.text.tokenizer import Vocabulary, ends_of_generation
 from powerinfer.text.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from powerinfer_train.other_format import OtherFormat, same_tokens
 from powerinfer_train.recipes import StoredTypes
@@ -34,6 +35,18 @@ SPLITS = (
     "deepseek-coder", "deepseek-v3",
 )  # fmt: skip
 """Ways of splitting words, by the names that llama.cpp knows too."""
+
+
+def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
+    """The metadata of chat templates by name."""
+    named = {name: source for name, source in templates.items() if name != "default"}
+    keys: dict[str, Any] = {}
+    if "default" in templates:
+        keys["tokenizer.chat_template"] = templates["default"]
+    if named:
+        keys["tokenizer.chat_templates"] = list(named)
+        keys |= {f"tokenizer.chat_template.{name}": source for name, source in named.items()}
+    return keys
 
 
 class AsGGUF(OtherFormat):
@@ -107,12 +120,7 @@ class AsGGUF(OtherFormat):
         tokenizer = tokenizer_of(checkpoint)
         vocabulary = tokenizer.vocabulary
         document = json.loads((checkpoint.path / "tokenizer.json").read_bytes())
-        if not vocabulary.byte_level or document["model"].get("type") != "BPE":
-            raise self._refused("its tokenizer is not byte-level BPE")
-        if any(token.lstrip or token.rstrip for token in vocabulary.added):
-            raise self._refused("its special tokens take the spaces around them")
-        if vocabulary.size > self.config.vocab_size:
-            raise self._refused(f"it has {vocabulary.size} tokens, and {self.config.vocab_size} rows in the embedding")
+        self._check_vocabulary(vocabulary, document)
         pieces = [vocabulary.piece(at) for at in range(self.config.vocab_size)]
         types = [UNUSED if piece is None else NORMAL for piece in pieces]
         for token in vocabulary.added:
@@ -133,14 +141,18 @@ class AsGGUF(OtherFormat):
         ends = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
         metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         metadata |= {f"tokenizer.ggml.{name}_token_id": at for name, at in zip(("eot", "eom"), ends, strict=False)}
-        templates = dict(vocabulary.chat_templates)
-        if "default" in templates:
-            metadata["tokenizer.chat_template"] = templates.pop("default")
-        if templates:
-            metadata["tokenizer.chat_templates"] = list(templates)
-            metadata |= {f"tokenizer.chat_template.{name}": source for name, source in templates.items()}
+        metadata |= _template_keys(vocabulary.chat_templates)
         for split in SPLITS:
             metadata_read = metadata | {"tokenizer.ggml.pre": split}
             if same_tokens(tokenizer, tokenizer_from_gguf(metadata_read)):
                 return metadata_read
         raise self._refused("its tokenizer splits words, or ends answers, in a way that GGUF has no name for")
+
+    def _check_vocabulary(self, vocabulary: Vocabulary, document: Mapping[str, Any]) -> None:
+        """RequestError for a vocabulary that GGUF's byte-level BPE cannot say. document: tokenizer.json."""
+        if not vocabulary.byte_level or document["model"].get("type") != "BPE":
+            raise self._refused("its tokenizer is not byte-level BPE")
+        if any(token.lstrip or token.rstrip for token in vocabulary.added):
+            raise self._refused("its special tokens take the spaces around them")
+        if vocabulary.size > self.config.vocab_size:
+            raise self._refused(f"it has {vocabulary.size} tokens, and {self.config.vocab_size} rows in the embedding")

@@ -197,33 +197,10 @@ class Sparsifier:
             _keep_freed_memory()
         self._train, self._held_out = _texts(*self.text_of(checkpoint), corpora, config, progress, say, start)
         self._state = PreparedFile(TRAINING, checkpoint, path=out / STATE, option=("--out", "FOLDER"))
-        compute = self._compute()
         self._ffns, self._all = trained_names(checkpoint.config)
-        types = stored_types(config)
-        scaled = scaled_types(checkpoint, self._all, types)
-        self._blocks = {name: Blocks.from_tensor(checkpoint.stored(name), self.device) for name in scaled}
-        still = {name: blocks.still() for name, blocks in self._blocks.items()}
-        weights = {name: value.to(self.device) for name, value in load(checkpoint, scaled).items()} | still
-        frozen = narrowed(weights, compute) | still
-        self.teacher = TorchModel(checkpoint.config, frozen, compute)
-        gguf = "gguf" in (checkpoint.source, config.format)
-        transposed = {name for name in self._all if checkpoint.is_transposed(name)}
-        rows = {name: weights[name].shape[-2 if name in transposed else -1] for name in self._all}
-        rough = [name for name in self._all if gguf and types[name] in ROUNDED and rows[name] % 32 == 0]
-        self._rounded = {name: types[name] for name in rough}
-        first = weights if start is None else self._started(start, weights)
-        student = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
         self._moved = moved_biases(checkpoint.config)
-        student |= {name: weights[name] + more for name, more in self._moved.items()}
         self._embedding: tuple[str, ...] = ()  # where its type changes
-        if gguf and config.embedding_type != "same":
-            self._embedding = ("embed",)
-            student["embed"] = _stored(weights["embed"], config.embedding_type).to(self.device, compute)
-        del weights, first
-        self.student = TorchModel(checkpoint.config, student, compute)
-        self.student.hidden = self._hidden
-        for model in (self.teacher, self.student):
-            model.blocks, model.transposed = self._blocks, transposed
+        self._make_models(start)
         kinds = ("threshold", "product_threshold") if self.recipe.products else ("threshold",)
         self._limits = {kind: _Limits(checkpoint.config.n_layers) for kind in kinds}  # by the name of a neuron's
         self._gates, self._products = self._limits["threshold"], self._limits.get("product_threshold")
@@ -250,6 +227,33 @@ class Sparsifier:
         if start is not None:  # its weights were rounded already, and would be far off between the stages
             stages = tuple(replace(stage, stored=True) for stage in stages if stage.name != "regress")
         self.stages = self._divided(stages)
+
+    def _make_models(self, start: Checkpoint | None) -> None:
+        """The teacher and the student, as the training begins."""
+        checkpoint, config, compute = self._checkpoint, self.config, self._compute()
+        types = stored_types(config)
+        scaled = scaled_types(checkpoint, self._all, types)
+        self._blocks = {name: Blocks.from_tensor(checkpoint.stored(name), self.device) for name in scaled}
+        still = {name: blocks.still() for name, blocks in self._blocks.items()}
+        weights = {name: value.to(self.device) for name, value in load(checkpoint, scaled).items()} | still
+        frozen = narrowed(weights, compute) | still
+        self.teacher = TorchModel(checkpoint.config, frozen, compute)
+        gguf = "gguf" in (checkpoint.source, config.format)
+        transposed = {name for name in self._all if checkpoint.is_transposed(name)}
+        rows = {name: weights[name].shape[-2 if name in transposed else -1] for name in self._all}
+        rough = [name for name in self._all if gguf and types[name] in ROUNDED and rows[name] % 32 == 0]
+        self._rounded = {name: types[name] for name in rough}
+        first = weights if start is None else self._started(start, weights)
+        student = dict(frozen) | {name: first[name].to(self.device).clone() for name in self._all}
+        student |= {name: weights[name] + more for name, more in self._moved.items()}
+        if gguf and config.embedding_type != "same":
+            self._embedding = ("embed",)
+            student["embed"] = _stored(weights["embed"], config.embedding_type).to(self.device, compute)
+        del weights, first
+        self.student = TorchModel(checkpoint.config, student, compute)
+        self.student.hidden = self._hidden
+        for model in (self.teacher, self.student):
+            model.blocks, model.transposed = self._blocks, transposed
 
     def text_of(self, checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
         """The tokenizer and the chat template of the texts."""
@@ -523,12 +527,7 @@ class Sparsifier:
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
         self.student.rounded = {name: kind for name, kind in self._rounded.items() if stage.stored and name in names}
-        ffns = set(self._ffns)
-        groups = [
-            {"params": [self.student.weights[name] for name in names if (name in ffns) == is_ffn], "rate": rate}
-            for is_ffn, rate in ((True, stage.rate), (False, stage.rate * stage.other))
-        ]
-        adam = torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98), fused=True)
+        adam = self._optimiser(stage, names)
         self._put_moments(adam, names, moments, done - first)
         learn = self._regress if stage.name == "regress" else self._distil
         micro, rows = self.config.rows, self._windows
@@ -546,13 +545,7 @@ class Sparsifier:
                 loss = sum(learn(part, len(part) / rows) * len(part) / rows for part in batch.split(micro))
                 norm = float(torch.nn.utils.clip_grad_norm_([self.student.weights[name] for name in names], 1.0))
                 if not math.isfinite(loss) or not math.isfinite(norm):
-                    event, then = "no state was kept:", "begins anew"
-                    if self._kept_step:
-                        event, then = f"the state of step {self._kept_step} is kept, from which", "goes on"
-                    raise PowerInferError(
-                        f"the loss is {loss} and its gradient {norm} at step {step}: {event} the same command with "
-                        f"--lr below {self.config.lr:g} {then}"
-                    )
+                    raise self._diverged(loss, norm, step)
                 complete_steps = None
                 adam.step()
                 adam.zero_grad(set_to_none=True)
@@ -569,6 +562,24 @@ class Sparsifier:
             if complete_steps is not None and complete_steps > self._kept_step:
                 self._keep(complete_steps, adam, names)
             raise
+
+    def _optimiser(self, stage: RecipeStage, names: Sequence[str]) -> torch.optim.Adam:
+        """Adam over these weights, FFNs at the stage's rate; a group's rate is a share of --lr."""
+        ffns = set(self._ffns)
+        groups = [
+            {"params": [self.student.weights[name] for name in names if (name in ffns) == is_ffn], "rate": rate}
+            for is_ffn, rate in ((True, stage.rate), (False, stage.rate * stage.other))
+        ]
+        return torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98), fused=True)
+
+    def _diverged(self, loss: float, norm: float, step: int) -> PowerInferError:
+        state, then = "no state was kept:", "begins anew"
+        if self._kept_step:
+            state, then = f"the state of step {self._kept_step} is kept, from which", "goes on"
+        return PowerInferError(
+            f"the loss is {loss} and its gradient {norm} at step {step}: {state} the same command with --lr "
+            f"below {self.config.lr:g} {then}"
+        )
 
     def _wanted(self, step: int) -> float:
         """The share of zeros that a step is to have."""
@@ -663,20 +674,9 @@ class Sparsifier:
 
     def _read_state(self) -> tuple[int, dict[str, Tensor]]:
         description, tensors, file = self._state.read()
-        past, now = self._state.described(_TrainingState, description), self._run()
-        run = past.run
-        if run != now:
-            other = [name for name in now | run if run.get(name) != now.get(name)]
-            flags = [name for name in other if name != "the text"] or other  # some flags change the text as well
-            raise RequestError(
-                f"{self._state.path} is of another training (other: {', '.join(flags)}): give another --out, or the "
-                "same as then"
-            )
+        past = self._state.described(_TrainingState, description)
+        self._check_run(past)
         step, limits = past.step, {kind: past.limits.get(kind, ()) for kind in self._limits}
-        if step == self._steps and past.lr != self.config.lr:
-            raise RequestError(
-                f"{self._state.path} is of a training that ended with --lr {past.lr:g}: give another --out, or the same"
-            )
         if step > self._steps or any(len(one) != self._checkpoint.config.n_layers for one in limits.values()):
             raise self._state.bad("is damaged")
         ends = accumulate(steps for _, steps in self.stages)
@@ -686,26 +686,45 @@ class Sparsifier:
         names += [f"{moment}.{name}" for name in trained for moment in ("exp_avg", "exp_avg_sq")]
         weighted = {f"importance.{name}{of}": (size,) for of in self._limits for name, size in self._weighted.items()}
         file.check()
-        moments = {}
+        moments: dict[str, Tensor] = {}
         for name in (*names, *weighted):
-            kind, _, weight_name = name.partition(".")
-            shape = weighted.get(name) or tuple(self.student.weights[weight_name].shape)
+            shape = weighted.get(name) or tuple(self.student.weights[name.partition(".")[2]].shape)
             values = torch.from_numpy(np.array(self._state.holds(tensors, name, "F32", shape).float32()))
-            if not bool(values.isfinite().all()) or (kind == "importance" and not bool((values > 0).all())):
-                raise self._state.bad("holds values that are no numbers")
-            if kind == "weights":
-                with torch.no_grad():
-                    self.student.weights[weight_name].copy_(values)
-            elif kind == "importance":
-                ffn, dot, of = weight_name.rpartition(".")
-                self._limits[of].importance[ffn + dot] = values.to(self.device)
-            else:
-                moments[name] = values.to(self.device)
+            self._take_values(name, values, moments)
         self._state.holds_no_more(tensors)
         for of, each in self._limits.items():
             each.of = dict(enumerate(limits[of]))
         self._penalty, self._seconds, self._kept_step = past.penalty, past.seconds, step
         return step, moments
+
+    def _check_run(self, past: _TrainingState) -> None:
+        """RequestError if the state is of another training than this one."""
+        run, now = past.run, self._run()
+        if run != now:
+            other = [name for name in now | run if run.get(name) != now.get(name)]
+            flags = [name for name in other if name != "the text"] or other  # some flags change the text as well
+            raise RequestError(
+                f"{self._state.path} is of another training (other: {', '.join(flags)}): give another --out, or the "
+                "same as then"
+            )
+        if past.step == self._steps and past.lr != self.config.lr:
+            raise RequestError(
+                f"{self._state.path} is of a training that ended with --lr {past.lr:g}: give another --out, or the same"
+            )
+
+    def _take_values(self, name: str, values: Tensor, moments: dict[str, Tensor]) -> None:
+        """Put a tensor of the state where it belongs: into the student, its thresholds, or the moments."""
+        kind, _, weight = name.partition(".")
+        if not bool(values.isfinite().all()) or (kind == "importance" and not bool((values > 0).all())):
+            raise self._state.bad("holds values that are no numbers")
+        if kind == "weights":
+            with torch.no_grad():
+                self.student.weights[weight].copy_(values)
+        elif kind == "importance":
+            ffn, dot, limits = weight.rpartition(".")
+            self._limits[limits].importance[ffn + dot] = values.to(self.device)
+        else:
+            moments[name] = values.to(self.device)
 
     def _put_moments(
         self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int

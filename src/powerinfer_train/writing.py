@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -324,41 +324,63 @@ def _write_folder(model: _WrittenModel, out: Path) -> Path:
     extra = {names(name).removesuffix(".weight"): tensor for name, tensor in model.added.items()}
     if extra:
         files.setdefault(home, [])
+    (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
+    _copy_others(checkpoint, files, out)
+    for path, places in files.items():
+        _write_weights(model, path, places, extra if path == home else {}, out)
+    if (checkpoint.path / _INDEX).exists():
+        _write_index(model, extra, home.name, out)
+    document, _ = read_json(checkpoint.path / "config.json")
+    _write_json(out / "config.json", _stating(document, checkpoint.config.architecture, model.fields))
+    return out
+
+
+def _copy_others(checkpoint: Checkpoint, changed: Container[Path], out: Path) -> None:
+    """Copy the model's files that do not change."""
     weights = {file.path.name for file in checkpoint.files}
     if (checkpoint.path / _INDEX).exists():  # others of these may hold what the engine does not use
         weights |= set(read_json(checkpoint.path / _INDEX)[0]["weight_map"].values())
-    (out / "config.json").unlink(missing_ok=True)  # without it a folder is no model; it is written last
     for path in sorted(checkpoint.path.iterdir()):
-        rewritten = path in files or path.name in ("config.json", _INDEX, LOG_FILE, PICTURE, RECORD, STATE, OWN_TEXT)
+        rewritten = path in changed or path.name in ("config.json", _INDEX, LOG_FILE, PICTURE, RECORD, STATE, OWN_TEXT)
         unused = path.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors") and path.name not in weights
         if rewritten or unused or not path.is_file():
             continue
         with _complete_file(out / path.name) as to, path.open("rb") as source:
             shutil.copyfileobj(source, to, 1 << 22)
-    for path, places in files.items():
-        tensors, metadata, mapped = read_safetensors(path)
-        changes = _changes(tensors, mapped.view(), places)
-        kept_tensors = extra.copy() if path == home else {}  # first, where float32 is aligned whatever follows
-        stored = sorted(tensors.items(), key=lambda one: one[1].data.ctypes.data)
-        kept_tensors |= {name: tensor for name, tensor in stored if not (gone and name.endswith(THRESHOLDS))}
-        with _complete_file(out / path.name) as to:
-            entries = ((name, tensor.type, tensor.shape, tensor.nbytes) for name, tensor in kept_tensors.items())
-            to.write(safetensors_header(entries, metadata))
-            for name, tensor in kept_tensors.items():
-                change = changes.get(name)
-                to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
-    if (checkpoint.path / _INDEX).exists():
-        index, _ = read_json(checkpoint.path / _INDEX)
-        stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLDS))}
-        index["weight_map"] = stay | dict.fromkeys(extra, home.name)
-        entries_all = index.get("metadata")
-        if type(entries_all) is dict and type(entries_all.get("total_size")) is int:
-            entries_all["total_size"] += sum(tensor.nbytes for tensor in extra.values())
-            entries_all["total_size"] -= sum(place.nbytes for name in gone for place in checkpoint.places(name))
-        _write_json(out / _INDEX, index)
-    document, _ = read_json(checkpoint.path / "config.json")
-    _write_json(out / "config.json", _stating(document, checkpoint.config.architecture, model.fields))
-    return out
+
+
+def _write_weights(
+    model: _WrittenModel,
+    path: Path,
+    places: Sequence[tuple[str, Place, int]],
+    extra: Mapping[str, RawTensor],
+    out: Path,
+) -> None:
+    """Write a file of weights with the changed ones. places: of `_places_by_file`; extra: tensors that are added."""
+    tensors, metadata, mapped = read_safetensors(path)
+    changes = _changes(tensors, mapped.view(), places)
+    kept_tensors = dict(extra)  # first, where float32 is aligned whatever follows
+    stored = sorted(tensors.items(), key=lambda entry: entry[1].data.ctypes.data)
+    kept_tensors |= {name: tensor for name, tensor in stored if not (model.gone and name.endswith(THRESHOLDS))}
+    with _complete_file(out / path.name) as to:
+        headers = ((name, tensor.type, tensor.shape, tensor.nbytes) for name, tensor in kept_tensors.items())
+        to.write(safetensors_header(headers, metadata))
+        for name, tensor in kept_tensors.items():
+            change = changes.get(name)
+            to.write((tensor.data if change is None else change.data(model.stored, tensor.type)).data)
+
+
+def _write_index(model: _WrittenModel, extra: Mapping[str, RawTensor], file: str, out: Path) -> None:
+    """Write which file has which tensor; extra: tensors that are added, in that file."""
+    checkpoint, gone = model.checkpoint, model.gone
+    index, _ = read_json(checkpoint.path / _INDEX)
+    stay = {name: file for name, file in index["weight_map"].items() if not (gone and name.endswith(THRESHOLDS))}
+    index["weight_map"] = stay | dict.fromkeys(extra, file)
+    metadata = index.get("metadata")
+    if type(metadata) is dict and type(metadata.get("total_size")) is int:
+        metadata["total_size"] += sum(tensor.nbytes for tensor in extra.values())
+        metadata["total_size"] -= sum(place.nbytes for name in gone for place in checkpoint.places(name))
+    _write_json(out / _INDEX, index)
 
 
 def _stating(document: Mapping[str, Any], architecture: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer_train import sparsify
+    from powerinfer_train import Listener, sparsify
     from powerinfer_train.recipes import check_options
 
     engine, config = config_from(args, EngineConfig), config_from(args, SparsifyConfig)
@@ -82,7 +82,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             bar.close()
             _agree(hours, config, args.yes, out)
 
-        result = sparsify(checkpoint, args.corpus, config, folder, bar, engine.threads, out.note, start, agree)
+        listener = Listener(bar, out.note, agree)
+        result = sparsify(checkpoint, args.corpus, config, folder, listener, engine.threads, start)
     document = result.document
     before, after = document["perplexity_before"], document["perplexity"]
     out.line(f"perplexity {before:.3f} -> {after:.3f} ({document['ratio']:.3f} times)")
