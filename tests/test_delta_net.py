@@ -12,7 +12,7 @@ from model_files import VOCAB, delta_gguf
 
 from benchmarks.models.gguf_writer import ARRAY, I32, U32, Array
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
-from powerinfer.config import EngineConfig
+from powerinfer.config import AttentionConfig, EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.states import state_bytes, state_slots
@@ -275,7 +275,7 @@ def test_a_native_layer_is_checked() -> None:
     with pytest.raises(ValueError, match="six matrices"):
         layer.program().delta_net(0, 0, None, layer.matrices[:5], **layer.rest)
     with pytest.raises(ValueError, match="keeps no keys"):
-        layer.program().attention(0, 0)
+        layer.program().attention(0, AttentionConfig(1, 1, 16))
     with pytest.raises(ValueError, match="wrong shape"):
         layer.program().gate_attended(0, None, layer.matrix(48))
 

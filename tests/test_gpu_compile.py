@@ -79,7 +79,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from powerinfer.config import DeltaNetConfig, Mamba2Config, RouterConfig
+    from powerinfer.config import (
+        AttentionConfig,
+        DeltaNetConfig,
+        LatentAttentionConfig,
+        Mamba2Config,
+        RopeConfig,
+        RouterConfig,
+    )
     from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, gpu_latent, gpu_mamba, gpu_states, triton_kernels
     from powerinfer.neurons import BundleLayout
 
@@ -255,25 +262,27 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)
         if whole:
-            turns = (numbers, torch.empty(dim // 2), 1.0)
-            gpu.rotate(q, *turns)
+            rotation = torch.empty(dim // 2), 1.0
+            gpu.rotate(q, numbers, *rotation)
             gpu.store_kv(cache, cache, k, k, numbers.long())
-            norms = (q[0, 0], k[0, 0]) if normed else None
-            gpu.rotate_and_store(q, k, k, *turns, cache, cache, numbers.long(), norms, 1e-6)
+            norms = gpu.HeadNorms(q[0, 0], k[0, 0], 1e-6) if normed else None
+            gpu.rotate_and_store(q, k, k, numbers, rotation, (cache, cache), numbers.long(), norms)
         sinks = None if normed else torch.empty(q.shape[1])
-        where = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
-        gpu.attention(q, cache, cache, *where, None, 0.1, sinks, for_codes=True)
+        contexts = gpu.Contexts(torch.empty(4, 64, dtype=torch.int32), numbers, numbers)
+        settings = AttentionConfig(heads, kv_heads, dim, scale=0.1)
+        gpu.attention(q, (cache, cache), contexts, settings, sinks, for_codes=True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
+    of_latent = LatentAttentionConfig(heads, latents, plain, n, plain, RopeConfig(dim=n), 0.1)
     of_latents = (4, "f16"), (4, "f32"), (4, "q8_0"), (1, "f16"), (64, "f16")
     for tokens, kv_type in of_latents if whole else of_latents[: 3 if EVERY else 2]:
         q, kv = torch.empty(tokens, heads, plain + n), torch.empty(tokens, latents + n)
         cache = gpu.new_cache(kv_type, 64, 1, latents + n, "cpu")
         numbers = torch.empty(tokens, dtype=torch.int32)
-        turns = (numbers, torch.empty(n // 2), 1.0)
         if whole:
-            gpu_latent.place(q[..., plain:], kv, kv[0, :latents], 1e-6, *turns, cache, numbers.long())
-        step = torch.empty(4, 64, dtype=torch.int32), numbers, numbers
-        gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, *step, 0.1)
+            norm, rotation = (kv[0, :latents], 1e-6), (torch.empty(n // 2), 1.0)
+            gpu_latent.place(q[..., plain:], kv, norm, numbers, rotation, cache, numbers.long())
+        contexts = gpu.Contexts(torch.empty(4, 64, dtype=torch.int32), numbers, numbers)
+        gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, contexts, of_latent)
         for kind in several if tokens < gpu.FEW and kv_type == "f16" else ():
             gpu_latent.per_head(weight(kind, heads * latents, plain), q[..., :plain].transpose(0, 1))
     return list(made.values())

@@ -474,7 +474,8 @@ def test_heads_are_turned_and_stored_in_one_go(pairs: int, kv_type: str, kernels
     ours = on_device(every)
     q, k, v = ours[:, :heads], ours[:, heads : heads + kv], ours[:, heads + kv :]
     caches = [unwritten(kv_type, 3, kv, dim) for _ in range(2)]
-    gpu.rotate_and_store(q, k, v, on_device(positions), on_device(frequencies), 1.0, *caches, on_device(slots))
+    rotation, pair = (on_device(frequencies), 1.0), (caches[0], caches[1])
+    gpu.rotate_and_store(q, k, v, on_device(positions), rotation, pair, on_device(slots))
     bound = 16 * EPS * np.abs(every).max()
     assert_close(q, turned[:, :heads], bound)
     stored = np.array([0, 2, 3])
@@ -500,9 +501,9 @@ def test_heads_are_normalised_before_they_are_turned(pairs: int, kv_type: str, k
     ours = on_device(every)
     q, k, v = ours[:, :heads], ours[:, heads : heads + kv], ours[:, heads + kv :]
     caches = [unwritten(kv_type, 3, kv, dim) for _ in range(2)]
-    norms = on_device(weights[0]), on_device(weights[1])
-    own = on_device(positions), on_device(frequencies), 1.0, *caches, on_device(slots), norms, 1e-5
-    gpu.rotate_and_store(q, k, v, *own)
+    norms = gpu.HeadNorms(on_device(weights[0]), on_device(weights[1]), 1e-5)
+    rotation, pair = (on_device(frequencies), 1.0), (caches[0], caches[1])
+    gpu.rotate_and_store(q, k, v, on_device(positions), rotation, pair, on_device(slots), norms)
     bound = (dim + 24) * EPS * max(np.abs(part).max() for part in want)
     assert_close(q, want[0], bound)
     step = np.abs(want[1]).max() * 2**0.5 / 127 if kv_type == "q8_0" else 0
@@ -583,13 +584,15 @@ def test_attention(
         step = on_device(np.array([*rows, 0], np.int32)), on_device(np.array([*positions, -1], np.int32))
         for part in parts:  # a page of nobody
             (part.data if part.scales is None else part.scales)[0] = torch.nan
-        how = window, 1 / np.sqrt(dim), None if beside is None else on_device(beside)
-        got = gpu.attention(extra, *parts, on_device(table), *step, *how).view(extra.shape)
+        contexts = gpu.Contexts(on_device(table), *step)
+        settings = AttentionConfig(heads, kv_heads, dim, window=window)
+        given = extra, (parts[0], parts[1]), contexts, settings, None if beside is None else on_device(beside)
+        got = gpu.attention(*given).view(extra.shape)
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))
         assert (got[-1] == 0).all()
         for part in parts:
             (part.data if part.scales is None else part.scales)[several[0].pages] = torch.nan
-        again = gpu.attention(extra, *parts, on_device(table), *step, *how).view(extra.shape)
+        again = gpu.attention(*given).view(extra.shape)
         assert again[0].isnan().all() and torch.equal(again[1:], got[1:]), "of the first sequence alone"
 
 
@@ -716,8 +719,7 @@ def make_bundles(
         else:
             data = quantize(values, kind)
             values = dequantize(data, kind)
-        use, at = "add" if name == "down" else "dot", getattr(layout, f"{name}_at")
-        cpu.pack_bundle_rows(kind, use, d_ff, d_model, data.reshape(-1), groups, layout.pitch, at, 1)
+        cpu.pack_bundle_rows(layout, name, d_ff, data.reshape(-1), groups, 1)
         if kind in ("Q4_1", "Q4_1X32"):  # on a GPU
             values = dequantize(quantize(values, "Q8_0"), "Q8_0")
         parts[name] = values.astype(np.float64)
@@ -1094,14 +1096,14 @@ def test_codes_of_attention(split: bool, dim: int, heads: int, kernels: str, mon
     table = on_device(np.array([[0, 2, 4], [5, 1, 3]], np.int32))
     rows, positions = on_device(np.array([0, 1, 0], np.int32)), on_device(np.array([70, 12, -1], np.int32))
     q = on_device(floats(57, 3, heads, dim))
-    how = table, rows, positions, None, 1 / np.sqrt(dim)
-    got = gpu.attention(q, *caches, *how, for_codes=True)
+    how = gpu.Contexts(table, rows, positions), AttentionConfig(heads, 2, dim)
+    got = gpu.attention(q, (caches[0], caches[1]), *how, for_codes=True)
     made_beside(got)
-    torch.testing.assert_close(got, gpu.attention(q, *caches, *how), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, gpu.attention(q, (caches[0], caches[1]), *how), rtol=1e-6, atol=1e-6)
     assert (triton_kernels.codes(got)[2, : 16 * got.shape[1] // 32] == 0).all()
-    assert not hasattr(gpu.attention(q[:, :, :20].contiguous(), *(
-        cached("f16", on_device(floats(58, 6, gpu.PAGE, 2, 20))) for _ in range(2)
-    ), *how, for_codes=True), "made_codes"), "no whole blocks"  # fmt: skip
+    odd = cached("f16", on_device(floats(58, 6, gpu.PAGE, 2, 20)))
+    got = gpu.attention(q[:, :, :20].contiguous(), (odd, odd), *how, for_codes=True)
+    assert not hasattr(got, "made_codes"), "no whole blocks"
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of the interpreter, in exp of what is far below zero

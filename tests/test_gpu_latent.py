@@ -20,6 +20,7 @@ from test_gpu_kernels import (  # noqa: F401
     unwritten,
 )
 
+from powerinfer.config import LatentAttentionConfig, RopeConfig
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_latent
 
@@ -91,8 +92,8 @@ def test_queries_are_turned_and_keys_stored(sizes: tuple[int, int, int], kv_type
     turns = reference.rotations(positions, frequencies, 1.25)
     cache = unwritten(kv_type, 3, 1, latents + n)
     ours, keys = on_device(q.copy()), on_device(kv.copy())[:, 20:]
-    place = on_device(positions), on_device(frequencies), 1.25
-    gpu_latent.place(ours[..., 12:], keys, on_device(weight), 1e-5, *place, cache, on_device(slots))
+    norm, rotation = (on_device(weight), 1e-5), (on_device(frequencies), 1.25)
+    gpu_latent.place(ours[..., 12:], keys, norm, on_device(positions), rotation, cache, on_device(slots))
     np.testing.assert_array_equal(ours[..., :12].cpu().numpy(), q[..., :12])
     bound = 16 * EPS * 1.25 * max(np.abs(q).max(), np.abs(kv).max())
     assert_close(ours[..., 12:], reference.rope(q[..., 12:], *turns), bound)
@@ -172,9 +173,11 @@ def test_attention_over_latents(
         step = on_device(np.array([*rows, 0], np.int32)), on_device(np.array([*positions, -1], np.int32))
         extra = on_device(np.concatenate([q, floats(13, heads, 1, latents)], axis=1))
         tails = on_device(np.concatenate([turned, floats(14, 1, heads, 3 + n)]))[..., 3:]
-        got = gpu_latent.attention(extra, tails, cache, on_device(table), *step, scale)
+        contexts = gpu.Contexts(on_device(table), *step)
+        settings = LatentAttentionConfig(heads, latents, latents, n, latents, RopeConfig(dim=n), scale)
+        got = gpu_latent.attention(extra, tails, cache, contexts, settings)
         assert_close(got[:, :-1], want, np.broadcast_to(bound, want.shape))
         assert (got[:, -1] == 0).all()
         (cache.data if cache.scales is None else cache.scales)[several[0][0]] = torch.nan
-        again = gpu_latent.attention(extra, tails, cache, on_device(table), *step, scale)
+        again = gpu_latent.attention(extra, tails, cache, contexts, settings)
         assert again[:, 0].isnan().all() and torch.equal(again[:, 1:], got[:, 1:]), "of the first sequence alone"

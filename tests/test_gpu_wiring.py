@@ -23,7 +23,7 @@ from test_gpu_layers import on_device  # noqa: E402
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
-from powerinfer.devices.gpu import GpuLayers  # noqa: E402
+from powerinfer.devices.gpu import CacheSize, GpuLayers  # noqa: E402
 from powerinfer.devices.step import Operator  # noqa: E402
 from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
@@ -73,7 +73,7 @@ class Wired:
         config = config_of(s)
         rotations = {rope: (weights.frequencies[rope.theta], s.rope_factor) for rope in config.ropes}
         self.gpu = GpuLayers(
-            config, torch_device(), layers=weights.layers, pages=8, kv_type=s.kv_type, max_tokens=75,
+            config, torch_device(), layers=weights.layers, cache=CacheSize(s.kv_type, 8), max_tokens=75,
             rotations=rotations, split=split,
         )  # fmt: skip
         for layer, about in enumerate(config.layers):

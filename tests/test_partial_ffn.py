@@ -69,12 +69,8 @@ class Case:
         nbytes, _ = cpu.bundle_row_bytes("F16", D_MODEL)
         layout = BundleLayout(D_MODEL, True, "F16", "F16", nbytes, nbytes)
         bundles = np.zeros((n_groups(len(neurons)), layout.group_bytes), np.uint8)
-        for kind, part, at in (
-            ("dot", gate, layout.gate_at),
-            ("dot", up, layout.up_at),
-            ("add", down.T, layout.down_at),
-        ):
-            cpu.pack_bundle_rows("F16", kind, len(neurons), D_MODEL, half(part).data, bundles, layout.pitch, at, 1)
+        for name, part in (("gate", gate), ("up", up), ("down", down.T)):
+            cpu.pack_bundle_rows(layout, name, len(neurons), half(part).data, bundles, 1)
         return layout, bundles
 
     def added(self, neurons: np.ndarray, way: str, threads: int) -> np.ndarray:

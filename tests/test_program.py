@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import numpy as np
@@ -18,7 +18,7 @@ import reference
 from stored_weights import stored_evenly
 
 from powerinfer import _native
-from powerinfer.config import ACTIVATIONS
+from powerinfer.config import ACTIVATIONS, AttentionConfig, LatentAttentionConfig, RopeConfig
 from powerinfer.formats.quant import dequantize
 from powerinfer.kernels.cpu import LANES, PAGE, round_up
 
@@ -85,6 +85,10 @@ class Setting:
         shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "gate": (ff, d), "up": (ff, d), "down": (d, ff)}
         shapes |= {"positions": (OFFSET + POSITIONS, d), "project_in": (d, outer), "project_out": (outer, d)}
         return shapes.get(part, (self.vocab, outer))
+
+    def attention(self, layer: int) -> AttentionConfig:
+        window = self.windows[layer] or None
+        return AttentionConfig(self.heads, self.kv_heads, self.head_dim, window=window, scale=self.scale)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -268,8 +272,9 @@ class Weights:
         q, k, v = (self.packed[f"{i}.{part}"] for part in "qkv")
         biases = (self.padded_bias(i, part, self.s.heads if part == "q" else self.s.kv_heads) for part in "qkv")
         norms = self.norm(f"{i}.q_norm"), self.norm(f"{i}.k_norm")
-        p.attention_input(i, norm, q, k, v, *biases, *norms, rope, self.s.scale)
-        p.attention(i, self.s.windows[i])
+        settings = self.s.attention(i)
+        p.attention_input(i, settings, norm, q, k, v, *biases, *norms, rope)
+        p.attention(i, settings)
 
     def _project(self, p: _native.Program, i: int) -> None:
         p.project(i, self.packed[f"{i}.o"], self.vectors.get(f"{i}.o_bias"), self.norm(f"{i}.attn_out_norm"))
@@ -696,32 +701,47 @@ def test_logits_are_never_written_to_a_copy() -> None:
             program.run(**step_of | {"logits": logits}, first=0, last=program.size, vocab=45)
 
 
+HEADS = AttentionConfig(2, 1, 8)
+
+
+def test_the_settings_of_attention_are_attributes_of_its_configuration() -> None:
+    names = set(_native.ATTENTION_SETTINGS)
+    assert names <= {field.name for field in fields(AttentionConfig)}
+    latent = LatentAttentionConfig(2, 16, 8, 8, 16, RopeConfig(dim=8), 0.5)
+    assert names & vars(latent).keys(), "kinds share settings by name"
+    _, program, _ = simple()
+    for wrong in (None, 0, replace(HEADS, window="long"), replace(HEADS, scale="large")):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="AttentionKind"):
+            program.attention(0, wrong)
+
+
 def test_wrong_wiring_is_refused() -> None:
     weights, program, _ = simple()
     ones = np.ones(40, np.float32)
     norm, short = _native.Norm(ones, 1e-5), _native.Norm(ones[:39].copy(), 1e-5)
     q, k, v, o, gate, up, down = (weights.packed[f"0.{part}"] for part in PARTS)
     with pytest.raises(ValueError, match="layer"):
-        program.attention_input(2, norm, q, k, v)
+        program.attention_input(2, HEADS, norm, q, k, v)
     for bad in ([norm, k, k, v], [norm, q, q, v], [norm, q, k, q], [norm, q, k, down], [short, q, k, v]):
         with pytest.raises(ValueError):
-            program.attention_input(0, *bad)
+            program.attention_input(0, HEADS, *bad)
     for rope in (-2, 1):
         with pytest.raises(ValueError, match="rotary"):
-            program.attention_input(0, norm, q, k, v, rope=rope)
+            program.attention_input(0, HEADS, norm, q, k, v, rope=rope)
     with pytest.raises(ValueError, match="another length"):
-        program.attention_input(0, norm, q, k, v, k_norm=_native.Norm(np.ones(32, np.float32), 1e-5))  # as wide as q
+        as_wide_as_q = _native.Norm(np.ones(32, np.float32), 1e-5)
+        program.attention_input(0, HEADS, norm, q, k, v, k_norm=as_wide_as_q)
     for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
         wrong = np.ones(9, np.float32) if name.endswith("bias") else _native.Norm(np.ones(9, np.float32), 1e-5)
         with pytest.raises(ValueError, match=r"wrong length|another length"):
-            program.attention_input(0, norm, q, k, v, **{name: wrong})
+            program.attention_input(0, HEADS, norm, q, k, v, **{name: wrong})
     for layer in (2, -1):
         with pytest.raises(ValueError, match="layer"):
-            program.attention(layer, 0)
+            program.attention(layer, HEADS)
         with pytest.raises(ValueError, match="layer"):
             program.project(layer, o)
     with pytest.raises(ValueError, match="negative window"):
-        program.attention(0, -1)
+        program.attention(0, replace(HEADS, window=-1))
     with pytest.raises(ValueError, match="output projection"):
         program.project(0, down)
     with pytest.raises(ValueError, match="bias"):
@@ -801,12 +821,12 @@ def test_wrong_sizes_are_refused() -> None:
 
     # heads of 8 dimensions fill 16 lanes, those of 24 fill 32: each layer takes the matrices of its own heads
     first, second = (rows(64), rows(32), rows(32)), (rows(96), rows(32), rows(32))
-    program.attention_input(0, None, *first, rope=0)
+    program.attention_input(0, HEADS, None, *first, rope=0)
     with pytest.raises(ValueError, match="rotary"):
-        program.attention_input(0, None, *first, rope=1)
+        program.attention_input(0, HEADS, None, *first, rope=1)
     with pytest.raises(ValueError, match="rows than its heads"):
-        program.attention_input(1, None, *first)
-    program.attention_input(1, None, *second, rope=1)
+        program.attention_input(1, HEADS, None, *first)
+    program.attention_input(1, HEADS, None, *second, rope=1)
     with pytest.raises(ValueError, match="output projection"):
         program.project(1, rows(32, 32))
     program.project(0, rows(32, 32))

@@ -12,28 +12,14 @@ DECISIONS = 20
 ARGUMENTS = 8
 # (file, function): its decisions where they may be more than DECISIONS. Rows go, and no new ones come.
 COMPLEX = {
-    ("powerinfer/devices/gpu.py", "GpuLayers.__init__"): 21,
     ("powerinfer/formats/gguf_model.py", "_ffns"): 21,
-    ("powerinfer/kernels/triton_experts.py", "expert_sum"): 26,
     ("powerinfer/placement/disk.py", "_Budget.__init__"): 21,
     ("powerinfer/placement/plan.py", "_of_document"): 27,
     ("powerinfer/placement/plan.py", "_tables"): 23,
 }
 # The same for arguments, `self` not among them.
 WIDE = {
-    ("powerinfer/devices/cpu.py", "CpuExecutor.experts"): 12,
-    ("powerinfer/devices/gpu.py", "GpuLayers.__init__"): 10,
-    ("powerinfer/kernels/cpu.py", "pack_bundle_rows"): 9,
-    ("powerinfer/kernels/gpu.py", "attention"): 10,
-    ("powerinfer/kernels/gpu.py", "empty_neurons"): 10,
-    ("powerinfer/kernels/gpu.py", "rotate_and_store"): 11,
-    ("powerinfer/kernels/gpu_latent.py", "place"): 9,
-    ("powerinfer/kernels/triton_kernels.py", "attention"): 10,
-    ("powerinfer/kernels/triton_kernels.py", "rotate_and_store"): 11,
-    ("powerinfer/kernels/triton_latent.py", "place"): 9,
-    ("powerinfer/models/builder.py", "ExpertBuilder.experts"): 12,
     ("powerinfer/placement/shapes.py", "_latent"): 12,
-    ("powerinfer/prepare/fitting.py", "LayerFit.__init__"): 9,
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

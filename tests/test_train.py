@@ -264,7 +264,7 @@ def layer_fit(path: Path, layer: int = 0, config: TrainConfig = QUICK, type_name
     checkpoint = open_checkpoint(path)
     samples = open_samples(checkpoint)
     rows = split_rows(samples.rows, samples.windows)
-    return LayerFit(checkpoint, layer, *samples.layers[layer], rows, config, type_name, "cpu")
+    return LayerFit(checkpoint, layer, samples, rows, config, type_name, "cpu")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -241,7 +241,7 @@ def test_an_expert_counts_only_its_own_tokens(model: Path) -> None:
     checkpoint = open_checkpoint(model)
     samples = open_samples(checkpoint)
     rows = split_rows(samples.rows, samples.windows)
-    fit = LayerFit(checkpoint, 1, *samples.layers[1], rows, QUICK, "F16", "cpu", samples.selected[1])
+    fit = LayerFit(checkpoint, 1, samples, rows, QUICK, "F16", "cpu")
     frequency = fit.frequency.reshape(N, FF)
     fires, selected = fires_of(samples, 1)[rows.train], samples.selected[1][rows.train]
     for expert in range(N):
@@ -256,7 +256,7 @@ def test_neurons_that_fire_on_both_sides_of_zero(tmp_path: Path) -> None:
     samples = open_samples(checkpoint)
     rows = split_rows(samples.rows, samples.windows)
     config = replace(QUICK, steps=300, recall=0.97)
-    fit = LayerFit(checkpoint, 0, *samples.layers[0], rows, config, "F16", "cpu", samples.selected[0])
+    fit = LayerFit(checkpoint, 0, samples, rows, config, "F16", "cpu")
     inner = np.random.default_rng(2).standard_normal((32, D))
     outer = fit._solved(torch.from_numpy(inner)).numpy().reshape(N, FF, 32)
     x, selected = samples.layers[0][0][rows.train].astype(np.float64), samples.selected[0][rows.train]
@@ -282,7 +282,7 @@ def test_training_is_better_than_low_rank(tmp_path: Path) -> None:
     rows = split_rows(samples.rows, samples.windows)
     with training.torch_threads(1):
         config = replace(QUICK, steps=800)
-        fit = LayerFit(checkpoint, 0, *samples.layers[0], rows, config, "F16", "cpu", samples.selected[0])
+        fit = LayerFit(checkpoint, 0, samples, rows, config, "F16", "cpu")
         found, (inner, outer) = fit.fit(32, lambda share: None)
     assert found.method == "trained" and found.figures.recall > 0.97 and found.svd.recall > 0.97
     assert found.figures.lost < 0.95 * found.svd.lost, (found.figures, found.svd)

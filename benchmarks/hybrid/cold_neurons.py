@@ -46,14 +46,14 @@ def bundles(rng: Any, config: ModelConfig, layout: BundleLayout, layers: int) ->
     """Random bundles of that number of layers; activations of deviation 1 get products of deviation 1."""
     k, groups = layout.d_model, n_groups(config.widest_ffn)
     sample = np.zeros((SAMPLE // BUNDLE_GROUP, layout.group_bytes), np.uint8)
-    parts = [("dot", layout.gate_type, layout.up_at), ("add", layout.down_type, layout.down_at)]
+    parts = [("up", layout.gate_type), ("down", layout.down_type)]
     if layout.gated:
-        parts.append(("dot", layout.gate_type, layout.gate_at))
-    for kind, type_name, at in parts:
+        parts.append(("gate", layout.gate_type))
+    for name, type_name in parts:
         across = type_name == "Q4_0X32"
         shape = (SAMPLE * k // BUNDLE_GROUP, BUNDLE_GROUP) if across else (SAMPLE, k)
         rows = random_rows(rng, "Q4_0" if across else type_name, shape, k**-0.5)
-        cpu.pack_bundle_rows(type_name, kind, SAMPLE, k, rows.data, sample, layout.pitch, at, 1)
+        cpu.pack_bundle_rows(layout, name, SAMPLE, rows.data, sample, 1)
     out = own_pages(layers * groups * layout.group_bytes).reshape(layers, groups, layout.group_bytes)
     for layer in out:
         for begin in range(0, groups, len(sample)):

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.lib import machine, results
+from powerinfer.config import AttentionConfig
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES
 from powerinfer.hardware.samples import Samples
@@ -227,7 +228,7 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
         shape = (tokens * pages, gpu.PAGE, kv_heads, dim)
         nbytes = 2 * 2 * int(np.prod(shape))
         caches = [
-            [gpu.Cached(torch.randn(shape, device=device).half()) for _ in "kv"]
+            tuple(gpu.Cached(torch.randn(shape, device=device).half()) for _ in "kv")
             for _ in range(min(copies_of(nbytes, device), 8))
         ]
         table = torch.arange(tokens * pages, dtype=torch.int32, device=device).view(tokens, pages)
@@ -235,8 +236,10 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
         positions = torch.full((tokens,), CONTEXT - 1, dtype=torch.int32, device=device)
         q = torch.randn(tokens, heads, dim, device=device)
 
-        def call(i: int, q: Any = q, caches: Any = caches, where: Any = (table, rows, positions)) -> None:
-            gpu.attention(q, *caches[i], *where, None, dim**-0.5)
+        given = gpu.Contexts(table, rows, positions), AttentionConfig(heads, kv_heads, dim)
+
+        def call(i: int, q: Any = q, caches: Any = caches, given: Any = given) -> None:
+            gpu.attention(q, caches[i], *given)
 
         yield "attention", f"F16, {heads} heads on {kv_heads}", tokens, nbytes, len(caches), call
 

@@ -181,6 +181,11 @@ class AttentionConfig:
     sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
 
     @property
+    def score_scale(self) -> float:
+        """The scale of the scores, which a product of a query and a key is multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
     def width(self) -> int:
         """Elements of all query heads of a token."""
         return self.n_heads * self.head_dim
@@ -217,6 +222,8 @@ class AttentionConfig:
             return f"heads of {self.head_dim} dimensions cannot be cut into pairs"
         if self.qk_norm not in (None, "head", "width"):
             return f"norms of q and k {self.qk_norm!r} are unknown"
+        if self.scale == 0:
+            return "a scale of the scores of 0"
         return None if self.rope is None else self.rope.problem(self.head_dim)
 
 

@@ -28,6 +28,7 @@ from powerinfer.config import (
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.kernels.gpu_types import OAI_LIMIT, OAI_SCALE
+from powerinfer.kernels.torch_attention import attend_windows
 from powerinfer.models.rope import rope_frequencies
 from powerinfer_train import blocks
 from powerinfer_train.blocks import Blocks
@@ -191,7 +192,8 @@ class TorchModel:
                 product = self.rotate(product, config.rope)
             parts[part] = product.transpose(1, 2)
         q, k, v = (parts[part] for part in "qkv")
-        mixed = self._mixed(q, k, v, name, config).transpose(1, 2).flatten(-2)
+        sinks = self.weights[name + "sinks"] if config.sinks else None
+        mixed = attend_windows(q, k, v, config, sinks).transpose(1, 2).flatten(-2)
         if isinstance(config, GatedAttentionConfig):
             mixed = mixed * torch.sigmoid(self.linear(x, name + "q_gate"))
         return self.linear(mixed, name + "o")
@@ -199,26 +201,6 @@ class TorchModel:
     def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""
         return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps if eps is None else eps).to(x.dtype)
-
-    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, name: str, config: AttentionConfig) -> Tensor:
-        tokens, grouped = q.shape[2], config.n_heads != config.n_kv_heads
-        windowed = config.window is not None and config.window < tokens
-        if not windowed and not config.sinks:
-            return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=config.scale, enable_gqa=grouped
-            )
-        at = torch.arange(tokens, device=q.device)
-        visible = at[:, None] >= at
-        if windowed:
-            assert config.window is not None
-            visible &= at[:, None] - at < config.window
-        if not config.sinks:
-            return functional.scaled_dot_product_attention(q, k, v, visible, scale=config.scale, enable_gqa=grouped)
-        k, v = (part.repeat_interleave(config.n_heads // config.n_kv_heads, 1) for part in (k, v))
-        scores = (q @ k.transpose(-1, -2)).float() * (config.scale or config.head_dim**-0.5)
-        scores = scores.masked_fill(~visible, float("-inf"))
-        sinks = self.weights[name + "sinks"][:, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
     def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         ffn = self.config.layers[int(name.split(".")[1])].ffn

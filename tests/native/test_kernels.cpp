@@ -211,7 +211,7 @@ void test_hostile(const PiKernels* kernels) {
       kernels->store_kv(type, cache.data(), 1, w.data(), x.data(), (int)n);
       const int32_t page = 0;
       Exact<float> scratch((size_t)pi_attention_scratch(n)), got((size_t)(2 * n), 12345.0f), q((size_t)(2 * n), bad);
-      const PiAttention a{q.data(), got.data(), cache.data(), &page, n, n, 0, 0, 0, (int)n, (int)n, 1, 0};
+      const PiAttention a{q.data(), got.data(), cache.data(), &page, n, n, 0, 0, 0, (int)n, (int)n, 1};
       kernels->attention[type](&a, 0, 0, 2, scratch.data());
       kernels->latent_attention[type](&a, 0, 0, 2, scratch.data());  // of the same bytes, whatever they mean then
       for (size_t i = 0; i < got.size(); i++) check.yes(got[i] != 12345.0f, (int64_t)i);
@@ -473,7 +473,7 @@ void attention_case(const PiKernels* kernels, int type, int dim, int group, int 
   std::vector<float> q = r.normals(count * q_stride, 1 / sqrtf((float)dim)), out((size_t)(count * out_stride), NOT);
   Exact<float> scratch((size_t)pi_attention_scratch(pad), NOT);
   const PiAttention a{q.data(),   out.data(), cache.data(), table.data(), q_stride, out_stride, page_bytes,
-                      head_bytes, position,   wide,         pad,          group,    window};
+                      head_bytes, position,   wide,         pad,          group,    {0, window}};
   const int64_t rows = count * group;
   for (int g = 0; g < kv_heads; g++) {
     for (int64_t r0 = 0; r0 < rows; r0 += PI_ATTENTION_ROWS)
@@ -640,12 +640,12 @@ struct Model {
       in.q_norm = norm(both ? q : dim);
       in.k_norm = norm(both ? kv : dim);
       in.rope = beside ? -1 : layer;
-      if (both) in.scale = 0.1f;
+      if (both) in.settings.scale = 0.1f;
       in.q = matrix(type, q, D);
       in.k = matrix(other, kv, D);
       in.v = matrix(type, kv, D);
       program->attention_input(std::move(in));
-      program->attention(layer, layer ? 20 : 0);
+      program->attention(layer, {0, layer ? 20 : 0});
       if (beside) ffn(norm(D), {});
       program->project(layer, matrix(other, D, q), r.normals(D), both ? norm(D) : Norm());
       if (behind) program->normalise(norm(D));

@@ -126,7 +126,8 @@ struct QueryRow {
     q = a->q + token * a->q_stride + head * a->head_pad;
     out = a->out + token * a->out_stride + head * a->head_dim;
     last = a->position + token;
-    first = a->window && last >= a->window ? last - a->window + 1 : 0;
+    const int window = a->settings.window;
+    first = window && last >= window ? last - window + 1 : 0;
   }
 };
 

@@ -114,27 +114,27 @@ void bind_operators(nb::class_<Program>& program) {
           "x = project . scale * row of the token + row of the position; that of position 0 is row `offset`.")
       .def(
           "attention_input",
-          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> k,
-             std::shared_ptr<Matrix> v, std::optional<Floats> q_bias, std::optional<Floats> k_bias,
-             std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm, int rope,
-             std::optional<float> scale) {
-            p.attention_input({layer, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
-                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
-                               scale});
+          [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q,
+             std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v, std::optional<Floats> q_bias,
+             std::optional<Floats> k_bias, std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm,
+             int rope) {
+            p.attention_input({layer, settings, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
+                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope});
           },
-          "layer"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(), "k_bias"_a = nb::none(),
-          "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(), "rope"_a = -1,
-          "scale"_a = nb::none(),
+          "layer"_a, "settings"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(),
+          "k_bias"_a = nb::none(), "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
+          "rope"_a = -1,
           "q, cache = rope(norm(x) . q, k, v).\n\n"
-          "q_norm, k_norm: over each head, or as wide as all heads of q (k) together. rope: an index from `add_rope`,\n"
-          "-1: q and k are not rotated. scale: of the scores, None: head_dim ** -0.5.")
+          "settings: the layer's configuration. q_norm, k_norm: over each head, or as wide as all heads of q (k)\n"
+          "together. rope: an index from `add_rope`, -1: q and k are not rotated.")
       .def(
           "attention",
-          [](Program& p, int layer, int window, std::optional<Floats> sinks) {
-            p.attention(layer, window, vector_of(sinks));
+          [](Program& p, int layer, PiAttentionSettings settings, std::optional<Floats> sinks) {
+            p.attention(layer, settings, vector_of(sinks));
           },
-          "layer"_a, "window"_a, "sinks"_a = nb::none(),
-          "attended = softmax(q k) v; window 0: none. sinks: of each head, a score more, which belongs to no value.")
+          "layer"_a, "settings"_a, "sinks"_a = nb::none(),
+          "attended = softmax(q k) v.\n\n"
+          "settings: the layer's configuration. sinks: of each head, a score more, which belongs to no value.")
       .def(
           "delta_net",
           [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
@@ -217,14 +217,14 @@ void bind_operators(nb::class_<Program>& program) {
           "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
       .def(
           "latent_input",
-          [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> q_latent, const Norm* q_norm,
-             std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> kv, const Norm* kv_norm, std::shared_ptr<Matrix> k_b,
-             int rope, float scale) {
-            p.latent_input({layer, norm_of(norm), std::move(q_latent), norm_of(q_norm), std::move(q), std::move(kv),
-                            norm_of(kv_norm), std::move(k_b), rope, scale});
+          [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q_latent,
+             const Norm* q_norm, std::shared_ptr<Matrix> q, std::shared_ptr<Matrix> kv, const Norm* kv_norm,
+             std::shared_ptr<Matrix> k_b, int rope) {
+            p.latent_input({layer, settings, norm_of(norm), std::move(q_latent), norm_of(q_norm), std::move(q),
+                            std::move(kv), norm_of(kv_norm), std::move(k_b), rope});
           },
-          "layer"_a, "norm"_a.none(), "q_latent"_a.none(), "q_norm"_a.none(), "q"_a, "kv"_a, "kv_norm"_a, "k_b"_a,
-          "rope"_a, "scale"_a,
+          "layer"_a, "settings"_a, "norm"_a.none(), "q_latent"_a.none(), "q_norm"_a.none(), "q"_a, "kv"_a, "kv_norm"_a,
+          "k_b"_a, "rope"_a,
           "q, cache = (rope(q . q_norm(q_latent . n)) . k_b, rope(kv_norm(kv . n))), n = norm(x), of latent "
           "attention.\n\n"
           "q: of all heads; without q_latent of n itself. k_b: of all heads, one below the other, each padded to "

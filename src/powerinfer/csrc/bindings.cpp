@@ -16,6 +16,9 @@ void bind_constants(nb::module_& m) {
   for (const PiTypeFacts& type : PI_TYPES) types.push_back(type.name);
   m.attr("TYPES") = nb::cast(types);
   m.attr("ACTIVATIONS") = nb::cast(std::vector<std::string>(ACTIVATIONS, ACTIVATIONS + PI_N_ACTS));
+#define PI_NAME(type, name, neutral) #name,
+  m.attr("ATTENTION_SETTINGS") = nb::cast(std::vector<std::string>{PI_ATTENTION_SETTINGS(PI_NAME)});
+#undef PI_NAME
   m.attr("KV_TYPES") = nb::cast(std::vector<std::string>(KV_TYPES, KV_TYPES + PI_N_KV_TYPES));
 }
 

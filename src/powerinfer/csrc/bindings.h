@@ -65,6 +65,35 @@ inline void check_stored(int type, int64_t rows, int64_t k, int64_t bytes) {
   require(bytes == rows * stored_row_bytes(type, k), "the data has another size than its shape and type say");
 }
 
+// Reads settings of attention off a configuration, which has one of them at least.
+template <>
+struct nanobind::detail::type_caster<PiAttentionSettings> {
+  NB_TYPE_CASTER(PiAttentionSettings, const_name("powerinfer.config.AttentionKind"))
+
+  bool from_python(handle config, uint8_t flags, cleanup_list* cleanup) noexcept {
+    bool any = false;
+#define PI_READ(type, name, neutral) any |= hasattr(config, #name);
+    PI_ATTENTION_SETTINGS(PI_READ)
+#undef PI_READ
+#define PI_READ(type, name, neutral) any = any && read(config, #name, value.name, flags, cleanup);
+    PI_ATTENTION_SETTINGS(PI_READ)
+#undef PI_READ
+    return any;
+  }
+
+ private:
+  // False if the attribute is of another type; the setting stays as it is where there is none.
+  template <class T>
+  static bool read(handle config, const char* name, T& setting, uint8_t flags, cleanup_list* cleanup) noexcept {
+    const object given = getattr(config, name, none());
+    make_caster<T> caster;
+    if (given.is_none()) return true;
+    if (!caster.from_python(given, flags, cleanup)) return false;
+    setting = caster.value;
+    return true;
+  }
+};
+
 inline Norm norm_of(const Norm* norm) { return norm ? *norm : Norm(); }
 
 inline Vector vector_of(const std::optional<Floats>& a) {

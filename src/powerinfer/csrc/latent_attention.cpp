@@ -79,11 +79,12 @@ class LatentIn : public Op {
              [&](int64_t h, int64_t p0, int64_t p1) {
                for (int64_t i = 0; i < tokens; i++) {
                  float* q = p.qkv + i * p.ldqkv + h * kv_.head_pad;
-                 w.kernels->scale(q + p0 * PI_LANES, in_.scale, std::min(p1 * PI_LANES, kv_.latents) - p0 * PI_LANES);
+                 w.kernels->scale(q + p0 * PI_LANES, in_.settings.scale,
+                                  std::min(p1 * PI_LANES, kv_.latents) - p0 * PI_LANES);
                  if (p1 < k_b_[0].panels) continue;  // the last panel may reach into what follows
                  memcpy(q + kv_.latents, heads + i * rows.ldh + h * width + plain, (size_t)(width - plain) * 4);
                  rotate(p, q, i);
-                 w.kernels->scale(q + kv_.latents, in_.scale, width - plain);
+                 w.kernels->scale(q + kv_.latents, in_.settings.scale, width - plain);
                }
              });
     w.pool->barrier();

@@ -6,6 +6,7 @@
 
 struct LatentInput {
   int layer;
+  PiAttentionSettings settings;
   Norm norm;                         // of x
   std::shared_ptr<Matrix> q_latent;  // null: queries are made from x
   Norm q_norm;                       // of their latents
@@ -14,7 +15,6 @@ struct LatentInput {
   Norm kv_norm;                      // of the latents
   std::shared_ptr<Matrix> k_b;       // of all heads, one below the other, each in whole panels: [latents, its width]
   int rope;                          // a table of `add_rope`, -1: nothing is rotated
-  float scale;                       // of the scores
 };
 
 struct LatentOutput {

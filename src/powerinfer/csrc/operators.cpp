@@ -185,7 +185,7 @@ class AttentionIn : public Op {
       float* x = p.qkv + token * p.ldqkv + h * pad;
       if (h < heads) {
         turn(in_.q_norm, q_wide_, x);
-        here.kernels->scale(x, *in_.scale, dim);
+        here.kernels->scale(x, in_.settings.scale, dim);
       } else if (h < heads + kv) {
         turn(in_.k_norm, k_wide_, x);
         here.kernels->store_kv(type, page + (h - heads) * kv_.head_bytes, slot, x, nullptr, (int)pad);
@@ -203,8 +203,8 @@ class AttentionIn : public Op {
 
 class Attention : public Op {
  public:
-  Attention(int64_t heads, const Cache::Layer& kv, int window, Vector sinks)
-      : heads_(heads), kv_(kv), window_(window), sinks_(std::move(sinks)) {}
+  Attention(int64_t heads, const Cache::Layer& kv, PiAttentionSettings settings, Vector sinks)
+      : heads_(heads), kv_(kv), settings_(settings), sinks_(std::move(sinks)) {}
   const char* name() const override { return "attention"; }
   void run(Thread& t, const Step& step) override {
     const Here here(t);
@@ -260,7 +260,7 @@ class Attention : public Op {
     a.head_dim = (int)kv_.value_dim();
     a.head_pad = (int)kv_.head_pad;
     a.group = (int)(heads_ / kv_.kv_heads);
-    a.window = window_;
+    a.settings = settings_;
     a.sinks = sinks_.empty() ? nullptr : sinks_.data();
     const auto& kernels = kv_.latents ? here.kernels->latent_attention : here.kernels->attention;
     kernels[p.cache->type](&a, g, r0, r1, here.t.attention.data());
@@ -268,7 +268,7 @@ class Attention : public Op {
 
   const int64_t heads_;
   const Cache::Layer& kv_;
-  const int window_;
+  const PiAttentionSettings settings_;
   const Vector sinks_;
 };
 
@@ -336,18 +336,18 @@ void Program::attention_input(AttentionInput in) {
   check_heads(in.q_norm, heads, "the norm of q");
   check_heads(in.k_norm, own.kv_heads, "the norm of k");
   check_rope(in.rope, own.head_dim);
-  if (!in.scale) in.scale = 1.0f / sqrtf((float)own.head_dim);
+  if (!in.settings.scale) in.settings.scale = 1.0f / sqrtf((float)own.head_dim);
   std::vector<std::shared_ptr<Matrix>> matrices = {in.q, in.k, in.v};
   add(std::make_shared<AttentionIn>(std::move(in), heads, own), std::move(matrices));
 }
 
-void Program::attention(int layer, int window, Vector sinks) {
+void Program::attention(int layer, PiAttentionSettings settings, Vector sinks) {
   check_layer(layer);
-  check(window >= 0, "a negative window");
+  check(settings.window >= 0, "a negative window");
   check(cache->layers[(size_t)layer].kv_heads > 0, "the layer keeps no keys and values");
   const int64_t heads = sizes.heads[(size_t)layer];
   check(sinks.empty() || (int64_t)sinks.size() == heads, "there are not as many sinks as heads");
-  add(std::make_shared<Attention>(heads, cache->layers[(size_t)layer], window, std::move(sinks)));
+  add(std::make_shared<Attention>(heads, cache->layers[(size_t)layer], settings, std::move(sinks)));
 }
 
 void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {

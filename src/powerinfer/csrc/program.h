@@ -90,11 +90,11 @@ struct EmbedInput {
 
 struct AttentionInput {
   int layer;
+  PiAttentionSettings settings;
   Norm norm, q_norm, k_norm;  // those of q and k are over each head, or as wide as all heads together
   Vector q_bias, k_bias, v_bias;
   std::shared_ptr<Matrix> q, k, v;
-  int rope;                    // a table of `add_rope`, -1: q and k are not rotated
-  std::optional<float> scale;  // of the scores; none: 1 / sqrt(head_dim)
+  int rope;  // a table of `add_rope`, -1: q and k are not rotated
 };
 
 // Latent attention (latent_attention.h).
@@ -133,7 +133,7 @@ class Program {
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
   // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
-  void attention(int layer, int window, Vector sinks = {});
+  void attention(int layer, PiAttentionSettings settings, Vector sinks = {});
   void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
   void mamba(MambaSpec spec);         // attended = Mamba2 of norm(x), see mamba.h
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))

@@ -104,14 +104,28 @@ struct PiLinear {
   int type, add;
 };
 
+// The settings of a layer's attention, X(type, name, neutral value): each is the attribute of that name of the layer's
+// configuration (config.py), from which bindings.h reads it. It has the neutral value where that is None, or where the
+// layer's kind of attention has no such attribute.
+#define PI_ATTENTION_SETTINGS(X)                           \
+  X(float, scale, 0) /* of the scores; 0: head_dim^-1/2 */ \
+  X(int, window, 0)  /* tokens that a query looks back over, its own included; 0: all of them */
+
+struct PiAttentionSettings {
+#define PI_SETTING(type, name, neutral) type name = neutral;
+  PI_ATTENTION_SETTINGS(PI_SETTING)
+#undef PI_SETTING
+};
+
 // One run of consecutive tokens of one sequence against its paged cache.
 struct PiAttention {
-  const float* q;        // [t][q_stride], head h at h * head_pad, scaled by 1 / sqrt(head_dim)
+  const float* q;        // [t][q_stride], head h at h * head_pad, times the scale of the scores
   float* out;            // [t][out_stride], head h at h * head_dim
   const uint8_t* kv;     // this layer: page p, kv head g at p * page_bytes + g * head_bytes
   const int32_t* pages;  // the sequence's page table
   int64_t q_stride, out_stride, page_bytes, head_bytes, position;  // position of token 0
-  int head_dim, head_pad, group, window;                           // head_dim: of a value; window 0: none
+  int head_dim, head_pad, group;                                   // head_dim: of a value
+  PiAttentionSettings settings = {};
   const float* sinks = nullptr;  // of each head, a score in its softmax that belongs to no value; null: none
 };
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from powerinfer import _native
 from powerinfer.config import (
-    AttentionConfig,
     DeltaNetConfig,
     EngineConfig,
     ExpertsConfig,
@@ -35,7 +34,7 @@ from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slo
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import RawTensor, RestingTensor, convert
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
 from powerinfer.kernels import cpu
 from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
@@ -345,14 +344,13 @@ class CpuExecutor:
         q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
         [heads], scores in the softmax that belong to no value.
         """
-        about = self.config.layers[layer].attention
-        assert isinstance(about, AttentionConfig)
+        settings = self.config.layers[layer].attention
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
-        own = layer - self.first_layer
-        rope = -1 if about.rope is None else self._ropes[about.rope]
-        self._program.attention_input(own, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, about.scale)
-        self._program.attention(own, about.window or 0, sinks)
+        place = layer - self.first_layer
+        rope = -1 if settings.rope is None else self._ropes[settings.rope]
+        self._program.attention_input(place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope)
+        self._program.attention(place, settings, sinks)
 
     def gate_attended(self, layer: int, norm: _native.Norm | None, matrix: _native.Matrix) -> None:
         """attended *= sigmoid(matrix . norm(x))."""
@@ -427,13 +425,13 @@ class CpuExecutor:
         q_latent: makes the latents of queries, None: q, of all heads, reads norm(x) itself; kv: makes latents and the
         rotated part of keys; rotated rows in the order of `head_rows`. q_norm, kv_norm: of latents. k_b: as the tensor.
         """
-        about = self.config.layers[layer].attention
-        assert isinstance(about, LatentAttentionConfig)
-        own, rope = layer - self.first_layer, self._ropes[about.rope]
-        of_q = _native.Norm(q_norm, about.norm_eps) if q_norm is not None else None
-        of_kv, heads = _native.Norm(kv_norm, about.norm_eps), self._stack(k_b)
-        self._program.latent_input(own, norm, q_latent, of_q, q, kv, of_kv, heads, rope, about.scale)
-        self._program.attention(own, 0)
+        settings = self.config.layers[layer].attention
+        assert isinstance(settings, LatentAttentionConfig)
+        place, rope = layer - self.first_layer, self._ropes[settings.rope]
+        of_q = _native.Norm(q_norm, settings.norm_eps) if q_norm is not None else None
+        of_kv, heads = _native.Norm(kv_norm, settings.norm_eps), self._stack(k_b)
+        self._program.latent_input(place, settings, norm, q_latent, of_q, q, kv, of_kv, heads, rope)
+        self._program.attention(place, settings)
 
     def latent_project(
         self, layer: int, v_b: RawTensor, matrix: _native.Matrix, norm: _native.Norm | None = None
@@ -487,57 +485,42 @@ class CpuExecutor:
         self.ffns[layer] = CpuFfn(self.parts, layer, op, own, layout=layout, predictor=selects)
 
     def experts(
-        self,
-        layer: int,
-        norm: _native.Norm | None,
-        router: _native.Matrix | None,
-        experts: Iterable[RawTensor],
-        shared: Sequence[_native.Matrix] = (),
-        *,
-        correction: Float32 | None = None,
-        shared_weight: Float32 | None = None,
-        router_bias: Float32 | None = None,
-        biases: Sequence[Float32 | None] = (),
-        out_norm: _native.Norm | None = None,
-        resting: Callable[[], Sequence[RestingTensor]] | None = None,
-        guess: RawTensor | None = None,
+        self, layer: int, norm: _native.Norm | None, weights: ExpertWeights, out_norm: _native.Norm | None = None
     ) -> None:
         """x += out_norm(the sum of each token's weighted experts of n = norm(x), and of the shared expert).
 
-        router: [experts, d_model], None: it was given to `early_router`; experts: the matrices of all experts,
-        [experts, out, in], in the order of the layer's `matrices`; shared: those of the shared expert.
-        shared_weight: float32 [d_model]; router_bias: float32 [experts]; biases: of the matrices, float32 [experts,
-        out], or none at all. resting: says where the experts lie, if they stay on disk; then `experts` is not asked
-        for, and guess is the router, too.
+        Experts that stay on disk are not asked for; a router that reads what the layer gets was given to
+        `early_router`.
         """
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
         spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
-        if self.disk is not None and resting is not None and layer in self.disk.about.experts:
-            of_all, slots = self._resting(self.disk, layer, spec, resting(), biases)
+        router = None if weights.early else self.matrix(weights.router)
+        if self.disk is not None and layer in self.disk.about.experts:
+            of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases)
         elif self.in_experts and about.why_whole is None:
-            weights = None if self.expert_predictors is None else self.expert_predictors(layer)
-            of_all, made = self._bundled(about, spec, experts, weights)
+            predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
+            of_all, made = self._bundled(about, spec, weights.experts(), predictor)
         else:
-            *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in experts)
-            of_gate, own = gate[0] if gate else None, _biases(about, biases)
-            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own)
+            *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in weights.experts())
+            of_gate, biases = gate[0] if gate else None, _biases(about, weights.biases)
+            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **biases)
         of_shared = None
-        if shared:
-            *gate, up, down = shared
+        if weights.shared:
+            *gate, up, down = map(self.matrix, weights.shared)
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
         self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
-            _router(about.router, correction, router_bias),
+            _router(about.router, None if weights.early else weights.correction, weights.router_bias),
             router,
             of_all,
             of_shared,
-            shared_weight,
+            weights.shared_weight,
         )
         if made is not None:
             self.expert_ffns[layer] = made(self._experts[layer])
         if self.disk is not None and slots is not None:
-            self._foresee(self.disk, layer, guess)
+            self._foresee(self.disk, layer, weights.router)
             self.disk.add_experts(layer, self._experts[layer], slots)
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
@@ -567,14 +550,14 @@ class CpuExecutor:
         of_gate = gate[0] if gate else None
         return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
 
-    def _foresee(self, disk: DiskTier, layer: int, guess: RawTensor | None) -> None:
-        """Whoever knows a layer's experts early reads them early: a router before attention, and, of `prefetch`, the
-        layer before it. guess: the router, which it computes then."""
+    def _foresee(self, disk: DiskTier, layer: int, router: RawTensor) -> None:
+        """Read a layer's experts as soon as they are known: by a router before attention, or, of `prefetch`, in the
+        layer before it, which then computes the router, too."""
         op = self._experts[layer]
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
-        elif guess is not None and disk.about.prefetch and {layer - 1} <= self._experts.keys() & disk.about.experts:
-            self._experts[layer - 1].foresee(op, self._guessing(guess))
+        elif disk.about.prefetch and {layer - 1} <= self._experts.keys() & disk.about.experts:
+            self._experts[layer - 1].foresee(op, self._guessing(router))
 
     def _guessing(self, router: RawTensor) -> _native.Matrix:
         """Of a router, for guesses, which need not be exact."""

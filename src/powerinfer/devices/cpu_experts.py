@@ -93,12 +93,11 @@ def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = Fals
 
 def _put(layout: BundleLayout, groups: Bytes, gate: Bytes | None, up: Bytes, down: Bytes, threads: int) -> None:
     """Fill the groups of experts. gate, up: of all their rows; down: uint8 [experts, d_model, bytes of a row]."""
-    neurons, d_model = len(groups) * BUNDLE_GROUP, layout.d_model
+    neurons = len(groups) * BUNDLE_GROUP
     if gate is not None:
-        at = layout.gate_at
-        cpu.pack_bundle_rows(layout.gate_type, "dot", neurons, d_model, gate, groups, layout.pitch, at, threads)
-    cpu.pack_bundle_rows(layout.gate_type, "dot", neurons, d_model, up, groups, layout.pitch, layout.up_at, threads)
-    each, at = len(groups) // len(down), layout.down_at
+        cpu.pack_bundle_rows(layout, "gate", neurons, gate, groups, threads)
+    cpu.pack_bundle_rows(layout, "up", neurons, up, groups, threads)
+    each = len(groups) // len(down)
     for expert, columns in enumerate(down):
         across = BLOCKS.get(layout.down_type)
         turned = (
@@ -107,6 +106,4 @@ def _put(layout: BundleLayout, groups: Bytes, gate: Bytes | None, up: Bytes, dow
             else transposed(columns.view(np.uint16)).view(np.uint8)
         )
         own, data = groups[expert * each : (expert + 1) * each], np.ascontiguousarray(turned).reshape(-1)
-        cpu.pack_bundle_rows(
-            layout.down_type, "add", each * BUNDLE_GROUP, d_model, data, own, layout.pitch, at, threads
-        )
+        cpu.pack_bundle_rows(layout, "down", each * BUNDLE_GROUP, data, own, threads)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,14 @@ GpuMatrix = StoredMatrix | PanelMatrix
 """What operators take: a matrix to be uploaded, or one that stays in RAM and streams to the device in every step."""
 
 
+class CacheSize(NamedTuple):
+    """A cache's type and pages; states: slots for the states of sequences, of a model whose layers have any."""
+
+    kv_type: str
+    pages: int
+    states: int = 0
+
+
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
@@ -81,18 +89,16 @@ class GpuLayers:
         device: device,
         *,
         layers: int,
-        pages: int,
-        kv_type: str,
+        cache: CacheSize,
         max_tokens: int,
         rotations: Mapping[RopeConfig, Rotation],
         split: bool = False,
-        states: int = 0,
         share: MemoryShare | None = None,
     ) -> None:
-        """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; states:
-        slots for the states of sequences, of a model whose layers have any; share: theirs of the device's memory, which
-        ends with them; None: one of their own."""
+        """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; share:
+        theirs of the device's memory, which ends with them; None: one of their own."""
         torch = import_torch()
+        kv_type, pages, states = cache
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
         self.page_size = cpu.PAGE
@@ -116,18 +122,12 @@ class GpuLayers:
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
-        kinds = [layer.attention for layer in config.layers[:layers]]
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
-        heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
-        self._cache = [tuple(gpu.new_cache(kv_type, pages, n, dim, device) for _ in own) for n, dim, own in heads]
-        remembered = {layer: kind for layer, kind in config.states.items() if layer < layers}
-        own_states = gpu_states.new_states(list(remembered.values()), states, device)
-        self._states = dict(zip(remembered, own_states, strict=True))
-        self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
-        self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
-        self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
-        changed = config.residual_scale != 1 or any(one.norms in ("output", "both") for one in config.layers[:layers])
+        self._make_caches(states)
+        changed = config.residual_scale != 1 or not {"output", "both"}.isdisjoint(
+            layer.norms for layer in config.layers[:layers]
+        )
         self._why: str | None = None  # who acts in steps of few tokens
         if self.link is not None:
             with current(device):
@@ -141,6 +141,19 @@ class GpuLayers:
         self._recorded_at = self.buffers.addresses
         self._shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
+
+    def _make_caches(self, states: int) -> None:
+        """Caches, and states, of the first layers, empty."""
+        config, device = self._config, self.device
+        kinds = [layer.attention for layer in config.layers[: self.layers]]
+        heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
+        self._cache = [tuple(self._new_cache(n, dim, device) for _ in parts) for n, dim, parts in heads]
+        remembered = {layer: kind for layer, kind in config.states.items() if layer < self.layers}
+        layer_states = gpu_states.new_states(list(remembered.values()), states, device)
+        self._states = dict(zip(remembered, layer_states, strict=True))
+        self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
+        self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
+        self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
 
     # ---------------------------------------------------------------- weights
 
@@ -234,16 +247,17 @@ class GpuLayers:
         q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
         [heads], scores in the softmax that belong to no value.
         """
-        about = self._config.layers[layer].attention
-        assert isinstance(about, AttentionConfig)
-        heads, kv, dim = about.n_heads, about.n_kv_heads, about.head_dim
+        settings = self._config.layers[layer].attention
+        assert isinstance(settings, AttentionConfig)
+        heads, kv, dim = settings.n_heads, settings.n_kv_heads, settings.head_dim
         matrices = self._products("attention", *qkv, biases=biases)
-        norms, width = (self._rms(q_norm), self._rms(k_norm)), about.qk_norm == "width"
-        weights = [norm.weight for norm in norms if norm is not None]
-        together = (weights[0], weights[1]) if len(weights) == 2 and not width and about.rope is not None else None
+        norms, width = (self._rms(q_norm), self._rms(k_norm)), settings.qk_norm == "width"
+        rotation = None if settings.rope is None else self._rotations[settings.rope]
+        together = None
+        if norms[0] is not None and norms[1] is not None and not width and rotation is not None:
+            together = gpu.HeadNorms(norms[0].weight, norms[1].weight, self._config.norm_eps)
         keys, values = self.cache(layer)
-        rotation = None if about.rope is None else self._rotations[about.rope]
-        scale = dim**-0.5 if about.scale is None else about.scale
+        cache = keys, values
         own_sinks = self._some(sinks)
 
         def run(step: Step) -> None:
@@ -255,11 +269,9 @@ class GpuLayers:
             if rotation is None:
                 gpu.store_kv(keys, values, k, v, step.slots)
             else:
-                of_step = step.positions, *rotation, keys, values, step.slots
-                gpu.rotate_and_store(q, k, v, *of_step, together, self._config.norm_eps)
-            where = step.page_table, step.rows, step.positions
+                gpu.rotate_and_store(q, k, v, step.positions, rotation, cache, step.slots, together)
             for_codes = layer in self._attended_for_codes
-            step.attended = gpu.attention(q, keys, values, *where, about.window, scale, own_sinks, for_codes)
+            step.attended = gpu.attention(q, cache, step.contexts, settings, own_sinks, for_codes)
 
         self._add(layer, "attention", run)
 

@@ -44,10 +44,9 @@ class LatentInput:
         heads = q.unflatten(1, (about.n_heads, about.query_dim))
         plain, turned = heads[..., : about.plain_dim], heads[..., about.plain_dim :]
         kv_norm = self.kv_norm.weight, self.kv_norm.eps
-        gpu_latent.place(turned, kv, *kv_norm, step.positions, *self.rotation, self.cache, step.slots)
+        gpu_latent.place(turned, kv, kv_norm, step.positions, self.rotation, self.cache, step.slots)
         queries = self.k_b(plain.transpose(0, 1))
-        where = step.page_table, step.rows, step.positions
-        step.attended = gpu_latent.attention(queries, turned, self.cache, *where, about.scale)
+        step.attended = gpu_latent.attention(queries, turned, self.cache, step.contexts, about)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class Stage:
                     None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
                 )
                 assert rows is not None and at is not None and group is not None and shared is not None
-                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, *of_piece)
+                neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, of_piece)
                 gpu.unpack(layout, rows, at, group, shared, neurons)
                 total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
                 del neurons  # the next piece reuses their memory

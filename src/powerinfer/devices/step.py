@@ -32,6 +32,11 @@ class Step:
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
 
     @property
+    def contexts(self) -> gpu.Contexts:
+        """What its tokens see in a cache."""
+        return gpu.Contexts(self.page_table, self.rows, self.positions)
+
+    @property
     def key(self) -> tuple[int, ...]:
         """Steps with the same key have their tensors at the same addresses."""
         return len(self.x), len(self.logit_rows), *self.page_table.shape

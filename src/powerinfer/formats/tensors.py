@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, nvfp4_as_q8_0, quantize
+from powerinfer.neurons import Indices
 from powerinfer.system import usable_cores
 
 _PIECE = 1 << 21  # elements converted by one thread at a time
@@ -157,6 +159,26 @@ class RestingTensor:
     def each_nbytes(self) -> int:
         """Bytes of one matrix."""
         return self.shape[1] * block_type(self.type).row_bytes(self.shape[2])
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
+    after another; those of the shared expert; float32 vectors that a layer may lack. some: gives the matrices of some
+    experts alone; resting: says where they lie, ModelError where not as they are used; check: ChangedError if the file
+    that the matrices may be views of was changed."""
+
+    router: RawTensor
+    early: bool  # the router reads what the layer gets, before attention
+    experts: Callable[[], Iterator[RawTensor]]
+    shared: Sequence[RawTensor]
+    correction: Float32 | None
+    shared_weight: Float32 | None
+    router_bias: Float32 | None
+    biases: Sequence[Float32 | None]  # of the experts' matrices, [experts, out]
+    norm: Float32 | None  # of their input, float32 [d_model], where it is an RMS norm
+    some: Callable[[Indices], Iterator[RawTensor]]
+    resting: Callable[[], Sequence[RestingTensor]]
+    check: Callable[[], None]
 
 
 def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.gpu import GpuLayers
+from powerinfer.devices.gpu import CacheSize, GpuLayers
 from powerinfer.devices.link import Link
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.streams import Event, streams_of
@@ -383,8 +383,7 @@ class _GpuSamples(Samples):
             config,
             self._device,
             layers=layers,
-            pages=context // cpu.PAGE,
-            kv_type="f16",
+            cache=CacheSize("f16", context // cpu.PAGE),
             max_tokens=1,
             rotations={rope: (np.ones(HEAD_DIM // 2, np.float32), 1.0) for rope in config.ropes},
             split=split,

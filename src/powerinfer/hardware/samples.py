@@ -95,12 +95,8 @@ class Samples:
         bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
         gate = self.normal(kind, n, d_model)
         down = self.normal(kind, len(bundles) * d_model, BUNDLE_GROUP) if kind in ACROSS else gate
-        for use, row_type, rows, at in (
-            ("dot", kind, gate, layout.gate_at),
-            ("dot", kind, gate, layout.up_at),
-            ("add", down_type, down, layout.down_at),
-        ):
-            cpu.pack_bundle_rows(row_type, use, n, d_model, rows.data, bundles, layout.pitch, at, threads)
+        for name, rows in (("gate", gate), ("up", gate), ("down", down)):
+            cpu.pack_bundle_rows(layout, name, n, rows.data, bundles, threads)
         return layout, bundles
 
 

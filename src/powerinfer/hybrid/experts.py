@@ -33,12 +33,11 @@ from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.formats.tensors import RawTensor, RestingTensor
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.units import HybridUnits, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.models.builder import ExpertWeights
 from powerinfer.neurons import Indices
 from powerinfer.placement.experts import Policy, Swap
 

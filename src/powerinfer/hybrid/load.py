@@ -119,7 +119,7 @@ def load_split(
     Raises as `load_resolved` does.
     """
     from powerinfer.devices.cpu import CpuExecutor
-    from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.gpu import CacheSize, GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
@@ -145,12 +145,10 @@ def load_split(
                 config,
                 device,
                 layers=placement.layers,
-                pages=cpu.n_pages,
-                kv_type=engine.kv_type,
+                cache=CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states),
                 max_tokens=cpu.max_tokens,
                 rotations=rotary,
                 split=split is not None,
-                states=cpu.n_states,
                 share=share,
             )
             if stage is not None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import AttentionKind, EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.neurons import BundleLayout
 from powerinfer.system import MOST_THREADS, usable_cores
 
 PAGE = _native.PAGE
@@ -99,22 +100,17 @@ def bundle_row_bytes(type_name: str, k: int) -> tuple[int, int]:
 
 
 def pack_bundle_rows(
-    type_name: str,
-    kind: str,
-    rows: int,
-    k: int,
-    data: NDArray[np.uint8],
-    out: NDArray[np.uint8],
-    pitch: int,
-    at: int,
-    threads: int,
+    layout: BundleLayout, matrix: str, rows: int, data: NDArray[np.uint8], out: NDArray[np.uint8], threads: int
 ) -> None:
-    """Write rows [rows, k] as gate, up or down rows of bundles, at byte `at` of each; these are `pitch` bytes apart.
+    """Write the rows [rows, d_model] of a matrix, "gate", "up" or "down", into bundles.
 
-    data: the rows as a model file stores them, uint8 1-D; for Q4_0X32 group by group k blocks of Q4_0, each across the
-    group's neurons. out: the bundles, uint8 [groups, bytes of a group]; kind: "dot" for gate and up, "add" for down.
+    data: the rows as a model file stores them, uint8 1-D; for Q4_0X32 group by group d_model blocks of Q4_0, each
+    across the group's neurons. out: the bundles, uint8 [groups, bytes of a group].
     """
-    _native.pack_bundle_rows(_native.Pool(threads), type_name, kind, rows, k, data, out, pitch, at)
+    at = layout.gate_at if matrix == "gate" else layout.up_at if matrix == "up" else layout.down_at
+    kind, type_name = ("add", layout.down_type) if matrix == "down" else ("dot", layout.gate_type)
+    pool = _native.Pool(threads)
+    _native.pack_bundle_rows(pool, type_name, kind, rows, layout.d_model, data, out, layout.pitch, at)
 
 
 def code_bytes(type_name: str, k: int) -> int:
@@ -125,7 +121,7 @@ def code_bytes(type_name: str, k: int) -> int:
 def bundle_row_order(type_name: str, kind: str, k: int) -> NDArray[np.int32]:
     """The byte of a bundle's row at which each of its k elements lies, int32 [k]; of F16, BF16 the first.
 
-    kind: as for `pack_bundle_rows`. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b + 16 + j,
-    j < 16.
+    kind: "dot" for gate and up, "add" for down. Two codes of 4 bits share a byte: those of elements 32 b + j and 32 b +
+    16 + j, j < 16.
     """
     return _native.bundle_row_order(type_name, kind, k)

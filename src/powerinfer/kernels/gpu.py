@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import BANK, FfnConfig
+from powerinfer.config import BANK, AttentionConfig, FfnConfig
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import ALMOST_HALF, Bytes, as_q8_0, block_type
@@ -35,8 +35,11 @@ from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import SCAN_CHUNK as SCAN_CHUNK
 from powerinfer.kernels.gpu_types import SHARING as SHARING
 from powerinfer.kernels.gpu_types import Cached as Cached
+from powerinfer.kernels.gpu_types import Contexts as Contexts
+from powerinfer.kernels.gpu_types import HeadNorms as HeadNorms
 from powerinfer.kernels.gpu_types import Neurons as Neurons
 from powerinfer.kernels.gpu_types import Weight as Weight
+from powerinfer.kernels.torch_attention import attend_pages
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 from powerinfer.system import usable_cores
 
@@ -518,72 +521,41 @@ def rotate_and_store(
     k: Tensor,
     v: Tensor,
     positions: Tensor,
-    frequencies: Tensor,
-    factor: float,
-    cache_k: Cached,
-    cache_v: Cached,
+    rotation: tuple[Tensor, float],
+    cache: tuple[Cached, Cached],
     slots: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
+    norms: HeadNorms | None = None,
 ) -> None:
-    """`rotate` of q in place and of k, then `store_kv`; k is undefined afterwards. norms: weights, float32 [head_dim],
-    of an RMS norm of each head of q, and of k, before that."""
+    """`rotate` of q in place and of k, then `store_kv`; k is undefined afterwards. rotation: frequencies and factor;
+    norms: of heads, before that."""
     if _triton(q):
-        _kernels().rotate_and_store(q, k, v, positions, frequencies, factor, cache_k, cache_v, slots, norms, eps)
+        _kernels().rotate_and_store(q, k, v, positions, rotation, cache, slots, norms)
         return
     if norms is not None:
-        q.copy_(norm(q, norms[0], None, eps, False))
-        k = norm(k, norms[1], None, eps, False)
-    rotate(q, positions, frequencies, factor)
-    store_kv(cache_k, cache_v, rotate(k, positions, frequencies, factor), v, slots)
+        q.copy_(norm(q, norms.q, None, norms.eps, False))
+        k = norm(k, norms.k, None, norms.eps, False)
+    rotate(q, positions, *rotation)
+    store_kv(*cache, rotate(k, positions, *rotation), v, slots)
 
 
 def attention(
     q: Tensor,
-    cache_k: Cached,
-    cache_v: Cached,
-    page_table: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    window: int | None,
-    scale: float,
+    cache: tuple[Cached, Cached],
+    contexts: Contexts,
+    settings: AttentionConfig,
     sinks: Tensor | None = None,
     for_codes: bool = False,
 ) -> Tensor:
     """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads * head_dim].
 
-    q: float32 [T, heads, head_dim]; caches as in `store_kv`, with this step's keys and values in them; page_table:
-    int32 [S, P]; rows: int32 [T], the row of page_table of a token; positions: int32 [T]. The token at position p sees
-    0 .. p, or the last `window` of these; one whose position is negative gets zeros. scale: of the scores; sinks:
-    float32 [heads], a score more in the softmax of each head, which belongs to no value. for_codes: the result is
-    multiplied with weights of `INTEGERS`.
+    q: float32 [T, heads, head_dim]; cache: as in `store_kv`, with this step's keys and values in it. A token sees what
+    is up to its position, as the layer's settings say; one that stands for nothing gets zeros. sinks: float32 [heads],
+    a score more in the softmax of each head, which belongs to no value. for_codes: the result is multiplied with
+    weights of `INTEGERS`.
     """
     if _triton(q):
-        return _kernels().attention(q, cache_k, cache_v, page_table, rows, positions, window, scale, sinks, for_codes)
-    import torch
-
-    out = torch.zeros_like(q)
-    heads, kv_heads = q.shape[1], cache_k.data.shape[2]
-    for row in torch.unique(rows).tolist():
-        tokens = ((rows == row) & (positions >= 0)).nonzero()[:, 0]
-        if not len(tokens):
-            continue
-        last = int(positions[tokens].max()) + 1
-        pages = page_table[row, : -(-last // PAGE)].long()
-        keys, held = (c.values(pages).flatten(0, 1)[:last] for c in (cache_k, cache_v))  # [last, kv_heads, dim]
-        grouped = q[tokens].view(len(tokens), kv_heads, heads // kv_heads, -1)
-        scores = torch.einsum("tghd,sgd->tghs", grouped, keys) * scale
-        place, seen = torch.arange(last, device=q.device), positions[tokens].long()[:, None]
-        hidden = place > seen
-        if window:
-            hidden |= place <= seen - window
-        scores.masked_fill_(hidden[:, None, None, :], -torch.inf)
-        if sinks is not None:
-            beside = sinks.view(kv_heads, -1).expand(len(tokens), -1, -1)
-            scores = torch.cat([scores, beside[..., None]], dim=-1)
-        weights = scores.softmax(dim=-1)[..., :last]
-        out[tokens] = torch.einsum("tghs,sgd->tghd", weights, held).flatten(1, 2)
-    return out.flatten(1)
+        return _kernels().attention(q, cache, contexts, settings, sinks, for_codes)
+    return attend_pages(q, cache, contexts, settings, sinks)
 
 
 def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:
@@ -651,7 +623,7 @@ def resident(
     present = counts[counts > 0]
     group = own(np.repeat(np.arange(len(present), dtype=np.int32), present)) if layout.shared_bytes else None
     of_index = [None if values is None else own(values[index].astype(np.float32)) for values in vectors]
-    neurons = empty_neurons(layout, len(index), len(present), device, ffn, group, *of_index)
+    neurons = empty_neurons(layout, len(index), len(present), device, ffn, group, of_index)
     memory = np.empty(min(some_bytes(layout, index), max(_LOADED, layout.group_bytes)), np.uint8)
     row = first = 0
     for begin, end in cuts(layout, counts, _LOADED):
@@ -671,12 +643,10 @@ def empty_neurons(
     device: Any,
     ffn: FfnConfig,
     group: Tensor | None,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    limits: Tensor | None = None,
-    product_limits: Tensor | None = None,
+    vectors: Sequence[Tensor | None] = (),
 ) -> Neurons:
-    """Room for n neurons in `groups` groups, for `unpack`; the other arguments as in `Neurons`.
+    """Room for n neurons in `groups` groups, for `unpack`. group: as in `Neurons`; vectors: as `NeuronVectors`, of
+    these neurons.
 
     Rows are in the type that `neuron_type` gives. ValueError for neurons that compete in banks, which may not all be
     there.
@@ -693,8 +663,10 @@ def empty_neurons(
     if last == "Q4_0X32":
         shared = torch.empty((groups, k), dtype=torch.float16, device=device)
     of = None if shared is None else group
-    vectors = gate_bias, up_bias, ffn.activation, ffn.threshold, limits, product_limits
-    return Neurons(gate, up, down, shared, of, *vectors)
+    every: list[Tensor | None] = [*vectors, *[None] * (4 - len(vectors))]
+    gate_bias, up_bias, limits, product_limits = every
+    activation = ffn.activation, ffn.threshold
+    return Neurons(gate, up, down, shared, of, gate_bias, up_bias, *activation, limits, product_limits)
 
 
 def unpack(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from powerinfer.config import LatentAttentionConfig
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_types import FEW, PAGE, Cached, Weight
+from powerinfer.kernels.gpu_types import FEW, PAGE, Cached, Contexts, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,59 +50,59 @@ def per_head(w: Weight, x: Tensor, by_token: bool = False) -> Tensor:
 def place(
     turned: Tensor,
     kv: Tensor,
-    weight: Tensor,
-    eps: float,
+    norm: tuple[Tensor, float],
     positions: Tensor,
-    frequencies: Tensor,
-    factor: float,
+    rotation: tuple[Tensor, float],
     cache: Cached,
     slots: Tensor,
 ) -> None:
     """`gpu.rotate` of the rotated parts of queries, in place, float32 [T, heads, n]; and a layer's keys into the cache.
 
-    kv: float32 [T, latents + n], each token's latents, which get an RMS norm with weight, float32 [latents], and eps;
-    and what the keys of all heads share, which is rotated. kv is undefined afterwards. The others as in `gpu.rotate`
-    and `gpu.store_kv`.
+    kv: float32 [T, latents + n], each token's latents, which get an RMS norm with a weight, float32 [latents], and eps;
+    and what the keys of all heads share, which is rotated. kv is undefined afterwards. rotation: frequencies and
+    factor. The others as in `gpu.rotate` and `gpu.store_kv`.
     """
     if gpu.which(kv) == "triton":
         from powerinfer.kernels import triton_latent
 
-        triton_latent.place(turned, kv, weight, eps, positions, frequencies, factor, cache, slots)
+        triton_latent.place(turned, kv, norm, positions, rotation, cache, slots)
         return
     import torch
 
+    weight, eps = norm
     latents = len(weight)
-    gpu.rotate(turned, positions, frequencies, factor)
-    rest = gpu.rotate(kv[:, None, latents:], positions, frequencies, factor)
+    gpu.rotate(turned, positions, *rotation)
+    rest = gpu.rotate(kv[:, None, latents:], positions, *rotation)
     key = torch.cat([gpu.norm(kv[:, None, :latents], weight, None, eps, False), rest], dim=-1)
     gpu.store(cache, key, slots)
 
 
 def attention(
-    q: Tensor, turned: Tensor, cache: Cached, page_table: Tensor, rows: Tensor, positions: Tensor, scale: float
+    q: Tensor, turned: Tensor, cache: Cached, contexts: Contexts, settings: LatentAttentionConfig
 ) -> Tensor:
     """What each head gets of the latents in the cache, float32 [heads, T, latents].
 
     q: float32 [heads, T, latents], queries for latents; turned: float32 [T, heads, n], their rotated parts; cache: with
-    this step's keys, [pages, PAGE, 1, latents + n]; scale: of the scores. The others as in `gpu.attention`.
+    this step's keys, [pages, PAGE, 1, latents + n]. The others as in `gpu.attention`.
     """
     if gpu.which(q) == "triton":
         from powerinfer.kernels import triton_latent
 
-        return triton_latent.attention(q, turned, cache, page_table, rows, positions, scale)
+        return triton_latent.attention(q, turned, cache, contexts, settings)
     import torch
 
     out = torch.zeros_like(q)
     latents = q.shape[2]
+    table, rows, positions = contexts
     for row in torch.unique(rows).tolist():
         tokens = ((rows == row) & (positions >= 0)).nonzero()[:, 0]
         if not len(tokens):
             continue
         last = int(positions[tokens].max()) + 1
-        keys = cache.values(page_table[row, : -(-last // PAGE)].long()).flatten(0, 2)[:last]  # [last, latents + n]
+        keys = cache.values(table[row, : -(-last // PAGE)].long()).flatten(0, 2)[:last]  # [last, latents + n]
         scores = torch.matmul(q[:, tokens], keys[:, :latents].T)
         scores += torch.einsum("thn,sn->hts", turned[tokens], keys[:, latents:])
         hidden = torch.arange(last, device=q.device) > positions[tokens].long()[:, None]
-        scores.mul_(scale).masked_fill_(hidden, -torch.inf)
+        scores.mul_(settings.scale).masked_fill_(hidden, -torch.inf)
         out[:, tokens] = torch.matmul(scores.softmax(dim=-1), keys[:, :latents])
     return out

@@ -6,7 +6,7 @@ torch is not imported: the sizes are asked for without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -99,6 +99,23 @@ class Cached:
         if self.scales is None:
             return wide
         return wide.mul_(self.scales[pages].float().repeat_interleave(32, dim=-1)[..., : wide.shape[-1]])
+
+
+class Contexts(NamedTuple):
+    """What the T tokens of a step see in a cache: pages: int32 [S, P], of each sequence in order; rows: int32 [T], the
+    sequence of a token; positions: int32 [T], negative where a token stands for nothing."""
+
+    pages: Tensor
+    rows: Tensor
+    positions: Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head of q and of k: float32 [head_dim] weights."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

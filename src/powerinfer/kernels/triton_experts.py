@@ -11,7 +11,7 @@ and columns of down that no token of an expert needs are masked. Steps of many t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -524,57 +524,92 @@ def expert_sum(
             some = slice(at, at + TOKENS)
             expert_sum(experts, x[some], slots[some], weights[some], None, to[some])
         return to
-    pairs, d, device = tokens * top_k, x.shape[1], x.device
-    out = torch.empty((tokens, d), dtype=torch.float32, device=device) if into is None else into
+    d = x.shape[1]
+    out = torch.empty((tokens, d), dtype=torch.float32, device=x.device) if into is None else into
     if not tokens:
         return out
+    pairs = _ordered(experts, slots, weights)
+    h = _grouped_hidden(experts, x, pairs)
+    rows = _grouped_down(experts, h, pairs, d)
+    grid, add = (tokens, triton.cdiv(d, COLUMNS)), into is not None
+    _merge_kernel[grid](rows, pairs.row_of, slots, out, top_k, d, ADD=add, C=COLUMNS, num_warps=4)
+    return out
+
+
+class _Pairs(NamedTuple):
+    """Tokens and their experts, in the order of the experts' slots.
+
+    token_of, weight_of: of each; row_of: where each pair of a token lies; begin: int32 [slots + 1], of each slot's;
+    each: pairs of a slot, on average; columns: of a tile for them.
+    """
+
+    token_of: Tensor
+    weight_of: Tensor
+    row_of: Tensor
+    begin: Tensor
+    each: int
+    columns: int
+
+
+def _ordered(experts: Experts, slots: Tensor, weights: Tensor) -> _Pairs:
+    pairs, device = slots.numel(), slots.device
     token_of, row_of = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
     weight_of = torch.empty(pairs, dtype=torch.float32, device=device)
     begin = torch.empty(experts.slots + 1, dtype=torch.int32, device=device)
     _order_kernel[(triton.cdiv(max(pairs, experts.slots + 1), PAIRS),)](
-        slots, weights, token_of, weight_of, row_of, begin, pairs, top_k, experts.slots, BLOCK=PAIRS, OTHER=COMPARED,
-        num_warps=4,
+        slots, weights, token_of, weight_of, row_of, begin, pairs, slots.shape[1], experts.slots, BLOCK=PAIRS,
+        OTHER=COMPARED, num_warps=4,
     )  # fmt: skip
-    gathered, rows = (torch.empty((pairs, d), dtype=torch.float32, device=device) for _ in range(2))
-    wide = triton.cdiv(d, COLUMNS)
-    _gather_kernel[(pairs, wide)](x.contiguous(), token_of, gathered, d, C=COLUMNS, num_warps=4)
-    up, down, size, exact, bias = experts.up, experts.down, experts.size, precision(x), experts.up_bias is not None
-    first = up if experts.gate is None else experts.gate
-    each = triton.cdiv(pairs, experts.slots)
+    each = int(triton.cdiv(pairs, experts.slots))
     columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(each)))
-    turns = each <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
-    h = torch.empty((pairs, size), dtype=torch.float32, device=device)
+    return _Pairs(token_of, weight_of, row_of, begin, each, columns)
+
+
+def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs) -> Tensor:
+    """h of each pair, float32 [pairs, size]."""
+    n, (tokens, d), size = len(pairs.token_of), x.shape, experts.size
+    gathered, h = (torch.empty((n, width), dtype=torch.float32, device=x.device) for width in (d, size))
+    _gather_kernel[(n, triton.cdiv(d, COLUMNS))](
+        x.contiguous(), pairs.token_of, gathered, d, C=COLUMNS, num_warps=4
+    )  # fmt: skip
+    up = experts.up
+    first = up if experts.gate is None else experts.gate
+    turns = pairs.each <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
     tile = _tile(first, up) if turns else WIDE[up.type]
-    of_each = (begin, weight_of, h, size, d, experts.threshold)
+    of_each = (pairs.begin, pairs.weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
-    shape = {"T": 1 if turns else columns, "R": tile.rows, "C": tile.columns, "PRECISION": exact}
+    shape = {"T": 1 if turns else pairs.columns, "R": tile.rows, "C": tile.columns, "PRECISION": precision(x)}
     shape["num_warps"] = tile.warps
-    weights_of = first.data, either(first.scales, first.data), up.data, either(up.scales, up.data)
+    gate_of, up_of = ((part.data, either(part.scales, part.data)) for part in (first, up))
     grid = triton.cdiv(size, tile.rows), experts.slots
     gathered = codes(gathered) if turns else gathered
     if experts.by_neuron and experts.gate is not None and tokens <= FEW:
-        _grouped_firing_kernel[grid](gathered, *weights_of, *of_each, **kinds, **shape)
+        _grouped_firing_kernel[grid](gathered, *gate_of, *up_of, *of_each, **kinds, **shape)
     else:
-        gate_of, up_of = weights_of[:2], weights_of[2:]
         _grouped_hidden_kernel[grid](
             gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
-            GATED=experts.gate is not None, BIAS=bias, **kinds, **shape,
+            GATED=experts.gate is not None, BIAS=experts.up_bias is not None, **kinds, **shape,
         )  # fmt: skip
+    return h
+
+
+def _grouped_down(experts: Experts, h: Tensor, pairs: _Pairs, d: int) -> Tensor:
+    """What each pair adds to its token, float32 [pairs, d]."""
+    down, size, exact = experts.down, experts.size, precision(h)
+    rows = torch.empty((len(h), d), dtype=torch.float32, device=h.device)
     if experts.by_neuron:
         tile = ACROSS[down.type]
         wide_tile = tile.columns * (2 if down.type == "Q4_0X32" else 1)
         _grouped_across_kernel[(triton.cdiv(d, wide_tile), experts.slots)](
-            h, down.data, either(experts.shared, h), begin, rows, d, size,
-            TYPE=down.type, T=columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
+            h, down.data, either(experts.shared, h), pairs.begin, rows, d, size,
+            TYPE=down.type, T=pairs.columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
-    else:
-        turns = each <= IN_TURN and down.type in INTEGERS
-        tile = for_rows(ONE[down.type], down.type, size) if turns else WIDE[down.type]
-        _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
-            codes(h) if turns else h, down.data, either(down.scales, h), either(experts.down_bias, h), begin, weight_of,
-            rows, d, size, TYPE=down.type, BIAS=bias, T=1 if turns else columns, R=tile.rows, C=tile.columns,
-            PRECISION=exact, num_warps=tile.warps,
-        )  # fmt: skip
-    add = into is not None
-    _merge_kernel[(tokens, wide)](rows, row_of, slots, out, top_k, d, ADD=add, C=COLUMNS, num_warps=4)
-    return out
+        return rows
+    turns = pairs.each <= IN_TURN and down.type in INTEGERS
+    tile = for_rows(ONE[down.type], down.type, size) if turns else WIDE[down.type]
+    _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
+        codes(h) if turns else h, down.data, either(down.scales, h), either(experts.down_bias, h), pairs.begin,
+        pairs.weight_of, rows, d, size, TYPE=down.type, BIAS=experts.up_bias is not None,
+        T=1 if turns else pairs.columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
+    )  # fmt: skip
+    return rows

@@ -26,7 +26,8 @@ from powerinfer.kernels.gpu_types import Q8_STEP as Q8
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import Cached, Weight
+    from powerinfer.config import AttentionConfig
+    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, Weight
 
 
 class Tile(NamedTuple):
@@ -1308,18 +1309,19 @@ def _rotate_and_store_kernel(
 
 
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, frequencies: Tensor, factor: float,
-    cache_k: Cached, cache_v: Cached, slots: Tensor, norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: tuple[Tensor, float],
+    cache: tuple[Cached, Cached], slots: Tensor, norms: HeadNorms | None = None,
 ) -> None:  # fmt: skip
     """`gpu.rotate_and_store` in one launch."""
     (tokens, heads, dims), kv_heads = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     if tokens:
-        block, kind = _block(dims, cache_k), cache_kind(cache_k)
+        block, kind = _block(dims, cache[0]), cache_kind(cache[0])
+        frequencies = rotation[0]
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
         _rotate_and_store_kernel[(tokens, heads + 2 * kv_heads)](
-            q, k, v, positions, frequencies, factor, frequencies.shape[0], *_parts(cache_k, cache_v), slots, heads,
-            kv_heads, dims, *strides, *(norms or (frequencies, frequencies)), eps, NORMS=norms is not None, KIND=kind,
+            q, k, v, positions, *rotation, frequencies.shape[0], *_parts(*cache), slots, heads, kv_heads, dims,
+            *strides, *(norms or (frequencies, frequencies, 0.0)), NORMS=norms is not None, KIND=kind,
             BLOCK=block, num_warps=warps(block, 2), enable_fp_fusion=kind != "Q8_0",
             launch_pdl=early(q),
         )  # fmt: skip
@@ -1445,12 +1447,12 @@ def _join_kernel(
 
 
 def attention(
-    q: Tensor, cache_k: Cached, cache_v: Cached, page_table: Tensor, rows: Tensor, positions: Tensor,
-    window: int | None, scale: float, sinks: Tensor | None = None, for_codes: bool = False,
+    q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
+    sinks: Tensor | None = None, for_codes: bool = False,
 ) -> Tensor:  # fmt: skip
     """`gpu.attention`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
-    kv_heads, pages = cache_k.data.shape[2], page_table.shape[1]
+    kv_heads, pages = cache[0].data.shape[2], contexts.pages.shape[1]
     assert q.stride(2) == 1
     out = torch.empty((tokens, heads * dims), dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -1459,11 +1461,11 @@ def attention(
     made = coded(out, tokens, heads * dims, FEW) if for_codes and dims % 32 == 0 else None
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
-    kind = cache_kind(cache_k)
+    kind = cache_kind(cache[0])
     half = tokens > FEW and kind != "F32"
     tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
     tiles = triton.cdiv(tokens, tile)
-    block = max(16, _block(dims, cache_k))
+    block = max(16, _block(dims, cache[0]))
     slots = held(block, shared_memory(q)) * processors(q)
     splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots)
     per = triton.cdiv(pages, splits)
@@ -1473,8 +1475,8 @@ def attention(
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _attention_kernel[(tiles, kv_heads, splits)](
-        q, *_parts(cache_k, cache_v), page_table, rows, positions, parts, peaks, sums, either(made, out), tokens, heads,
-        kv_heads, dims, pages, per, window or 1 << 30, scale, q.stride(0), q.stride(1), either(sinks, q),
+        q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
+        settings.window or 1 << 30, settings.score_scale, q.stride(0), q.stride(1), either(sinks, q),
         SINKS=sinks is not None, CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile,
         M=max(16, tile * padded), BLOCK=block,
         SPLIT=splits > 1, KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,

@@ -37,7 +37,8 @@ from powerinfer.kernels.triton_kernels import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import Cached, Weight
+    from powerinfer.config import LatentAttentionConfig
+    from powerinfer.kernels.gpu_types import Cached, Contexts, Weight
 
 
 # Queries and weights are multiplied as sums of that many numbers of float16, or in float32 (0): a cache of float32 is
@@ -126,16 +127,16 @@ def _place_kernel(
 
 
 def place(
-    turned: Tensor, kv: Tensor, weight: Tensor, eps: float, positions: Tensor, frequencies: Tensor, factor: float,
+    turned: Tensor, kv: Tensor, norm: tuple[Tensor, float], positions: Tensor, rotation: tuple[Tensor, float],
     cache: Cached, slots: Tensor,
 ) -> None:  # fmt: skip
     """`gpu_latent.place` in one launch; the tensors may be parts of larger ones."""
-    (tokens, heads, dims), latents = turned.shape, len(weight)
+    (tokens, heads, dims), latents = turned.shape, len(norm[0])
     assert turned.stride(2) == kv.stride(1) == 1 and kv.shape[1] == latents + dims
     if tokens:
         kind = cache_kind(cache)
         _place_kernel[(tokens, heads + 1)](
-            turned, kv, weight, eps, positions, frequencies, factor, frequencies.shape[0], cache.data,
+            turned, kv, *norm, positions, *rotation, rotation[0].shape[0], cache.data,
             either(cache.scales, cache.data), slots, heads, latents, latents + dims, turned.stride(0),
             turned.stride(1), kv.stride(0), KIND=kind, BLOCK=max(32, triton.next_power_of_2(latents + dims)),
             TURNED=triton.next_power_of_2(dims), num_warps=4, enable_fp_fusion=kind != "Q8_0",
@@ -274,10 +275,10 @@ def _join_latents_kernel(parts, peaks, sums, out, latents, splits, PAD: tl.const
 
 
 def attention(
-    q: Tensor, turned: Tensor, cache: Cached, page_table: Tensor, rows: Tensor, positions: Tensor, scale: float
+    q: Tensor, turned: Tensor, cache: Cached, contexts: Contexts, settings: LatentAttentionConfig
 ) -> Tensor:
     """`gpu_latent.attention`; turned may be a part of a larger tensor."""
-    (heads, tokens, latents), dims, pages = q.shape, cache.data.shape[3], page_table.shape[1]
+    (heads, tokens, latents), dims, pages = q.shape, cache.data.shape[3], contexts.pages.shape[1]
     assert q.stride(1) == latents and q.stride(2) == turned.stride(2) == 1
     out = torch.empty((heads, tokens, latents), dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -296,8 +297,8 @@ def attention(
         peaks, sums = (torch.empty((splits, heads, tokens), dtype=torch.float32, device=q.device) for _ in range(2))
     block = max(32, int(triton.next_power_of_2(latents)))
     _latent_kernel[(*grid, splits)](
-        q, turned, cache.data, either(cache.scales, cache.data), page_table, rows, positions, parts, peaks, sums,
-        tokens, heads, latents, dims, pages, per, scale, q.stride(0), turned.stride(0), turned.stride(1),
+        q, turned, cache.data, either(cache.scales, cache.data), *contexts, parts, peaks, sums, tokens, heads, latents,
+        dims, pages, per, settings.scale, q.stride(0), turned.stride(0), turned.stride(1),
         HEADS=own, TILE=tile, M=max(16, tile * own), BLOCK=block,
         TURNED=max(16, triton.next_power_of_2(dims - latents)), PLACES=PLACES[parts_of], CHUNK=min(CHUNK, block),
         SPLIT=splits > 1, KIND=kind, PARTS=parts_of, PRECISION=precision(q), num_warps=WARPS[parts_of],

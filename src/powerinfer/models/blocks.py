@@ -21,9 +21,9 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.models.attention import attend, project
-from powerinfer.models.builder import Builder, ExpertWeights, Matrix, Norm, OwnFfn, Tensors, vector
+from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Tensors, vector
 from powerinfer.models.delta_net import attend_gated, project_remembered, remember
 from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.tensors import RawTensor, RestingTensor
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.neurons import FfnVectors, Indices
 
 Vector = NDArray[np.float32] | None
@@ -19,25 +19,6 @@ Norm = TypeVar("Norm")
 OwnFfn = Callable[[Norm | None, Any, Norm | None], None]
 """Wires an FFN in another way: called with its norm, what the kind of FFN gives (of neurons `FfnVectors`, whose
 matrices are not the checkpoint's; of experts `ExpertWeights`), and the norm of its output."""
-
-
-class ExpertWeights(NamedTuple):
-    """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
-    after another; those of the shared expert; float32 vectors that a layer may lack. some: gives the matrices of some
-    experts alone; resting: says where they lie, ModelError where not as they are used; check: ChangedError if the file
-    that the matrices may be views of was changed."""
-
-    router: RawTensor
-    experts: Callable[[], Iterator[RawTensor]]
-    shared: Sequence[RawTensor]
-    correction: Vector
-    shared_weight: Vector
-    router_bias: Vector
-    biases: Sequence[Vector]  # of the experts' matrices, [experts, out]
-    norm: Vector  # of their input, float32 [d_model], where it is an RMS norm
-    some: Callable[[Indices], Iterator[RawTensor]]
-    resting: Callable[[], Sequence[RestingTensor]]
-    check: Callable[[], None]
 
 
 class Tensors(Protocol):
@@ -128,20 +109,7 @@ class ExpertBuilder(Builder[Matrix, Norm], Protocol):
 
     def early_router(self, layer: int, router: Matrix, correction: Vector = None) -> None: ...
     def experts(
-        self,
-        layer: int,
-        norm: Norm | None,
-        router: Matrix | None,
-        experts: Iterable[RawTensor],
-        shared: Sequence[Matrix] = ...,
-        *,
-        correction: Vector = None,
-        shared_weight: Vector = None,
-        router_bias: Vector = None,
-        biases: Sequence[Vector] = ...,
-        out_norm: Norm | None = None,
-        resting: Callable[[], Sequence[RestingTensor]] | None = None,
-        guess: RawTensor | None = None,
+        self, layer: int, norm: Norm | None, weights: ExpertWeights, out_norm: Norm | None = None
     ) -> None: ...
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from powerinfer.config import ExpertsConfig
-from powerinfer.formats.tensors import RawTensor
-from powerinfer.models.builder import ExpertBuilder, ExpertWeights, Matrix, Norm, OwnFfn, Tensors, Vector, vector
+from powerinfer.formats.tensors import ExpertWeights, RawTensor
+from powerinfer.models.builder import ExpertBuilder, Matrix, Norm, OwnFfn, Tensors, Vector, vector
 
 
 def select_early(
@@ -35,6 +35,7 @@ def sum_experts(
     name = f"layers.{layer}."
     weights = ExpertWeights(
         _float32(checkpoint.take(f"{name}router")),
+        about.early_router,
         lambda: (checkpoint.take(f"{name}experts_{part}") for part in about.matrices),
         [checkpoint.take(f"{name}shared_{part}") for part in about.matrices if about.shared_size],
         vector(checkpoint, f"{name}router_correction_bias"),
@@ -48,21 +49,8 @@ def sum_experts(
     )
     if own is not None:
         own(norm, weights, out_norm)
-        return
-    executor.experts(
-        layer,
-        norm,
-        None if about.early_router else executor.matrix(weights.router),
-        weights.experts(),
-        [executor.matrix(tensor) for tensor in weights.shared],
-        correction=None if about.early_router else weights.correction,
-        shared_weight=weights.shared_weight,
-        router_bias=weights.router_bias,
-        biases=weights.biases,
-        out_norm=out_norm,
-        guess=weights.router,
-        resting=weights.resting,
-    )
+    else:
+        executor.experts(layer, norm, weights, out_norm)
 
 
 def _weights_of_norm(checkpoint: Tensors, layer: int) -> Vector:

@@ -6,7 +6,7 @@ family's wiring gives to an operator is what memory is planned for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -19,7 +19,7 @@ from powerinfer.config import ModelConfig
 from powerinfer.devices.cpu import head_rows
 from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Float32, block_type
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.kernels import cpu, gpu
 from powerinfer.models.blocks import wire_head, wire_layer
 from powerinfer.models.builder import Vector
@@ -257,18 +257,11 @@ class Recorder:
     def early_router(self, layer: int, router: Matrix, correction: Vector = None) -> None:
         self.add("router", layer, router)
 
-    def experts(
-        self,
-        layer: int,
-        norm: bool | None,
-        router: Matrix | None,
-        experts: Iterable[RawTensor],
-        shared: Sequence[Matrix] = (),
-        **vectors: Any,
-    ) -> None:
-        self.add("router", layer, *([] if router is None else [router]))
-        self.add("experts", layer, *map(self._stack, experts))
-        self.add("panels", layer, *shared)
+    def experts(self, layer: int, norm: bool | None, weights: ExpertWeights, out_norm: bool | None = None) -> None:
+        if not weights.early:
+            self.add("router", layer, self.matrix(weights.router))
+        self.add("experts", layer, *map(self._stack, weights.experts()))
+        self.add("panels", layer, *map(self.matrix, weights.shared))
 
     def normalise(self, layer: int, norm: bool) -> None:
         """Nothing: a norm is no matrix."""

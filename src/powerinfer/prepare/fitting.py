@@ -37,6 +37,7 @@ from powerinfer.config import ExpertsConfig, FfnConfig, TrainConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, dequantize, quantize
+from powerinfer.formats.samples_file import SamplesFile
 from powerinfer.neurons import Predictor
 
 Tensor = Any
@@ -209,29 +210,29 @@ class _Cells:
 class LayerFit:
     """Makes predictors of any size for one layer.
 
-    x, active, selected: as of `SamplesFile`, selected None where there are no experts. They may be mapped files: rows
-    are read a batch at a time. Memory, besides a predictor, its gradients and two moments: the margins' matrices, of
-    dReLU one more, and for each a few of [d_model, d_model], twice as wide. ModelError for samples that are not finite.
+    Of the samples, which may be mapped files, rows are read a batch at a time. Memory, besides a predictor, its
+    gradients and two moments: the margins' matrices, of dReLU one more, and for each a few of [d_model, d_model], twice
+    as wide. ModelError for samples that are not finite.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         layer: int,
-        x: NDArray[np.float16],
-        active: Bytes,
+        samples: SamplesFile,
         rows: Rows,
         config: TrainConfig,
         type_name: str,
         device: str,
-        selected: NDArray[np.uint16] | None = None,
     ) -> None:
         import torch
 
         self._torch = torch
         self._checkpoint = checkpoint
         self._layer = layer
-        self._x, self._active, self._selected, self._rows = x, active, selected, rows
+        selected = samples.selected[layer] if samples.selected else None  # None: there are no experts
+        self._x, self._active = samples.layers[layer]
+        self._selected, self._rows = selected, rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
         self._neurons = checkpoint.config.told_apart[layer]
         self._groups = 1 if selected is None else checkpoint.config.experts[layer].n_experts

@@ -114,19 +114,15 @@ def pack(
 class _Rows:
     name: str  # gate, up or down
     type: str
-    kind: str  # how the kernels use it: "dot" with the activations, "add" to the output
-    at: int  # offset in the bundle
 
     def put(self, stored: Bytes, neurons: int, groups: Bytes, layout: BundleLayout, threads: int) -> None:
         """Write the result of `_Source.rows` into the bundles, uint8 [groups, layout.group_bytes]."""
-        data, pitch = stored.reshape(-1), layout.pitch
-        cpu.pack_bundle_rows(self.type, self.kind, neurons, layout.d_model, data, groups, pitch, self.at, threads)
+        cpu.pack_bundle_rows(layout, self.name, neurons, stored.reshape(-1), groups, threads)
 
 
 def _all_rows(layout: BundleLayout) -> list[_Rows]:
-    rows = [("gate", layout.gate_at)] if layout.gated else []
-    dots = [_Rows(name, layout.gate_type, "dot", at) for name, at in (*rows, ("up", layout.up_at))]
-    return [*dots, _Rows("down", layout.down_type, "add", layout.down_at)]
+    gate = [_Rows("gate", layout.gate_type)] if layout.gated else []
+    return [*gate, _Rows("up", layout.gate_type), _Rows("down", layout.down_type)]
 
 
 def _slabs(

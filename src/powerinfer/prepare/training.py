@@ -276,10 +276,8 @@ class _Work:
         if self._layer is None or self._layer[0] != layer:
             self._layer = None
             self._samples.file.check()
-            x, active = self._samples.layers[layer]
-            selected = self._samples.selected[layer] if self._samples.selected else None
-            settings = (x, active, self._rows, self._config, self._type, self._device, selected)
-            self._layer = (layer, LayerFit(self._checkpoint, layer, *settings))
+            options = self._rows, self._config, self._type, self._device
+            self._layer = (layer, LayerFit(self._checkpoint, layer, self._samples, *options))
         return self._layer[1]
 
     def _point(self, layer: int, rank: int) -> Fitted:
