@@ -538,19 +538,25 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
             f"{file.path}: has a tensor for each expert, as files of 2023 do: "
             "convert the model again, or take a newer file"
         )
-    with_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(n_layers)]
+    with_router = _routed_layers(file, fields, n_layers)
     if not any(with_router):
         raise fields.bad("expert_count", f"is {experts.n_experts}, but no layer has a router")
+    return [
+        replace(experts, threshold=threshold) if routed else ffn
+        for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
+    ]
+
+
+def _routed_layers(file: GGUFFile, fields: Fields, n_layers: int) -> list[bool]:
+    """Layers that have a router, by its tensor; ModelError where keys say otherwise."""
+    with_router = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(n_layers)]
     dense = fields.integer("leading_dense_block_count", 0, n_layers, 0)
     if any(with_router[:dense]):
         raise fields.bad("leading_dense_block_count", f"is {dense}, but some of these layers have experts")
     step = fields.integer("interleave_moe_layer_step", 1, layout.MAX_LAYERS, 1)
     if any(layer % step and routed for layer, routed in enumerate(with_router, 1)):
         raise fields.bad("interleave_moe_layer_step", f"is {step}, but layers between these have experts")
-    return [
-        replace(experts, threshold=threshold) if routed else ffn
-        for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
-    ]
+    return with_router
 
 
 def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: str, size: int) -> ExpertsConfig:
