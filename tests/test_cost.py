@@ -11,10 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_models import profile_of
 
-from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
-from powerinfer.hardware.description import load
+from powerinfer.config import (
+    AttentionConfig,
+    EngineConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    PlanConfig,
+    RopeConfig,
+    uniform,
+)
+from powerinfer.hardware.description import EVERY, SIZES_ALONE, load
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
+from powerinfer.placement.plan import make_plan
+from powerinfer.placement.request import shape_subject
 from powerinfer.placement.shapes import Model, described_model
 
 MACHINE = load("pc-low")
@@ -179,3 +190,42 @@ def test_bytes_that_are_read() -> None:
     assert cost.neuron_bytes(across, "all").tolist() == [2 * first + down + 16, 0, 0, 0, 0]
     seconds = cost.neuron_seconds(CPU, across, "exact")[cost.SHARED]
     assert seconds == pytest.approx(512 / (1e9 * CPU.bundle_gb_s["Q4_0"]))
+
+
+class Rates(dict[str, float]):
+    """A table that is asked for nothing that it lacks."""
+
+    def __contains__(self, kind: object) -> bool:
+        assert super().__contains__(kind) or kind not in EVERY.dense, kind
+        return super().__contains__(kind)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "selector"),
+    [
+        ("qwen3-14b", "q4_k_m", "all"),
+        ("opt-30b", "q4_0", "exact"),
+        ("llama-7b", "q4_1", "exact"),
+        ("bamboo-7b", "f16", "predicted"),
+        ("qwen3-30b-a3b", "q4_k_m", "all"),
+        ("gpt-oss-20b", None, "auto"),
+    ],
+)
+@pytest.mark.parametrize("vram", [4, 24])
+def test_a_plan_reads_the_rates_of_its_types_alone(shape: str, dtype: str | None, selector: str, vram: int) -> None:
+    """So a machine on which only these were measured gives the same plan as one with all."""
+    subject, machine = shape_subject(shape, dtype, selector), load("pc-high")
+    types, gpu = subject.model.rated_types, machine.gpu
+    assert gpu is not None and types.dense
+    whole = {kind: 100.0 + 10 * at for at, kind in enumerate(sorted(EVERY.dense))}
+    fast, rows = replace(gpu, dense_gb_s=whole, head_gb_s=whole), {kind: gpu.row_ns[kind] for kind in types.rows}
+    dense = Rates({kind: whole[kind] for kind in types.dense})
+    bundles = Rates({kind: gpu.bundle_gb_s[kind] for kind in types.rows})
+    few = replace(fast, dense_gb_s=dense, head_gb_s=dense, bundle_gb_s=bundles, row_ns=rows)
+    assert few.lacks(types) == SIZES_ALONE and (dtype == "q4_1" or few.lacks(EVERY) != SIZES_ALONE)
+    engine = EngineConfig(vram=vram << 30, ram=64 << 30, context=2048)
+    machines = [replace(machine, gpu=device, key={"cpu": "this"}) for device in (few, fast)]
+    requests = [subject.request(one, engine, PlanConfig()) for one in machines]
+    one, other = (make_plan(request).document() for request in requests)
+    assert replace(one, solve_s=0.0, predicted=None) == replace(other, solve_s=0.0, predicted=None)
+    assert replace(one.predicted, policies={}) == replace(other.predicted, policies={})

@@ -32,6 +32,8 @@ from powerinfer.formats.profile_file import open_profile  # noqa: E402
 from powerinfer.hardware import description, gpu_rates, measure  # noqa: E402
 from powerinfer.hardware.description import (  # noqa: E402
     RATED_ROWS,
+    SIZES_ALONE,
+    RatedTypes,
     load,
     save,
 )
@@ -60,7 +62,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def rates() -> GpuRates:
-    return gpu_rates.gpu_rates("cpu", LITTLE)
+    return gpu_rates.gpu_rates("cpu", effort=LITTLE)
 
 
 # ---------------------------------------------------------------- figures
@@ -70,13 +72,12 @@ def test_sane_figures(device: str) -> None:
     """Of a GPU, as it is measured for plans."""
     steps: list[tuple[str, int, int]] = []
     effort = None if device == "cuda" else LITTLE
-    found = gpu_rates.gpu_rates(device, effort, lambda *state: steps.append(state))
+    found = gpu_rates.gpu_rates(device, effort=effort, progress=lambda *state: steps.append(state))
     gpu = found.device
-    assert set(gpu.dense_gb_s) == set(gpu.head_gb_s) == {*kernels.GPU_TYPES, "other"}
+    assert set(gpu.dense_gb_s) == set(gpu.head_gb_s) == {*kernels.GPU_TYPES}
     assert set(gpu.bundle_gb_s) == set(gpu.row_ns) == set(RATED_ROWS)
     every = [*gpu.dense_gb_s.values(), *gpu.head_gb_s.values(), *gpu.bundle_gb_s.values(), gpu.kv_gb_s]
     assert all(1e-5 < rate < 20_000 for rate in every) and 0 < found.copy_gb_s < 2000
-    assert gpu.dense_gb_s["other"] == min(gpu.dense_gb_s.values())
     assert all(0 <= time < 1e7 for time in (gpu.op_us, gpu.sparse_us, gpu.step_us, found.sync_us))
     assert gpu.threads == 1 and 0 <= gpu.reserved_bytes < gpu.memory_bytes
     assert ("stand-in" in gpu.name) == (gpu.reserved_bytes == 0) == (device != "cuda")
@@ -222,7 +223,7 @@ def test_what_libraries_take_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_rates, "available_memory", lambda: 1 << 10)
     with pytest.raises(PowerInferError, match="are free; end other programs first"):
-        gpu_rates.gpu_rates("cpu", LITTLE)
+        gpu_rates.gpu_rates("cpu", effort=LITTLE)
 
 
 def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels, "upload", full)
     with pytest.raises(PowerInferError, match="out of memory while it was measured: end other programs"):
-        gpu_rates.gpu_rates("cpu", LITTLE)
+        gpu_rates.gpu_rates("cpu", effort=LITTLE)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -254,7 +255,7 @@ def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch:
     save(alone, measure.kept_at(alone.key))
     asked: list[str] = []
     monkeypatch.setattr(measure, "measure", None)  # would be called if the CPU were measured again
-    monkeypatch.setattr(gpu_rates, "gpu_rates", lambda name, progress: asked.append(name) or rates)
+    monkeypatch.setattr(gpu_rates, "gpu_rates", lambda name, *_, **__: asked.append(name) or rates)
     monkeypatch.setattr(gpu_rates, "host_bytes", lambda name: 678)
     both = measure.measured(ONE, gpu="cpu")
     assert both.cpu == alone.cpu and both.gpu == rates.device and both.sync_us == rates.sync_us
@@ -271,6 +272,66 @@ def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch:
             assert measure.known(ONE, "cpu") is None
     monkeypatch.setattr(gpu_rates, "gpu_name", lambda name: "another card")
     assert measure.known(ONE, "cpu") is None and measure.known(ONE) == alone
+
+
+def test_layers_as_a_whole_need_no_rates(cache: Path, rates: GpuRates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes alone are measured; rates once something reads them, and then the sizes stay."""
+    monkeypatch.setattr(gpu_rates, "host_bytes", lambda name: 678)
+    with monkeypatch.context() as patch:
+        for name in ("dense", "head", "rows", "kv_gb_s", "split", "copy_gb_s"):
+            patch.setattr(gpu_rates._GpuSamples, name, None)  # would be called
+        patch.setattr(measure, "measure", None)
+        sizes = measure.measured(ONE, gpu="cpu", types=SIZES_ALONE)
+        assert sizes.host_bytes == 678 and sizes.gpu is not None and not sizes.gpu.dense_gb_s
+        assert measure.measured(ONE, gpu="cpu", types=SIZES_ALONE).cpu == sizes.cpu
+    assert measure.known(ONE, "cpu") is None and measure.known(ONE) is None
+    monkeypatch.setattr(measure, "measure", lambda *_: replace(load("pc-low"), key=measure.machine_key(ONE)))
+    monkeypatch.setattr(gpu_rates, "STAND_IN", LITTLE)
+    monkeypatch.setattr(gpu_rates, "host_bytes", None)
+    few = RatedTypes(frozenset({"F16"}))
+    found = measure.measured(ONE, gpu="cpu", types=few)
+    assert found.cpu == load("pc-low").cpu and found.host_bytes == 678 and {*found.gpu.dense_gb_s} == {"F16"}  # type: ignore[union-attr]
+    assert measure.known(ONE, "cpu", few) is not None and measure.known(ONE, "cpu") is None
+    with pytest.raises(PowerInferError, match=r"gpu\.dense_gb_s lacks BF16: `powerinfer measure` measures it"):
+        load(measure.kept_at(found.key))
+
+
+def test_types_are_measured_when_they_are_read(rates: GpuRates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before keep their rates, and fixed times are not measured again."""
+    first = gpu_rates.gpu_rates("cpu", RatedTypes(frozenset({"F16"})), effort=LITTLE)
+    assert {*first.device.dense_gb_s} == {*first.device.head_gb_s} == {"F16"} and not first.device.bundle_gb_s
+    assert first.device.op_us > 0 and first.sync_us >= 0
+    for name in ("fixed", "kv_gb_s", "split", "copy_gb_s"):
+        monkeypatch.setattr(gpu_rates._GpuSamples, name, None)
+    steps: list[tuple[str, int, int]] = []
+    more = RatedTypes(frozenset({"Q8_0"}), frozenset({"Q4_0"}))
+    both = gpu_rates.gpu_rates("cpu", more, first, LITTLE, lambda *state: steps.append(state))
+    assert {*both.device.dense_gb_s} == {*both.device.head_gb_s} == {"F16", "Q8_0"}
+    assert {*both.device.bundle_gb_s} == {*both.device.row_ns} == {"Q4_0"}
+    assert both.device.dense_gb_s["F16"] == first.device.dense_gb_s["F16"]
+    assert (both.device.op_us, both.sync_us, both.copy_gb_s) == (first.device.op_us, first.sync_us, first.copy_gb_s)
+    assert [done for _, done, _ in steps] == list(range(steps[0][2])), "the progress ends where it said"
+
+
+def test_what_another_process_has_measured_meanwhile_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins before the other has saved; the file has the types of both, of one disturbed only its own."""
+    monkeypatch.setattr(measure, "measure", lambda *_: replace(load("pc-low"), key=measure.machine_key(ONE)))
+    monkeypatch.setattr(gpu_rates, "host_bytes", lambda name: 1)
+    real = gpu_rates.gpu_rates
+
+    def slow(name: str, types: RatedTypes, *given: Any, **more: Any) -> GpuRates:
+        if "F16" in types.dense:
+            measure.measured(ONE, gpu="cpu", types=RatedTypes(frozenset({"Q8_0"}), frozenset({"Q4_0"})))
+        return real(name, types, *given, effort=LITTLE, **more)
+
+    monkeypatch.setattr(gpu_rates, "gpu_rates", slow)
+    measure.measured(ONE, gpu="cpu", types=RatedTypes(frozenset({"F16"})))
+    found = measure.known(ONE, "cpu", RatedTypes(frozenset({"F16", "Q8_0"}), frozenset({"Q4_0"})))
+    assert found is not None and found.gpu is not None and {*found.gpu.dense_gb_s} == {"F16", "Q8_0"}
+    other = replace(found, gpu=replace(found.gpu, dense_gb_s={"BF16": 1.0}))
+    assert {*measure.joined(other, replace(found, disturbed=1.0)).gpu.dense_gb_s} == {"BF16"}  # type: ignore[union-attr]
+    assert {*measure.joined(other, found).gpu.dense_gb_s} == {"BF16", "F16", "Q8_0"}  # type: ignore[union-attr]
+    assert measure.joined(other, replace(found, key={})) == other and measure.joined(other, None) == other
 
 
 def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

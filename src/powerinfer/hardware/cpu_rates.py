@@ -28,7 +28,7 @@ from powerinfer.formats.bundle_memory import ApartBundles, apart, apart_bytes, o
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
-from powerinfer.hardware.description import OTHER, RATED_ROWS
+from powerinfer.hardware.description import RATED_ROWS
 from powerinfer.hardware.samples import HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout, Predictor
@@ -259,7 +259,6 @@ class _CpuSamples(Samples):
         op_us = self._operator_us(nbytes["Q8_0"], layers["Q8_0"], narrow)
         dense = {name: _rate(nbytes[name], layers[name], len(_OPERATORS) * op_us) for name in _TYPES}
         head = {name: _rate(effort.vocab * row[name], heads[name], op_us) for name in _TYPES}
-        dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
         bundle, row_ns, extra = {}, {}, []
         for name in RATED_ROWS:
             fit = fit_rows([time for sample in self._sparse for time in sample.times(name)], max(dense.values()))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -20,17 +20,49 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
-from powerinfer.formats.weight_types import NATIVE_TYPES
+from powerinfer.formats.weight_types import GPU_TYPES, NATIVE_TYPES
 
 FORMAT = 1
 KIND = "hardware"
 OTHER = "other"
-"""Key in `Device.dense_gb_s` for all weight types without a figure of their own."""
+"""Key in `Device.dense_gb_s` of a described machine for all weight types without a figure of their own."""
 
 RATED_ROWS = ("F16", "BF16", "Q8_0", "Q4_0")
 """Types of gate and up in bundles whose rates are measured."""
 
 _RATED_AS = {"Q4_1": "Q4_0"}  # rows of other types, as those that are read alike
+
+
+@dataclass(frozen=True)
+class RatedTypes:
+    """Weight types whose rates on a GPU a placement reads: of dense products, and of gate and up in bundles.
+
+    Without any it reads sizes alone, and no rate of the CPU either.
+    """
+
+    dense: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, dense: Iterable[str], rows: Iterable[str]) -> RatedTypes:
+        """The types that are measured for these: all where a GPU has other types, which count as the slowest."""
+        types = frozenset(dense)
+        return cls(types if types <= EVERY.dense else EVERY.dense, frozenset(map(_rated_as, rows)))
+
+
+EVERY = RatedTypes(frozenset(GPU_TYPES), frozenset(RATED_ROWS))
+"""All types that are measured."""
+
+TABLES = ("dense_gb_s", "head_gb_s", "bundle_gb_s", "row_ns")
+"""Fields of a `Device` by weight type."""
+
+SIZES_ALONE = RatedTypes()
+"""What placing layers as a whole reads."""
+
+
+def _rated_as(kind: str) -> str:
+    return _RATED_AS.get(kind, kind)
+
 
 NO_GPU = "stand-in for a GPU"
 """Prefix of the name of torch's CPU device when it emulates a GPU."""
@@ -54,7 +86,8 @@ class Device:
 
     memory_bytes, reserved_bytes: its memory, and the part used by others (system, driver, runtime).
     threads: of the CPU that the rates hold for; 1 for a GPU.
-    dense_gb_s: bytes of weights read in dense products, by weight type; `OTHER`: all other types.
+    dense_gb_s: bytes of weights read in dense products, by weight type; `OTHER`: all other types, without it as the
+        slowest.
     head_gb_s: the same for the output head, whose activations come in two parts where its weights are quantised.
     bundle_gb_s, row_ns: by the type of gate and up, the rate of reading scattered rows of bundles, and
         the fixed time of a row. A row is that of gate, up or down in a bundle. Down has
@@ -111,16 +144,35 @@ class Device:
 
     def dense_seconds(self, type_name: str, nbytes: float) -> float:
         """Time of reading `nbytes` of weights of a type in dense products."""
-        return nbytes / (1e9 * self.dense_gb_s.get(type_name, self.dense_gb_s[OTHER]))
+        return nbytes / (1e9 * _rate(self.dense_gb_s, type_name))
 
     def head_seconds(self, type_name: str, nbytes: float) -> float:
         """The same for the output head."""
-        return nbytes / (1e9 * self.head_gb_s.get(type_name, self.head_gb_s[OTHER]))
+        return nbytes / (1e9 * _rate(self.head_gb_s, type_name))
+
+    def lacks(self, types: RatedTypes) -> RatedTypes:
+        """The types without a rate."""
+        dense = frozenset[str]() if OTHER in self.dense_gb_s else types.dense - self.dense_gb_s.keys()
+        return RatedTypes(dense, types.rows - self.bundle_gb_s.keys())
+
+    def joined(self, other: Device) -> Device:
+        """The device with the rates, too, that only the other has."""
+        tables: dict[str, Any] = {name: {**getattr(other, name), **getattr(self, name)} for name in TABLES}
+        return dataclasses.replace(self, **tables)
 
     def rows_seconds(self, gate_type: str, rows: float, nbytes: float) -> float:
         """Time of `rows` rows of bundles, `nbytes` in all."""
-        kind = _RATED_AS.get(gate_type, gate_type)
+        kind = _rated_as(gate_type)
         return nbytes / (1e9 * self.bundle_gb_s[kind]) + 1e-9 * self.row_ns[kind] * rows
+
+
+def unmeasured(name: str = "", memory_bytes: int = 1, reserved_bytes: int = 0) -> Device:
+    """A device without rates."""
+    return Device(name, memory_bytes, reserved_bytes, 1, {}, {}, {}, {}, 0.0, 0.0, 0.0, 1.0)
+
+
+def _rate(rates: Mapping[str, float], kind: str) -> float:
+    return rates[kind] if kind in rates else rates.get(OTHER) or min(rates.values())
 
 
 @dataclass(frozen=True)
@@ -167,6 +219,7 @@ class Hardware:
     sum back, waiting for each other (T_sync of arXiv 2312.12456, inequality 4). copy_gb_s: between the memories
     of CPU and GPU. host_bytes: RAM of the GPU's libraries and driver. All three are 0 without a GPU.
     key: everything that a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
+        Of a measured one the rates of some types may be missing, until something reads them.
     disturbed: cores that other programs took while it was measured, 0 if it was not disturbed.
     """
 
@@ -182,6 +235,17 @@ class Hardware:
     host_bytes: _Bytes = 0
     disturbed: Annotated[float, Between(0, 1e6)] = 0.0
 
+    def only(self, types: RatedTypes) -> Hardware:
+        """A measured machine without the rates of other types on its GPU."""
+        if self.gpu is None or not self.key:
+            return self
+        kept = types.dense, types.dense, types.rows, types.rows
+        tables: dict[str, Any] = {
+            name: {kind: rate for kind, rate in getattr(self.gpu, name).items() if kind in every}
+            for name, every in zip(TABLES, kept, strict=True)
+        }
+        return dataclasses.replace(self, gpu=dataclasses.replace(self.gpu, **tables))
+
 
 def ready_made() -> list[str]:
     """The names of the machines whose descriptions come with the package."""
@@ -191,15 +255,28 @@ def ready_made() -> list[str]:
 def load(path_or_name: str | Path) -> Hardware:
     """A built-in machine by its name, else the description in a file.
 
-    RequestError if there is neither; ModelError for a file that is not a description or has absurd figures.
+    RequestError if there is neither; ModelError for a file that is not a description, or has absurd figures or too few.
     """
     name = str(path_or_name)
     if name in ready_made():
-        return read(MACHINES / f"{name}.json")
+        return _read_whole(MACHINES / f"{name}.json")
     path = Path(name).expanduser()
     if not path.is_file():
         raise RequestError(f"no machine {shown(name)}: neither a file nor one of {', '.join(ready_made())}")
-    return read(path)
+    return _read_whole(path)
+
+
+def _read_whole(path: Path) -> Hardware:
+    """The description in a file, which must have the rates of all types."""
+    hardware = read(path)
+    for name, device, types in _devices(hardware):
+        for table, every in zip(TABLES, (types, types, RATED_ROWS, RATED_ROWS), strict=True):
+            rates = getattr(device, table)
+            if (lacking := sorted(set(every) - rates.keys())) and OTHER not in rates:
+                described = OTHER if every is types else lacking[0]
+                mend = f"{lacking[0]}: `powerinfer measure` measures it" if hardware.key else described
+                raise ModelError(f"{path}: {name}.{table} lacks {mend}")
+    return hardware
 
 
 def read(path: Path) -> Hardware:
@@ -225,20 +302,18 @@ def save(hardware: Hardware, path: Path) -> None:
 
 def _refuse_absurd(hardware: Hardware, where: str) -> None:
     """ModelError for inconsistent figures."""
-    for name, device in (("cpu", hardware.cpu), ("gpu", hardware.gpu)):
-        if device is None:
-            continue
+    for name, device, _ in _devices(hardware):
         if device.reserved_bytes > device.memory_bytes:
             raise ModelError(f"{where}: {name}.reserved_bytes is more than {name}.memory_bytes")
-        dense, parts = frozenset((*NATIVE_TYPES, OTHER)), frozenset(RATED_ROWS)
-        other = frozenset((OTHER,))
-        tables = {"dense_gb_s": (dense, other), "head_gb_s": (dense, other)}
-        tables |= {"bundle_gb_s": (parts, parts), "row_ns": (parts, parts)}
-        for table, (allowed, needed) in tables.items():
-            names = getattr(device, table).keys()
-            for one in sorted(names - allowed):
-                raise ModelError(f"{where}: {name}.{table} has {shown(one)}, which is no weight type there")
-            for one in sorted(needed - names):
-                raise ModelError(f"{where}: {name}.{table} lacks {one}")
+        dense = (*NATIVE_TYPES, OTHER)
+        for table, allowed in zip(TABLES, (dense, dense, RATED_ROWS, RATED_ROWS), strict=True):
+            for kind in sorted(getattr(device, table).keys() - set(allowed)):
+                raise ModelError(f"{where}: {name}.{table} has {shown(kind)}, which is no weight type there")
     if hardware.gpu is not None and hardware.copy_gb_s < 1e-9:
         raise ModelError(f"{where}: a machine with a GPU needs copy_gb_s")
+
+
+def _devices(hardware: Hardware) -> list[tuple[str, Device, Iterable[str]]]:
+    """(field, device, types of matrices there)."""
+    gpu = [] if hardware.gpu is None else [("gpu", hardware.gpu, GPU_TYPES)]
+    return [("cpu", hardware.cpu, NATIVE_TYPES), *gpu]

@@ -29,7 +29,15 @@ from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.streams import Event, streams_of
 from powerinfer.devices.torch_device import MemoryShare, choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
-from powerinfer.hardware.description import NO_GPU, OTHER, RATED_ROWS, Device
+from powerinfer.hardware.description import (
+    EVERY,
+    NO_GPU,
+    RATED_ROWS,
+    SIZES_ALONE,
+    Device,
+    RatedTypes,
+    unmeasured,
+)
 from powerinfer.hardware.samples import FRACTIONS, HEAD_DIM, FitGroup, Samples, figure, fit_rows, wire
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -75,8 +83,8 @@ class GpuRates:
     """A GPU, and its fields of a `Hardware`."""
 
     device: Device
-    sync_us: float
-    copy_gb_s: float
+    sync_us: float = 0.0
+    copy_gb_s: float = 1.0
 
 
 def gpu_name(name: str) -> str:
@@ -115,10 +123,17 @@ def free_memory(name: str) -> int:
     return int(torch.cuda.mem_get_info(chosen)[0]) + int(torch.cuda.memory_reserved(chosen))
 
 
-def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress = silent) -> GpuRates:
-    """Measure a GPU; a few seconds. name: for `choose_device`. PowerInferError if it fails or has too little memory."""
+def gpu_rates(
+    name: str,
+    types: RatedTypes = EVERY,
+    before: GpuRates | None = None,
+    effort: GpuEffort | None = None,
+    progress: Progress = silent,
+) -> GpuRates:
+    """Measure a GPU: its sizes, and the rates of these types. name: for `choose_device`; before: what was measured of
+    other types, which the result has too. PowerInferError if it fails or has too little memory."""
     chosen = choose_device(name)
-    effort = effort or (ON_CUDA if chosen.type == "cuda" else STAND_IN)
+    effort = effort or (ON_CUDA if chosen.type == "cuda" and types != SIZES_ALONE else STAND_IN)
     in_use = _driver_bytes(chosen)
     free = free_memory(name)
     if free and free < 6 * effort.sample_bytes:
@@ -126,38 +141,20 @@ def gpu_rates(name: str, effort: GpuEffort | None = None, progress: Progress = s
             f"measuring {gpu_name(name)} takes {6 * effort.sample_bytes >> 20} MiB of its memory and {free >> 20} MiB "
             "are free; end other programs first"
         )
-    work, share = _GpuSamples(chosen, effort, progress), MemoryShare(chosen)  # models' limits do not count meanwhile
+    work = _GpuSamples(chosen, effort, progress)
+    share = MemoryShare(chosen)  # models' limits do not count meanwhile
     try:
         with gpu_failures("it was measured", "end other programs on it first"), current(chosen):
-            op_us, step_us = work.fixed()
-            dense = {kind: work.dense(kind, op_us, step_us) for kind in gpu.GPU_TYPES}
-            head = {kind: work.head(kind) for kind in gpu.GPU_TYPES}
-            fits = {kind: fit_rows(list(work.rows(kind)), max(dense.values())) for kind in RATED_ROWS}
-            kv = work.kv_gb_s()
-            sparse_us, sync_us = work.split(op_us, step_us, fits["F16"].gb_s)
-            copy = work.copy_gb_s()
+            rates = work.rates(types, before or GpuRates(unmeasured()))
         work.close()
     finally:
         share.end()
     reserved = 0
     if chosen.type == "cuda":
         reserved = min(in_use, MOST_CONTEXT) + max(0, _driver_bytes(chosen) - in_use)  # kernels and workspaces came
-    dense[OTHER], head[OTHER] = min(dense.values()), min(head.values())
-    measured = Device(
-        name=gpu_name(name),
-        memory_bytes=_memory(name, reserved),
-        reserved_bytes=reserved,
-        threads=1,
-        dense_gb_s={kind: figure(rate) for kind, rate in dense.items()},
-        head_gb_s={kind: figure(rate) for kind, rate in head.items()},
-        bundle_gb_s={kind: figure(fit.gb_s) for kind, fit in fits.items()},
-        row_ns={kind: figure(fit.row_ns) for kind, fit in fits.items()},
-        op_us=figure(op_us),
-        sparse_us=figure(sparse_us),
-        step_us=figure(step_us),
-        kv_gb_s=figure(kv),
-    )
-    return GpuRates(measured, figure(sync_us), figure(copy))
+        reserved = max(reserved, rates.device.reserved_bytes)
+    device = replace(rates.device, name=gpu_name(name), memory_bytes=_memory(name, reserved), reserved_bytes=reserved)
+    return replace(rates, device=device)
 
 
 def with_free_memory(device: Device, name: str) -> Device:
@@ -205,15 +202,15 @@ def host_bytes(name: str) -> int:
 def _host_bytes_here(name: str) -> int:
     before = resident_memory()
     chosen = choose_device(name)
-    _GpuSamples(chosen, STAND_IN, silent).fixed()
+    _GpuSamples(chosen, STAND_IN).fixed()
     return resident_memory() - before
 
 
 class _GpuSamples(Samples):
     """The samples, one after another; each is gone before the next is made."""
 
-    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress) -> None:
-        super().__init__("measuring the GPU", 4 + 2 * len(gpu.GPU_TYPES) + len(RATED_ROWS), effort.context, progress)
+    def __init__(self, chosen: device, effort: GpuEffort, progress: Progress = silent) -> None:
+        super().__init__("measuring the GPU", 1, effort.context, progress)
         self._device = chosen
         self._cuda = chosen.type == "cuda"
         self._streams = streams_of(chosen)
@@ -225,6 +222,29 @@ class _GpuSamples(Samples):
             import torch
 
             torch.cuda.empty_cache()
+
+    def rates(self, types: RatedTypes, before: GpuRates) -> GpuRates:
+        """The rates before and of these types, with fixed times if there are none yet; memory is left open."""
+        if types == SIZES_ALONE:
+            self.fixed()  # loads libraries and kernels
+            return before
+        old = before.device
+        self._total = 2 * len(types.dense) + len(types.rows) + (0 if old.dense_gb_s else 4)
+        op_us, step_us = (old.op_us, old.step_us) if old.dense_gb_s else self.fixed()
+        kinds = [kind for kind in gpu.GPU_TYPES if kind in types.dense]
+        dense = {**old.dense_gb_s} | {kind: figure(self.dense(kind, op_us, step_us)) for kind in kinds}
+        head = {kind: figure(self.head(kind)) for kind in kinds}
+        peak = max(dense.values())
+        fits = {kind: fit_rows(list(self.rows(kind)), peak) for kind in RATED_ROWS if kind in types.rows}
+        bundle = {kind: figure(fit.gb_s) for kind, fit in fits.items()}
+        row_ns = {kind: figure(fit.row_ns) for kind, fit in fits.items()}
+        device = replace(old, dense_gb_s=dense, head_gb_s=head, bundle_gb_s=bundle, row_ns=row_ns).joined(old)
+        if old.dense_gb_s:
+            return replace(before, device=device)
+        kv = self.kv_gb_s()
+        sparse_us, sync_us = self.split(op_us, step_us, peak)
+        device = replace(device, op_us=figure(op_us), sparse_us=figure(sparse_us), step_us=figure(step_us))
+        return GpuRates(replace(device, kv_gb_s=figure(kv)), figure(sync_us), figure(self.copy_gb_s()))
 
     # ------------------------------------------------------------ dense layers
 

@@ -7,8 +7,11 @@ separate file, together with its CPU.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,17 @@ from powerinfer import __version__
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
-from powerinfer.hardware.description import OTHER, Device, Hardware, read, save
+from powerinfer.hardware.description import (
+    EVERY,
+    OTHER,
+    SIZES_ALONE,
+    Device,
+    Hardware,
+    RatedTypes,
+    read,
+    save,
+    unmeasured,
+)
 from powerinfer.hardware.disk_rates import disk_rates
 from powerinfer.hub import cache_folder
 from powerinfer.kernels import cpu
@@ -41,18 +54,19 @@ def measured(
     say: Say = silent,
     gpu: str | None = None,
     check: Callable[[Hardware], object] = silent,
+    types: RatedTypes = EVERY,
 ) -> Hardware:
     """This machine: the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of engine.
 
     gpu: its name, None: without; beside one automatic threads are fewer (`cpu.beside_gpu`). check: called with
-    `memories` before anything is measured, and may raise.
+    `memories` before anything is measured, and may raise. types: whose rates on the GPU are read.
     PowerInferError if the GPU cannot be used.
     """
     engine = engine or EngineConfig()
-    found = known(engine, gpu)
+    found = known(engine, gpu, types)
     if found is None:
         check(memories(engine, gpu))
-        found = measure_and_keep(engine, progress, say, gpu=gpu)
+        found = measure_and_keep(engine, progress, say, gpu=gpu, types=types)
     return found
 
 
@@ -61,14 +75,14 @@ def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
 
     What the GPU's driver and libraries take of either memory is not known before it is measured, and counts as nothing.
     """
-    total, free = total_memory(), available_memory()
     rates = {OTHER: 1.0}
-    blank = Device("", total, max(0, total - free) if free else 0, 1, rates, rates, rates, {}, 0.0, 0.0, 0.0, 1.0)
+    blank = replace(unmeasured("", *_memory_now()), dense_gb_s=rates, head_gb_s=rates, bundle_gb_s=rates)
     device = None
     if gpu is not None:
         from powerinfer.hardware.gpu_rates import free_memory, gpu_name
 
-        device = replace(blank, name=gpu_name(gpu), memory_bytes=free_memory(gpu) or total, reserved_bytes=0)
+        free = free_memory(gpu) or blank.memory_bytes
+        device = replace(blank, name=gpu_name(gpu), memory_bytes=free, reserved_bytes=0)
     return Hardware("this machine", SOURCE, blank, device, copy_gb_s=1.0, key=machine_key(engine, gpu))
 
 
@@ -94,20 +108,27 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
     return name
 
 
-def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
-    """The saved result for this machine; None if there is none, or it is outdated.
+def known(engine: EngineConfig, gpu: str | None = None, types: RatedTypes = EVERY) -> Hardware | None:
+    """The saved result for this machine; None if there is none, or it is outdated or lacks one of these types.
 
     None, too, if other programs disturbed the measuring and the machine is quiet now.
 
     The free memory of a GPU is queried again: other programs may use some. So is the machine's where it has another
     size now, as that of a virtual machine may grow with use: no rate depends on it.
     """
-    key = machine_key(engine, gpu)
-    path = kept_at(key)
-    try:
-        found = read(path) if path.is_file() else None
-    except (PowerInferError, OSError):
+    found = _saved(engine, gpu)
+    if found is None or gpu is None:
+        return found
+    assert found.gpu is not None
+    if found.gpu.lacks(types) != SIZES_ALONE or (types != SIZES_ALONE and not found.cpu.dense_gb_s):
         return None
+    return found
+
+
+def _saved(engine: EngineConfig, gpu: str | None) -> Hardware | None:
+    """`known`, with the types that it has."""
+    key = machine_key(engine, gpu)
+    found = _read(kept_at(key))
     if found is None or _of_rates(found.key) != _of_rates(key) or (found.disturbed and quiet()):
         return None
     if found.key != key:
@@ -122,6 +143,13 @@ def known(engine: EngineConfig, gpu: str | None = None) -> Hardware | None:
     return replace(found, gpu=with_free_memory(found.gpu, gpu))
 
 
+def _read(path: Path) -> Hardware | None:
+    try:
+        return read(path) if path.is_file() else None
+    except (PowerInferError, OSError):
+        return None
+
+
 def measure_and_keep(
     engine: EngineConfig,
     progress: Progress = silent,
@@ -129,19 +157,21 @@ def measure_and_keep(
     effort: Effort = FULL,
     gpu: str | None = None,
     again: bool = False,
+    types: RatedTypes = EVERY,
 ) -> Hardware:
-    """Measure; with a GPU the saved result for the CPU is reused, unless `again`.
+    """Measure and save; with a GPU the rates that are saved are taken over, unless `again`.
 
     If the result cannot be saved, `say` is called with the reason.
     """
     engine = cpu.beside_gpu(engine, gpu)
     hardware = None if gpu is None or again else known(engine)
-    if hardware is None:
+    if hardware is None and (gpu is None or types != SIZES_ALONE):
         hardware = measure(engine, progress, effort)
         _keep(hardware, say)
     if gpu is not None:
-        hardware = _with_gpu(hardware, engine, gpu, progress)
+        hardware = _with_gpu(hardware, None if again else _saved(engine, gpu), engine, gpu, types, progress)
         _keep(hardware, say)
+    assert hardware is not None
     if hardware.disturbed:
         say(
             f"other programs took {hardware.disturbed:.1f} cores while this machine was measured: the figures may be "
@@ -151,24 +181,61 @@ def measure_and_keep(
 
 
 def _keep(hardware: Hardware, say: Say) -> None:
+    """Save what was measured, with the rates that another process has saved meanwhile."""
+    path = kept_at(hardware.key)
     try:
-        save(hardware, kept_at(hardware.key))
-    except PowerInferError as error:
+        with _locked(path.parent):
+            save(joined(hardware, _read(path)), path)
+    except (PowerInferError, OSError) as error:
         say(f"the result cannot be saved: {error}")
 
 
-def _with_gpu(hardware: Hardware, engine: EngineConfig, gpu: str, progress: Progress) -> Hardware:
-    from powerinfer.hardware.gpu_rates import gpu_rates, host_bytes
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process; others wait. The lock ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
+
+def joined(hardware: Hardware, saved: Hardware | None) -> Hardware:
+    """A machine, and the rates on its GPU that only `saved` has, if it was measured as undisturbed."""
+    if hardware.gpu is None or saved is None or saved.gpu is None or _of_rates(saved.key) != _of_rates(hardware.key):
+        return hardware
+    if saved.disturbed > hardware.disturbed:
+        return hardware
+    return replace(hardware, gpu=hardware.gpu.joined(saved.gpu)) if hardware.gpu.dense_gb_s else saved
+
+
+def _with_gpu(
+    alone: Hardware | None,
+    saved: Hardware | None,
+    engine: EngineConfig,
+    gpu: str,
+    types: RatedTypes,
+    progress: Progress,
+) -> Hardware:
+    """A machine with its GPU. alone: the CPU, None: its rates are not read; saved: what is known of both."""
+    from powerinfer.hardware.gpu_rates import GpuRates, gpu_rates, host_bytes
+
+    alone = alone or saved or Hardware("this machine", SOURCE, unmeasured(cpu_name() or "CPU", *_memory_now()))
+    before = None
+    if saved is not None and saved.gpu is not None:
+        before, types = GpuRates(saved.gpu, saved.sync_us, saved.copy_gb_s), saved.gpu.lacks(types)
     with Disturbance() as others:
-        rates = gpu_rates(gpu, progress=progress)
+        rates = gpu_rates(gpu, types, before, progress=progress)
     return replace(
-        hardware,
-        disturbed=max(hardware.disturbed, _disturbed(others)),
+        alone,
+        disturbed=max(alone.disturbed, _disturbed(others) if types != SIZES_ALONE else 0.0),
         gpu=rates.device,
         sync_us=rates.sync_us,
         copy_gb_s=rates.copy_gb_s,
-        host_bytes=host_bytes(gpu),
+        host_bytes=host_bytes(gpu) if saved is None else saved.host_bytes,
         key=machine_key(engine, gpu),
     )
 

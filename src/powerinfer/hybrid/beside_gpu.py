@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.hybrid.in_ram import place_on_disk, placed_within, profile_of, shortened
 from powerinfer.hybrid.resolved import (
     Device,
@@ -53,11 +54,14 @@ def place_beside_gpu(
     resolved = resolved.placed(pages=pages_of(model, engine))
     if not any(model.n_experts) and selection.bundles is None:
         whole = partial(_whole_layers, resolved, model)
-        hardware = measured(engine, progress, gpu=gpu, check=lambda memories: demand(whole(memories)))
+        hardware = measured(
+            engine, progress, gpu=gpu, check=lambda memories: demand(whole(memories)), types=SIZES_ALONE
+        )
         placed: Resolved | str = demand(whole(hardware))
     else:
         request = _planned(resolved, model)
-        hardware = measured(engine, progress, gpu=gpu, check=lambda memories: request(memories).claims())
+        types = model.rated_types
+        hardware = measured(engine, progress, gpu=gpu, check=lambda memories: request(memories).claims(), types=types)
         place = _split_experts if any(model.n_experts) else _split_neurons
         placed = place(resolved, request, hardware)
     assert hardware.gpu is not None
@@ -248,7 +252,9 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved:
     or RAM does not hold the others, and they may not stay on disk."""
     from powerinfer.hardware.measure import measured
 
-    request, hardware = _planned(resolved, model_of(resolved)), measured(resolved.engine, gpu=resolved.gpu)
+    model = model_of(resolved)
+    request = _planned(resolved, model)
+    hardware = measured(resolved.engine, gpu=resolved.gpu, types=model.rated_types)
     placed = _split_experts(resolved.placed(scratch=scratch), request, hardware)
     if isinstance(placed, str):
         raise RequestError(placed)
@@ -267,7 +273,7 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | None:
     layers = resolved.placement.layers - (not resolved.placement.head)
     if not layers:
         return None
-    hardware = measured(resolved.engine, gpu=resolved.gpu)
+    hardware = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE)
     return demand(within_ram(resolved.placed(layers=layers, head=False), model_of(resolved), hardware))
 
 

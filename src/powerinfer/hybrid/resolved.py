@@ -10,6 +10,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
 from powerinfer.sparsity.selection import DENSE, Selection
@@ -144,7 +145,7 @@ def needs(resolved: Resolved) -> Needs:
     model = model_of(resolved)
     if not layers:
         return Needs(ram_bytes(model, engine, selection), kv_bytes(model, engine))
-    hardware = measured(engine, gpu=resolved.gpu)
+    hardware = measured(engine, gpu=resolved.gpu, types=SIZES_ALONE)
     work, division = replace(workload(model, engine), scratch=placement.scratch), division_of(resolved)
     ram = sum((in_ram(model, work, division) if disk is None else disk.held).values())
     vram = sum(on_gpu(model, hardware, work, division, dense=True).values())
@@ -161,7 +162,7 @@ def division_of(resolved: Resolved) -> Division:
 
     placement, experts = resolved.placement, resolved.placement.experts
     slots = None if experts is None else tuple(map(len, experts))
-    host_bytes = measured(resolved.engine, gpu=resolved.gpu).host_bytes
+    host_bytes = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE).host_bytes
     cached = experts is not None and resolved.policy.name != "static"
     return Division(placement.layers, placement.head, slots, cached, host_bytes)
 

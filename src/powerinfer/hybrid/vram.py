@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from powerinfer.errors import GpuMemoryError, PowerInferError, demand
+from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.hybrid.beside_gpu import estimated_scratch, with_fewer_layers, with_other_experts
 from powerinfer.hybrid.memory_trial import MARGIN, Working, experts_memory
 from powerinfer.hybrid.resolved import Resolved, needs
@@ -129,7 +130,7 @@ def measured_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -
 
     if used is None or resolved.placement.scratch is not None or not any(len(ffn.cold) for ffn in split.ffns):
         return None
-    gpu = measured(resolved.engine, gpu=resolved.gpu).gpu
+    gpu = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE).gpu
     assert gpu is not None
     limit = gpu.memory_bytes - gpu.reserved_bytes if resolved.vram is None else resolved.vram
     estimate = estimated_scratch(resolved)

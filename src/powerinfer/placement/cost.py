@@ -159,13 +159,13 @@ def neuron_seconds(
     from them, otherwise from the bundles.
     """
     seconds = np.zeros(len(_KINDS))
-    first = device.rows_seconds(bundles.gate_type, 1, bundles.gate_bytes)
     if way == "all":
         if panels:
             seconds[EACH] = sum(device.dense_seconds(one.type, one.panels) for one in panels) / neurons
         else:
             seconds[EACH] = device.dense_seconds(bundles.gate_type, bundles.stride)
         return seconds
+    first = device.rows_seconds(bundles.gate_type, 1, bundles.gate_bytes)
     if way == "predicted":
         seconds[SELECTED] = first
     else:

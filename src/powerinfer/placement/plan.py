@@ -239,7 +239,7 @@ class PlanRequest:
             "version": __version__,
             "model": hashlib.sha256(repr(self.model).encode()).hexdigest(),
             "profile": self.profile.digest,
-            "hardware": dataclasses.asdict(self.hardware),
+            "hardware": dataclasses.asdict(self.hardware.only(self.model.rated_types)),
             "group": GROUP,
             "ram_method": RAM_ACCOUNTING,
         }
@@ -964,7 +964,7 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
 def _least(request: PlanRequest, bundles: BundleLayout) -> int | None:
     """C_l in groups, of a layer with such bundles: Ineq. 4 with the times of whole bundles."""
     hardware = request.hardware
-    if hardware.gpu is None:
+    if hardware.gpu is None or any(request.model.n_experts):
         return None
     rows = 3 if bundles.gated else 2
     gpu_s, cpu_s = (

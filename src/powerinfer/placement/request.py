@@ -171,7 +171,8 @@ def plan_request(
         hardware, engine = machine
         return subject.request(hardware, engine, replace(planning, hardware=hardware.name))
     gpu = gpu_beside(engine, say)
-    return request(measured(engine, progress, say, gpu, lambda memories: request(memories).claims()))
+    types = subject.model.rated_types
+    return request(measured(engine, progress, say, gpu, lambda memories: request(memories).claims(), types))
 
 
 def shape_subject(

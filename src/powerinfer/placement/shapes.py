@@ -41,6 +41,7 @@ from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names,
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, ROW_TYPES
+from powerinfer.hardware.description import RatedTypes
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -120,6 +121,14 @@ class Model:
         """Experts of each layer that a router selects; 0 where an FFN has none."""
         ffns = (layer.ffn for layer in self.config.layers)
         return tuple(ffn.n_experts if isinstance(ffn, ExpertsConfig) else 0 for ffn in ffns)
+
+    @cached_property
+    def rated_types(self) -> RatedTypes:
+        """Types whose rates on a GPU predict the time of its steps."""
+        layers = (*self.attention, *self.ffn, *self.experts, *self.beside, *self.predictors)
+        matrices = (self.head, *self.projections, *(one for layer in layers for one in layer))
+        rows = set() if any(self.n_experts) else {layout.gate_type for layout in self.bundles}
+        return RatedTypes.of({one.gpu_type for one in matrices} | rows, rows)
 
     def expert_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of an expert on a GPU and in panels; 0 where there are none."""
