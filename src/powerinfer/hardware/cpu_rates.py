@@ -197,13 +197,7 @@ class _Neurons:
     layout: BundleLayout
     bundles: NDArray[np.uint8]
     gate: RawTensor
-    down: RawTensor
     predictor: tuple[RawTensor, RawTensor]
-
-    @property
-    def matrices(self) -> tuple[RawTensor, RawTensor, RawTensor]:
-        """Gate, up and down."""
-        return self.gate, self.gate, self.down
 
     def attach(self, ffn: CpuFfn, way: str, fraction: float) -> None:
         """Give an FFN a copy of the neurons, that fraction of which fires.
@@ -337,16 +331,12 @@ class _CpuSamples(Samples):
 
     def _of_all_types(self) -> _Steps:
         """A layer and a head of each type."""
-        (d_model, d_ff), vocab = self._effort.wide, self._effort.vocab
+        d_model, vocab = self._effort.wide[0], self._effort.vocab
         executor = self._executor(self.config(self._effort.wide, len(_TYPES), vocab=vocab))
         heads = []
         for layer, name in enumerate(_TYPES):
             self.tick()
-            largest = self._matrix(name, max(d_ff, vocab), d_model)
-            square, up, down, head = (
-                _beginning(largest, *shape)
-                for shape in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff), (vocab, d_model))
-            )
+            square, up, down, head = self._parts(name, self._effort.wide, vocab)
             heads.append(executor.matrix(head))
             begin = time.perf_counter()
             wire(executor, d_model, [layer], [square] * 3, square, [up, up, down])
@@ -360,12 +350,10 @@ class _CpuSamples(Samples):
     def _of_narrow_layers(self) -> _Steps:
         """Layers of Q8_0 as large in all as any cache that is looked for."""
         self.tick()
-        d_model, d_ff = self._effort.narrow
+        d_model = self._effort.narrow[0]
         layers = max(1, round(max(self._effort.warm_mib) * (1 << 20) / self._narrow_bytes))
         executor = self._executor(self.config(self._effort.narrow, layers, vocab=_FEW))
-        square, up, down = (
-            self._matrix("Q8_0", rows, cols) for rows, cols in ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
-        )
+        square, up, down, _ = self._parts("Q8_0", self._effort.narrow)
         wire(executor, d_model, range(layers), [square] * 3, square, [up, up, down])
         return _Steps(executor)
 
@@ -389,13 +377,14 @@ class _CpuSamples(Samples):
         config = self.config(shape, len(kinds), 1, 1, _FEW)
         layers = [replace(config.layers[0], ffn=FfnConfig(made[name].gate.shape[0], "relu")) for name, *_ in kinds]
         executor = self._executor(replace(config, layers=tuple(layers)))
-        tiny = self._matrix("F16", HEAD_DIM, shape[0]), self._matrix("F16", shape[0], HEAD_DIM)
-        shared = {name: [executor.matrix(one) for one in neurons.matrices] for name, neurons in made.items()}
+        unused = {}  # by how many neurons there are: matrices of a small type, which the ways do not read
         for layer, (name, way, fraction) in enumerate(kinds):
             neurons = made[name]
-            gate, up, down = shared[name]  # only gates are used, of `exact`
-            wire(executor, shape[0], [layer], [tiny[0]] * 3, tiny[1])
-            gate = executor.matrix(neurons.gate) if way == "exact" else gate
+            n = neurons.gate.shape[0]
+            if n not in unused:
+                unused[n] = [executor.matrix(self._matrix("Q4_0", *each)) for each in ((n, shape[0]), (shape[0], n))]
+            up, down = unused[n]
+            gate = executor.matrix(neurons.gate) if way == "exact" else up
             executor.ffn(layer, self._norm(executor), gate, up, down)
             neurons.attach(executor.ffns[layer], way, fraction)
         return _SparseSteps(executor, [_SparseLayer(name, made[name].group(way)) for name, way, _ in kinds])
@@ -407,7 +396,7 @@ class _CpuSamples(Samples):
         n //= 1 + (name in FLOAT_TYPES)
         layout, bundles = self.bundles(name, (d_model, n), cpu.choose_threads(self._engine.threads)[0])
         predictor = self.normal("Q8_0", _RANK, d_model), self.normal("Q8_0", n, _RANK)
-        return _Neurons(layout, bundles, self.normal(name, n, d_model), self._matrix(name, d_model, n), predictor)
+        return _Neurons(layout, bundles, self.normal(name, n, d_model), predictor)
 
     def _executor(self, config: ModelConfig, pages: int = 1) -> CpuExecutor:
         """An executor with an embedding, whose operators are timed; the caller wires the rest."""
@@ -421,6 +410,14 @@ class _CpuSamples(Samples):
     def _norm(self, executor: CpuExecutor) -> Any:
         return executor.norm(np.ones(executor.d_model, np.float32))
 
+    def _parts(self, type_name: str, shape: tuple[int, int], vocab: int = 0) -> list[RawTensor]:
+        """Square, up and down of a layer of d_model, d_ff, and a head: each the beginning of one matrix."""
+        d_model, d_ff = shape
+        data = self._matrix(type_name, max(d_ff, vocab), d_model).data
+        sizes = (d_model, d_model), (d_ff, d_model), (d_model, d_ff), (vocab, d_model)
+        row_bytes = block_type(type_name).row_bytes
+        return [RawTensor(type_name, (rows, cols), data[: rows * row_bytes(cols)]) for rows, cols in sizes]
+
     def _matrix(self, type_name: str, rows: int, cols: int) -> RawTensor:
         """A matrix of arbitrary values, neither infinite nor denormal, which would be slow."""
         if type_name in FLOAT_TYPES:
@@ -428,8 +425,3 @@ class _CpuSamples(Samples):
         nbytes = rows * block_type(type_name).row_bytes(cols)  # no half precision scale of bytes below 64 exceeds 2
         piece = self._random.integers(0, 64, min(nbytes, 1 << 20), np.uint8)
         return RawTensor(type_name, (rows, cols), np.resize(piece, nbytes))
-
-
-def _beginning(matrix: RawTensor, rows: int, cols: int) -> RawTensor:
-    """A smaller matrix, from a matrix's first bytes."""
-    return RawTensor(matrix.type, (rows, cols), matrix.data[: rows * block_type(matrix.type).row_bytes(cols)])
