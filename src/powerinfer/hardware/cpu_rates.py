@@ -221,7 +221,7 @@ class _Neurons:
     def group(self, way: str) -> FitGroup:
         """The layers of a way."""
         first, kind = ([self.gate], self.gate.type) if way == "exact" else (self.predictor, "Q8_0")
-        return FitGroup(self.layout.d_model, way, kind, sum(one.data.nbytes for one in first))
+        return FitGroup(self.layout.d_model, way, kind, sum(matrix.data.nbytes for matrix in first))
 
 
 class _CpuSamples(Samples):
@@ -382,7 +382,7 @@ class _CpuSamples(Samples):
             neurons = made[name]
             n = neurons.gate.shape[0]
             if n not in unused:
-                unused[n] = [executor.matrix(self._matrix("Q4_0", *each)) for each in ((n, shape[0]), (shape[0], n))]
+                unused[n] = [executor.matrix(self._matrix("Q4_0", *size)) for size in ((n, shape[0]), (shape[0], n))]
             up, down = unused[n]
             gate = executor.matrix(neurons.gate) if way == "exact" else up
             executor.ffn(layer, self._norm(executor), gate, up, down)

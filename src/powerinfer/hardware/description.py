@@ -239,10 +239,10 @@ class Hardware:
         """A measured machine without the rates of other types on its GPU."""
         if self.gpu is None or not self.key:
             return self
-        kept = types.dense, types.dense, types.rows, types.rows
+        columns = zip(TABLES, (types.dense, types.dense, types.rows, types.rows), strict=True)
         tables: dict[str, Any] = {
-            name: {kind: rate for kind, rate in getattr(self.gpu, name).items() if kind in every}
-            for name, every in zip(TABLES, kept, strict=True)
+            name: {kind: rate for kind, rate in getattr(self.gpu, name).items() if kind in rated}
+            for name, rated in columns
         }
         return dataclasses.replace(self, gpu=dataclasses.replace(self.gpu, **tables))
 

@@ -63,11 +63,11 @@ def measured(
     PowerInferError if the GPU cannot be used.
     """
     engine = engine or EngineConfig()
-    found = known(engine, gpu, types)
-    if found is None:
+    hardware = known(engine, gpu, types)
+    if hardware is None:
         check(memories(engine, gpu))
-        found = measure_and_keep(engine, progress, say, gpu=gpu, types=types)
-    return found
+        hardware = measure_and_keep(engine, progress, say, gpu=gpu, types=types)
+    return hardware
 
 
 def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
@@ -116,31 +116,31 @@ def known(engine: EngineConfig, gpu: str | None = None, types: RatedTypes = EVER
     The free memory of a GPU is queried again: other programs may use some. So is the machine's where it has another
     size now, as that of a virtual machine may grow with use: no rate depends on it.
     """
-    found = _saved(engine, gpu)
-    if found is None or gpu is None:
-        return found
-    assert found.gpu is not None
-    if found.gpu.lacks(types) != SIZES_ALONE or (types != SIZES_ALONE and not found.cpu.dense_gb_s):
+    hardware = _saved(engine, gpu)
+    if hardware is None or gpu is None:
+        return hardware
+    assert hardware.gpu is not None
+    if hardware.gpu.lacks(types) != SIZES_ALONE or (types != SIZES_ALONE and not hardware.cpu.dense_gb_s):
         return None
-    return found
+    return hardware
 
 
 def _saved(engine: EngineConfig, gpu: str | None) -> Hardware | None:
     """`known`, with the types that it has."""
     key = machine_key(engine, gpu)
-    found = _read(kept_at(key))
-    if found is None or _of_rates(found.key) != _of_rates(key) or (found.disturbed and quiet()):
+    hardware = _read(kept_at(key))
+    if hardware is None or _of_rates(hardware.key) != _of_rates(key) or (hardware.disturbed and quiet()):
         return None
-    if found.key != key:
+    if hardware.key != key:
         memory, used = _memory_now()
-        found = replace(found, cpu=replace(found.cpu, memory_bytes=memory, reserved_bytes=used), key=key)
+        hardware = replace(hardware, cpu=replace(hardware.cpu, memory_bytes=memory, reserved_bytes=used), key=key)
     if gpu is None:
-        return found
-    if found.gpu is None:
+        return hardware
+    if hardware.gpu is None:
         return None
     from powerinfer.hardware.gpu_rates import with_free_memory
 
-    return replace(found, gpu=with_free_memory(found.gpu, gpu))
+    return replace(hardware, gpu=with_free_memory(hardware.gpu, gpu))
 
 
 def _read(path: Path) -> Hardware | None:

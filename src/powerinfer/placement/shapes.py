@@ -126,9 +126,9 @@ class Model:
     def rated_types(self) -> RatedTypes:
         """Types whose rates on a GPU predict the time of its steps."""
         layers = (*self.attention, *self.ffn, *self.experts, *self.beside, *self.predictors)
-        matrices = (self.head, *self.projections, *(one for layer in layers for one in layer))
+        weights = (self.head, *self.projections, *(weight for layer in layers for weight in layer))
         rows = set() if any(self.n_experts) else {layout.gate_type for layout in self.bundles}
-        return RatedTypes.of({one.gpu_type for one in matrices} | rows, rows)
+        return RatedTypes.of({weight.gpu_type for weight in weights} | rows, rows)
 
     def expert_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of an expert on a GPU and in panels; 0 where there are none."""
