@@ -33,7 +33,7 @@ from powerinfer.neurons import Predictor  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.sparsity.attach import CpuSparsity, attach  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
-from powerinfer_train.torch_model import Neurons, TorchModel  # noqa: E402
+from powerinfer_train.torch_model import NeuronValues, TorchModel  # noqa: E402
 from powerinfer_train.torch_model import load as load_torch  # noqa: E402
 
 RELU = [
@@ -310,7 +310,7 @@ def far_from_thresholds(models: Sequence[TorchModel], number: int = 3) -> list[n
         nearest: list[float] = []
         for model in models:
 
-            def measure(name: str, seen: Neurons, model: TorchModel = model, near: list[float] = nearest) -> None:
+            def measure(name: str, seen: NeuronValues, model: TorchModel = model, near: list[float] = nearest) -> None:
                 ffn = model.config.layers[int(name.split(".")[1])].ffn
                 assert seen.gate is not None
                 active = torch.nn.functional.silu(seen.gate)
@@ -382,7 +382,7 @@ def test_predicted_with_thresholds(activation: str, limits: bool | float, tmp_pa
         write_predictor(checkpoint, None, "F16", [about] * config.n_layers, weights)
         fires: list[torch.Tensor] = []
 
-        def count(name: str, seen: Neurons, fires: list[torch.Tensor] = fires) -> None:
+        def count(name: str, seen: NeuronValues, fires: list[torch.Tensor] = fires) -> None:
             fires.append((seen.h != 0).flatten(0, -2))
 
         with torch.no_grad():
