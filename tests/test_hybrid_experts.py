@@ -104,7 +104,7 @@ def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_p
             for text, ours in enumerate(families.run_two(executor, *truth.texts[:2], pages[2:])):
                 truth.check(ours, text, "in a batch")
             for ffn in ffns:
-                assert (len(ffn.hot) + len(ffn.cold)) == ffn.about.n_experts
+                assert (len(ffn.hot) + len(ffn.cold)) == ffn.config.n_experts
                 assert (ffn.collect()["jobs"] > 0) == (share < 1) and (ffn.cold_bytes > 0) == (share < 1)
 
 
@@ -296,7 +296,7 @@ def test_what_split_layers_did_and_what_is_adjusted(tmp_path: Path) -> None:
         report = sparsity.report()
         assert report["tokens"] == TOTAL and 0 < report["gpu_share"] < 1 and 0 < report["jobs"] <= 1
         ffn = ffns[0]
-        assert ffn.collect()["hot"] + ffn.collect()["cold"] == TOTAL * ffn.about.router.top_k
+        assert ffn.collect()["hot"] + ffn.collect()["cold"] == TOTAL * ffn.top_k
         ffn.recent[:], ffn.recent_tokens = 0, 300
         ffn.recent[ffn.cold[1]] = 600  # clearly hotter than any that is on the GPU
         wanted = int(ffn.cold[1])

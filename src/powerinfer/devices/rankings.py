@@ -30,7 +30,7 @@ WINDOW = 32
 _STEPS = 1 << 16  # that float32 counts, with parts of a step
 
 
-class Ranking(ABC):
+class UseRanking(ABC):
     """start: how often items are used, [layers, items] or [items], shares of the tokens; zeros where nothing is known.
     priority: of each item, in its type."""
 
@@ -42,12 +42,12 @@ class Ranking(ABC):
         """Learn from a step. uses: of each item, the step's tokens that used it."""
 
 
-class Static(Ranking):
+class Static(UseRanking):
     def observe(self, uses: NDArray[np.integer], tokens: int) -> None:
         pass
 
 
-class Lru(Ranking):
+class Lru(UseRanking):
     """Least recently used. Of items used by the same step, such as a prompt, those stay longer that more of its tokens
     used, then those of higher numbers; of those never used the most frequent ones."""
 
@@ -65,7 +65,7 @@ class Lru(Ranking):
         self.priority[used] = self._step + (uses[used] + self._parts[used[-1]]) / (tokens + 1)
 
 
-class Lfu(Ranking):
+class Lfu(UseRanking):
     """Least frequently used."""
 
     def __init__(self, start: NDArray[np.floating], half_life: float = HALF_LIFE) -> None:
@@ -78,7 +78,7 @@ class Lfu(Ranking):
         self.priority += uses
 
 
-class Window(Ranking):
+class Window(UseRanking):
     """Least used by the last tokens; of items that were used as often the most frequent ones of `start` stay. A step is
     counted as a whole."""
 
@@ -98,7 +98,7 @@ class Window(Ranking):
             self.priority -= old
 
 
-RANKINGS: dict[str, type[Ranking]] = {"static": Static, "lru": Lru, "lfu": Lfu, "window": Window}
+RANKINGS: dict[str, type[UseRanking]] = {"static": Static, "lru": Lru, "lfu": Lfu, "window": Window}
 """Rankings by the name of a policy."""
 
 NEEDS_PROFILE = "the policy static needs the frequencies of a profile"
@@ -114,7 +114,7 @@ class Residents:
         self._policy = policy
         self._layers: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
         self._start: list[NDArray[np.floating]] = []
-        self._ranking: Ranking | None = None  # None: there was no step
+        self._ranking: UseRanking | None = None  # None: there was no step
         self._uses: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
     def add(
@@ -148,7 +148,7 @@ class Residents:
         for row, (_, priority) in zip(self._ranking.priority, self._layers, strict=True):
             priority[:] = row[: len(priority)]
 
-    def _make(self) -> Ranking:
+    def _make(self) -> UseRanking:
         shape = len(self._layers), max(len(uses) for uses, _ in self._layers)
         self._uses = np.zeros(shape, np.int32)
         start = np.zeros(shape, np.float32)

@@ -18,9 +18,9 @@ import numpy as np
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.step import Step
-from powerinfer.devices.torch_device import current, gpu_failures
+from powerinfer.devices.torch_device import current
 from powerinfer.formats.json_file import Between
-from powerinfer.hybrid.trials import finished, split_trial
+from powerinfer.hybrid.trials import finished, settled, split_trial
 from powerinfer.kernels.gpu import FEW
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.trials import Subject
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.resolved import Resolved
-    from powerinfer.hybrid.trials import SplitFfn
+    from powerinfer.hybrid.units import HybridUnits
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens to try, until streaming is faster."""
@@ -82,7 +82,7 @@ def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
 def settle(
     stage: Stage,
     executor: SplitExecutor,
-    ffns: Sequence[SplitFfn],
+    ffns: Sequence[HybridUnits],
     resolved: Resolved,
     sample: Callable[[], Sequence[int]],
     progress: Progress = silent,
@@ -116,20 +116,15 @@ def _settle(
 ) -> None:
     """facts: of the key."""
     sizes = {"buffer": stage.nbytes, "tokens": executor.max_tokens}
-    trial = split_trial(CROSSINGS, resolved, {**facts, **sizes})
-    outcome = trial.find()
-    if outcome is None and not resolved.engine.trial:
+    outcome = settled(split_trial(CROSSINGS, resolved, {**facts, **sizes}), resolved, measure, "prompts", progress)
+    if outcome is None:
         executor.choices.prefill = Choice(f"the CPU computes {what}", "--no-trial: nothing was measured")
         return
-    if outcome is None:
-        progress("trial of prompts", 0, 1)
-        with gpu_failures("trying prompts", "give less --vram"):
-            outcome = trial.run(measure)
     stage.least = outcome.result.least
     executor.choices.prefill = outcome.result.told(what).add(f", {outcome.origin}")
 
 
-def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[SplitFfn], sample: Sequence[int]) -> Crossing:
+def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridUnits], sample: Sequence[int]) -> Crossing:
     """Time the layer that has most on the CPU, both ways. The stage is off afterwards."""
     import torch
 
@@ -196,7 +191,7 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
     return find([*(size for size in SIZES if size < most), most], seconds)
 
 
-def _inputs(executor: SplitExecutor, ffn: SplitFfn, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _inputs(executor: SplitExecutor, ffn: HybridUnits, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The residual stream and the input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
     seen: list[tuple[Tensor, Tensor]] = []
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)

@@ -99,7 +99,7 @@ class HybridExperts(HybridUnits):
 
     units = "experts"
     most = 2
-    _held = (
+    _freed = (
         "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_slots", "_biases", "_tensors", "_disk",
     )  # fmt: skip
 
@@ -108,26 +108,26 @@ class HybridExperts(HybridUnits):
     ) -> None:
         """RequestError where experts cannot be swapped, PowerInferError if a device runs out of memory."""
         super().__init__(layer, layers, split.stage)
-        about = cpu.config.layers[layer].ffn
-        assert isinstance(about, ExpertsConfig)
-        self.about = about
-        self.top_k = about.router.top_k
+        config = cpu.config.layers[layer].ffn
+        assert isinstance(config, ExpertsConfig)
+        self.config = config
+        self.top_k = config.router.top_k
         hot = split.hot[layer]
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
             hot = copier.policy.resident(layer).copy()
-        self._swapped, self._whole = True, False
+        self._swapped, self._suspended = True, False
         self._copying: tuple[list[Swap], Future[Event]] | None = None
         # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens select, as of `calls`.
-        self._call_places = np.full(about.n_experts, -1, np.int32)
-        self._tally = np.zeros(about.n_experts + 1, np.int64)
+        self._call_places = np.full(config.n_experts, -1, np.int32)
+        self._tally = np.zeros(config.n_experts + 1, np.int64)
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._upload(weights)
             self._norm, self._check_files = weights.norm, weights.check
             # Views of the model's file: no memory of their own.
             self._tensors = self._place(cpu, weights, hot)
-        if split.movable and copier is None and about.bias:
+        if split.movable and copier is None and config.bias:
             raise RequestError("--adjust does not swap experts that have biases: leave it out")
         if (split.movable or copier is not None) and self._tensors is None and self._disk is None:
             flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
@@ -161,10 +161,10 @@ class HybridExperts(HybridUnits):
         RAM needs no copy, as it does not of those in a mapped file."""
         import torch
 
-        n, device = self.about.n_experts, self._layers.device
+        n, device = self.config.n_experts, self._layers.device
         of_slot = hot if self._copier is not None else np.sort(hot)
-        every = self._copier is not None or self._disk is not None  # can be asked of the CPU
-        on_cpu = np.arange(n, dtype=np.int32) if every else np.setdiff1d(np.arange(n), hot)
+        cpu_has_all = self._copier is not None or self._disk is not None  # can be asked of the CPU
+        on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
         self._resting: Sequence[RestingTensor] = ()
@@ -175,21 +175,21 @@ class HybridExperts(HybridUnits):
 
         if self._disk is not None:
             self._resting = weights.resting()
-            about = weights.correction, weights.router_bias
-            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *about)
+            routing = weights.correction, weights.router_bias
+            self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *routing)
             if len(of_slot):
                 slots = np.arange(len(of_slot), dtype=np.int32)
-                own = weights.some(of_slot), slots, self.about, device, biases(of_slot)
-                self._gpu_part = gpu_experts.resident(*own)
+                stored = weights.some(of_slot)
+                self._gpu_part = gpu_experts.resident(stored, slots, self.config, device, biases(of_slot))
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
-            views = tensors if all(map(in_file, tensors)) else None
+            views = tensors if all(map(is_mapped, tensors)) else None
             if len(of_slot):
-                by_neuron = cpu.in_experts and self.about.why_whole is None
-                self._gpu_part = gpu_experts.resident(tensors, of_slot, self.about, device, self._biases, by_neuron)
+                by_neuron = cpu.in_experts and self.config.why_whole is None
+                self._gpu_part = gpu_experts.resident(tensors, of_slot, self.config, device, self._biases, by_neuron)
             if len(on_cpu):
-                some = (_some(tensor, on_cpu) for tensor in tensors)
-                self._cpu_part = cpu.expert_sum(self.layer, some, biases(on_cpu))
+                matrices = (_rows_of(tensor, on_cpu) for tensor in tensors)
+                self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu))
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
         self._slot[of_slot] = np.arange(len(of_slot))
@@ -217,7 +217,7 @@ class HybridExperts(HybridUnits):
         """
         norm, other, first, second = self._norm, before._norm, before._cpu_part, self._cpu_part
         rest = self._disk is not None and before._disk is not None and self._disk.about.prefetch
-        if not rest or first is None or second is None or self.about.early_router:
+        if not rest or first is None or second is None or self.config.early_router:
             return
         if norm is None or other is None or not other.all():
             return
@@ -230,7 +230,7 @@ class HybridExperts(HybridUnits):
             return self._disk.read(self._resting, expert)
         assert self._tensors is not None
         self._check_files()
-        return [_one(tensor, expert) for tensor in self._tensors]
+        return [_matrix_of(tensor, expert) for tensor in self._tensors]
 
     @property
     def expert_bytes(self) -> int:
@@ -239,7 +239,7 @@ class HybridExperts(HybridUnits):
         return 0 if part is None else part.nbytes // max(1, n)
 
     def swap(self, leave: Indices, come: Indices) -> None:
-        """As of `HybridUnits`, each in the other's memory. ModelError for an expert that cannot be read from disk: it
+        """Exchange experts, each in the other's memory. ModelError for an expert that cannot be read from disk: it
         stays where it is."""
         assert self._gpu_part is not None and self._cpu_part is not None
         failures = gpu_failures(f"swapping experts of layer {self.layer}", "load the model again")
@@ -332,7 +332,7 @@ class HybridExperts(HybridUnits):
 
     def before(self) -> list[Operator]:
         """Select experts where the router reads the layer's input, and send the CPU the selection."""
-        if not self.about.early_router:
+        if not self.config.early_router:
             return []
         operators = [self._operator("router", self._select)]
         if self._asks_cpu:
@@ -341,7 +341,7 @@ class HybridExperts(HybridUnits):
         return operators
 
     def _selection(self) -> list[Operator]:
-        return [] if self.about.early_router else [self._operator("router", self._select)]
+        return [] if self.config.early_router else [self._operator("router", self._select)]
 
     def _gpu_sums(self) -> list[Operator]:
         operators = []
@@ -354,9 +354,9 @@ class HybridExperts(HybridUnits):
     def _select(self, step: Step) -> None:
         assert step.read is not None
         experts, weights = self._link.experts(len(step.x), self.top_k)
-        x = step.x if self.about.early_router else step.read
+        x = step.x if self.config.early_router else step.read
         logits = gpu.linear(self._router, x, self._router_bias)
-        gpu_experts.route(logits, self.about.router, self._correction, experts, weights)
+        gpu_experts.route(logits, self.config.router, self._correction, experts, weights)
 
     def _send_experts(self, step: Step) -> None:
         if not self._streams(step):
@@ -367,7 +367,7 @@ class HybridExperts(HybridUnits):
             self._link.mark_experts()
 
     def _sent_bytes(self, tokens: int) -> int:
-        return 0 if self.about.early_router else EXPERT_BYTES * self.top_k
+        return 0 if self.config.early_router else EXPERT_BYTES * self.top_k
 
     def _check(self) -> None:
         if not self._swapped:
@@ -375,8 +375,8 @@ class HybridExperts(HybridUnits):
 
     def _make_calls(self, tokens: int, sent: int) -> tuple[_native.ExpertCall, ...]:
         assert self._cpu_part is not None
-        own = self._call_places, self._tally
-        return self._cpu_part.calls(self._link, tokens, *own, ahead=self.about.early_router)
+        places, ahead = self._call_places, self.config.early_router
+        return self._cpu_part.calls(self._link, tokens, places, self._tally, ahead=ahead)
 
     def _begin_ahead(self, step: Step) -> None:
         self._link.begin(self._step_calls(step)[0])
@@ -398,11 +398,11 @@ class HybridExperts(HybridUnits):
 
     def _add_shared(self, step: Step) -> None:
         assert self._shared is not None and step.read is not None
-        about, (inputs, output) = self.about, self._shared
+        config, (inputs, output) = self.config, self._shared
         product = inputs(step.read)
-        gate = product[:, : about.shared_size] if about.gated else product
-        up = product[:, about.shared_size :] if about.gated else None
-        hidden = gpu.activate(about.activation, gate, up, about.threshold, for_codes=output.for_codes)
+        gate = product[:, : config.shared_size] if config.gated else product
+        up = product[:, config.shared_size :] if config.gated else None
+        hidden = gpu.activate(config.activation, gate, up, config.threshold, for_codes=output.for_codes)
         if self._shared_weight is None:
             output(hidden, step.target)
             step.normed = None
@@ -413,7 +413,7 @@ class HybridExperts(HybridUnits):
         assert self._cpu_part is not None
         cpu, link, trace, tokens = self._cpu_part, self._link, self._layers.trace, len(step.x)
         x, experts, weights, out = link.received_experts(tokens, self.top_k)  # there once it was waited for
-        if self.about.early_router:
+        if self.config.early_router:
             with span(trace, "cpu", "wait for the selection", self.layer, "wait"):
                 link.wait_experts()
             with span(trace, "cpu", "prepare cold experts", self.layer):
@@ -423,12 +423,12 @@ class HybridExperts(HybridUnits):
                     pass
         self._wait()
         with span(trace, "cpu", "cold experts", self.layer):
-            if self.about.early_router:
+            if self.config.early_router:
                 job = cpu.sum_ordered(x, out)
             else:
                 places = self._places(experts)
                 job = cpu.sum(x, places, weights, out)
-        counts = np.bincount(experts.reshape(-1), minlength=self.about.n_experts)
+        counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)
         self._count(counts, int((places < 0).sum()), tokens, 1, job, sparse=tokens <= NEURON_TOKENS)
         # A prompt selects nearly all. `static` has a copier in a trial alone, and costs there what it does without.
         copier = self._copier
@@ -447,21 +447,22 @@ class HybridExperts(HybridUnits):
         assert self.stage is not None and self._tensors is not None and step.read is not None
         self._check_files()
         experts, weights = self._link.experts(len(step.x), self.top_k)
-        count = self.stage.experts_at_once([_one(tensor, 0).nbytes for tensor in self._tensors], self.about.n_experts)
+        sizes = [_matrix_of(tensor, 0).nbytes for tensor in self._tensors]
+        count = self.stage.experts_at_once(sizes, self.config.n_experts)
         for first in range(0, len(self.cold), count):
-            own = self.cold[first : first + count]
-            places = np.full(self.about.n_experts, -1, np.int32)
-            places[own] = np.arange(len(own))
+            piece = self.cold[first : first + count]
+            places = np.full(self.config.n_experts, -1, np.int32)
+            places[piece] = np.arange(len(piece))
             parts = [np.asarray(places.view(np.uint8))]
             for tensor in self._tensors:
-                parts += [_one(tensor, expert).data for expert in own]
+                parts += [_matrix_of(tensor, expert).data for expert in piece]
             with self.stage.sent(parts) as (of_places, *sent):
                 assert of_places is not None
                 slots = of_places.view(torch.int32)
-                joined = [_joined(sent[at * len(own) : (at + 1) * len(own)]) for at in range(len(self._tensors))]
-                piece = gpu_experts.from_rows(self.about, self._tensors, joined, own, self._biases)
-                gpu_experts.expert_sum(piece, step.read, experts, weights, slots, step.target)
-                del piece  # the next one reuses its memory
+                joined = [_joined(sent[at * len(piece) : (at + 1) * len(piece)]) for at in range(len(self._tensors))]
+                resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
+                gpu_experts.expert_sum(resident, step.read, experts, weights, slots, step.target)
+                del resident  # the next one reuses its memory
 
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
@@ -476,13 +477,13 @@ class HybridExperts(HybridUnits):
         """Count a step's selections, and those of them on the GPU. sparse: it skips neurons where it can."""
         cold = int(counts.sum()) - hits
         self._sums.update(tokens=tokens, steps=steps, jobs=jobs, hot=hits, cold=cold)
-        if sparse and self._sparse is not None and not self._whole:
-            self._sums["neurons"] += cold * self.about.size
+        if sparse and self._sparse is not None and not self._suspended:
+            self._sums["neurons"] += cold * self.config.size
         self.recent += counts
         self.recent_tokens += tokens
 
     def collect(self) -> Counter[str]:
-        """As of `HybridUnits`, and copied: experts copied to the GPU beside steps."""
+        """Sums as of `HybridUnits`, and copied: experts copied to the GPU beside steps."""
         tokens = steps = jobs = 0
         for each, calls, had, *_ in self._taken_calls():
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had
@@ -497,19 +498,19 @@ class HybridExperts(HybridUnits):
             pass
         self._tally[:] = 0
         self._sums: Counter[str] = Counter()
-        self.recent, self.recent_tokens = np.zeros(self.about.n_experts), 0.0
+        self.recent, self.recent_tokens = np.zeros(self.config.n_experts), 0.0
         if self._sparse is not None:
             self._sparse.sum.clear()
 
     def suspend(self, on: bool) -> None:
         """Choose whether every neuron is computed of cold experts that could skip some."""
         self.collect()
-        self._whole = on
+        self._suspended = on
         if self._cpu_part is not None:
             self._cpu_part.set_whole(on)
 
 
-def in_file(tensor: RawTensor) -> bool:
+def is_mapped(tensor: RawTensor) -> bool:
     """Whether a tensor's bytes are the mapped file's, not a copy."""
     data: Any = tensor.data
     while isinstance(data, np.ndarray):
@@ -521,21 +522,21 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     """Parts that lie one behind the other in a buffer, as one; else a copy."""
     import torch
 
-    own = [part for part in parts if part is not None]
-    size, first = own[0].nbytes, own[0]
-    if all(part.data_ptr() == first.data_ptr() + at * size for at, part in enumerate(own)):
-        return first.as_strided((len(own) * size,), (1,))
-    return torch.cat(own)
+    present = [part for part in parts if part is not None]
+    size, first = present[0].nbytes, present[0]
+    if all(part.data_ptr() == first.data_ptr() + at * size for at, part in enumerate(present)):
+        return first.as_strided((len(present) * size,), (1,))
+    return torch.cat(present)
 
 
-def _some(tensor: RawTensor, index: Indices) -> RawTensor:
+def _rows_of(tensor: RawTensor, index: Indices) -> RawTensor:
     """Some of the matrices of a tensor [n, out, in]."""
     n, *shape = tensor.shape
     data = tensor.data.reshape(n, -1)
     return RawTensor(tensor.type, (len(index), *shape), (data if len(index) == n else data[index]).reshape(-1))
 
 
-def _one(tensor: RawTensor, expert: int) -> RawTensor:
+def _matrix_of(tensor: RawTensor, expert: int) -> RawTensor:
     n, *shape = tensor.shape
     return RawTensor(tensor.type, tuple(shape), tensor.data.reshape(n, -1)[expert])
 
@@ -576,9 +577,9 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
         self.policy = policy
 
     def report(self) -> dict[str, Any]:
-        """As of `SplitSparsity`. gpu_share: None of a layer without cold experts; active_fraction: of the cold experts'
-        neurons, None where all are computed; policy: decides which experts the GPU has; copied: experts copied there
-        beside steps."""
+        """Report as `SplitSparsity` does. gpu_share: None of a layer without cold experts; active_fraction: of the cold
+        experts' neurons, None where all are computed; policy: decides which experts the GPU has; copied: experts copied
+        there beside steps."""
         layers, totals = self._collect()
         tokens = max((layer["tokens"] for layer in layers), default=0)
         totals["hot"] += tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts

@@ -43,7 +43,7 @@ class _GpuPredictor:
     """A layer's predictor on the GPU. order, int32, and the same on the GPU, numbers: the neurons of the rows of
     `outer`, the hot ones first."""
 
-    about: Predictor
+    config: Predictor
     inner: gpu.Weight
     outer: gpu.Weight
     order: Indices
@@ -67,7 +67,7 @@ class HybridFfn(HybridUnits):
 
     units = "neurons"
     most = 512
-    _held = ("_predictor", "_bundles")
+    _freed = ("_predictor", "_bundles")
 
     def __init__(
         self, split: NeuronSplit, cpu: CpuExecutor, layers: GpuLayers, layer: int, vectors: FfnVectors
@@ -86,13 +86,13 @@ class HybridFfn(HybridUnits):
         self._fused = False
         self._gpu_part: GpuPart | None = None
         weights = None if split.predictors is None else split.predictors(layer)
-        own = cpu, layer, split.bundles.layouts[layer], self._vectors, self._threshold
+        place = cpu, layer, split.bundles.layouts[layer], self._vectors, self._threshold
         if cpu.disk is not None and layer in cpu.disk.about.neurons:
             frequency = None if split.frequency is None else split.frequency(layer)
             groups = split.bundles.layers[layer]
-            self._cpu_part: CpuPart = RestingPart(*own, groups, frequency, weights is not None)
+            self._cpu_part: CpuPart = RestingPart(*place, groups, frequency, weights is not None)
         else:
-            self._cpu_part = CpuPart(*own)
+            self._cpu_part = CpuPart(*place)
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
         if weights is not None:
@@ -122,8 +122,8 @@ class HybridFfn(HybridUnits):
         self._layers.changed(self.layer)  # recordings have the calls' addresses
         with self._failures(), current(to):
             if len(hot):
-                own = self._config, self._vectors, self._threshold
-                self._gpu_part = GpuPart(layout, groups, hot, to, *own)
+                config = self._config, self._vectors, self._threshold
+                self._gpu_part = GpuPart(layout, groups, hot, to, *config)
             if self._predictor is not None:
                 self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._cpu_part.place(groups, self.cold)
@@ -131,7 +131,7 @@ class HybridFfn(HybridUnits):
         self._bundles.file.release(groups)
 
     def swap(self, leave: Indices, come: Indices) -> None:
-        """As of `HybridUnits`. After a failure, which is raised, nothing has changed or, where even that does not fit
+        """Exchange neurons. After a failure, which is raised, nothing has changed or, where even that does not fit
         any more, all neurons of the layer are on the CPU."""
         before = self.hot
         try:
@@ -197,10 +197,10 @@ class HybridFfn(HybridUnits):
         tokens, predictor = len(step.x), self._predictor
         if predictor is None or not self._selects(tokens):
             return
-        about = predictor.about
+        config = predictor.config
         places = self._link.selected(tokens, len(self.hot), len(self.cold))
         weights = predictor.inner, predictor.outer, predictor.numbers
-        gpu.predict(*weights, step.x, about.threshold, about.floor, places)
+        gpu.predict(*weights, step.x, config.threshold, config.floor, places)
 
     def _sent_bytes(self, tokens: int) -> int:
         return len(self.cold) if self._selects(tokens) else 0
@@ -231,9 +231,9 @@ class HybridFfn(HybridUnits):
 
     def _stream_cold(self, step: Step) -> None:
         assert self.stage is not None and step.read is not None
-        own = self._config, self._vectors, self._threshold
-        for some in self._cpu_part.pieces(self.stage):
-            self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], some, *own)
+        config = self._config, self._vectors, self._threshold
+        for bundles in self._cpu_part.pieces(self.stage):
+            self.stage.add_sum(step.target, step.read, self._bundles.layouts[self.layer], bundles, *config)
             if self._layers.rehearses and self._cpu_part.rests:
                 return  # one piece takes as much memory as all, which would be read from disk
 
@@ -278,9 +278,9 @@ class HybridFfn(HybridUnits):
     def take_fired(self) -> tuple[int, Counts]:
         """(tokens, int64 [neurons] the number for which each fired) since the last call; not while a step runs."""
         self.collect()
-        taken = self._fired_tokens, self._fired
+        counts = self._fired_tokens, self._fired
         self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
-        return taken
+        return counts
 
     def take_seconds(self) -> tuple[float, float]:
         """Seconds that the CPU waited for the GPU, and summed cold neurons beside it, since the last call."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.replayed_spans import UNRECORDED
-from powerinfer.devices.torch_device import current, gpu_failures
+from powerinfer.devices.torch_device import current
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.json_file import Between, Length
 from powerinfer.hybrid.policy_trial import GAIN
-from powerinfer.hybrid.trials import decode_one, hot_counts, split_trial
+from powerinfer.hybrid.trials import decode_one, hot_counts, settled, split_trial
 from powerinfer.kernels import gpu
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastest
@@ -74,7 +74,9 @@ class Fusion:
         self._ffns = ffns
         self._resolved = resolved
         self._fused, self._settled = False, not fuses(executor)
-        self._recall()
+        earlier = None if self._settled else self._trial.find()
+        if earlier is not None:
+            self._take(earlier)
 
     def settle(self, sample: Callable[[], Sequence[int]], progress: Progress = silent) -> bool:
         """Time both ways if there is no choice yet; whether steps are other ones than before.
@@ -84,11 +86,11 @@ class Fusion:
         """
         before = self._fused
         if not self._settled and any(len(ffn.hot) for ffn in self._ffns):
-            self._recall()  # neurons may have moved to where they were at an earlier start
-            if not self._settled and self._resolved.engine.trial:
-                progress("trial of kernels", 0, 1)
-                self._take(self._trial.run(lambda: self._timed(sample())))
-            elif not self._settled:
+            # Neurons may have moved to where they were at an earlier start.
+            outcome = settled(self._trial, self._resolved, lambda: self._timed(sample()), "kernels", progress)
+            if outcome is not None:
+                self._take(outcome)
+            else:
                 way = "a kernel for each stage for one token"
                 self._executor.choices.neurons = Choice(way, "--no-trial: nothing was timed")
         return self._fused != before
@@ -96,11 +98,6 @@ class Fusion:
     @property
     def _trial(self) -> Trial[Kernel]:
         return split_trial(KERNELS, self._resolved, {"hot": hot_counts(self._ffns)})
-
-    def _recall(self) -> None:
-        earlier = None if self._settled else self._trial.find()
-        if earlier is not None:
-            self._take(earlier)
 
     def _take(self, outcome: Outcome[Kernel]) -> None:
         kernel, self._settled = outcome.result, True
@@ -132,7 +129,7 @@ class Fusion:
                 problem = _why(error)
                 return math.inf
 
-        with gpu_failures("trying kernels", "give less --vram"), current(executor.gpu.device):
+        with current(executor.gpu.device):
             rounds = by_turns((False, True), ROUNDS, seconds)
         if problem:
             return Kernel(False, problem=problem)

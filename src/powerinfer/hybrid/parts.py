@@ -53,13 +53,13 @@ class GpuPart:
         """Bytes on the GPU, counters included."""
         return self.neurons.nbytes + tensor_bytes(self._fired)
 
-    def add_sum(self, to: Tensor, x: Tensor, selected: Tensor | None, *, count: bool, fused: bool) -> None:
-        """to += the neurons' sum for x, both float32 [T, d_model].
+    def add_sum(self, total: Tensor, x: Tensor, selected: Tensor | None, *, count: bool, fused: bool) -> None:
+        """total += the neurons' sum for x, both float32 [T, d_model].
 
         selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
         count: whether neurons that fire are counted; fused: as for `gpu.neuron_sum`.
         """
-        gpu.neuron_sum(self.neurons, x, selected, self._threshold, to, self._fired if count else None, fused)
+        gpu.neuron_sum(self.neurons, x, selected, self._threshold, total, self._fired if count else None, fused)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""
@@ -106,8 +106,8 @@ class CpuPart:
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = own_pages(nbytes)
         self._bundles = gather(layout, groups, index, self._memory)
-        own = self._layer, layout, self._bundles, self._vectors
-        self._neurons = self._cpu.parts.bundled(*own, threshold=self._threshold, count_fired=True)
+        bundles = self._layer, layout, self._bundles, self._vectors
+        self._neurons = self._cpu.parts.bundled(*bundles, threshold=self._threshold, count_fired=True)
 
     def limit(self, slots: int) -> None:
         """See `HybridFfn.limit`."""
@@ -159,10 +159,10 @@ class RestingPart(CpuPart):
         threshold: float,
         groups: NDArray[np.uint8],
         frequency: NDArray[np.float64] | None,
-        whole: bool,
+        selects: bool,
     ) -> None:
-        """groups: as for `GpuPart`, in a file of the executor's disk; frequency: as of `NeuronSplit`; whole: a
-        predictor selects, and all rows of neurons are read."""
+        """groups: as for `GpuPart`, in a file of the executor's disk; frequency: as of `NeuronSplit`; selects: a
+        predictor does, and all rows of neurons are read."""
         super().__init__(cpu, layer, layout, vectors, threshold)
         assert cpu.disk is not None
         self._disk = disk = cpu.disk
@@ -170,11 +170,11 @@ class RestingPart(CpuPart):
         self._frequency = frequency
         n = cpu.config.ffn_sizes[layer]
         self._least = cpu.parts.least_slots(n)
-        made = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), whole=whole)
-        self._slots = made.slots
-        self._used = made.slots.slots
-        self._first_bytes = made.left_out
-        self._resting = cpu.parts.resting(layer, made, vectors, threshold, count_fired=True)
+        slots = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), whole=selects)
+        self._slots = slots.slots
+        self._used = slots.slots.slots
+        self._first_bytes = slots.left_out
+        self._resting = cpu.parts.resting(layer, slots, vectors, threshold, count_fired=True)
         self._neurons = self._resting
 
     @property
@@ -183,7 +183,7 @@ class RestingPart(CpuPart):
         return self._used * self._slots.slot_bytes + len(self.index) * self._first_bytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """As of `CpuPart`; at most first rows are read. groups: those of the layer. ModelError if that fails."""
+        """Replace the neurons; at most first rows are read. groups: those of the layer. ModelError if that fails."""
         self._resting.keep(index)
         self.index = index
         if self._first_bytes:
@@ -214,8 +214,8 @@ class RestingPart(CpuPart):
                 continue
             rows = self._disk.read_rows(self._groups[group : group + step])
             bundles = rows[:, : BUNDLE_GROUP * layout.pitch].reshape(len(rows), BUNDLE_GROUP, layout.pitch)
-            own = self.index[first:last] - group * BUNDLE_GROUP
-            self._resting.add_firsts(bundles[own // BUNDLE_GROUP, own % BUNDLE_GROUP, : layout.gate_bytes])
+            index = self.index[first:last] - group * BUNDLE_GROUP
+            self._resting.add_firsts(bundles[index // BUNDLE_GROUP, index % BUNDLE_GROUP, : layout.gate_bytes])
 
     def pieces(self, stage: Stage) -> Iterator[SomeBundles]:
         """Bundles cut as the stage would, so that sums are the same."""
@@ -237,6 +237,6 @@ class RestingPart(CpuPart):
             if first < last:
                 group = begin + number * step
                 rows = self._disk.read_rows(self._groups[group : min(group + step, end)])
-                own = gather(layout, rows, self.index[first:last] - group * BUNDLE_GROUP, memory[at:])
-                at += own.rows.nbytes
+                bundles = gather(layout, rows, self.index[first:last] - group * BUNDLE_GROUP, memory[at:])
+                at += bundles.rows.nbytes
         return memory[:at].reshape(1, -1)

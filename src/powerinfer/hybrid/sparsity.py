@@ -22,9 +22,9 @@ class HybridSparsity(SplitSparsity[HybridFfn]):
         self.selector = selector
 
     def report(self) -> dict[str, Any]:
-        """As of `SplitSparsity`, of tokens computed in steps of up to `NEURON_TOKENS`; layers that are wholly on the
-        CPU count, too. streams_from: the number of tokens of a step from which on the GPU computes the cold neurons,
-        too, None: never."""
+        """Report as `SplitSparsity` does, of tokens computed in steps of up to `NEURON_TOKENS`; layers that are wholly
+        on the CPU count, too. streams_from: the number of tokens of a step from which on the GPU computes the cold
+        neurons, too, None: never."""
         layers, totals = self._collect()
         cpu = self._executor.cpu
         for layer, dense in cpu.ffns.items():

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 from powerinfer.formats.json_file import Between
-from powerinfer.hybrid.trials import hot_counts, split_trial
+from powerinfer.hybrid.trials import hot_counts, settled, split_trial
 from powerinfer.sparsity.trials import Subject, by_turns, fastest
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ def settle(executor: SplitExecutor, split: NeuronSplit | ExpertSplit, resolved: 
         "copies": copies,
         "kv_type": resolved.engine.kv_type,
     }
-    trial = split_trial(CALLERS, resolved, facts)
-    outcome = trial.find()
-    if outcome is None and resolved.engine.trial:
-        outcome = trial.run(lambda: measured(executor))
+    outcome = settled(split_trial(CALLERS, resolved, facts), resolved, lambda: measured(executor), "steps")
     if outcome is not None:
         use(executor, outcome.result, outcome.origin)
 

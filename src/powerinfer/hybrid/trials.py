@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.streams import streams_of
+from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.hardware.gpu_rates import software
-from powerinfer.sparsity.trials import Subject, Trial, conditions
+from powerinfer.progress import Progress, silent
+from powerinfer.sparsity.trials import Outcome, Subject, Trial, conditions
 
 if TYPE_CHECKING:
     import torch
 
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.hybrid.experts import HybridExperts
-    from powerinfer.hybrid.ffn import HybridFfn
     from powerinfer.hybrid.resolved import Resolved
-
-    SplitFfn: TypeAlias = HybridFfn | HybridExperts
+    from powerinfer.hybrid.units import HybridUnits
 
 R = TypeVar("R")
 
@@ -33,7 +32,20 @@ def split_trial(subject: Subject[R], resolved: Resolved, facts: Mapping[str, obj
     return Trial(subject, checkpoint, engine, key | {name: str(value) for name, value in facts.items()})
 
 
-def hot_counts(ffns: Sequence[SplitFfn]) -> str:
+def settled(
+    trial: Trial[R], resolved: Resolved, measure: Callable[[], R], what: str, progress: Progress = silent
+) -> Outcome[R] | None:
+    """The outcome of an earlier trial, or of one now; None: there is none, with `--no-trial`. what: it tries, for
+    people. PowerInferError if the GPU fails, or runs out of memory."""
+    outcome = trial.find()
+    if outcome is None and resolved.engine.trial:
+        progress(f"trial of {what}", 0, 1)
+        with gpu_failures(f"trying {what}", "give less --vram"):
+            outcome = trial.run(measure)
+    return outcome
+
+
+def hot_counts(ffns: Sequence[HybridUnits]) -> str:
     """The number of neurons, or experts, of each layer on the GPU, as a fact of a key."""
     return " ".join(str(len(ffn.hot)) for ffn in ffns)
 

@@ -59,7 +59,7 @@ class HybridUnits(ABC):
     cold: Indices
     recent: NDArray[np.float64]
     recent_tokens: float
-    _held: tuple[str, ...] = ()
+    _freed: tuple[str, ...] = ()
     """Attributes with memory, beside the parts."""
 
     def __init__(self, layer: int, layers: GpuLayers, stage: Stage | None) -> None:
@@ -76,7 +76,7 @@ class HybridUnits(ABC):
         """Free both parts, and the buffers that are shared with others; no step follows. May be called twice."""
         if self.stage is not None:
             self.stage.close()
-        for name in ("_gpu_part", "_cpu_part", "_calls", "_link", "_layers", *self._held):
+        for name in ("_gpu_part", "_cpu_part", "_calls", "_link", "_layers", *self._freed):
             self.__dict__.pop(name, None)
 
     @property
@@ -304,8 +304,8 @@ class SplitSparsity(Sparsity, Generic[U]):
         those that fired; gpu_share: of the units used, those on the GPU; jobs: share of the steps in which the CPU had
         work; traded: units swapped onto the GPU between requests."""
         tokens = max((layer["tokens"] for layer in layers), default=0)
-        whole = shares(totals) | {"tokens": tokens, "traded": self.traded}
-        return {"selector": self.selector, "layers": layers, **whole}
+        sums = shares(totals) | {"tokens": tokens, "traded": self.traded}
+        return {"selector": self.selector, "layers": layers, **sums}
 
     def clear(self) -> None:
         """Reset the counters of `report`."""

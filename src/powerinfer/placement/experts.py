@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.rankings import NEEDS_PROFILE, RANKINGS, Lfu, Ranking
+from powerinfer.devices.rankings import NEEDS_PROFILE, RANKINGS, Lfu, UseRanking
 
 Swap = tuple[int, int]
 """(slot, expert): the expert takes the slot's place in the fast memory."""
@@ -64,7 +64,7 @@ class Policy:
         self.name = name
         self._experts = {layer: np.full(min(n, experts[layer]), -1, np.int32) for layer, n in slots.items()}
         self._outside = {layer: np.ones(n, bool) for layer, n in experts.items()}  # those without a slot
-        self._rankings: dict[int, Ranking] = {}
+        self._rankings: dict[int, UseRanking] = {}
         self._prior: dict[int, NDArray[np.floating]] = {}
         self._steps = {layer: at for at, layer in enumerate(slots)}
         # Layers take turns: each may copy `_each` experts in every `_turn`-th step.
@@ -285,8 +285,8 @@ def replay_on_disk(
     place of the one of least priority that the token does not select, of equals the lowest, as `Slots` (csrc/slots.cpp)
     does.
 
-    policy: of `DISK_POLICIES`; start: as of `Ranking`, its rows the layers in order; selected: of each layer [tokens,
-    experts of a token], the same number; slots: at least those of a token.
+    policy: of `DISK_POLICIES`; start: as of `UseRanking`, its rows the layers in order; selected: of each layer
+    [tokens, experts of a token], the same number; slots: at least those of a token.
     """
     rows, n = start.shape
     ranking = RANKINGS[policy](start)
