@@ -42,7 +42,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a router selects what its rule says, and valid experts; the sum of experts is numpy's at every level",
-        "src/powerinfer/csrc/experts.cpp",
+        "src/powerinfer/csrc/router.cpp",
         "scratch[i] += spec.correction[i];",
         "scratch[i] -= spec.correction[i];",
         "tests/test_experts.py",

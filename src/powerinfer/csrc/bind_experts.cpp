@@ -21,19 +21,19 @@ std::vector<Vector> vectors_of(const std::optional<Floats2>& a) {
 }
 
 void check_expert_sum(const Experts& experts, const Program& program, Floats2 x, OutFloats2 out) {
-  const size_t tokens = x.shape(0), k = (size_t)experts.d_model();
+  const size_t tokens = x.shape(0), k = (size_t)experts.store().d_model;
   require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && x.shape(1) == k && out.shape(0) == tokens &&
               out.shape(1) == k,
           "x and out must be [tokens, d_model], for at most the program's tokens");
 }
 
 void check_selected(const Experts& experts, const Program& program, Ints2 selected, Floats2 weights) {
-  const size_t tokens = selected.shape(0), some = (size_t)experts.top_k();
+  const size_t tokens = selected.shape(0), some = (size_t)experts.router().spec.top_k;
   require(tokens > 0 && (int64_t)tokens <= program.sizes.max_tokens && selected.shape(1) == some &&
               weights.shape(0) == tokens && weights.shape(1) == some,
           "selected and weights must be [tokens, top_k]");
   for (size_t i = 0; i < tokens * some; i++)
-    require(selected.data()[i] >= -1 && selected.data()[i] < experts.experts(), "no such expert");
+    require(selected.data()[i] >= -1 && selected.data()[i] < experts.store().experts, "no such expert");
 }
 
 bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
@@ -70,7 +70,7 @@ void fired_in_experts(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c
 
 Counts expert_counts(const Experts& op) {
   nb::gil_scoped_release release;
-  const Experts::Counts all = op.counts();
+  const ExpertStore::Counts all = op.counts();
   Counts counts = counts_of(all.neurons);
   counts["sampled_tokens"] = all.recall.tokens;
   counts["sampled_active"] = all.recall.active;
@@ -80,22 +80,23 @@ Counts expert_counts(const Experts& op) {
 }
 
 RestingExperts& resting_of(const Experts& op) {
-  require(op.resting(), "the experts are in memory");
-  return *op.resting();
+  RestingExperts* const resting = op.store().resting();
+  require(resting, "the experts are in memory");
+  return *resting;
 }
 
 void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<Experts> op, Program& program,
                       Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out, Ints places,
                       nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tally, const std::string& part) {
   const char* const PARTS[] = {"all", "order", "sum_ordered"};
-  const size_t tokens = x.shape(0), some = (size_t)op->top_k(), experts = places.shape(0);
+  const size_t tokens = x.shape(0), some = (size_t)op->router().spec.top_k, experts = places.shape(0);
   check_expert_sum(*op, program, x, out);
   require(selected.shape(0) == tokens && selected.shape(1) == some && weights.shape(0) == tokens &&
               weights.shape(1) == some,
           "selected and weights must be [tokens, top_k]");
   require(tally.shape(0) == experts + 1, "tally must be [experts + 1]");
   for (size_t i = 0; i < experts; i++)
-    require(places.data()[i] >= -1 && places.data()[i] < op->experts(), "no such expert");
+    require(places.data()[i] >= -1 && places.data()[i] < op->store().experts, "no such expert");
   const auto own = (ExpertCall::Part)index_of(PARTS, 3, part, "part");
   new (call) ExpertCall(std::move(calls), std::move(op), program,
                         {x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data(), (int64_t)experts,

@@ -78,5 +78,5 @@ void ExpertCall::select() {
 }
 
 void ExpertCall::write_zeros() noexcept {
-  if (part_ != ORDER) std::fill(a_.out, a_.out + a_.tokens * op_->d_model(), 0.0f);
+  if (part_ != ORDER) std::fill(a_.out, a_.out + a_.tokens * op_->store().d_model, 0.0f);
 }

@@ -95,7 +95,7 @@ class ExpertCall : public HostCall {
         program_(program),
         a_(arguments),
         part_(part),
-        own_((size_t)(arguments.tokens * op_->top_k())) {}
+        own_((size_t)(arguments.tokens * op_->router().spec.top_k)) {}
 
  private:
   bool compute() override;

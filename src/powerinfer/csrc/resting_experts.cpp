@@ -1,31 +1,68 @@
 #include "resting_experts.h"
 
-#include <algorithm>
 #include <iterator>
 
-#include "experts.h"
+namespace {
 
-RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, const std::vector<std::vector<Matrix>*>& parts)
-    : uses((size_t)slots->items()),
+// Of each expert a matrix as `all` is of all of them, one below the other.
+std::vector<Matrix> on_disk(const ExpertMatrices& all_experts, const Matrix& all, int64_t rows) {
+  const int64_t panels = pi_round_up(rows, PI_LANES) / PI_LANES;
+  std::vector<Matrix> matrices((size_t)all_experts.experts, {all.type, rows, all.k, panels, nullptr, nullptr});
+  for (Matrix& matrix : matrices)
+    matrix.disk = std::make_shared<OnDisk>(OnDisk{0, 0, rows * stored_row_bytes(all.type, all.k), rows, {}});
+  return matrices;
+}
+
+ExpertStore::Parts parts_of(const ExpertMatrices& all) {
+  ExpertStore::Parts parts{std::vector<Matrix>(), on_disk(all, *all.up, all.neurons),
+                           on_disk(all, *all.down, all.up->k)};
+  if (all.gate) parts[ExpertStore::GATE] = on_disk(all, *all.gate, all.neurons);
+  return parts;
+}
+
+}  // namespace
+
+RestingExperts::RestingExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace)
+    : ExpertStore(all, parts_of(all), std::move(workspace)),
+      uses((size_t)experts),
       elsewhere(uses.size()),
-      slots_(std::move(slots)),
-      parts_(uses.size()),
+      slots_(std::move(all.slots)),
+      matrices_(uses.size()),
       guesses_(slots_, ENOUGH) {
-  for (std::vector<Matrix>* const of_all : parts) {
-    for (size_t e = 0; e < parts_.size(); e++) {
-      Matrix& one = (*of_all)[e];
-      one.disk = std::make_shared<OnDisk>(*one.disk);
-      parts_[e].push_back(&one);
-    }
+  for (size_t e = 0; e < matrices_.size(); e++) {
+    for (std::vector<Matrix>& part : parts_)
+      if (!part.empty()) matrices_[e].push_back(&part[e]);
   }
 }
 
-void RestingExperts::expect(const int32_t* experts, int64_t n) {
-  std::vector<int32_t> here;
-  std::copy_if(experts, experts + n, std::back_inserter(here), [&](int32_t e) { return !elsewhere[(size_t)e]; });
-  guesses_.expect(here.data(), (int64_t)here.size());
+// Some experts after others, those first that are in memory.
+void RestingExperts::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
+                              const Attempt& attempt) {
+  Workspace& w = *workspace_;
+  for (;;) {
+    if (t.id == 0 && !attempt([&] { next(rows); })) rows.compute({});
+    w.pool->barrier();
+    if (rows.active.empty()) return;
+    const bool settles = settles_;  // threads must settle after a product of these
+    multiply(t.id, rows, acts, single, false, fired);
+    w.pool->barrier();
+    if (settles) w.settle(t.id);
+    add_down(t.id, rows, false);
+    w.pool->barrier();
+    if (!settles) continue;
+    w.settle(t.id);
+    w.pool->barrier();
+  }
 }
 
+void RestingExperts::expect(const int32_t* expected, int64_t n) {
+  std::vector<int32_t> expected_here;
+  std::copy_if(expected, expected + n, std::back_inserter(expected_here),
+               [&](int32_t e) { return !elsewhere[(size_t)e]; });
+  guesses_.expect(expected_here.data(), (int64_t)expected_here.size());
+}
+
+// Begins to read what the step needs and is not there.
 void RestingExperts::begin(const ExpertRows& rows) {
   all_ += (int64_t)rows.active.size();
   for (const int32_t e : rows.active) hits_ += slots_->held(e);
@@ -43,6 +80,7 @@ void RestingExperts::read_more() {
   while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
 }
 
+// The experts to compute next, in memory until the next call: `active` of the rows; none: that was all.
 void RestingExperts::next(ExpertRows& rows) {
   for (const int32_t e : now_) {
     slots_->changed(e);
@@ -66,12 +104,12 @@ void RestingExperts::place() {
   settles_ = false;
   for (const int32_t e : now_) {
     const bool as_read = slots_->as_read(e);
-    for (size_t i = 0; i < parts_[(size_t)e].size(); i++) {
-      Matrix& one = *parts_[(size_t)e][i];
+    for (size_t i = 0; i < matrices_[(size_t)e].size(); i++) {
+      Matrix& matrix = *matrices_[(size_t)e][i];
       uint8_t* const rows = slots_->own(e, i);
-      one.disk->rows = rows;
-      one.disk->panels = rows - slots_->before(i);
-      one.data = as_read ? nullptr : one.disk->panels;
+      matrix.disk->rows = rows;
+      matrix.disk->panels = rows - slots_->before(i);
+      matrix.data = as_read ? nullptr : matrix.disk->panels;
       settles_ = settles_ || (as_read && slots_->before(i) > 0);
     }
   }

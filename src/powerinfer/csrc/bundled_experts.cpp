@@ -1,0 +1,209 @@
+#include "bundled_experts.h"
+
+#include "program.h"
+#include "repack.h"
+
+namespace {
+
+// As of matrices that `product` makes of bundles, a few panels at a time.
+std::vector<Matrix> repacked(int row_type, int64_t experts, int64_t rows, int64_t k) {
+  return std::vector<Matrix>(
+      (size_t)experts, {repacked_type(row_type), rows, k, pi_round_up(rows, PI_LANES) / PI_LANES, nullptr, nullptr});
+}
+
+ExpertStore::Parts parts_of(const ExpertMatrices& all) {
+  const Bundles& b = *all.bundled->bundles;
+  const int64_t n = all.experts, neurons = all.neurons, d_model = b.up.k;
+  ExpertStore::Parts parts{std::vector<Matrix>(),
+                           all.up ? cut(*all.up, n, neurons) : repacked(b.up.type, n, neurons, d_model),
+                           repacked(b.down.type, n, d_model, neurons)};
+  if (all.gate) parts[ExpertStore::GATE] = cut(*all.gate, n, neurons);
+  else if (b.gated()) parts[ExpertStore::GATE] = repacked(b.gate.type, n, neurons, d_model);
+  return parts;
+}
+
+}  // namespace
+
+BundledExperts::BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace)
+    : ExpertStore(all, parts_of(all), std::move(workspace)),
+      bundled_(std::move(all.bundled)),
+      predictor_(std::move(all.predictor)),
+      out_(predictor_ ? cut(*predictor_->out, experts, neurons) : std::vector<Matrix>()),
+      recall_every_(all.recall_every),
+      shared_(bundled_->bundles->neurons - experts * neurons),
+      sampled_((size_t)workspace_->pool->threads()) {}
+
+void BundledExperts::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,
+                             int64_t ldo, int64_t p0, int64_t p1) const {
+  if (parts_[part][e].data) return ExpertStore::product(thread, rows, part, e, acts, out, ldo, p0, p1);
+  const Bundles& b = *bundled_->bundles;
+  const int64_t first = (int64_t)e * neurons;
+  uint8_t* const to = rows.panels_of(thread);
+  Matrix panel_pair = parts_[part][e];
+  panel_pair.data = to;
+  for (int64_t p = p0; p < p1; p += 2) {
+    const int count = (int)std::min<int64_t>(p1 - p, 2);
+    if (part == DOWN) panels_of_outputs(b.down, first, neurons, p * PI_LANES, count, to);
+    else panels_of_neurons(part == GATE ? b.gate : b.up, first + p * PI_LANES, count, to);
+    workspace_->linear(thread, panel_pair, NO_BIAS, &acts, out + p * PI_LANES, ldo, rows.n(e), false, 0, count);
+  }
+}
+
+void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,
+                              int64_t top_k, const SharedExpert& shared) {
+  if (predictor_) return sum_predicted(t, rows, piece, top_k);
+  list_firing(t, rows, acts, piece.x.tokens, shared);
+  workspace_->pool->barrier();
+  bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.activations), experts * neurons + shared_, nullptr);
+  if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons + shared_);
+}
+
+// Lists neurons of this thread's share of the active experts, by the products of `matrices` with `inputs`, of rows or of a
+// `single` token. prepare(e, z, lanes): before they are compared with `limit`, |z| where `magnitude`; z: [rows][ldh].
+// use_listed(e, z, first, listed, n, lanes): n neurons of expert e were listed, of which z has those from `first` on.
+template <class F, class G>
+void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs,
+                          bool single, const Limit& limit, F prepare, G use_listed) const {
+  NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
+  share_panels(thread, rows, matrices[0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
+    const int64_t begin = rows.begin[e], n = rows.n(e), c0 = p0 * PI_LANES, lanes = (p1 - p0) * PI_LANES;
+    const int64_t first = (int64_t)e * neurons + c0;
+    const PiActs x = pi_acts_from(&inputs, single ? 0 : begin, 0);
+    float* const z = rows.floats(rows.gate) + begin * rows.ldh + c0;
+    workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, p0, p1);
+    prepare(e, z, lanes);
+    int64_t counts[PI_NEURON_TOKENS] = {0};
+    int32_t* const listed = share.listed.data() + share.n;
+    const int64_t more = workspace_->kernels->neurons.keep(z, rows.ldh, n, lanes, limit.magnitude, limit.value,
+                                                           (int32_t)first, listed, counts);
+    for (int64_t i = 0; i < n; i++) share.counts[rows.token_of[(size_t)(begin + i)]] += counts[i];
+    use_listed(e, z, first, listed, more, lanes);
+    share.n += more;
+  });
+}
+
+// Nothing is listed by this thread.
+void BundledExperts::begin_list(int thread) const {
+  NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
+  share.n = 0;
+  std::fill(share.counts, share.counts + PI_NEURON_TOKENS, 0);
+}
+
+// Lists the neurons that fire, of this thread's share of the first products; `activations` gets them, times the weights of
+// their experts, for every token.
+void BundledExperts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens,
+                                 const SharedExpert& shared) const {
+  const PiKernels* const kernels = workspace_->kernels;
+  const bool single = tokens == 1;
+  const PiActs inputs = single ? *acts : gather(t, rows, acts, d_model, forms_);
+  float* const activations = rows.floats(rows.activations);
+  const int64_t ldk = experts * neurons + shared_;
+  const auto activate = [&](size_t e, float* h, int64_t lanes) {
+    for (int64_t i = 0; i < rows.n(e); i++) {
+      activation_.apply_first(kernels, h + i * rows.ldh, lanes);
+      kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(rows.begin[e] + i)], lanes);
+    }
+  };
+  const auto know = [&](size_t e, const float* h, int64_t first, const int32_t* listed, int64_t n, int64_t) {
+    for (int64_t j = 0; j < n; j++) {
+      for (int64_t i = 0; i < tokens && !single; i++) activations[i * ldk + listed[j]] = 0.0f;
+      for (int64_t i = 0; i < rows.n(e); i++)
+        activations[rows.token_of[(size_t)(rows.begin[e] + i)] * ldk + listed[j]] = h[i * rows.ldh + listed[j] - first];
+    }
+  };
+  begin_list(t.id);
+  if (shared_) list_shared(t, rows, acts, tokens, shared);
+  list(t.id, rows, first_products(), inputs, single, {1, 0.0f}, activate, know);
+}
+
+// The same of the shared expert, whose neurons lie behind all others in the bundles.
+void BundledExperts::list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens,
+                                 const SharedExpert& shared) const {
+  const Program& p = *t.program;
+  NeuronLists::Share& share = workspace_->lists().shares[(size_t)t.id];
+  const int64_t first = experts * neurons, ldk = first + shared_;
+  if (!shared.gate.empty()) workspace_->pool->barrier();              // its weights are there
+  const Columns mine = shared.neurons->activate(t, acts, tokens, 2);  // two panels: a group of neurons
+  float* const h = p.gate + mine.c0;
+  for (int64_t i = 0; i < tokens; i++)
+    workspace_->kernels->scale(h + i * p.ldh, rows.shared_weights[(size_t)i], mine.n());
+  int32_t* const listed = share.listed.data() + share.n;
+  const int64_t more = workspace_->kernels->neurons.keep(h, p.ldh, tokens, mine.n(), 1, 0.0f,
+                                                         (int32_t)(first + mine.c0), listed, share.counts);
+  for (int64_t j = 0; j < more; j++)
+    for (int64_t i = 0; i < tokens; i++)
+      rows.floats(rows.activations)[i * ldk + listed[j]] = h[i * p.ldh + listed[j] - first - mine.c0];
+  share.n += more;
+}
+
+// The neurons that the predictor selects of the experts of up to PI_NEURON_TOKENS tokens.
+void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k) {
+  const Rows& x = piece.x;
+  const bool sampled = recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0;
+  list_predicted(t, rows, x, top_k, sampled);
+  const PiActs* acts = workspace_->prepare(t.id, x, piece.norm, bundled_->bundles->forms());
+  if (sampled) sample(t, rows, acts, x.tokens);
+  piece.groups = {rows.expert_weights.data(), experts, neurons};
+  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
+  if (t.id != 0) return;
+  predictor_rows_ += (int64_t)rows.active.size() * neurons;
+  recall_.tokens += sampled ? x.tokens : 0;
+  for (const Ffn::Recall& recall : sampled_)
+    if (sampled) recall_.active += recall.active, recall_.found += recall.found;
+}
+
+// Lists the candidates, of this thread's share of the selected experts' neurons, and the tokens that select each. Ends
+// with a barrier.
+void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t k, bool sampled) const {
+  NeuronLists& lists = workspace_->lists();
+  const int64_t tokens = x.tokens;
+  int64_t t0, t1;
+  share(tokens, 1, workspace_->pool->threads(), t.id, &t0, &t1);
+  std::fill(rows.expert_weights.begin() + t0 * experts, rows.expert_weights.begin() + t1 * experts, 0.0f);
+  for (int64_t j = t0 * k; j < t1 * k; j++)
+    rows.expert_weights[(size_t)(j / k * experts + rows.selected[(size_t)j])] = rows.weights[(size_t)j];
+  const PiActs* hidden = predictor_->hide(t.id, *workspace_, x);
+  const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
+  const auto select = [&](size_t e, const float* z, int64_t first, const int32_t* listed, int64_t n, int64_t lanes) {
+    const auto token = [&](int64_t i) { return rows.token_of[(size_t)(rows.begin[e] + i)]; };
+    for (int64_t j = 0; j < n && tokens > 1; j++) {
+      uint32_t selects = 0;
+      for (int64_t i = 0; i < rows.n(e); i++)
+        selects |= (uint32_t)predictor_->candidate(z[i * rows.ldh + listed[j] - first]) << token(i);
+      lists.selected_by[(size_t)listed[j]] = selects;
+    }
+    for (int64_t i = 0; i < rows.n(e) && sampled; i++)
+      std::copy(z + i * rows.ldh, z + i * rows.ldh + lanes, lists.z.begin() + token(i) * lists.ldz + first);
+  };
+  begin_list(t.id);
+  list(t.id, rows, out_, inputs, tokens == 1, {0, predictor_->limit()}, [](size_t, float*, int64_t) {}, select);
+  workspace_->pool->barrier();
+}
+
+// How many of the neurons that fire the predictor selected: computes whole experts.
+void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+  const NeuronLists& lists = workspace_->lists();
+  Ffn::Recall& recall = sampled_[(size_t)t.id];
+  recall = {};
+  const bool single = tokens == 1;
+  multiply(t.id, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, false, nullptr);
+  share_panels(t.id, rows, parts_[UP][0].panels, false,
+               [&](size_t e, int64_t p0, int64_t p1) {  // as those of `multiply`
+                 for (int64_t r = rows.begin[e]; r < rows.begin[e + 1]; r++) {
+                   const float* const h = rows.floats(rows.gate) + r * rows.ldh;
+                   const float* const z = lists.z.data() + rows.token_of[(size_t)r] * lists.ldz + (int64_t)e * neurons;
+                   for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) {
+                     recall.active += h[c] != 0.0f;
+                     recall.found += h[c] != 0.0f && predictor_->candidate(z[c]);
+                   }
+                 }
+               });
+}
+
+ExpertStore::Counts BundledExperts::counts() const { return {bundled_->stats_of_job(), recall_, predictor_rows_}; }
+
+void BundledExperts::clear() {
+  bundled_->clear_counts();
+  recall_ = {};
+  predictor_rows_ = 0;
+}

@@ -1,0 +1,45 @@
+// Experts whose neurons are told apart: as bundles, but for their first product (gate, or up without gates), which is of
+// matrices, or, with a predictor, of the bundles, too.
+#pragma once
+#include "expert_store.h"
+
+class BundledExperts : public ExpertStore {
+ public:
+  BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
+  int forms(int64_t tokens) const override { return leaves_out(tokens) && predictor_ ? 0 : forms_; }
+  bool leaves_out(int64_t tokens) const override { return !computes_whole_ && tokens <= PI_NEURON_TOKENS; }
+  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece, int64_t top_k,
+                const SharedExpert& shared) override;
+  bool has_shared() const override { return shared_ > 0; }
+  Counts counts() const override;
+  void clear() override;
+  void set_whole(bool on) override { computes_whole_ = on; }
+
+ private:
+  void product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out, int64_t ldo,
+               int64_t p0, int64_t p1) const override;
+  struct Limit {
+    int magnitude;
+    float value;
+  };
+  void begin_list(int thread) const;
+  template <class F, class G>
+  void list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs, bool single,
+            const Limit& limit, F prepare, G use_listed) const;
+  const std::vector<Matrix>& first_products() const { return parts_[parts_[GATE].empty() ? UP : GATE]; }
+  void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
+  void list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
+  void sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k);
+  void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t top_k, bool sampled) const;
+  void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
+
+  const std::shared_ptr<NeuronSum> bundled_;
+  const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
+  const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
+  const int64_t recall_every_;
+  const int64_t shared_;  // neurons of the shared expert, behind those of the others
+  bool computes_whole_ = false;
+  Ffn::Recall recall_ = {};
+  std::vector<Ffn::Recall> sampled_;  // of the threads
+  int64_t predictor_rows_ = 0;
+};

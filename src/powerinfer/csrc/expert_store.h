@@ -1,0 +1,171 @@
+// The weights of a layer's experts, and the products of a step's rows with them. They have one of three forms: matrices in
+// panels, neurons as bundles (bundled_experts.h), or matrices that rest on disk (resting_experts.h).
+#pragma once
+#include <algorithm>
+#include <array>
+#include <functional>
+
+#include "ffn.h"
+
+class Experts;
+class RestingExperts;
+
+inline const Vector NO_BIAS;
+
+// The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
+// bundled: the neurons of all experts, one expert after another, in place of down and, where there are gates, of up; behind
+// them may be those of a shared expert. The rows of their first product (gate, or up without gates) are read with a
+// predictor, which selects among all of these neurons and takes the matrix' place.
+// slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
+// `down` say then what they are alone.
+struct ExpertMatrices {
+  int64_t experts, neurons;  // neurons: of each expert
+  Activation activation;
+  std::shared_ptr<Matrix> gate, up, down;
+  std::vector<Vector> gate_bias, up_bias, down_bias;  // of each expert, padded to whole panels; or none at all
+  std::shared_ptr<NeuronSum> bundled = nullptr;
+  std::shared_ptr<const Predictor> predictor = nullptr;
+  int64_t recall_every = 0;  // steps between samples of its recall, for which all neurons are computed; 0: none
+  std::shared_ptr<Slots> slots = nullptr;
+};
+
+// The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
+struct SharedExpert {
+  std::shared_ptr<const DenseNeurons> neurons;
+  Vector gate;
+};
+
+// Buffers for a step's rows: one for each of a token's experts, those of an expert side by side.
+struct ExpertRows {
+  struct Sizes {
+    int64_t tokens, experts, top_k, neurons, d_model;
+    int64_t bundled;  // neurons of all experts of a layer whose neurons are bundles; 0: there is none
+    int threads;
+  };
+  static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses
+  explicit ExpertRows(const Sizes& sizes);
+
+  const Sizes sizes;
+  const int64_t ldl, ldh, ldy;
+  ActMemory input, hidden;                                // [rows] of d_model and of neurons
+  std::vector<float> logits, scores;                      // [tokens][ldl]
+  Mapping gate, up, out, shared;                          // [rows][ldh] twice, [rows][ldy], [tokens][ldy]
+  std::vector<int32_t> selected, row_of, token_of;        // experts and rows [tokens][top_k]; tokens [rows]
+  std::vector<float> weights, weight_of, shared_weights;  // [tokens][top_k], [rows], [tokens]
+  std::vector<int32_t> begin, active;       // [experts + 1] first row of each expert; the experts that have rows
+  std::vector<int64_t> cost;                // [active + 1] of a unit of work of all those before
+  Mapping activations;                      // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
+  std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][experts]
+  std::vector<float> guessed;               // logits, [GUESSED][ldl]
+  Mapping panels;                           // two for each thread, repacked
+  const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
+  int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
+  // The experts that are computed next, of those that have rows: `active` and `cost`.
+  void compute(const std::vector<int32_t>& experts);
+  int64_t n(size_t expert) const { return begin[expert + 1] - begin[expert]; }
+  float* floats(const Mapping& of) const { return (float*)of.data(); }
+  uint8_t* panels_of(int thread) const { return panels.data() + thread * panel_bytes(sizes); }
+  static int64_t panel_bytes(const Sizes& s) {
+    return 2 * PI_LANES * 2 * pi_round_up(std::max(s.neurons, s.d_model), 32);
+  }
+};
+
+// In panels. By the threads of a job, unless it says otherwise.
+class ExpertStore {
+ public:
+  enum Part { GATE, UP, DOWN };
+  // Of each expert; no gates: empty. Matrices that are not in memory in panels have no data.
+  using Parts = std::array<std::vector<Matrix>, 3>;
+  // Counts of steps whose neurons are told apart, as of `NeuronSum` and `Ffn`; rows of the predictor's `out` that were
+  // read.
+  struct Counts {
+    NeuronStats neurons;
+    Ffn::Recall recall;
+    int64_t predictor_rows;
+  };
+  // Runs work that may fail to read; false if it, or other work of the step, has failed.
+  using Attempt = std::function<bool(const std::function<void()>&)>;
+  static std::unique_ptr<ExpertStore> make(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
+  ExpertStore(ExpertMatrices all, Parts parts, std::shared_ptr<Workspace> workspace);
+  virtual ~ExpertStore() = default;
+
+  const int64_t experts, neurons, d_model;
+
+  // The forms that a step of that many tokens reads its input in.
+  virtual int forms(int64_t) const { return forms_; }
+  int64_t up_panels() const { return parts_[UP][0].panels; }
+  // The outputs of all rows; ends with a barrier. A row has the same bits whichever rows are computed with it. acts: of
+  // the tokens; fired: a bit for each neuron of each row, null: not asked for.
+  void sum_tokens(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, uint16_t* fired,
+                  const Attempt& attempt) {
+    const bool single = tokens == 1;
+    sum_rows(t, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, fired, attempt);
+  }
+  // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`.
+  virtual bool leaves_out(int64_t) const { return false; }
+  virtual void sum_some(Thread&, ExpertRows&, const PiActs*, const NeuronSum::Piece&, int64_t /*top_k*/,
+                        const SharedExpert&) {}
+  // Whether that is the sum of the shared expert, too.
+  virtual bool has_shared() const { return false; }
+
+  // Experts on disk, by thread 0: begins a step, rows are ordered; the step ends before it is computed; begins to read
+  // experts that the step is to need, one of them perhaps repeatedly; whether that is worth it, by all threads.
+  virtual void begin(const ExpertRows&) {}
+  virtual void end() {}
+  virtual void expect(const int32_t* /*experts*/, int64_t /*n*/) {}
+  virtual bool foreseeable() const { return false; }
+  virtual RestingExperts* resting() { return nullptr; }
+
+  // Outside of jobs, of rows that are ordered: reads bytes [rows.fetched, last) of the weights that each thread
+  // multiplies first into the caches of its core. False if there are no more.
+  virtual bool fetch(const ExpertRows& rows, int64_t last) const;
+  // Between jobs.
+  virtual Counts counts() const;
+  virtual void clear() {}
+  virtual void set_whole(bool) {}
+
+ protected:
+  // acts: of rows, or of a `single` token.
+  virtual void sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
+                        const Attempt& attempt);
+  // For each row its token's input, of k elements. Ends with a barrier.
+  PiActs gather(const Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
+  // Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, two at a
+  // time: shares cost about the same however the rows are distributed. dealt: of many rows what a free thread takes.
+  template <class F>
+  void share_panels(int thread, const ExpertRows& rows, int64_t panels, bool dealt, F work) const {
+    const size_t n = rows.active.size();
+    if (n == 0) return;
+    const int64_t pairs = (panels + 1) / 2, all = rows.cost[n] * pairs;
+    const auto part = [&](int64_t from, int64_t to) {
+      for (size_t i = 0; i < n; i++) {
+        const int64_t expert_cost = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * pairs;
+        const auto first = [&](int64_t cost) {  // the pair that begins there or next
+          return std::min(
+              std::clamp((std::max(cost, before) - before + expert_cost - 1) / expert_cost, (int64_t)0, pairs) * 2,
+              panels);
+        };
+        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) work((size_t)rows.active[i], p0, p1);
+      }
+    };
+    Pool& pool = *workspace_->pool;
+    if (dealt && workspace_->deals(rows.begin[(size_t)experts], parts_[UP][0], (int64_t)n))
+      return pool.deal(all, std::max(all / (16 * pool.threads()), (int64_t)1), part);
+    int64_t from, to;
+    share(all, 1, pool.threads(), thread, &from, &to);
+    part(from, to);
+  }
+  // h of all rows: this thread's share, times the weights of the rows, in the form that down takes.
+  void multiply(int thread, const ExpertRows& rows, const PiActs& acts, bool single, bool dealt, uint16_t* fired) const;
+  // The output of every row: this thread's share.
+  void add_down(int thread, const ExpertRows& rows, bool dealt) const;
+  // out = panels [p0, p1) of one of an expert's matrices, with its bias but for down, by the expert's rows.
+  virtual void product(int thread, const ExpertRows& rows, Part part, size_t expert, const PiActs& acts, float* out,
+                       int64_t ldo, int64_t p0, int64_t p1) const;
+
+  Parts parts_;
+  const Activation activation_;
+  const std::vector<Vector> biases_[3];  // of each expert, by part; or none
+  const std::shared_ptr<Workspace> workspace_;
+  const int forms_;
+};
