@@ -45,7 +45,7 @@ from powerinfer.hybrid import load as hybrid_load  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.parts import GpuPart  # noqa: E402
+from powerinfer.hybrid.parts import GpuNeurons  # noqa: E402
 from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
@@ -749,9 +749,9 @@ def test_the_kernel_that_was_chosen_stays_when_neurons_move(
         return fusion.Kernel(True, 2e-3, 1e-3)
 
     fused: list[bool] = []
-    sums = GpuPart.add_sum
+    sums = GpuNeurons.add_sum
     monkeypatch.setattr(
-        GpuPart, "add_sum", lambda part, *given, **how: (fused.append(how["fused"]), sums(part, *given, **how))[1]
+        GpuNeurons, "add_sum", lambda part, *given, **how: (fused.append(how["fused"]), sums(part, *given, **how))[1]
     )
     monkeypatch.setattr(fusion.Fusion, "_timed", chosen)
     budget = card.budget(24) - estimate
@@ -789,7 +789,7 @@ def test_nothing_of_a_failed_upload_is_held_by_the_next(
     hot = list(map(len, card.start(ample)))
     card.saved.unlink()
     made: list[list[Any]] = []
-    planned, made_part, made_stage = hybrid_load._planned_split, GpuPart.__init__, Stage.__init__
+    planned, made_part, made_stage = hybrid_load._planned_split, GpuNeurons.__init__, Stage.__init__
 
     def next_try(*given: Any) -> Any:
         gc.collect()
@@ -797,7 +797,7 @@ def test_nothing_of_a_failed_upload_is_held_by_the_next(
         made.append([])
         return planned(*given)
 
-    def part(self: GpuPart, *given: Any) -> None:
+    def part(self: GpuNeurons, *given: Any) -> None:
         made_part(self, *given)
         made[-1].append(weakref.ref(self))
 
@@ -806,7 +806,7 @@ def test_nothing_of_a_failed_upload_is_held_by_the_next(
         made[-1] += map(weakref.ref, (*self._host, *self._there))
 
     monkeypatch.setattr(hybrid_load, "_planned_split", next_try)
-    monkeypatch.setattr(GpuPart, "__init__", part)
+    monkeypatch.setattr(GpuNeurons, "__init__", part)
     monkeypatch.setattr(Stage, "__init__", stage)
     card.when, card.room = "upload", sum(hot[: layer + 1]) - 3 * GROUP
     card.start(ample)

@@ -29,7 +29,7 @@ from powerinfer.devices.streams import ImmediateStreams, call_now, streams_of  #
 from powerinfer.devices.torch_device import current  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.hybrid import step_trial  # noqa: E402
-from powerinfer.hybrid.parts import CpuPart  # noqa: E402
+from powerinfer.hybrid.parts import CpuNeurons  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 
 
@@ -130,21 +130,21 @@ def split_calls(executor: Any, count: int) -> np.ndarray:
 def test_a_step_whose_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line; the next step is right."""
     static_where_emulated(monkeypatch)
-    path, plain = give_bundles(tiny_llama(tmp_path / "tiny.gguf")), CpuPart.call
+    path, plain = give_bundles(tiny_llama(tmp_path / "tiny.gguf")), CpuNeurons.call
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder([]))
         right = split_calls(executor, 4)
         bad = failing_part()
 
-        def failing(_: CpuPart, link: Any, tokens: int, columns: int) -> Any:
+        def failing(_: CpuNeurons, link: Any, tokens: int, columns: int) -> Any:
             wide = [np.zeros((tokens, K), np.float32) for _ in range(2)]
             return _native.NeuronCall(link.calls, bad, *wide)
 
-        monkeypatch.setattr(CpuPart, "call", failing)
+        monkeypatch.setattr(CpuNeurons, "call", failing)
         ffns[1].place(ffns[1].hot)
         with pytest.raises(PowerInferError, match=r"^the CPU's part of a step failed: .*topk"):
             split_calls(executor, 4)
-        monkeypatch.setattr(CpuPart, "call", plain)
+        monkeypatch.setattr(CpuNeurons, "call", plain)
         ffns[1].place(ffns[1].hot)
         np.testing.assert_array_equal(split_calls(executor, 4), right)
 
@@ -164,7 +164,7 @@ def test_nothing_replays_a_call_that_is_gone(tmp_path: Path, monkeypatch: pytest
         recordings = executor.gpu._recordings
         assert recordings is not None and any(recordings._kept.values())
         with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="no room"):
-            patch.setattr("powerinfer.hybrid.ffn.GpuPart", full)
+            patch.setattr("powerinfer.hybrid.ffn.GpuNeurons", full)
             ffns[1].place(ffns[1].hot)
         assert executor.gpu._recordings is None or not any(executor.gpu._recordings._kept.values())
         ffns[1].place(ffns[1].hot)

@@ -41,7 +41,7 @@ from powerinfer.devices.split import SplitExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.hybrid.load import load_split
-from powerinfer.hybrid.parts import CpuPart
+from powerinfer.hybrid.parts import CpuNeurons
 from powerinfer.hybrid.resolved import Device, Placement, Resolved
 from powerinfer.kernels import cpu
 from powerinfer.models import load
@@ -181,7 +181,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         off = checked(executor, arguments)
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
         assert link is not None
-        for thing, name in ((link, "wait"), (CpuPart, "sum"), (executor.gpu.buffers, "download")):
+        for thing, name in ((link, "wait"), (CpuNeurons, "sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
         document: dict[str, Any] = {"how": executor.gpu.how}

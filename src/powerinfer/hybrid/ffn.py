@@ -24,7 +24,7 @@ from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import BundleFile
-from powerinfer.hybrid.parts import CpuPart, GpuPart, RestingPart
+from powerinfer.hybrid.parts import CpuNeurons, GpuNeurons, RestingNeurons
 from powerinfer.hybrid.units import HybridUnits, Split
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
@@ -84,15 +84,15 @@ class HybridFfn(HybridUnits):
         self._threshold = split.threshold(layer)
         self._vectors = vectors.of_neurons
         self._fused = False
-        self._gpu_part: GpuPart | None = None
+        self._gpu_part: GpuNeurons | None = None
         weights = None if split.predictors is None else split.predictors(layer)
         place = cpu, layer, split.bundles.layouts[layer], self._vectors, self._threshold
         if cpu.disk is not None and layer in cpu.disk.about.neurons:
             frequency = None if split.frequency is None else split.frequency(layer)
             groups = split.bundles.layers[layer]
-            self._cpu_part: CpuPart = RestingPart(*place, groups, frequency, weights is not None)
+            self._cpu_part: CpuNeurons = RestingNeurons(*place, groups, frequency, weights is not None)
         else:
-            self._cpu_part = CpuPart(*place)
+            self._cpu_part = CpuNeurons(*place)
         self._predicts = True
         self._predictor: _GpuPredictor | None = None
         if weights is not None:
@@ -123,7 +123,7 @@ class HybridFfn(HybridUnits):
         with self._failures(), current(to):
             if len(hot):
                 config = self._config, self._vectors, self._threshold
-                self._gpu_part = GpuPart(layout, groups, hot, to, *config)
+                self._gpu_part = GpuNeurons(layout, groups, hot, to, *config)
             if self._predictor is not None:
                 self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._cpu_part.place(groups, self.cold)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.link import Link
 
 
-class GpuPart:
+class GpuNeurons:
     """Some neurons of a layer on the GPU. index: int32 ascending, at least one."""
 
     def __init__(
@@ -68,7 +68,7 @@ class GpuPart:
         return counts
 
 
-class CpuPart:
+class CpuNeurons:
     """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse.
 
     index: int32, the neurons, ascending. rests: its neurons are on disk.
@@ -96,7 +96,7 @@ class CpuPart:
         return 0 if self._bundles is None else self._bundles.rows.nbytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
-        """Replace the neurons. groups: as for `GpuPart`; index: int32 ascending, may be empty."""
+        """Replace the neurons. groups: as for `GpuNeurons`; index: int32 ascending, may be empty."""
         self._bundles = self._neurons = None
         self.index = index
         if not len(index):
@@ -116,7 +116,7 @@ class CpuPart:
         """See `HybridFfn.fill`."""
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:
-        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as of `GpuPart.add_sum`.
+        """out = the neurons' sum for x, both float32 [T, d_model]. selected: as of `GpuNeurons.add_sum`.
 
         False if none is selected: then out is zero, and nothing was computed. ModelError if neurons cannot be read:
         then out is void.
@@ -143,7 +143,7 @@ class CpuPart:
         return counts
 
 
-class RestingPart(CpuPart):
+class RestingNeurons(CpuNeurons):
     """Neurons that rest on disk: memory has some of them, and reads the others when they are needed. Those are the
     selected ones or, where nothing selects, those that fire: memory has the first rows of all.
     """
@@ -161,7 +161,7 @@ class RestingPart(CpuPart):
         frequency: NDArray[np.float64] | None,
         selects: bool,
     ) -> None:
-        """groups: as for `GpuPart`, in a file of the executor's disk; frequency: as of `NeuronSplit`; selects: a
+        """groups: as for `GpuNeurons`, in a file of the executor's disk; frequency: as of `NeuronSplit`; selects: a
         predictor does, and all rows of neurons are read."""
         super().__init__(cpu, layer, layout, vectors, threshold)
         assert cpu.disk is not None
