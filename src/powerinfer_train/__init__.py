@@ -52,8 +52,8 @@ class SparsifyResult:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who hears of a run. say: receives notes for the user; agree: called with the hours that it takes, about, before a
-    long training begins, and may raise."""
+    """A listener to a run. say: receives notes for the user; agree: called with the hours that it takes, about, before
+    a long training begins, and may raise."""
 
     progress: Progress = silent
     say: Say = silent
@@ -143,7 +143,7 @@ def _has_state(out: Path) -> bool:
 
 
 def _check_model(checkpoint: Checkpoint, config: SparsifyConfig, recipe: Recipe) -> None:
-    """As `check_writable`, of all that the training will change."""
+    """Check with `check_writable` all that the training will change."""
     stated: dict[str, Any] = {"hidden_act": recipe.activation}
     if recipe.activation in LIMITED:
         stated["hidden_act_param"] = [0.0] * checkpoint.config.n_layers

@@ -174,7 +174,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _hint(verb: str) -> str:
-    """What else may have been meant by a word that is no command."""
+    """The end of an error about a word that is no command: what may have been meant."""
     if verb in HINTS:
         return f": {HINTS[verb]}"
     if verb in FOREIGN:

@@ -85,10 +85,10 @@ struct nanobind::detail::type_caster<PiAttentionSettings> {
   // False if the attribute is of another type; the setting stays as it is where there is none.
   template <class T>
   static bool read(handle config, const char* name, T& setting, uint8_t flags, cleanup_list* cleanup) noexcept {
-    const object given = getattr(config, name, none());
+    const object attribute = getattr(config, name, none());
     make_caster<T> caster;
-    if (given.is_none()) return true;
-    if (!caster.from_python(given, flags, cleanup)) return false;
+    if (attribute.is_none()) return true;
+    if (!caster.from_python(attribute, flags, cleanup)) return false;
     setting = caster.value;
     return true;
   }

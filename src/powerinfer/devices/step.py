@@ -33,7 +33,7 @@ class Step:
 
     @property
     def contexts(self) -> gpu.Contexts:
-        """What its tokens see in a cache."""
+        """The contexts of its tokens in a cache."""
         return gpu.Contexts(self.page_table, self.rows, self.positions)
 
     @property

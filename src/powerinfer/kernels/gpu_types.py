@@ -102,8 +102,8 @@ class Cached:
 
 
 class Contexts(NamedTuple):
-    """What the T tokens of a step see in a cache: pages: int32 [S, P], of each sequence in order; rows: int32 [T], the
-    sequence of a token; positions: int32 [T], negative where a token stands for nothing."""
+    """Contexts in a cache that the T tokens of a step see. pages: int32 [S, P], of each sequence in order; rows: int32
+    [T], the sequence of a token; positions: int32 [T], negative where a token stands for nothing."""
 
     pages: Tensor
     rows: Tensor

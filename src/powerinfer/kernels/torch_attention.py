@@ -32,8 +32,8 @@ def attend_pages(
         keys, values = (part.values(pages).flatten(0, 1)[:last] for part in cache)  # [last, kv_heads, dim]
         grouped = q[tokens].view(len(tokens), kv_heads, heads // kv_heads, -1)
         scores = torch.einsum("tghd,sgd->tghs", grouped, keys) * settings.score_scale
-        seen = visible(positions, torch.arange(last, device=q.device), settings)
-        scores.masked_fill_(~seen[:, None, None, :], -torch.inf)
+        mask = visible(positions, torch.arange(last, device=q.device), settings)
+        scores.masked_fill_(~mask[:, None, None, :], -torch.inf)
         weights = _weights(scores, None if sinks is None else sinks.view(kv_heads, -1, 1))
         out[tokens] = torch.einsum("tghs,sgd->tghd", weights, values).flatten(1, 2)
     return out.flatten(1)
@@ -55,22 +55,22 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, s
         )
         return mixed
     places = torch.arange(tokens, device=q.device)
-    seen = visible(places, places, settings)
+    mask = visible(places, places, settings)
     if sinks is None:
-        mixed = functional.scaled_dot_product_attention(q, k, v, seen, scale=settings.scale, enable_gqa=grouped)
+        mixed = functional.scaled_dot_product_attention(q, k, v, mask, scale=settings.scale, enable_gqa=grouped)
         return mixed
     k, v = (part.repeat_interleave(settings.n_heads // settings.n_kv_heads, 1) for part in (k, v))
     scores = (q @ k.transpose(-1, -2)).float() * settings.score_scale
-    scores = scores.masked_fill(~seen, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     return _weights(scores, sinks[:, None, None]).to(v.dtype) @ v
 
 
 def visible(positions: Tensor, places: Tensor, settings: AttentionConfig) -> Tensor:
-    """Which keys a token sees: bool [tokens, keys], from the positions of both."""
-    seen = places <= positions[:, None]
+    """Keys that tokens see, from the positions of both: bool [tokens, keys]."""
+    mask = places <= positions[:, None]
     if settings.window:
-        seen &= places > positions[:, None] - settings.window
-    return seen
+        mask &= places > positions[:, None] - settings.window
+    return mask
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:

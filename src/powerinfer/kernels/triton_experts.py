@@ -540,14 +540,14 @@ class _Pairs(NamedTuple):
     """Tokens and their experts, in the order of the experts' slots.
 
     token_of, weight_of: of each; row_of: where each pair of a token lies; begin: int32 [slots + 1], of each slot's;
-    each: pairs of a slot, on average; columns: of a tile for them.
+    per_slot: pairs of a slot, on average; columns: of a tile for them.
     """
 
     token_of: Tensor
     weight_of: Tensor
     row_of: Tensor
     begin: Tensor
-    each: int
+    per_slot: int
     columns: int
 
 
@@ -560,9 +560,9 @@ def _ordered(experts: Experts, slots: Tensor, weights: Tensor) -> _Pairs:
         slots, weights, token_of, weight_of, row_of, begin, pairs, slots.shape[1], experts.slots, BLOCK=PAIRS,
         OTHER=COMPARED, num_warps=4,
     )  # fmt: skip
-    each = int(triton.cdiv(pairs, experts.slots))
-    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(each)))
-    return _Pairs(token_of, weight_of, row_of, begin, each, columns)
+    per_slot = int(triton.cdiv(pairs, experts.slots))
+    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(per_slot)))
+    return _Pairs(token_of, weight_of, row_of, begin, per_slot, columns)
 
 
 def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs) -> Tensor:
@@ -574,7 +574,7 @@ def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs) -> Tensor:
     )  # fmt: skip
     up = experts.up
     first = up if experts.gate is None else experts.gate
-    turns = pairs.each <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
+    turns = pairs.per_slot <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
     tile = _tile(first, up) if turns else WIDE[up.type]
     of_each = (pairs.begin, pairs.weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
@@ -594,7 +594,7 @@ def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs) -> Tensor:
 
 
 def _grouped_down(experts: Experts, h: Tensor, pairs: _Pairs, d: int) -> Tensor:
-    """What each pair adds to its token, float32 [pairs, d]."""
+    """The addend of each pair to its token, float32 [pairs, d]."""
     down, size, exact = experts.down, experts.size, precision(h)
     rows = torch.empty((len(h), d), dtype=torch.float32, device=h.device)
     if experts.by_neuron:
@@ -605,7 +605,7 @@ def _grouped_down(experts: Experts, h: Tensor, pairs: _Pairs, d: int) -> Tensor:
             TYPE=down.type, T=pairs.columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
         return rows
-    turns = pairs.each <= IN_TURN and down.type in INTEGERS
+    turns = pairs.per_slot <= IN_TURN and down.type in INTEGERS
     tile = for_rows(ONE[down.type], down.type, size) if turns else WIDE[down.type]
     _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
         codes(h) if turns else h, down.data, either(down.scales, h), either(experts.down_bias, h), pairs.begin,
