@@ -18,7 +18,7 @@ from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats import catalogue as catalogue_module
 from powerinfer.formats import catalogue_names
 from powerinfer.formats.catalogue import CatalogueModel, Download, Memory, catalogue, nearest, unsupported_families
-from powerinfer.formats.catalogue_names import full_name, name_form, near_name, offer, short_name, unsupported
+from powerinfer.formats.catalogue_names import full_name, name_form, offer, short_name, similar_name, unsupported
 from powerinfer.formats.families import FOLDERS, GGUFS
 from powerinfer.formats.weight_types import NATIVE_TYPES
 from powerinfer.hardware.cards import described_machine
@@ -225,13 +225,13 @@ def test_families_that_run_are_not(name: str) -> None:
     ],
 )
 def test_suggestions_are_of_the_same_kind(name: str, near: str | None, machine: SimpleNamespace) -> None:
-    assert near_name(name, list(catalogue())) == near
+    assert similar_name(name, list(catalogue())) == near
 
 
 def test_suggestions_fit_the_machine(machine: SimpleNamespace) -> None:
-    assert near_name("gpt-oss-120", list(catalogue())) is None
+    assert similar_name("gpt-oss-120", list(catalogue())) is None
     machine.memory = Memory(128 * GB)
-    assert near_name("gpt-oss-120", list(catalogue())) == "gpt-oss-120b"
+    assert similar_name("gpt-oss-120", list(catalogue())) == "gpt-oss-120b"
 
 
 # ---------------------------------------------------------------- pull

@@ -16,7 +16,7 @@ import powerinfer.random_model
 from powerinfer import LLM, SamplingParams
 from powerinfer.cli import demo
 from powerinfer.cli.main import main
-from powerinfer.comparison import Comparison, Run, compare, why_not
+from powerinfer.comparison import Comparison, Run, compare, refusal_reason
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.evaluate import Perplexities, dense_and_sparse
 from powerinfer.formats.bundle_types import choose_types
@@ -172,7 +172,7 @@ def test_the_ratio_is_that_within_rounds() -> None:
 
 def test_what_has_no_sparse_side_is_refused(small: Path) -> None:
     with opened(small, "all") as llm:
-        assert "all (asked for)" in (why_not(llm) or "")
+        assert "all (asked for)" in (refusal_reason(llm) or "")
         with pytest.raises(RequestError, match="nothing to compare: every neuron is computed: all"):
             compare(llm, [5], SAMPLED, 1)
 

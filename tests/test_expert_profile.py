@@ -241,7 +241,7 @@ def written(folder: Path) -> tuple[Checkpoint, PreparedFile]:
     with write_trace(checkpoint, place, [("a", 2), ("ü", 1)], {"key": "x"}, False) as writer:
         writer.put(selected)
     found = open_expert_profile_file(checkpoint)
-    assert same(found.profile, made) and found.about == {"key": "x"}
+    assert same(found.profile, made) and found.details == {"key": "x"}
     trace = open_trace(checkpoint, place)
     assert all(np.array_equal(trace.selected[layer], rows) for layer, rows in selected.items())
     return checkpoint, PreparedFile(EXPERTS, checkpoint)

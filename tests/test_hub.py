@@ -610,7 +610,7 @@ def test_every_short_name_stands_for_a_repository_and_its_file() -> None:
     ],
 )
 def test_an_address_of_hugging_face_is_the_name_of_its_repository(address: str, name: str) -> None:
-    assert hub._without_host(address) == name
+    assert hub._strip_host(address) == name
     assert hub.names_model(address) == (address != name)
     if name.startswith("a/b:"):
         files = ["b-Q4_K_M.gguf", "Q4/b-Q4_0-00001-of-00002.gguf", "Q4/b-Q4_0-00002-of-00002.gguf", "b-Q8_0.gguf"]

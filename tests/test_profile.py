@@ -492,13 +492,13 @@ def calibrated(tmp_path: Path, corpora: list[str], cost: float = 0.2) -> Path:
 def test_a_profile_of_silu_has_thresholds_at_their_cost(tmp_path: Path, corpora: list[str]) -> None:
     path = calibrated(tmp_path, corpora)
     file = open_profile_file(open_checkpoint(path))
-    one, about = file.profile, file.about["calibration"]
+    one, about = file.profile, file.details["calibration"]
     assert one.thresholds is not None and min(one.thresholds) > 0
     assert about["asked"] == 0.2 and about["cost"] <= 0.2 and 0 < about["quantile"] < 1
     assert about["cost"] == about["perplexity"] / about["perplexity_dense"] - 1
     assert one.active_fraction() == pytest.approx(1 - about["quantile"], abs=0.05)
     more = made(path, corpora, perplexity_cost=0.9).file
-    assert more.about["calibration"]["quantile"] > about["quantile"]
+    assert more.details["calibration"]["quantile"] > about["quantile"]
     assert more.profile.active_fraction() < one.active_fraction()
 
 
@@ -526,7 +526,7 @@ def test_the_cost_is_that_of_decoding_so(tmp_path: Path, corpora: list[str]) -> 
     path = calibrated(tmp_path, corpora)
     checkpoint = open_checkpoint(path)
     windows = read_windows(open_corpora(corpora), tokenizer_of(checkpoint), WINDOW, 200_000)
-    about = open_profile_file(checkpoint).about["calibration"]
+    about = open_profile_file(checkpoint).details["calibration"]
     inside = [windows.ids[window].tolist() for window in held_out(len(windows.ids))[0]]
     found = {}
     for selector in ("all", "threshold"):

@@ -59,7 +59,7 @@ def test_a_profile_that_is_written_is_read(tmp_path: Path, thresholds: tuple[flo
     path = write_profile(model(tmp_path), None, one, {"window": 512})
     file = open_profile_file(model(tmp_path))
     other = file.profile
-    assert file.path == path and file.about == {"window": 512}
+    assert file.path == path and file.details == {"window": 512}
     for name in ("tokens", "sizes", "corpora", "corpus_tokens", "reuse", "thresholds", "digest"):
         assert getattr(other, name) == getattr(one, name), name
     for name in ("counts", "corpus_counts", "active"):
@@ -181,7 +181,7 @@ def opened(folder: Path) -> SamplesFile:
 def test_samples_that_are_written_are_read(tmp_path: Path) -> None:
     path = sampled(tmp_path).path
     file = opened(tmp_path)
-    assert (file.rows, file.about, file.path) == (ROWS, {"seed": 1}, path)
+    assert (file.rows, file.details, file.path) == (ROWS, {"seed": 1}, path)
     assert np.array_equal(file.windows, WINDOWS) and left_in(tmp_path) == ["samples.safetensors"]
     for (x, active), (of_x, of_active) in zip(file.layers, rows(), strict=True):
         assert x.dtype == np.float16 and np.array_equal(x, of_x.astype(np.float16))

@@ -40,7 +40,7 @@ class Run:
         return median(self.tok_s)
 
     def document(self) -> dict[str, object]:
-        """For JSON."""
+        """Run as a JSON document."""
         spread = {"median": self.median, "min": min(self.tok_s), "max": max(self.tok_s)}
         return {"decode_tok_s": spread, "bytes_per_token": self.bytes_per_token}
 
@@ -73,7 +73,7 @@ class Comparison:
         return same, max(len(dense), len(sparse))
 
     def document(self) -> dict[str, object]:
-        """For JSON."""
+        """Comparison as a JSON document."""
         same, longest = self.same_tokens
         return {
             "dense": self.dense.document(),
@@ -86,7 +86,7 @@ class Comparison:
         }
 
 
-def why_not(llm: LLM) -> str | None:
+def refusal_reason(llm: LLM) -> str | None:
     """Reason for which a loaded model cannot be compared; None if it can."""
     sparsity = llm.sparsity
     if sparsity is None:
@@ -108,12 +108,12 @@ def compare(
 
     The order changes from round to round, and so does the seed of params. seconds: after which no further round begins.
     """
-    if (why := why_not(llm)) is not None:
-        raise RequestError(f"nothing to compare: {why}")
+    if (reason := refusal_reason(llm)) is not None:
+        raise RequestError(f"nothing to compare: {reason}")
     runs: dict[Side, Run] = {side: Run() for side in SIDES}
     sparsity: dict[str, Any] = {}
     begin = time.monotonic()
-    with Disturbance() as others:
+    with Disturbance() as load:
         for number in range(rounds + 1):
             for side in SIDES if number % 2 else SIDES[::-1]:
                 llm.clear_sparsity()
@@ -129,7 +129,7 @@ def compare(
                     runs[side].tok_s.append(rate)
             if number and time.monotonic() - begin > seconds:
                 break
-    return Comparison(runs["dense"], runs["sparse"], sparsity, round(others.cores, 2) if others.disturbed else 0.0)
+    return Comparison(runs["dense"], runs["sparse"], sparsity, round(load.cores, 2) if load.disturbed else 0.0)
 
 
 def _answer(llm: LLM, prompt: Sequence[int], params: SamplingParams, side: Side, watch: Watch) -> Completion:

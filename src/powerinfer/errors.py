@@ -82,18 +82,18 @@ CLOSED = "the model was closed"
 
 
 def install_extra(extra: str) -> str:
-    """How an extra of this package is installed."""
+    """Command that installs an extra of this package."""
     return f"pip install '.[{extra}]' in a clone of powerinfer"
 
 
-def one_line(said: object) -> str:
+def one_line(message: object) -> str:
     """An error or a message on one line, of at most 200 characters."""
-    return " ".join(str(said).split())[:200]
+    return " ".join(str(message).split())[:200]
 
 
-def did_you_mean(word: str, known: Collection[str]) -> str:
+def did_you_mean(word: str, names: Collection[str]) -> str:
     """The end of a message about an unknown word: the nearest known one; "" if none is near."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, known, n=1, cutoff=0.65)
+    near = get_close_matches(word, names, n=1, cutoff=0.65)
     return f"; did you mean {near[0]}?" if near else ""

@@ -88,8 +88,8 @@ def window_losses(
 
 @dataclass(frozen=True)
 class Perplexities:
-    """Of one text, decoded densely and sparsely. apart: the logarithm of their ratio, the mean over the tokens, with
-    one standard error; tokens: scored."""
+    """Perplexities of one text, decoded densely and sparsely. apart: the logarithm of their ratio, the mean over the
+    tokens, with one standard error; tokens: scored."""
 
     dense: float
     sparse: float
@@ -109,10 +109,10 @@ def dense_and_sparse(llm: LLM, text: str, context: int, progress: Progress = sil
     sparse = window_losses(llm, windows, progress, step)
     with llm.every_neuron():
         dense = window_losses(llm, windows, progress, step)
-    apart = sparse - dense
-    error = float(apart.std(ddof=1) / math.sqrt(len(apart)))
-    both = _summary(dense).perplexity, _summary(sparse).perplexity
-    return Perplexities(*both, float(apart.mean()), error, len(apart))
+    log_ratios = sparse - dense
+    error = float(log_ratios.std(ddof=1) / math.sqrt(len(log_ratios)))
+    perplexities = _summary(dense).perplexity, _summary(sparse).perplexity
+    return Perplexities(*perplexities, float(log_ratios.mean()), error, len(log_ratios))
 
 
 @dataclass(frozen=True)
@@ -151,24 +151,25 @@ def encode_items(tokenizer: Tokenizer, items: Sequence[Item], context: int) -> l
     """
     encoded = []
     for item in items:
-        known = len(_with_bos(tokenizer, item.context.rstrip()))
+        shared = len(_with_bos(tokenizer, item.context.rstrip()))
         texts, firsts = [], []
         for choice in item.choices:
             tokens = _with_bos(tokenizer, f"{item.context} {choice}")
             over = max(0, len(tokens) - 1 - context)  # the last token is only predicted
-            if not over < known < len(tokens):
+            if not over < shared < len(tokens):
                 raise RequestError(
-                    f"{item.where}: a choice of {len(tokens) - known} tokens cannot be scored in a context of {context}"
+                    f"{item.place}: a choice of {len(tokens) - shared} tokens cannot be scored in a context of "
+                    f"{context}"
                 )
             texts.append(tokens[over:])
-            firsts.append(known - over)
+            firsts.append(shared - over)
         sizes = tuple(map(len, item.choices))
-        encoded.append(EncodedItem(tuple(texts), tuple(firsts), sizes, item.answer, min(firsts) < known))
+        encoded.append(EncodedItem(tuple(texts), tuple(firsts), sizes, item.answer, min(firsts) < shared))
     return encoded
 
 
 def accuracy(llm: LLM, items: Sequence[EncodedItem], progress: Progress = silent, step: int = SCORE_ROWS) -> Accuracy:
-    """How often the right choice of items is the most likely one. step: as of `perplexity`."""
+    """Share of items whose right choice is the most likely one. step: as of `perplexity`."""
     right = np.empty((len(items), 2))
     for number, item in enumerate(items):
         sums = choice_log_probabilities(llm, item, step)
@@ -201,7 +202,7 @@ def _with_bos(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How closely the predictions of one engine match those of another."""
+    """Measures of how closely the predictions of one engine match those of another."""
 
     top1_agreement: float  # share of the positions at which both find the same token most likely
     mean_kl: float  # KL(other || one) in nats
@@ -277,28 +278,28 @@ class _Compared:
 
     def window(self, llm: LLM, against: LLM | None, inside: list[int], first: int, step: int) -> None:
         """Compare the predictions from position `first` on."""
-        kept = np.empty((len(inside) - first, llm.config.vocab_size), np.float32)
+        logits_of_window = np.empty((len(inside) - first, llm.config.vocab_size), np.float32)
 
         def keep(at: int, logits: NDArray[np.float32]) -> None:
-            kept[at - first : at - first + len(logits)] = logits
+            logits_of_window[at - first : at - first + len(logits)] = logits
             self._advance(len(logits))
 
         def compare(at: int, logits: NDArray[np.float32]) -> None:
             for row, own in enumerate(logits, at - first):
-                self._add(kept[row].astype(np.float64), own.astype(np.float64))
+                self._add(logits_of_window[row].astype(np.float64), own.astype(np.float64))
             self._advance(len(logits))
 
         with llm.every_neuron() if against is None else nullcontext():
             (against or llm).score(inside, first, keep, step)
         llm.score(inside, first, compare, step)
 
-    def _add(self, theirs: NDArray[np.float64], own: NDArray[np.float64]) -> None:
-        furthest = float(np.abs(theirs - own).max())
+    def _add(self, theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> None:
+        furthest = float(np.abs(theirs - ours).max())
         if not math.isfinite(furthest):
             raise RequestError(UNUSABLE)
         self.furthest = max(self.furthest, furthest)
-        self.same += int(theirs.argmax() == own.argmax())
-        log_p, log_q = _log_softmax(theirs), _log_softmax(own)
+        self.same += int(theirs.argmax() == ours.argmax())
+        log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
         self.kl += float((np.exp(log_p) * (log_p - log_q)).sum())
 
     def _advance(self, count: int) -> None:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 Counts = NDArray[np.int64]
 
 Selected = dict[int, NDArray[np.unsignedinteger]]
-"""By layer of experts: those that each token selected, ascending, uint8 or uint16 [tokens, experts of a token]; the
+"""Selected experts by layer of experts: ascending for each token, uint8 or uint16 [tokens, experts of a token]; the
 tokens in the order in which decode computes them."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerUse:
-    """How the experts of one layer are used.
+    """Use of the experts of one layer.
 
     layer: its number in the model; top_k: experts of a token. counts: int64 [parts, experts], tokens of each part of
     the texts (`ExpertProfile.parts`) that selected an expert. pairs: int64 [experts, experts], tokens that selected
@@ -87,7 +87,7 @@ class LayerUse:
 
     @property
     def reuse(self) -> float:
-        """Of the experts that a token selects, the share that the token before it selected too."""
+        """Share of a token's experts that the token before it selected too."""
         return float(self.lru_hits[self.top_k])
 
     @property
@@ -102,7 +102,7 @@ class LayerUse:
 
     @property
     def foretold(self) -> float | None:
-        """Of the next layer's selections, the share that this layer's would foretell.
+        """Share of the next layer's selections that this layer's would foretell.
 
         Foretold are, for one expert selected here, as many experts there as a token has, those most often selected
         after it; mean over the selections here. None in the last layer.
@@ -120,14 +120,14 @@ class LayerUse:
 
 
 def _shares(counts: Counts) -> NDArray[np.float64]:
-    """Of the last axis: the share of the first n, n = 0 ... all."""
+    """Share of the first n along the last axis, n = 0 ... all."""
     none = np.zeros((*counts.shape[:-1], 1))
     return np.concatenate([none, np.cumsum(counts, axis=-1) / counts.sum(axis=-1, keepdims=True)], axis=-1)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertProfile:
-    """How often the experts of a model are selected over texts.
+    """Profile of experts: how often those of a model are selected over texts.
 
     corpora: their names; parts: of each corpus the tokens of its parts, one after another, which say how much texts
     differ; layers: those that have experts.
@@ -139,28 +139,28 @@ class ExpertProfile:
 
     def __post_init__(self) -> None:
         assert len(self.corpora) == len(self.parts) > 0 and all(min(own, default=0) > 0 for own in self.parts)
-        each = np.concatenate(self.parts)
+        tokens = np.concatenate(self.parts)
         for one in self.layers:
-            assert (one.counts.sum(axis=1) == each * one.top_k).all()
+            assert (one.counts.sum(axis=1) == tokens * one.top_k).all()
 
     @property
     def tokens(self) -> int:
-        """Of all corpora together."""
+        """Number of tokens of all corpora together."""
         return sum(self.corpus_tokens)
 
     @property
     def corpus_tokens(self) -> tuple[int, ...]:
-        """Of each corpus."""
+        """Number of tokens of each corpus."""
         return tuple(map(sum, self.parts))
 
     @property
     def n_parts(self) -> int:
-        """Of all corpora together."""
+        """Number of parts of all corpora together."""
         return sum(map(len, self.parts))
 
     @property
     def frequencies(self) -> dict[int, NDArray[np.float64]]:
-        """By layer of experts the share of the tokens that select each: float64 [experts]."""
+        """Share of the tokens that select each expert, by layer of experts: float64 [experts]."""
         return {one.layer: one.frequency for one in self.layers}
 
     def mean(self, name: str) -> float:
@@ -175,14 +175,14 @@ class ExpertProfile:
         )
 
     def overlap(self, first: int, second: int, share: float = 0.2) -> float:
-        """Of the most frequent `share` of the experts, the share that two corpora have in common; mean of the layers.
+        """Share of the most frequent `share` of the experts that two corpora have in common; mean of the layers.
 
         Ties go to the lower number.
         """
-        found, ends = [], np.cumsum([0, *map(len, self.parts)])
-        for one in self.layers:
-            top = max(1, round(share * one.n_experts))
-            both = (one.counts[ends[at] : ends[at + 1]].sum(axis=0) for at in (first, second))
-            each = (set(np.argsort(-counts, kind="stable")[:top]) for counts in both)
-            found.append(len(set.intersection(*each)) / top)
-        return sum(found) / len(found)
+        shares, ends = [], np.cumsum([0, *map(len, self.parts)])
+        for layer in self.layers:
+            top = max(1, round(share * layer.n_experts))
+            part_counts = (layer.counts[ends[at] : ends[at + 1]].sum(axis=0) for at in (first, second))
+            tops = (set(np.argsort(-counts, kind="stable")[:top]) for counts in part_counts)
+            shares.append(len(set.intersection(*tops)) / top)
+        return sum(shares) / len(shares)

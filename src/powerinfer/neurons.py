@@ -32,7 +32,7 @@ product; None, or left out at the end, where there is none."""
 
 
 class FfnVectors(NamedTuple):
-    """What an FFN has beside its matrices, float32; None where there is none.
+    """Vectors of an FFN beside its matrices, float32; None where there is none.
 
     gate_bias, up_bias: [neurons]; down_bias: [d_model]; limits: [neurons], thresholds in place of one for all of them;
     product_limits: [neurons], of the product h.
@@ -53,7 +53,7 @@ NO_VECTORS = FfnVectors()
 
 
 class Tier(IntEnum):
-    """Where a neuron is stored; the values are those of a placement's arrays."""
+    """Memory in which a neuron is stored; the values are those of a placement's arrays."""
 
     GPU = 0
     CPU = 1
@@ -133,7 +133,7 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """How often each neuron fires over texts.
+    """Profile of neurons: how often each fires over texts.
 
     A neuron fires for a token when its product h is not zero; of a model whose activations are never exactly zero,
     when |act(gate . n)| (plain FFN: |act(up . n)|) exceeds the layer's threshold (CATS, arXiv 2404.08763).
@@ -162,11 +162,11 @@ class Profile:
         assert self.thresholds is None or len(self.thresholds) == layers
         assert len(self.corpora) == len(self.corpus_tokens)
         assert not self.corpora or sum(self.corpus_tokens) == self.tokens
-        for counts, each, active in zip(self.counts, self.corpus_counts, self.active, strict=True):
-            assert counts.dtype == each.dtype == active.dtype == np.int64
+        for counts, by_corpus, active in zip(self.counts, self.corpus_counts, self.active, strict=True):
+            assert counts.dtype == by_corpus.dtype == active.dtype == np.int64
             assert counts.ndim == 1 and ((counts >= 0) & (counts <= self.tokens)).all()
-            assert each.shape == (len(self.corpora), len(counts)) and active.shape == (101,)
-            assert not self.corpora or (each.sum(axis=0) == counts).all()
+            assert by_corpus.shape == (len(self.corpora), len(counts)) and active.shape == (101,)
+            assert not self.corpora or (by_corpus.sum(axis=0) == counts).all()
 
     @property
     def n_layers(self) -> int:
@@ -217,13 +217,14 @@ class Profile:
         first, second: the corpora; share: of a layer's neurons, that count as most frequent. Neurons that never fire do
         not count; the common ones are divided by the larger of the two sets. None: no neuron fires.
         """
-        found = []
-        for each in self.corpus_counts:
-            top = max(1, round(share * each.shape[1]))
-            one, other = (set(_order(counts)[:top][np.sort(-counts)[:top] < 0]) for counts in each[[first, second]])
-            if one or other:
-                found.append(len(one & other) / max(len(one), len(other)))
-        return sum(found) / len(found) if found else None
+        shares = []
+        for by_corpus in self.corpus_counts:
+            top = max(1, round(share * by_corpus.shape[1]))
+            pair = by_corpus[[first, second]]
+            tops, other_tops = (set(_order(counts)[:top][np.sort(-counts)[:top] < 0]) for counts in pair)
+            if tops or other_tops:
+                shares.append(len(tops & other_tops) / max(len(tops), len(other_tops)))
+        return sum(shares) / len(shares) if shares else None
 
 
 def _order(counts: Counts) -> Indices:

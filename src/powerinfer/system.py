@@ -1,4 +1,4 @@
-"""This machine according to the operating system: cores, memory and the CPU's name."""
+"""Machine according to the operating system: cores, memory and the CPU's name."""
 
 from __future__ import annotations
 
@@ -103,29 +103,29 @@ def _free_memory() -> int:
 def container_memory() -> int | None:
     """Bytes that this process may occupy in its container, those that it does now included: beyond them it is killed.
     None where no container limits it, or the machine has less."""
-    own = _anonymous_memory()
+    anonymous = _anonymous_memory()
     files = ("inactive_file", "active_file")  # pages of files that are in use are taken, too, before anything is killed
-    rooms = [limit - max(0, used - own) for limit, used in _cgroup_memory(kinds=files)]
+    rooms = [limit - max(0, used - anonymous) for limit, used in _cgroup_memory(kinds=files)]
     free = _free_memory()
-    return max(1, min(rooms)) if rooms and (not free or min(rooms) < free + own) else None
+    return max(1, min(rooms)) if rooms and (not free or min(rooms) < free + anonymous) else None
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _cgroup_memory(
-    root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"), *, kinds: Sequence[str] = ("inactive_file",)
+    root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup"), *, kinds: Sequence[str] = ("inactive_file",)
 ) -> list[tuple[int, int]]:
     """(limit, bytes used that cannot be reclaimed) of every container that limits this process, of version 2 or 1: a
     limit holds for all that is below. kinds: of memory, what can be reclaimed.
     """
     groups = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}  # as a container sees its own
     with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():
+        for line in membership.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             if controllers in groups:
                 groups[controllers] = PurePosixPath(name)
-    found = []
+    limits = []
     for controller, path in groups.items():
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
         for group in (path, *path.parents):
@@ -135,8 +135,8 @@ def _cgroup_memory(
                 stat = {key: value for key, value in map(str.split, (folder / "memory.stat").read_text().splitlines())}
                 cached = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in kinds)
                 if limit < 1 << 60:
-                    found.append((limit, max(0, used - cached)))
-    return found
+                    limits.append((limit, max(0, used - cached)))
+    return limits
 
 
 def resident_memory() -> int:
@@ -192,18 +192,18 @@ class Disturbance:
             user, nice, system, _, _, irq, softirq, steal = ticks
         except (OSError, ValueError):
             return 0.0, 0.0, 0.0, time.monotonic()
-        own = os.times()
-        mine = own.user + own.system + own.children_user + own.children_system
+        times = os.times()
+        used = times.user + times.system + times.children_user + times.children_system
         hertz = os.sysconf("SC_CLK_TCK")
-        return (user + nice + system + irq + softirq) / hertz, steal / hertz, mine, time.monotonic()
+        return (user + nice + system + irq + softirq) / hertz, steal / hertz, used, time.monotonic()
 
     def __enter__(self) -> Disturbance:
         self._before = self._read()
         return self
 
     def __exit__(self, *_: object) -> None:
-        busy, steal, mine, wall = (after - before for after, before in zip(self._read(), self._before, strict=True))
-        self.others = max(0.0, (busy - mine) / max(wall, 1e-3))
+        busy, steal, used, wall = (after - before for after, before in zip(self._read(), self._before, strict=True))
+        self.others = max(0.0, (busy - used) / max(wall, 1e-3))
         self.steal = steal / max(wall, 1e-3)
 
     @property
@@ -219,6 +219,6 @@ class Disturbance:
 
 def quiet(seconds: float = 0.1) -> bool:
     """Whether others leave the machine alone, observed for that time."""
-    with Disturbance() as found:
+    with Disturbance() as disturbance:
         time.sleep(seconds)
-    return not found.disturbed
+    return not disturbance.disturbed

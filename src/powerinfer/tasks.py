@@ -31,7 +31,7 @@ class Item:
     context: str
     choices: tuple[str, ...]
     answer: int
-    where: str
+    place: str
 
 
 def read_items(path: Path, limit: int | None = None) -> list[Item]:
@@ -40,7 +40,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
     RequestError, which names the item, if it cannot be read, or holds something else.
     """
     try:
-        items = [_item(value, where) for value, where in _values(path, limit)]
+        items = [_item(value, place) for value, place in _values(path, limit)]
     except ModelError as error:
         raise RequestError(str(error)) from None
     if not items:
@@ -49,7 +49,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
 
 
 def _values(path: Path, limit: int | None) -> Iterator[tuple[Any, str]]:
-    """What a file holds, each with words for where it stands."""
+    """Values of a file, each with words for where it stands."""
     raw = read_limited(path, MAX_BYTES, pipe=True).removeprefix(b"\xef\xbb\xbf")
     if raw.lstrip()[:1] == b"[":
         for number, value in enumerate(parse_json(raw, str(path))[:limit], 1):
@@ -62,60 +62,60 @@ def _values(path: Path, limit: int | None) -> Iterator[tuple[Any, str]]:
             yield parse_json(line, f"{path}, item {number}"), f"{path}, item {number}"
 
 
-def _item(value: Any, where: str) -> Item:
+def _item(value: Any, place: str) -> Item:
     if type(value) is not dict:
-        raise RequestError(f"{where}: {shown(value)} is not a JSON object")
+        raise RequestError(f"{place}: {shown(value)} is not a JSON object")
     for names, read in _FORMATS:
         if names <= value.keys():
             try:
                 context, choices, answer = read(value)
-            except _Wrong as wrong:
-                raise RequestError(f"{where}: {wrong}") from None
-            return _checked(context, choices, answer, where)
-    known = "; ".join(", ".join(sorted(names)) for names, _ in _FORMATS)
-    raise RequestError(f"{where}: the fields {shown(', '.join(value))} are those of no known task ({known})")
+            except _ItemError as wrong:
+                raise RequestError(f"{place}: {wrong}") from None
+            return _checked(context, choices, answer, place)
+    formats = "; ".join(", ".join(sorted(names)) for names, _ in _FORMATS)
+    raise RequestError(f"{place}: the fields {shown(', '.join(value))} are those of no known task ({formats})")
 
 
-def _checked(context: str, choices: list[str], answer: int, where: str) -> Item:
+def _checked(context: str, choices: list[str], answer: int, place: str) -> Item:
     if not context.strip():
-        raise RequestError(f"{where}: there is no text before the choices")
+        raise RequestError(f"{place}: there is no text before the choices")
     if not 2 <= len(choices) <= MAX_CHOICES:
-        raise RequestError(f"{where}: it has {len(choices)} choices, not 2 to {MAX_CHOICES}")
+        raise RequestError(f"{place}: it has {len(choices)} choices, not 2 to {MAX_CHOICES}")
     if not all(choice.strip() for choice in choices):
-        raise RequestError(f"{where}: a choice is empty")
+        raise RequestError(f"{place}: a choice is empty")
     if not 0 <= answer < len(choices):
-        raise RequestError(f"{where}: the answer is number {answer} of {len(choices)} choices, counted from 0")
-    return Item(valid_unicode(context), tuple(map(valid_unicode, choices)), answer, where)
+        raise RequestError(f"{place}: the answer is number {answer} of {len(choices)} choices, counted from 0")
+    return Item(valid_unicode(context), tuple(map(valid_unicode, choices)), answer, place)
 
 
 # ---------------------------------------------------------------- the formats
 
 
-class _Wrong(Exception):
-    """What is wrong with an item."""
+class _ItemError(Exception):
+    """Error in an item."""
 
 
 def _text(value: dict[str, Any], name: str) -> str:
     if type(value.get(name)) is not str:
-        raise _Wrong(f"{name} is {shown(value.get(name))}, not a text")
+        raise _ItemError(f"{name} is {shown(value.get(name))}, not a text")
     return str(value[name])
 
 
 def _texts(value: dict[str, Any], name: str) -> list[str]:
-    found = value.get(name)
-    if type(found) is not list or not all(type(one) is str for one in found):
-        raise _Wrong(f"{name} is {shown(found)}, not a list of texts")
-    return found
+    texts = value.get(name)
+    if type(texts) is not list or not all(type(one) is str for one in texts):
+        raise _ItemError(f"{name} is {shown(texts)}, not a list of texts")
+    return texts
 
 
-def _whole(value: dict[str, Any], name: str) -> int:
+def _integer(value: dict[str, Any], name: str) -> int:
     """A number, which may be written as a text: that is how HellaSwag's label is in some copies."""
-    found = value[name]
-    if type(found) is str and re.fullmatch("[0-9]{1,3}", found):
-        return int(found)
-    if type(found) is not int:
-        raise _Wrong(f"{name} is {shown(found)}, not a whole number")
-    return found
+    number = value[name]
+    if type(number) is str and re.fullmatch("[0-9]{1,3}", number):
+        return int(number)
+    if type(number) is not int:
+        raise _ItemError(f"{name} is {shown(number)}, not a whole number")
+    return number
 
 
 Read = Callable[[dict[str, Any]], tuple[str, list[str], int]]
@@ -124,30 +124,30 @@ Read = Callable[[dict[str, Any]], tuple[str, list[str], int]]
 
 def _hellaswag(value: dict[str, Any]) -> tuple[str, list[str], int]:
     context = f"{_text(value, 'ctx_a')} {_text(value, 'ctx_b').capitalize()}"
-    endings = [_without_brackets(ending) for ending in _texts(value, "endings")]
-    return _without_brackets(f"{_text(value, 'activity_label')}: {context}"), endings, _whole(value, "label")
+    endings = [_strip_brackets(ending) for ending in _texts(value, "endings")]
+    return _strip_brackets(f"{_text(value, 'activity_label')}: {context}"), endings, _integer(value, "label")
 
 
-def _without_brackets(text: str) -> str:
+def _strip_brackets(text: str) -> str:
     """Text of WikiHow without the marks that were left in it, as lm-eval cleans it."""
     *marked, rest = text.strip().replace(" [title]", ". ").split("]")
-    kept = (part.partition("[")[0] if "[" in part else f"{part}]" for part in marked)
-    return ("".join(kept) + rest).replace("  ", " ")
+    parts = (part.partition("[")[0] if "[" in part else f"{part}]" for part in marked)
+    return ("".join(parts) + rest).replace("  ", " ")
 
 
 def _adapters(value: dict[str, Any]) -> tuple[str, list[str], int]:
-    """Its instruction: "... to the question: (question) Answer1: (choice) Answer2: (choice) ... Answer format: ..." """
+    """Instruction: "... to the question: (question) Answer1: (choice) Answer2: (choice) ... Answer format: ..." """
     answer = re.fullmatch("([a-z]{1,16})([0-9]{1,2})", _text(value, "answer"))
     if answer is None:
-        raise _Wrong(f"answer is {shown(value['answer'])}, not like answer1 or solution1")
+        raise _ItemError(f"answer is {shown(value['answer'])}, not like answer1 or solution1")
     word = answer[1]
-    _, found, rest = _text(value, "instruction").partition("to the question:")
+    _, colon, rest = _text(value, "instruction").partition("to the question:")
     body, formatted, _ = rest.rpartition("Answer format:")
-    if not found or not formatted:
-        raise _Wrong('instruction has not the form "... to the question: ... Answer format: ..."')
+    if not colon or not formatted:
+        raise _ItemError('instruction has not the form "... to the question: ... Answer format: ..."')
     question, *parts = re.split(rf"(?:^|\s){word}([0-9]{{1,2}}):", body, flags=re.IGNORECASE)
     if parts[::2] != [str(number) for number in range(1, len(parts) // 2 + 1)]:
-        raise _Wrong(f"its choices are not {word}1, {word}2 and so on: {shown(', '.join(parts[::2]))}")
+        raise _ItemError(f"its choices are not {word}1, {word}2 and so on: {shown(', '.join(parts[::2]))}")
     return _question(question.strip()), [choice.strip() for choice in parts[1::2]], int(answer[2]) - 1
 
 
@@ -157,7 +157,7 @@ def _question(text: str) -> str:
 
 
 def _arc(value: dict[str, Any]) -> tuple[str, list[str], int]:
-    """As published, or as the hub has it, where choices are two lists."""
+    """Item of ARC as published, or as the hub has it, where choices are two lists."""
     asked, choices = value["question"], value.get("choices")
     if type(asked) is dict:
         stem, choices = _text(asked, "stem"), asked.get("choices")
@@ -166,10 +166,10 @@ def _arc(value: dict[str, Any]) -> tuple[str, list[str], int]:
     if type(choices) is list and all(type(one) is dict for one in choices):
         choices = {name: [_text(one, name) for one in choices] for name in ("text", "label")}
     if type(choices) is not dict:
-        raise _Wrong(f"choices are {shown(choices)}, not texts with labels")
+        raise _ItemError(f"choices are {shown(choices)}, not texts with labels")
     texts, labels, key = _texts(choices, "text"), _texts(choices, "label"), _text(value, "answerKey")
     if len(texts) != len(labels) or labels.count(key) != 1:
-        raise _Wrong(f"answerKey {shown(key)} is not one of the labels {shown(', '.join(labels))}")
+        raise _ItemError(f"answerKey {shown(key)} is not one of the labels {shown(', '.join(labels))}")
     return _question(stem), texts, labels.index(key)
 
 
@@ -177,9 +177,9 @@ def _generic(value: dict[str, Any]) -> tuple[str, list[str], int]:
     context = _text(value, "context" if "context" in value else "question")
     choices = _texts(value, "choices")
     if type(value["answer"]) is not str:
-        return context, choices, _whole(value, "answer")
+        return context, choices, _integer(value, "answer")
     if choices.count(value["answer"]) != 1:
-        raise _Wrong(f"the answer {shown(value['answer'])} is not one of its choices")
+        raise _ItemError(f"the answer {shown(value['answer'])} is not one of its choices")
     return context, choices, choices.index(value["answer"])
 
 

@@ -27,7 +27,7 @@ from powerinfer.formats.family import MIXED_ACT
 from powerinfer.formats.folder import THRESHOLDS, file_names
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.gguf import encoded, metadata_bytes, read_gguf, write_gguf
-from powerinfer.formats.gguf_model import NAMES, said_twice
+from powerinfer.formats.gguf_model import NAMES, redundant_tensors
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.layout import is_matrix, is_router, shapes
 from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize, quantize
@@ -192,7 +192,7 @@ def _changed_gguf(model: _WrittenModel) -> _Content:
         inside = {name: one for name, one in file.tensors.items() if 0 <= one.data.ctypes.data - begin < base.nbytes}
         changes |= _changes(inside, base, places.get(part.path, []))
     types = {name: _new_type(change, model.types) for name, change in changes.items()}
-    left_out = {NAMES(name) for name in model.gone}.union(said_twice(file, model.checkpoint.config))
+    left_out = {NAMES(name) for name in model.gone}.union(redundant_tensors(file, model.checkpoint.config))
     all_tensors = {name: tensor for name, tensor in file.tensors.items() if name not in left_out}
     all_tensors |= {NAMES(name): tensor for name, tensor in model.added.items()}
     tensors = [(name, types.get(name, tensor.type), tensor.shape) for name, tensor in all_tensors.items()]

@@ -209,9 +209,9 @@ def _refuse_unsupported(name: str) -> None:
 
 
 def _did_you_mean(name: str) -> str:
-    from powerinfer.hub import near_known
+    from powerinfer.hub import similar_known
 
-    near = near_known(name)
+    near = similar_known(name)
     return "" if near is None else f"; did you mean {near}?"
 
 

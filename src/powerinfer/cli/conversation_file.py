@@ -24,7 +24,7 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Conversation:
-    others = True  # what else `chat --json` prints
+    extra_fields = True  # what else `chat --json` prints
 
     messages: Annotated[list[_Message], Length(1 << 20)]
 

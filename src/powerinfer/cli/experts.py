@@ -73,7 +73,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             expert_slots.keep(checkpoint, engine.prepared, hits)
         except (OSError, PowerInferError) as error:
             out.note(f"the result is not kept for a report: {error}")
-    same = trace is not None and trace.about.get("key") == file.about.get("key")
+    same = trace is not None and trace.details.get("key") == file.details.get("key")
     document = {
         "path": str(file.path),
         "tokens": file.profile.tokens,

@@ -15,7 +15,7 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import WEIGHT_TYPES
 
 _PLACES = {name: kind.halves for name, kind in WEIGHT_TYPES.items() if kind.native and kind.halves}
-"""By type, the bytes of a block at which its scale and its minimum are."""
+"""Positions in a block's bytes of its scale and its minimum, by type."""
 
 SCALED = frozenset(_PLACES)
 """The types that have such numbers, of those that the kernels take."""
@@ -45,14 +45,14 @@ def with_scales(tensor: RawTensor, scales: Float32) -> RawTensor:
 
 
 def factors(tensor: RawTensor) -> list[Float32]:
-    """What the scale, and the minimum, of its block is multiplied with in each value: whole numbers, float32 of the
-    tensor's shape, one array for each."""
-    found = []
+    """Factors of the scale, and of the minimum, of its block in each value: whole numbers, float32 of the tensor's
+    shape, one array for each."""
+    factors_ = []
     for number in range(len(_PLACES[tensor.type])):
-        ones = np.zeros((*_blocks(tensor).shape[:2], len(_PLACES[tensor.type])), np.float32)
-        ones[..., number] = 1
-        found.append(dequantize(with_scales(tensor, ones).rows(), tensor.type).reshape(tensor.shape))
-    return found
+        unit_scales = np.zeros((*_blocks(tensor).shape[:2], len(_PLACES[tensor.type])), np.float32)
+        unit_scales[..., number] = 1
+        factors_.append(dequantize(with_scales(tensor, unit_scales).rows(), tensor.type).reshape(tensor.shape))
+    return factors_
 
 
 def _blocks(tensor: RawTensor) -> Bytes:

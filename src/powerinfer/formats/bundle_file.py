@@ -64,26 +64,26 @@ class BundleFile:
         """A layer, copied as by `owned`; the pages of the file are released."""
         rows = self.layers[layer]
         self.file.populate(rows)
-        own = owned(rows)
+        copy = owned(rows)
         self.file.release(rows)
-        return own
+        return copy
 
     @property
     def apart_bytes(self) -> tuple[int, ...]:
-        """For each layer the bytes that `copied_apart` takes."""
+        """Bytes that `copied_apart` takes, by layer."""
         return tuple(apart_bytes(own, len(rows)) for own, rows in zip(self.layouts, self.layers, strict=True))
 
     def copied_apart(self, layer: int, memory: Bytes) -> ApartBundles:
         """The same without the rows of the first product, into `memory`, uint8 of the layer's `apart_bytes`."""
         rows = self.layers[layer]
         self.file.populate(rows)
-        own = apart(self.layouts[layer], rows, memory)
+        copy = apart(self.layouts[layer], rows, memory)
         self.file.release(rows)
-        return own
+        return copy
 
 
 @dataclass(frozen=True)
-class _Description:
+class _BundlesHeader:
     """The description in a file."""
 
     d_model: int
@@ -127,15 +127,15 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes:
     place = PreparedFile(BUNDLES, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
-    about = place.described(_Description, description)
+    header = place.described(_BundlesHeader, description)
     gated = [layer.ffn.gated for layer in config.layers]
     sizes = {"d_model": config.d_model, "neurons": list(config.ffn_sizes), "n_layers": config.n_layers}
     for name, size in sizes.items():
-        if getattr(about, name) != size:
-            raise place.bad(f"states a {name} of {getattr(about, name)}, and the model has {size}")
-    if about.gated != gated:
+        if getattr(header, name) != size:
+            raise place.bad(f"states a {name} of {getattr(header, name)}, and the model has {size}")
+    if header.gated != gated:
         raise place.bad("is not of the model's kind of FFN")
-    gate_type, down_type = about.gate_type, about.down_type
+    gate_type, down_type = header.gate_type, header.down_type
     for matrix, name in (("up", gate_type), ("down", down_type)):
         if not can_hold(config, matrix, name):
             raise place.bad(f"holds rows of type {shown(name)}, which it cannot")
@@ -147,7 +147,7 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes:
             raise place.bad(f"holds layer {layer} where no cache line begins")
         layers.append(tensor.data.reshape(tensor.shape))
     place.holds_no_more(tensors)
-    return BundleFile(layouts, tuple(layers), about.source_type, file)
+    return BundleFile(layouts, tuple(layers), header.source_type, file)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def write_bundles(
     when the block succeeds. PowerInferError if it cannot be written.
     """
     config = checkpoint.config
-    description = _Description(
+    description = _BundlesHeader(
         d_model=config.d_model,
         neurons=list(config.ffn_sizes),
         n_layers=config.n_layers,

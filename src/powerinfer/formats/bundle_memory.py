@@ -33,7 +33,7 @@ class SomeBundles:
 
     @property
     def places(self) -> Indices:
-        """For each neuron the index of its biases etc.: group * BUNDLE_GROUP + its number in the group."""
+        """Index of each neuron's biases etc.: group * BUNDLE_GROUP + its number in the group."""
         first = np.cumsum(self.counts) - self.counts
         group = self.index // BUNDLE_GROUP
         return (group * BUNDLE_GROUP + np.arange(len(self.index)) - first[group]).astype(np.int32)
@@ -70,9 +70,9 @@ def owned(rows: Bytes) -> Bytes:
 
     Files are mostly mapped in 4 KB pages, in which reading scattered rows takes a quarter longer.
     """
-    own = own_pages(rows.nbytes).reshape(rows.shape)
-    own[:] = rows
-    return own
+    copy = own_pages(rows.nbytes).reshape(rows.shape)
+    copy[:] = rows
+    return copy
 
 
 def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | None = None) -> SomeBundles:
@@ -85,9 +85,9 @@ def gather(layout: BundleLayout, groups: Bytes, index: Indices, memory: Bytes | 
     bundles, first, at = BUNDLE_GROUP * layout.pitch, 0, 0
     for group, count in zip(groups[counts > 0], counts[counts > 0].tolist(), strict=True):
         size = count * layout.pitch
-        own = index[first : first + count] % BUNDLE_GROUP
-        here = out[at : at + size].view(np.int64).reshape(count, -1)
-        np.take(group[:bundles].view(np.int64).reshape(BUNDLE_GROUP, -1), own, axis=0, out=here, mode="clip")
+        numbers = index[first : first + count] % BUNDLE_GROUP
+        place = out[at : at + size].view(np.int64).reshape(count, -1)
+        np.take(group[:bundles].view(np.int64).reshape(BUNDLE_GROUP, -1), numbers, axis=0, out=place, mode="clip")
         out[at + size : at + size + layout.shared_bytes] = group[bundles : bundles + layout.shared_bytes]
         first, at = first + count, at + size + layout.shared_bytes
     return SomeBundles(index, counts, out.reshape(1, -1))
@@ -144,17 +144,17 @@ def cuts(layout: BundleLayout, counts: NDArray[np.int32], limit: int, beside: in
         begin = end
 
 
-def whole(layout: BundleLayout, some: SomeBundles) -> Piece:
+def whole(layout: BundleLayout, bundles: SomeBundles) -> Piece:
     """All of it as one piece."""
-    (piece,) = pieces(layout, some, some.rows.nbytes)
+    (piece,) = pieces(layout, bundles, bundles.rows.nbytes)
     return piece
 
 
-def pieces(layout: BundleLayout, some: SomeBundles, limit: int, beside: int = 0) -> Iterator[Piece]:
-    """Its groups, in pieces of at most `limit` bytes unless a single group is larger; see `cuts`."""
-    rows, at, first = some.rows[0], 0, 0
-    for begin, end in cuts(layout, some.counts, limit, beside):
-        counts = some.counts[begin:end]
+def pieces(layout: BundleLayout, bundles_: SomeBundles, limit: int, beside: int = 0) -> Iterator[Piece]:
+    """Groups in pieces of at most `limit` bytes unless a single group is larger; see `cuts`."""
+    rows, at, first = bundles_.rows[0], 0, 0
+    for begin, end in cuts(layout, bundles_.counts, limit, beside):
+        counts = bundles_.counts[begin:end]
         counts = counts[counts > 0]
         if not len(counts):
             continue
@@ -165,8 +165,8 @@ def pieces(layout: BundleLayout, some: SomeBundles, limit: int, beside: int = 0)
         places += (np.arange(len(group)) - behind[group]) * layout.pitch
         shared = (ends - layout.shared_bytes) // LINE
         size, n = int(ends[-1]), len(group)
-        own = rows[at : at + size]
-        yield Piece(first, first + n, own, (places // LINE).astype(np.int32), group, shared.astype(np.int32))
+        piece_rows = rows[at : at + size]
+        yield Piece(first, first + n, piece_rows, (places // LINE).astype(np.int32), group, shared.astype(np.int32))
         at, first = at + size, first + n
 
 

@@ -30,9 +30,9 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type. Rows that are not
     whole blocks become F16. RequestError for a type that is not possible.
     """
-    for matrix, name, known in (("up", gate_type, ROW_TYPES), ("down", down_type, DOWN_TYPES)):
+    for matrix, name, allowed in (("up", gate_type, ROW_TYPES), ("down", down_type, DOWN_TYPES)):
         if name is not None:
-            _check_type(checkpoint.config, matrix, name, known)
+            _check_type(checkpoint.config, matrix, name, allowed)
     rows = gate_and_up(checkpoint.config.layers)
     gates = {checkpoint.taken_type(name) for matrix in rows for name in tensor_names(checkpoint, matrix)}
     downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}
@@ -48,15 +48,15 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     return RowTypes(gate, down, tuple(notes))
 
 
-def _check_type(config: ModelConfig, matrix: str, name: str, known: Sequence[str]) -> None:
+def _check_type(config: ModelConfig, matrix: str, name: str, allowed: Sequence[str]) -> None:
     """RequestError for a type that a matrix' rows cannot have in bundles."""
-    if name not in known:
-        raise RequestError(f"bundles have no rows of type {name}; choose one of {', '.join(known)}")
+    if name not in allowed:
+        raise RequestError(f"bundles have no rows of type {name}; choose one of {', '.join(allowed)}")
     if not can_hold(config, matrix, name):
         across = name in BLOCKS and config.d_model % 32 == 0
         neurons = " and ".join(map(str, sorted(set(config.ffn_sizes))))
-        what = f"{neurons} neurons" if across else f"rows of {config.d_model} weights"
-        raise RequestError(f"{what} are not whole blocks of {name}; choose f16 or bf16")
+        noun = f"{neurons} neurons" if across else f"rows of {config.d_model} weights"
+        raise RequestError(f"{noun} are not whole blocks of {name}; choose f16 or bf16")
 
 
 def _type_of_down(checkpoint: Checkpoint, types: set[str], requested: str | None) -> str:
@@ -64,7 +64,7 @@ def _type_of_down(checkpoint: Checkpoint, types: set[str], requested: str | None
     the file's."""
     d_model = checkpoint.config.d_model
     stored_by_neuron = [by_neuron(name) for name in tensor_names(checkpoint, "down")]
-    if _across(types) and not any(stored_by_neuron) and d_model % 32 == 0:
+    if _crosses_neurons(types) and not any(stored_by_neuron) and d_model % 32 == 0:
         return ACROSS[next(iter(types))]
     if not types <= FLOAT_TYPES and not all(stored_by_neuron):
         return _fitting("Q8_0", d_model)
@@ -74,7 +74,7 @@ def _type_of_down(checkpoint: Checkpoint, types: set[str], requested: str | None
 
 
 def gate_and_up(layers: Sequence[LayerConfig]) -> list[str]:
-    """Of gate and up, those that some of these layers have."""
+    """Matrices of gate and up that some of these layers have."""
     return ["gate", "up"] if any(layer.ffn.gated for layer in layers) else ["up"]
 
 
@@ -85,21 +85,21 @@ def tensor_name(checkpoint: Checkpoint, matrix: str, layer: int) -> str:
 
 
 def tensor_names(checkpoint: Checkpoint, matrix: str) -> list[str]:
-    every = enumerate(layer.ffn.neurons for layer in checkpoint.config.layers)
-    return [tensor_name(checkpoint, matrix, number) for number, ffn in every if ffn and matrix in ffn.matrices]
+    ffns = enumerate(layer.ffn.neurons for layer in checkpoint.config.layers)
+    return [tensor_name(checkpoint, matrix, number) for number, ffn in ffns if ffn and matrix in ffn.matrices]
 
 
 def by_neuron(name: str) -> bool:
     return not name.endswith(".down")
 
 
-def _across(types: set[str]) -> bool:
+def _crosses_neurons(types: set[str]) -> bool:
     return len(types) == 1 and types <= ACROSS.keys()
 
 
-def _nearest(types: set[str], d_model: int, known: Sequence[str]) -> str:
+def _nearest(types: set[str], d_model: int, allowed: Sequence[str]) -> str:
     """The type of rows that loses least of weights of these types, and is no larger than it must be."""
-    if len(types) == 1 and types <= set(known):
+    if len(types) == 1 and types <= set(allowed):
         return next(iter(types))
     if types <= FLOAT_TYPES:
         return "F16" if "F16" in types or "BF16" not in types else "BF16"

@@ -106,7 +106,7 @@ class CatalogueModel:
         return next((one for one in self.downloads if (one.quantisation or "").lower() == wanted), None)
 
     def choose(self, memory: Memory) -> tuple[Download, str] | None:
-        """(what to download for a machine, the reason as the end of a sentence); None if nothing fits.
+        """Download for a machine, and the reason as the end of a sentence; None if nothing fits.
 
         The largest of which all fits the GPU, else the usual one: in RAM a larger one would be slower for little gain.
         """
@@ -116,8 +116,8 @@ class CatalogueModel:
                 return one, f"the largest listed that fits the GPU's {gigabytes(memory.gpu)} whole"
         if usual.needed > memory.usable:
             return None
-        where = f"the GPU's {gigabytes(memory.gpu)} whole" if usual.needed <= memory.usable_gpu else str(memory)
-        return usual, f"which fits {where}"
+        memory_text = f"the GPU's {gigabytes(memory.gpu)} whole" if usual.needed <= memory.usable_gpu else str(memory)
+        return usual, f"which fits {memory_text}"
 
 
 @dataclass(frozen=True)
@@ -186,5 +186,5 @@ def nearest(parameters: float | None, experts: bool, memory: Memory) -> str | No
     fitting = [(name, one) for name, one in catalogue().items() if one.choose(memory) is not None]
     alike = [(name, one) for name, one in fitting if (one.active is not None) == experts] or fitting
     wanted = parameters or max((one.parameters for _, one in alike), default=0.0)
-    about = [(int(6 * abs(log2(one.parameters / wanted))), name) for name, one in alike]
-    return min(about, key=lambda pair: pair[0])[1] if about else None
+    distances = [(int(6 * abs(log2(one.parameters / wanted))), name) for name, one in alike]
+    return min(distances, key=lambda pair: pair[0])[1] if distances else None

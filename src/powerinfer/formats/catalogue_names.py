@@ -45,17 +45,17 @@ def short_name(name: str) -> tuple[str, str | None] | None:
     """(the short name, the quantisation that is asked for) that a text in any spelling says; None if it says none."""
     if len(name) > _LONGEST:  # a prompt, which is compared with names, too
         return None
-    known = SHORT_NAMES
-    if name_form(name) in known:
-        return known[name_form(name)], None
+    names = SHORT_NAMES
+    if name_form(name) in names:
+        return names[name_form(name)], None
     head, separator, tag = name.partition(":")
     quantised = _QUANTISED.fullmatch(name)
-    if quantised is not None and name_form(quantised["head"]) in known:
+    if quantised is not None and name_form(quantised["head"]) in names:
         head, tag = quantised["head"], re.sub("^fp", "f", quantised["tag"], flags=re.IGNORECASE)
     elif not separator or _SIZE.match(tag):  # qwen3:235b is no qwen3-8b
         return None
-    found = known.get(name_form(head))
-    return (found, tag) if found is not None and tag else None
+    short = names.get(name_form(head))
+    return (short, tag) if short is not None and tag else None
 
 
 def full_name(name: str) -> str:
@@ -66,8 +66,8 @@ def full_name(name: str) -> str:
     short = short_name(name)
     if short is None:
         return name
-    known = catalogue()[short[0]].download(short[1])
-    return catalogue()[short[0]].full_name(short[1] if known is None else known.quantisation)
+    download = catalogue()[short[0]].download(short[1])
+    return catalogue()[short[0]].full_name(short[1] if download is None else download.quantisation)
 
 
 def machine_memory() -> Memory:
@@ -87,23 +87,23 @@ def chosen(name: str) -> tuple[str, CatalogueModel, Download, str] | None:
     if short is None or short[1] is not None:
         return None
     model, memory = catalogue()[short[0]], machine_memory()
-    found = model.choose(memory)
-    if found is None:
+    choice = model.choose(memory)
+    if choice is None:
         raise _too_large(short[0], model.downloads[0], model.active is not None, memory)
-    return short[0], model, *found
+    return short[0], model, *choice
 
 
 def offer(name: str) -> tuple[str, str]:
     """(full name, what its download brings) of a name. RequestError as of `chosen`."""
     from powerinfer.formats.catalogue import catalogue
 
-    found, short = chosen(name), short_name(name)
-    if found is not None:
-        _, model, download, why = found
+    choice, short = chosen(name), short_name(name)
+    if choice is not None:
+        _, model, download, reason = choice
         full = model.full_name(download.quantisation)
-        return full, f"{full} of Hugging Face, {download.size}, {why}"
-    known = None if short is None else catalogue()[short[0]].download(short[1])
-    return full_name(name), f"{full_name(name)} of Hugging Face{'' if known is None else f', {known.size}'}"
+        return full, f"{full} of Hugging Face, {download.size}, {reason}"
+    named = None if short is None else catalogue()[short[0]].download(short[1])
+    return full_name(name), f"{full_name(name)} of Hugging Face{'' if named is None else f', {named.size}'}"
 
 
 def _too_large(name: str, usual: Download, experts: bool, memory: Memory) -> RequestError:
@@ -137,12 +137,12 @@ def _instead(name: str) -> str:
     from powerinfer.formats.catalogue import nearest
 
     sizes = [(one[0], float(one.lstrip("ae")[:-1])) for one in _SIZE.findall(name.lower()) if one[-1] == "b"]
-    whole = [size for letter, size in sizes if letter != "a"]
-    other = nearest(max(whole), any(letter == "a" for letter, _ in sizes), machine_memory()) if whole else None
+    totals = [size for letter, size in sizes if letter != "a"]
+    other = nearest(max(totals), any(letter == "a" for letter, _ in sizes), machine_memory()) if totals else None
     return "`powerinfer pull --names` lists what is" if other is None else f"{other} is, and fits this machine"
 
 
-def near_name(name: str, names: Collection[str]) -> str | None:
+def similar_name(name: str, names: Collection[str]) -> str | None:
     """The one of some names that another may mean: of the same sizes, where it says any, and of a model that this
     machine can run."""
     from difflib import get_close_matches
@@ -152,15 +152,15 @@ def near_name(name: str, names: Collection[str]) -> str | None:
     if len(name) > _LONGEST:
         return None
     wanted, form = _sizes(name), name_form(name)
-    known = {name_form(one): one for one in names}
-    near = [one for one in known if one.startswith(form) and wanted <= _sizes(known[one])]
-    near += get_close_matches(form, [one for one in known if wanted == _sizes(known[one])], n=3, cutoff=0.65)
-    near = near or ([] if wanted else get_close_matches(form, known, n=3, cutoff=0.85))  # qwen3-4c
+    forms = {name_form(form_): form_ for form_ in names}
+    near = [form_ for form_ in forms if form_.startswith(form) and wanted <= _sizes(forms[form_])]
+    near += get_close_matches(form, [form_ for form_ in forms if wanted == _sizes(forms[form_])], n=3, cutoff=0.65)
+    near = near or ([] if wanted else get_close_matches(form, forms, n=3, cutoff=0.85))  # qwen3-4c
     memory = machine_memory()
-    for one in near:
-        model = catalogue().get(known[one])
+    for form_ in near:
+        model = catalogue().get(forms[form_])
         if model is None or model.choose(memory) is not None:
-            return known[one]
+            return forms[form_]
     return None
 
 

@@ -68,9 +68,9 @@ class Checkpoint:
         self._tensors = dict(source.tensors)
         self._files = source.files
         self._progress = progress
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
         self._converted = 0
-        self._own_types = {name: tensor.type for name, tensor in source.tensors.items()}
+        self._stored_types = {name: tensor.type for name, tensor in source.tensors.items()}
         self.config = source.config
         self.path = source.path
         self.source = source.kind
@@ -82,20 +82,20 @@ class Checkpoint:
         self.file_bytes = sum(file.size for file in source.files)
         self.parameters = sum(t.size for name, t in source.tensors.items() if not _is_predictor(name))
         self._targets = self._plan(quantize)
-        self._to_convert = sum(self._tensors[self._own_name(name)].size for name in self._targets)
+        self._to_convert = sum(self._tensors[self._stored_name(name)].size for name in self._targets)
 
     def _plan(self, quantize: str | None) -> dict[str, str]:
         """Name -> type it will be converted to, for all that `take` converts; writes `notes`."""
         targets = {name: _fallback(tensor) for name, tensor in self._tensors.items()}
         targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
         for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
-            known = block_type(old), block_type(new)
-            before, after = (one.nbytes / one.block for one in known)
+            blocks = block_type(old), block_type(new)
+            before, after = (one.nbytes / one.block for one in blocks)
             grows = f", which takes {after / before:.1f} times the memory" * (after > before)
             self.notes.append(f"converting {count} tensor{'s' * (count > 1)} of type {old} to {new}{grows}")
-        turned = {name.removesuffix("_rows"): one for name, one in self._tensors.items() if name.endswith("_rows")}
-        turned_types = {name: _turned(tensor) for name, tensor in turned.items()}
-        counts = Counter((name.rpartition(".")[2], turned[name].type, new) for name, new in turned_types.items())
+        transposed = {name.removesuffix("_rows"): one for name, one in self._tensors.items() if name.endswith("_rows")}
+        turned_types = {name: _transposed_type(tensor) for name, tensor in transposed.items()}
+        counts = Counter((name.rpartition(".")[2], transposed[name].type, new) for name, new in turned_types.items())
         for (part, old, new), count in sorted(counts.items()):
             to = f" to {new}" if new != old else ""
             self.notes.append(f"transposing {count} {part} matrices of type {old}{to}")
@@ -104,22 +104,22 @@ class Checkpoint:
             targets |= self._plan_quantize(quantize)
         return targets
 
-    def _own_name(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         """The name of the stored tensor that `take(name)` is made from."""
         rows = f"{name}_rows"
         return rows if rows in self._tensors else name
 
     def _columns(self, name: str) -> int:
         """Row length of what `take(name)` gives."""
-        own = self._own_name(name)
-        return self._tensors[own].shape[-1 if own == name else -2]
+        stored = self._stored_name(name)
+        return self._tensors[stored].shape[-1 if stored == name else -2]
 
     def _plan_quantize(self, quantize: str) -> dict[str, str]:
         if quantize not in _QUANTIZE:
             raise RequestError(f"cannot quantise to {quantize!r} on load; choose q8_0 or q4_0")
         target = block_type(_QUANTIZE[quantize])
         names = [name for name in matrix_names(self.config) if not is_router(name)]
-        if not any(self._tensors[self._own_name(name)].type in FLOAT_TYPES for name in names):
+        if not any(self._tensors[self._stored_name(name)].type in FLOAT_TYPES for name in names):
             raise RequestError(
                 f"{self.path} is quantised already ({self.main_type}); leave out the option to quantise it on load"
             )
@@ -127,7 +127,7 @@ class Checkpoint:
             self._tensors["head"] = self._tensors["embed"]
             self.config = replace(self.config, tied_embeddings=False)
             names.append("head")
-        floats = [name for name in names if self._tensors[self._own_name(name)].type in FLOAT_TYPES]
+        floats = [name for name in names if self._tensors[self._stored_name(name)].type in FLOAT_TYPES]
         fits = [name for name in floats if self._columns(name) % target.block == 0]
         self.notes.append(f"quantising {len(fits)} matrices to {target.name}")
         if len(fits) < len(floats):
@@ -141,46 +141,46 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
-        return self._own_name(name) in self._tensors
+        return self._stored_name(name) in self._tensors
 
     def is_transposed(self, name: str) -> bool:
         """Whether the files store a matrix, or stacked ones, transposed: `take` turns it."""
-        return self._own_name(name) != name
+        return self._stored_name(name) != name
 
     def places(self, name: str) -> list[Place]:
-        """Where the rows of a tensor, as it is stored (`turned`), lie in the model's files, in their order.
+        """Places of the rows of a tensor, as it is stored (`is_transposed`), in the model's files, in their order.
 
         ModelError for one that is made of what the files have: it has no place of its own.
         """
-        tensor = self._tensors[self._own_name(name)]
-        found = []
+        tensor = self._tensors[self._stored_name(name)]
+        runs = []
         for part in tensor.parts if isinstance(tensor, StackedTensor) else (tensor,):
             if isinstance(part, RawTensor):
                 for run in part.data.reshape(1, -1) if part.data.ndim == 1 else part.data:
-                    found += [place for file in self._files if (place := _place(file, run)) is not None]
+                    runs += [place for file in self._files if (place := _place(file, run)) is not None]
         scaled = isinstance(tensor, RawTensor) and tensor.scales is not None
-        if scaled or sum(place.nbytes for place in found) != tensor.nbytes:  # it was computed when the file was opened
+        if scaled or sum(place.nbytes for place in runs) != tensor.nbytes:  # it was computed when the file was opened
             use = "" if self.source == "gguf" else ": take the model as a GGUF file"
             raise ModelError(f"{self.path}: {name} is not stored as it is used, so it cannot be replaced{use}")
-        return found
+        return runs
 
     def taken_type(self, name: str) -> str:
         """The type that `take` gives that tensor in."""
-        return self._targets.get(name) or self._tensors[self._own_name(name)].type
+        return self._targets.get(name) or self._tensors[self._stored_name(name)].type
 
     def stored_type(self, name: str) -> str:
         """The type that tensor has in the files."""
-        return self._tensors[self._own_name(name)].type
+        return self._tensors[self._stored_name(name)].type
 
     def stored(self, name: str) -> RawTensor:
         """The tensor as the files have it, transposed where it is `turned`, in its type. ModelError if they changed."""
         for file in self._files:
             file.check()
-        return self._tensors[self._own_name(name)].gathered()
+        return self._tensors[self._stored_name(name)].gathered()
 
     def as_stored(self, name: str) -> bool:
         """Whether `take` gives a view of the file, not a copy."""
-        return name not in self._targets and isinstance(self._tensors[self._own_name(name)], RawTensor)
+        return name not in self._targets and isinstance(self._tensors[self._stored_name(name)], RawTensor)
 
     @property
     def files(self) -> Sequence[MappedFile]:
@@ -196,26 +196,26 @@ class Checkpoint:
 
     def rest(self, name: str) -> RestingTensor:
         """Matrices [n, out, in] that are read later, in place of `take`. ModelError if they cannot be."""
-        found = self.resting(name)
-        if found is None:
+        resting = self.resting(name)
+        if resting is None:
             raise ModelError(
                 f"{self.path}: {name} is not stored as it is computed, so it cannot stay on disk: leave out "
                 "--quantize, or take a file in a type that is computed as it is"
             )
-        self._taken.add(name)
-        return found
+        self._used.add(name)
+        return resting
 
     def resting(self, name: str) -> RestingTensor | None:
-        """Where matrices [n, out, in] lie; None where the files do not have each in one piece as `take` gives it."""
+        """Places of matrices [n, out, in]; None where the files do not have each in one piece as `take` gives it."""
         tensor = self._tensors.get(name)
         if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor) or len(tensor.shape) != 3:
             return None
         n = tensor.shape[0]
         if isinstance(tensor, StackedTensor):
-            each = [part.data for part in tensor.parts if part.data.ndim == 1]
+            matrices = [part.data for part in tensor.parts if part.data.ndim == 1]
         else:
-            each = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data)
-        places = tuple(place for data in each if (place := self._placed(data)) is not None)
+            matrices = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data)
+        places = tuple(place for data in matrices if (place := self._placed(data)) is not None)
         if len(places) != n:
             return None
         return RestingTensor(tensor.type, tensor.shape, places)
@@ -231,36 +231,36 @@ class Checkpoint:
 
         Data is a read-only view of the file, or a new array if it had to be converted, gathered or transposed.
         """
-        own = self._own_name(name)
-        tensor = self._tensors.get(own)
+        stored = self._stored_name(name)
+        tensor = self._tensors.get(stored)
         if tensor is None:
             raise ModelError(f"{self.path}: there is no tensor {name}")
         for file in self._files:
             file.check()
-        self._taken.add(own)
+        self._used.add(stored)
         if name.endswith((".threshold", ".product_threshold")):
             self._check_thresholds(name, tensor.gathered().float32())
         if name.endswith((".mamba_a", ".mamba_d", ".mamba_step_bias")):
             self._check_steps(name, tensor.gathered().float32())
         if name not in self._targets:
             return tensor.gathered()
-        change = convert if own == name else transpose
+        change = convert if stored == name else transpose
         try:
             return change(tensor.gathered(), self._targets[name], self._tick)
         except ModelError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
     def take_some(self, name: str, index: Indices) -> RawTensor:
-        """Of matrices [n, out, in] those of the index, as `take` gives all of them."""
+        """Matrices of the index, of a tensor [n, out, in] that `take` gives as a whole."""
         tensor = self._tensors.get(name)
         if name not in self._targets and isinstance(tensor, StackedTensor):
             for file in self._files:
                 file.check()
-            self._taken.add(name)
+            self._used.add(name)
             return StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
-        whole = self.take(name)
-        data = whole.data.reshape(whole.shape[0], -1)[index]
-        return RawTensor(whole.type, (len(index), *whole.shape[1:]), data.reshape(-1))
+        full = self.take(name)
+        data = full.data.reshape(full.shape[0], -1)[index]
+        return RawTensor(full.type, (len(index), *full.shape[1:]), data.reshape(-1))
 
     def _check_thresholds(self, name: str, values: Float32) -> None:
         if not (np.isfinite(values).all() and (values >= 0).all()):
@@ -276,12 +276,12 @@ class Checkpoint:
 
         ModelError if it is missing.
         """
-        own = self._own_name(name)
-        if own not in self._tensors:
+        stored = self._stored_name(name)
+        if stored not in self._tensors:
             raise ModelError(f"{self.path}: there is no tensor {name}")
-        if name in self._targets and own not in self._taken:
-            self._to_convert -= self._tensors[own].size
-        self._taken.add(own)
+        if name in self._targets and stored not in self._used:
+            self._to_convert -= self._tensors[stored].size
+        self._used.add(stored)
 
     def _tick(self, elements: int) -> None:
         self._converted += elements
@@ -292,7 +292,7 @@ class Checkpoint:
 
         Predictors may be left over: they are optional.
         """
-        left = [name for name in self._tensors if name not in self._taken and not _is_predictor(name)]
+        left = [name for name in self._tensors if name not in self._used and not _is_predictor(name)]
         if left:
             names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
             raise ModelError(f"{self.path}: not used by a {self.config.architecture} model: {names}")
@@ -311,7 +311,7 @@ class Checkpoint:
     def bytes_by_type(self) -> dict[str, int]:
         """Bytes of the tensors on disk by storage type, the largest share first."""
         sizes: Counter[str] = Counter()
-        for name, own in self._own_types.items():
+        for name, own in self._stored_types.items():
             sizes[own] += self._tensors[name].nbytes
         return dict(sizes.most_common())
 
@@ -320,14 +320,14 @@ class Checkpoint:
         """The storage type that holds most of the weights of the layers: what people call the model's quantisation."""
         sizes: Counter[str] = Counter()
         for name in matrix_names(self.config):
-            own = self._own_name(name)
-            if own in self._own_types:
-                sizes[self._own_types[own]] += self._tensors[own].size
+            stored = self._stored_name(name)
+            if stored in self._stored_types:
+                sizes[self._stored_types[stored]] += self._tensors[stored].size
         return sizes.most_common(1)[0][0]
 
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, type, shape, bytes) of every tensor on disk."""
-        tensors = ((name, self._tensors[name]) for name in self._own_types)
+        tensors = ((name, self._tensors[name]) for name in self._stored_types)
         return [(name, tensor.type, tensor.shape, tensor.nbytes) for name, tensor in tensors]
 
     @cached_property
@@ -336,7 +336,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         for file in self._files:
             file.check()
-        digest.update(repr(replace(self.config, name="", tied_embeddings="head" not in self._own_types)).encode())
+        digest.update(repr(replace(self.config, name="", tied_embeddings="head" not in self._stored_types)).encode())
         for name, type_name, shape, nbytes in sorted(self.tensor_list()):
             digest.update(f"{name} {type_name} {shape} {nbytes}\n".encode())
             for part in self._tensors[name].samples():
@@ -353,7 +353,7 @@ def _is_predictor(name: str) -> bool:
     return ".predictor_" in name
 
 
-def _turned(tensor: StoredTensor) -> str:
+def _transposed_type(tensor: StoredTensor) -> str:
     """The type of a matrix once it is transposed: blocks lie along the other axis then."""
     if tensor.type in FLOAT_TYPES:
         return tensor.type
@@ -413,11 +413,11 @@ def _open_gguf(path: Path) -> Source:
 
 def _only_gguf(folder: Path) -> Path:
     """The one GGUF model of a folder: a single file, or the first part of a split one."""
-    found = sorted(file for file in folder.glob("*.gguf") if "-of-" not in file.name or "-00001-of-" in file.name)
-    if not found:
+    files = sorted(file for file in folder.glob("*.gguf") if "-of-" not in file.name or "-00001-of-" in file.name)
+    if not files:
         raise ModelError(f"{folder} holds no model: neither config.json with safetensors files nor a GGUF file")
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:4])
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        raise ModelError(f"{folder} holds {len(found)} GGUF models; choose one of them: {names}{more}")
-    return found[0]
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        more = f" and {len(files) - 4} more" if len(files) > 4 else ""
+        raise ModelError(f"{folder} holds {len(files)} GGUF models; choose one of them: {names}{more}")
+    return files[0]

@@ -31,14 +31,14 @@ from powerinfer.formats.prepared import EXPERT_TRACE, EXPERTS, PartFile, Prepare
 from powerinfer.formats.tensors import RawTensor
 
 MAX_TOKENS = (1 << 32) - 1
-"""Of a profile or a trace: what counters of pairs can hold."""
+"""Maximum number of tokens of a profile or a trace, which counters of pairs can hold."""
 
 MAX_PARTS = 1 << 15
-"""Of a profile, of all corpora: each has counters of its own."""
+"""Maximum number of parts of a profile, of all corpora: each has counters of its own."""
 
 
 @dataclass(frozen=True)
-class _Corpus:
+class _CorpusTokens:
     name: str
     tokens: Annotated[int, Between(1, MAX_TOKENS)]
 
@@ -51,9 +51,9 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Description:
+class _TraceHeader:
     layers: list[_Layer]
-    corpora: Annotated[list[_Corpus], Length(1 << 12, smallest=1)]
+    corpora: Annotated[list[_CorpusTokens], Length(1 << 12, smallest=1)]
     about: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class _Description:
 
 
 @dataclass(frozen=True)
-class _ProfileDescription(_Description):
+class _ProfileDescription(_TraceHeader):
     parts: list[Annotated[list[Annotated[int, Between(1, MAX_TOKENS)]], Length(1 << 12, smallest=1)]]
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class _ProfileDescription(_Description):
             raise ValueError(f"more than {MAX_PARTS} parts")
 
 
-D = TypeVar("D", bound=_Description)
+D = TypeVar("D", bound=_TraceHeader)
 
 
 @dataclass(frozen=True)
@@ -85,23 +85,23 @@ class ExpertProfileFile:
     """A profile, its file, and how it was made."""
 
     profile: ExpertProfile
-    about: dict[str, Any]
+    details: dict[str, Any]
     path: Path
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """What every token of some texts selected; views of a mapped file. about: how it was made."""
+    """Experts that every token of some texts selected; views of a mapped file. details: how it was made."""
 
     selected: Selected
     corpora: tuple[str, ...]
     corpus_tokens: tuple[int, ...]
-    about: dict[str, Any]
+    details: dict[str, Any]
     path: Path
 
     @property
     def tokens(self) -> int:
-        """Of all corpora."""
+        """Number of tokens of all corpora."""
         return sum(self.corpus_tokens)
 
 
@@ -110,22 +110,22 @@ def _layers(config: ModelConfig) -> list[_Layer]:
 
 
 def _described(place: PreparedFile, config: ModelConfig, description: dict[str, Any], kind: type[D]) -> D:
-    about = place.described(kind, description)
+    header = place.described(kind, description)
     wanted = _layers(config)
-    if about.layers != wanted:
-        for found, own in zip(about.layers, wanted, strict=False):
-            if found != own:
+    if header.layers != wanted:
+        for layer, expected in zip(header.layers, wanted, strict=False):
+            if layer != expected:
                 raise place.bad(
-                    f"is of {found.experts} experts in layer {found.layer}, {found.top_k} a token, and the model has "
-                    f"{own.experts} in layer {own.layer}, {own.top_k} a token"
+                    f"is of {layer.experts} experts in layer {layer.layer}, {layer.top_k} a token, and the model has "
+                    f"{expected.experts} in layer {expected.layer}, {expected.top_k} a token"
                 )
-        raise place.bad(f"is of {len(about.layers)} layers of experts, and the model has {len(wanted)}")
-    return about
+        raise place.bad(f"is of {len(header.layers)} layers of experts, and the model has {len(wanted)}")
+    return header
 
 
-def _description(config: ModelConfig, corpora: Sequence[tuple[str, int]], about: Mapping[str, Any]) -> dict[str, Any]:
+def _description(config: ModelConfig, corpora: Sequence[tuple[str, int]], details: Mapping[str, Any]) -> dict[str, Any]:
     named = [{"name": name, "tokens": tokens} for name, tokens in corpora]
-    return {"layers": [asdict(one) for one in _layers(config)], "corpora": named, "about": dict(about)}
+    return {"layers": [asdict(one) for one in _layers(config)], "corpora": named, "about": dict(details)}
 
 
 # ---------------------------------------------------------------- profiles
@@ -143,63 +143,63 @@ def open_expert_profile_file(checkpoint: Checkpoint, prepared: str | None = None
     """The same with its path and how it was made."""
     place = PreparedFile(EXPERTS, checkpoint, prepared)
     description, tensors, file = place.read()
-    about = _described(place, checkpoint.config, description, _ProfileDescription)
+    header = _described(place, checkpoint.config, description, _ProfileDescription)
     file.check()
-    tokens = np.concatenate(about.parts)
+    tokens = np.concatenate(header.parts)
     layers = []
-    for one, after in zip(about.layers, [*about.layers[1:], None], strict=True):
-        layers.append(_taken(place, tensors, one, after, tokens))
+    for one, after in zip(header.layers, [*header.layers[1:], None], strict=True):
+        layers.append(_read_layer(place, tensors, one, after, tokens))
     place.holds_no_more(tensors)
-    names, parts = tuple(one.name for one in about.corpora), tuple(map(tuple, about.parts))
+    names, parts = tuple(one.name for one in header.corpora), tuple(map(tuple, header.parts))
     profile = ExpertProfile(names, parts, tuple(layers))
-    return ExpertProfileFile(profile, about.about, place.path)
+    return ExpertProfileFile(profile, header.about, place.path)
 
 
-def _taken(
-    place: PreparedFile, tensors: dict[str, RawTensor], one: _Layer, after: _Layer | None, tokens: NDArray[np.int64]
+def _read_layer(
+    place: PreparedFile, tensors: dict[str, RawTensor], layer: _Layer, after: _Layer | None, tokens: NDArray[np.int64]
 ) -> LayerUse:
     """The tensors of a layer, copied; tokens: of each part."""
 
     def take(name: str, dtype: str, *shape: int) -> NDArray[np.int64]:
-        raw = place.holds(tensors, f"layers.{one.layer}.{name}", dtype, shape)
+        raw = place.holds(tensors, f"layers.{layer.layer}.{name}", dtype, shape)
         return np.frombuffer(raw.data.tobytes(), {"I64": "<i8", "U32": "<u4"}[dtype]).reshape(shape).astype(np.int64)
 
-    counts = take("counts", "I64", len(tokens), one.experts)
-    distances = take("distances", "I64", len(tokens), one.experts + 1)
-    pairs = take("pairs", "U32", one.experts, one.experts)
-    follows = None if after is None else take("follows", "U32", one.experts, after.experts)
-    k, where = one.top_k, f"in layer {one.layer}"
+    counts = take("counts", "I64", len(tokens), layer.experts)
+    distances = take("distances", "I64", len(tokens), layer.experts + 1)
+    pairs = take("pairs", "U32", layer.experts, layer.experts)
+    follows = None if after is None else take("follows", "U32", layer.experts, after.experts)
+    k, place_text = layer.top_k, f"in layer {layer.layer}"
     if (counts < 0).any() or (counts > tokens[:, None]).any() or (counts.sum(axis=1) != tokens * k).any():
-        raise place.bad(f"does not count {k} experts for each token {where}")
+        raise place.bad(f"does not count {k} experts for each token {place_text}")
     total = counts.sum(axis=0)
     if (pairs != pairs.T).any() or pairs.diagonal().any() or (pairs.sum(axis=1) != total * (k - 1)).any():
-        raise place.bad(f"counts pairs {where} that its experts do not have")
+        raise place.bad(f"counts pairs {place_text} that its experts do not have")
     if after is not None and follows is not None and (follows.sum(axis=1) != total * after.top_k).any():
-        raise place.bad(f"counts experts that follow one another {where} more or less often than there are tokens")
+        raise place.bad(f"counts experts that follow one another {place_text} more or less often than there are tokens")
     if (distances < 0).any() or (distances > total.sum()).any() or (distances.sum(axis=1) != tokens * k).any():
-        raise place.bad(f"does not count each selection once in the distances of reuse {where}")
-    return LayerUse(one.layer, k, counts, pairs, follows, distances)
+        raise place.bad(f"does not count each selection once in the distances of reuse {place_text}")
+    return LayerUse(layer.layer, k, counts, pairs, follows, distances)
 
 
 def write_expert_profile(
-    checkpoint: Checkpoint, prepared: str | None, profile: ExpertProfile, about: Mapping[str, Any]
+    checkpoint: Checkpoint, prepared: str | None, profile: ExpertProfile, details: Mapping[str, Any]
 ) -> Path:
     """Write the profile of a model of experts; the path of the file.
 
-    about: how it was made, values of JSON. PowerInferError if it cannot be written.
+    details: how it was made, values of JSON. PowerInferError if it cannot be written.
     """
     arrays: list[tuple[str, str, NDArray[np.int64]]] = []
-    for one in profile.layers:
-        follows = [] if one.follows is None else [("follows", "U32", one.follows)]
-        own = [
-            ("counts", "I64", one.counts),
-            ("pairs", "U32", one.pairs),
+    for layer in profile.layers:
+        follows = [] if layer.follows is None else [("follows", "U32", layer.follows)]
+        named = [
+            ("counts", "I64", layer.counts),
+            ("pairs", "U32", layer.pairs),
             *follows,
-            ("distances", "I64", one.distances),
+            ("distances", "I64", layer.distances),
         ]
-        arrays += [(f"layers.{one.layer}.{name}", dtype, values) for name, dtype, values in own]
+        arrays += [(f"layers.{layer.layer}.{name}", dtype, values) for name, dtype, values in named]
     corpora = list(zip(profile.corpora, profile.corpus_tokens, strict=True))
-    description = _description(checkpoint.config, corpora, about) | {"parts": list(map(list, profile.parts))}
+    description = _description(checkpoint.config, corpora, details) | {"parts": list(map(list, profile.parts))}
     place = PreparedFile(EXPERTS, checkpoint, prepared)
     with place.write(description, [(name, dtype, values.shape) for name, dtype, values in arrays]) as write:
         for name, dtype, values in arrays:
@@ -212,31 +212,32 @@ def write_expert_profile(
 
 
 def trace_place(checkpoint: Checkpoint, prepared: str | None, path: Path | None = None) -> PreparedFile:
-    """Where a trace is kept: `path`, None: an unfinished one in the folder `prepared`."""
+    """Place of a trace: `path`, None: an unfinished one in the folder `prepared`."""
     return PreparedFile(EXPERT_TRACE, checkpoint, prepared, path)
 
 
 def open_trace(checkpoint: Checkpoint, place: PreparedFile) -> TraceFile:
     """A trace of this model. ModelError, with the command that makes it, if it is none or of another model."""
     description, tensors, file = place.read()
-    about = _described(place, checkpoint.config, description, _Description)
+    header = _described(place, checkpoint.config, description, _TraceHeader)
     done = place.holds(tensors, "done", "I64", (1,))
     selected: Selected = {}
     file.check()
-    if int(np.frombuffer(done.data.tobytes(), "<i8")[0]) != about.tokens:
+    if int(np.frombuffer(done.data.tobytes(), "<i8")[0]) != header.tokens:
         raise place.bad("is not complete")
-    for one in about.layers:
-        dtype, kind = _stored(one.experts)
-        raw = place.holds(tensors, f"layers.{one.layer}.selected", dtype, (about.tokens, one.top_k))
+    for layer in header.layers:
+        dtype, kind = _stored(layer.experts)
+        raw = place.holds(tensors, f"layers.{layer.layer}.selected", dtype, (header.tokens, layer.top_k))
         if raw.data.ctypes.data % kind.itemsize:
-            raise place.bad(f"holds layer {one.layer} at an odd place")
-        rows = raw.data.view(kind).reshape(about.tokens, one.top_k)
-        if int(rows.max()) >= one.experts or (rows[:, 1:] <= rows[:, :-1]).any():
-            raise place.bad(f"selects no {one.top_k} different ones of {one.experts} experts in layer {one.layer}")
-        selected[one.layer] = rows
+            raise place.bad(f"holds layer {layer.layer} at an odd place")
+        rows = raw.data.view(kind).reshape(header.tokens, layer.top_k)
+        n = layer.top_k
+        if int(rows.max()) >= layer.experts or (rows[:, 1:] <= rows[:, :-1]).any():
+            raise place.bad(f"selects no {n} different ones of {layer.experts} experts in layer {layer.layer}")
+        selected[layer.layer] = rows
     place.holds_no_more(tensors)
-    names, tokens = tuple(one.name for one in about.corpora), tuple(one.tokens for one in about.corpora)
-    return TraceFile(selected, names, tokens, about.about, place.path)
+    names, tokens = tuple(layer.name for layer in header.corpora), tuple(layer.tokens for layer in header.corpora)
+    return TraceFile(selected, names, tokens, header.about, place.path)
 
 
 def _stored(experts: int) -> tuple[str, np.dtype[np.unsignedinteger]]:
@@ -269,18 +270,22 @@ class TraceWriter:
 
 @contextmanager
 def write_trace(
-    checkpoint: Checkpoint, place: PreparedFile, corpora: list[tuple[str, int]], about: Mapping[str, Any], resume: bool
+    checkpoint: Checkpoint,
+    place: PreparedFile,
+    corpora: list[tuple[str, int]],
+    details: Mapping[str, Any],
+    resume: bool,
 ) -> Iterator[TraceWriter]:
     """Write a trace: the block puts all tokens, in their order.
 
-    corpora: names and tokens; about: values of JSON. The file is renamed to its final name when the block succeeds; if
-    it ends early, `resume` continues it in a call with the same arguments. PowerInferError if it cannot be written.
+    corpora: names and tokens; details: values of JSON. The file is renamed to its final name when the block succeeds;
+    if it ends early, `resume` continues it in a call with the same arguments. PowerInferError if it cannot be written.
     """
     config, tokens = checkpoint.config, sum(n for _, n in corpora)
     tensors = [
         (f"layers.{one.layer}.selected", _stored(one.experts)[0], (tokens, one.top_k)) for one in _layers(config)
     ]
-    with place.fill(_description(config, corpora, about), [*tensors, ("done", "I64", (1,))], resume) as part:
+    with place.fill(_description(config, corpora, details), [*tensors, ("done", "I64", (1,))], resume) as part:
         writer = TraceWriter(config, part)
         yield writer
         assert writer.done == tokens

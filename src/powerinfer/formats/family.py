@@ -146,7 +146,7 @@ class Gguf:
     and positions are not rotated in them; unrotated_every: positions are not rotated in each layer whose number, from
     1, it divides, 0: in none;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
-    full_every is set, unless one_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file states none,
+    full_every is set, unless single_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file has none,
     None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     score_scale: that of attention's scores where no key states it, from the heads of each layer;
@@ -174,7 +174,7 @@ class Gguf:
     full_first: bool = False
     unrotated_every: int = 0
     local_theta: float | None = None
-    one_rope: bool = False
+    single_rope: bool = False
     positions: str = "rope"
     epsilon: float | None = None
     scaled: bool = False
@@ -204,7 +204,7 @@ class Gguf:
 
 NORMALISED, UNNORMALISED = (RouterConfig(1, normalise=normalise) for normalise in (True, False))
 SIGMOIDS = RouterConfig(1, scoring="sigmoid")
-"""How a family's experts are selected, and what their weights are."""
+"""Selection of a family's experts, and their weights."""
 
 SECOND_NORM = {"ffn_norm": "post_attention_norm"}
 """The norm before FFNs, where it has the name that others give to a norm behind attention."""

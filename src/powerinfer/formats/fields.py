@@ -17,22 +17,22 @@ _REQUIRED: Any = object()
 class Fields:
     """Typed reads of a mapping; every key that is read is remembered, so that `unread` can name the others.
 
-    where: a file name, the start of error messages; prefix: of every key; notes: where readers of the values leave
+    source: a file name, the start of error messages; prefix: of every key; notes: where readers of the values leave
     lines for the user.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], where: str, prefix: str = "", notes: list[str] | None = None
+        self, values: Mapping[str, Any], source: str, prefix: str = "", notes: list[str] | None = None
     ) -> None:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
-        self.where = where
+        self.source = source
         self.notes = [] if notes is None else notes
 
-    def bad(self, key: str, why: str) -> ModelError:
+    def bad(self, key: str, problem: str) -> ModelError:
         """The error for a key with an unsupported value."""
-        return ModelError(f"{self.where}: {self._prefix}{key} {why}")
+        return ModelError(f"{self.source}: {self._prefix}{key} {problem}")
 
     def get(self, key: str, default: T) -> Any | T:
         """The value as it is; `default` when the key is absent or null."""
@@ -44,7 +44,7 @@ class Fields:
         """Whether the key is there and not null."""
         return self.get(key, None) is not None
 
-    def _typed(self, key: str, default: Any, accept: Callable[[Any], Any], what: str) -> Any:
+    def _typed(self, key: str, default: Any, accept: Callable[[Any], Any], noun: str) -> Any:
         value = self.get(key, _REQUIRED)
         if value is _REQUIRED:
             if default is _REQUIRED:
@@ -52,7 +52,7 @@ class Fields:
             return default
         accepted = accept(value)
         if accepted is None:
-            raise self.bad(key, f"is {shown(value)}, not {what}")
+            raise self.bad(key, f"is {shown(value)}, not {noun}")
         return accepted
 
     def integer(self, key: str, low: int, high: int, default: Any = _REQUIRED) -> Any:
@@ -66,7 +66,7 @@ class Fields:
         return self._typed(key, default, accept, f"a number from {low} to {high}")
 
     def integers(self, key: str, count: int, low: int, high: int, default: Any = _REQUIRED) -> list[int]:
-        """Of `count` layers an integer each, from `low` to `high`: one for all of them, or a list with one for each."""
+        """Integers of `count` layers, from `low` to `high`: one for all of them, or a list with one for each."""
         values = self.get(key, None)
         if type(values) is not list:
             return [self.integer(key, low, high, default)] * count
@@ -85,7 +85,7 @@ class Fields:
         return self._typed(key, default, accept, f"a number from {low:g} to {high:g}")
 
     def numbers(self, key: str, count: int, low: float, high: float) -> list[float]:
-        """Of `count` layers a finite float each, from `low` to `high`: one for all of them, or a list."""
+        """Finite floats of `count` layers, from `low` to `high`: one for all of them, or a list."""
         values = self.get(key, None)
         if type(values) is not list:
             return [self.number(key, low, high)] * count

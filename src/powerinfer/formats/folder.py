@@ -18,7 +18,7 @@ from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
-from powerinfer.formats.source import Fused, Names, Source, collect, predictor_shapes, without_head_predictor
+from powerinfer.formats.source import Fused, Names, Source, collect, drop_head_predictor, predictor_shapes
 from powerinfer.formats.tensors import MadeTensor, RawTensor, StoredTensor
 
 THRESHOLDS = (".threshold", ".product_threshold")
@@ -27,7 +27,7 @@ _MAX_SHARDS = 1 << 12
 
 
 def file_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
-    """How this folder spells canonical names."""
+    """Spelling of canonical names in this folder."""
     family = FOLDERS[config.architecture]
     return family.names if family.find_names is None else family.find_names(config, stored)
 
@@ -48,12 +48,12 @@ def open_folder(folder: Path) -> Source:
     stored, files = _read_weights(folder)
     stored = {name: tensor for name, tensor in stored.items() if not _is_buffer(name)}
     family = FOLDERS[config.architecture]
-    made: dict[str, MadeTensor] = {}
+    made_tensors: dict[str, MadeTensor] = {}
     if family.make is not None:
-        made = family.make(config, stored, str(folder))
+        made_tensors = family.make(config, stored, str(folder))
     elif any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
-        stored = dict(_of_experts(config, metadata, stored))
-    stored, left_out = without_head_predictor(stored)
+        stored = dict(_expert_tensors(config, metadata, stored))
+    stored, left_out = drop_head_predictor(stored)
     notes += left_out
     if family.rename is not None:
         notes += family.rename(stored)
@@ -63,7 +63,7 @@ def open_folder(folder: Path) -> Source:
         config = _with_stored_head(config, stored, files, names, notes)
     predictors = family.predictors and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
-    tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made)
+    tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made_tensors)
     if family.norms_less_one:
         _add_one_to_norms(tensors, files)
     for name in [name for name in tensors if name.endswith((".delta_decay", ".mamba_a"))]:
@@ -78,7 +78,7 @@ def open_folder(folder: Path) -> Source:
     return replace(source, predictor_threshold=0.0)
 
 
-def _of_experts(
+def _expert_tensors(
     config: ModelConfig, metadata: dict[str, Any], stored: dict[str, RawTensor]
 ) -> Iterator[tuple[str, RawTensor]]:
     """The tensors with the names of other layers; without those of layers that only predict further tokens,
@@ -86,7 +86,7 @@ def _of_experts(
     further = metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers")
     beyond = re.compile(r"model\.layers\.(\d{1,9})\.") if further else None
     for name, tensor in stored.items():
-        if beyond and (found := beyond.match(name)) and int(found[1]) >= config.n_layers:
+        if beyond and (match := beyond.match(name)) and int(match[1]) >= config.n_layers:
             continue
         if name.startswith("model.mtp_"):  # ERNIE's
             continue
@@ -101,17 +101,17 @@ def _with_thresholds(
     """The configuration, with the product thresholds that only tensors show, and the tensors, with the names of others
     for the thresholds of neurons; ModelError where config.json says otherwise than the tensors."""
     of_activations, of_products = ([name for name in stored if name.endswith(end)] for end in THRESHOLDS)
-    found = [*of_activations, *of_products]
-    each = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
-    if each and not of_activations and config.in_banks:
+    names = [*of_activations, *of_products]
+    has_thresholds = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
+    if has_thresholds and not of_activations and config.in_banks:
         raise ModelError(f"{folder}: activation topk without thresholds of neurons")
-    if each and not of_activations:
+    if has_thresholds and not of_activations:
         raise ModelError(
             f"{folder / 'config.json'}: hidden_act_param is missing, and the folder has no thresholds of neurons"
         )
-    if found and not each:
+    if names and not has_thresholds:
         raise ModelError(
-            f"{folder}: has thresholds of single neurons ({shown(found[0])}), which go neither with hidden_act_param "
+            f"{folder}: has thresholds of single neurons ({shown(names[0])}), which go neither with hidden_act_param "
             f"in config.json nor with experts nor with an activation other than {', '.join(THRESHOLDED)} and topk"
         )
     if of_products:
@@ -170,8 +170,8 @@ def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]
         return tensors, [file]
     if not index.exists():
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-        why = "; pickle files can run code and are never read" if pickled else ""
-        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}{why}")
+        reason = "; pickle files can run code and are never read" if pickled else ""
+        raise ModelError(f"{folder} holds neither {single.name} nor {index.name}{reason}")
     places = _weight_map(index)
     tensors = {}
     files = []
@@ -179,8 +179,8 @@ def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]
         shard, _, file = read_safetensors(folder / name)
         files.append(file)
         for twice in sorted(tensors.keys() & shard.keys()):
-            one, other = tensors[twice], shard[twice]
-            if (one.type, one.shape) != (other.type, other.shape) or not np.array_equal(one.data, other.data):
+            first, other = tensors[twice], shard[twice]
+            if (first.type, first.shape) != (other.type, other.shape) or not np.array_equal(first.data, other.data):
                 raise ModelError(f"{folder / name}: tensor {shown(twice)} is in another file, too, with other values")
         tensors |= shard
     missing = {tensor for tensor in places.keys() - tensors.keys() if not _is_buffer(tensor)}

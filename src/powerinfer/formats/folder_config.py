@@ -38,11 +38,11 @@ def read_config(
 
     notes: gets lines for the user; unread: gets the keys that nothing read.
     """
-    where = str(folder / "config.json")
+    source = str(folder / "config.json")
     metadata = _text_part(metadata)
-    family = _family(Fields(metadata, where))
+    family = _family(Fields(metadata, source))
     stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
-    fields, key = Fields({**family.defaults, **stated}, where, notes=notes), family.key
+    fields, key = Fields({**family.defaults, **stated}, source, notes=notes), family.key
     config = ModelConfig(
         architecture=family.model_type,
         d_model=fields.integer(key("hidden_size"), 1, layout.MAX_WIDTH),
@@ -64,14 +64,14 @@ def read_config(
 
 
 def _with_thresholds(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """With those of the activations that have one: a number for all layers, or a list with one for each; where none is
-    stated, each neuron has its own, unless they are of experts. Of topk both are there: a layer's is how many count."""
+    """Configuration with thresholds of activations: a number for all layers, or a list with one for each; where none is
+    stated, each neuron has its own, unless they are of experts. topk has both: a layer's is how many count."""
     topk = any(layer.ffn.activation == "topk" for layer in config.layers)
     if not topk and not any(layer.ffn.activation in THRESHOLDED for layer in config.layers):
         return config
     if not fields.has("hidden_act_param") and not config.experts and not topk:
-        every = (replace(layer, ffn=replace(layer.neurons, thresholds=True)) for layer in config.layers)
-        return replace(config, layers=tuple(every))
+        neurons = (replace(layer, ffn=replace(layer.neurons, thresholds=True)) for layer in config.layers)
+        return replace(config, layers=tuple(neurons))
     limits = fields.numbers("hidden_act_param", config.n_layers, 0, layout.MAX_SCALE)
     layers = []
     for layer, limit in zip(config.layers, limits, strict=True):
@@ -108,8 +108,8 @@ def _family(fields: Fields) -> Folder:
     if name not in CLASSES:
         if name is not None and (fields.has("vision_config") or _VISION.search(name)):
             raise fields.bad("architectures", f"is {shown(name)}: vision models are not supported")
-        known = ", ".join(sorted(FOLDERS))
-        raise fields.bad("architectures", f"is {shown(name or classes)}, which is not supported (only {known})")
+        names = ", ".join(sorted(FOLDERS))
+        raise fields.bad("architectures", f"is {shown(name or classes)}, which is not supported (only {names})")
     family = CLASSES[name]
     if kind not in (None, family.model_type):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
@@ -118,10 +118,10 @@ def _family(fields: Fields) -> Folder:
 
 def _check_quantisation(fields: Fields, model_type: Any) -> None:
     """ModelError for a quantised folder, unless the family has experts of that kind (gpt-oss in MXFP4)."""
-    how: Any = fields.get("quantization_config", None)
+    settings: Any = fields.get("quantization_config", None)
     family = FOLDERS.get(model_type) if type(model_type) is str else None
-    method = how.get("quant_method") if type(how) is dict else None
-    if how is not None and (family is None or not family.quantisation or method != family.quantisation):
+    method = settings.get("quant_method") if type(settings) is dict else None
+    if settings is not None and (family is None or not family.quantisation or method != family.quantisation):
         raise fields.bad("quantization_config", "is set: quantised Hugging Face folders are not supported, GGUF is")
 
 

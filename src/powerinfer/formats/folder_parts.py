@@ -109,14 +109,14 @@ def refuse_window(fields: Fields, layers: int) -> list[int | None]:
     return [None] * layers
 
 
-def read_layer_types(fields: Fields, layers: int, every: int = 1, other: str = LOCAL) -> list[str]:
+def read_layer_types(fields: Fields, layers: int, interval: int = 1, other: str = LOCAL) -> list[str]:
     """The kind of each layer's attention: `other`, or global.
 
     every: without `layer_types`, every `every`-th layer is global.
     """
     kinds = fields.get("layer_types", None)
     if kinds is None:
-        return [other if (layer + 1) % every else GLOBAL for layer in range(layers)]
+        return [other if (layer + 1) % interval else GLOBAL for layer in range(layers)]
     if type(kinds) is not list or len(kinds) != layers:
         raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
     strange = [kind for kind in kinds if kind not in (GLOBAL, other)]
@@ -194,11 +194,11 @@ def read_qwen_experts(family: Folder, fields: Fields, n_layers: int, shared: boo
     if shared:
         size = fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH)
         experts = replace(experts, shared_size=size, shared_weight=True)
-    every = fields.integer("decoder_sparse_step", 1, layout.MAX_LAYERS, 1)
+    interval = fields.integer("decoder_sparse_step", 1, layout.MAX_LAYERS, 1)
     without = fields.get("mlp_only_layers", None) or []
     if type(without) is not list or not all(type(layer) is int for layer in without):
         raise fields.bad("mlp_only_layers", f"is {shown(without)}, not a list of layers")
-    dense = [bool((layer + 1) % every) or layer in without for layer in range(n_layers)]
+    dense = [bool((layer + 1) % interval) or layer in without for layer in range(n_layers)]
     return [FfnConfig(read_ffn_size(fields), experts.activation) if one else experts for one in dense]
 
 

@@ -26,13 +26,13 @@ def read_ropes(
     new = fields.get("rope_parameters", None)
     if type(new) is dict and set(new) & {GLOBAL, LOCAL}:
         families = {GLOBAL: family, LOCAL: replace(family, theta=local_theta or family.theta)}
-        parts = {kind: Fields({"rope_parameters": new.get(kind)}, f"{fields.where}: {kind}") for kind in families}
+        parts = {kind: Fields({"rope_parameters": new.get(kind)}, f"{fields.source}: {kind}") for kind in families}
         return {kind: read_rope(of_kind, parts[kind], config, heads) for kind, of_kind in families.items()}
-    whole = read_rope(family, fields, config, heads)
-    local = whole.theta
+    global_rope = read_rope(family, fields, config, heads)
+    local = global_rope.theta
     if local_theta is not None:
         local = fields.number("rope_local_base_freq", 1.0001, layout.MAX_THETA, local_theta)
-    return {GLOBAL: whole, LOCAL: RopeConfig(theta=local, dim=heads.head_dim)}
+    return {GLOBAL: global_rope, LOCAL: RopeConfig(theta=local, dim=heads.head_dim)}
 
 
 def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: AttentionConfig) -> RopeConfig:
@@ -56,22 +56,22 @@ def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: Attent
 
 
 def _rope_values(fields: Fields) -> Fields:
-    """What `rope_parameters` and `rope_scaling` say; both may be there, if they agree in what both say."""
+    """Values of `rope_parameters` and `rope_scaling`; both may be there, if they agree in what both say."""
     new, old = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
-    where = f"{fields.where}: {'rope_parameters' if new is not None else 'rope_scaling'}"
+    source = f"{fields.source}: {'rope_parameters' if new is not None else 'rope_scaling'}"
     new, old = ({} if value is None else value for value in (new, old))
     for key, values in (("rope_parameters", new), ("rope_scaling", old)):
         if type(values) is not dict:
             raise fields.bad(key, f"is {shown(values)}, not an object")
-    both = [{key: value for key, value in values.items() if value is not None} for values in (new, old)]
-    for values in both:  # the older name of the key
+    values_of = [{key: value for key, value in values.items() if value is not None} for values in (new, old)]
+    for values in values_of:  # the older name of the key
         if "type" in values:
             values.setdefault("rope_type", values.pop("type"))
-    if any(both[1][key] != both[0][key] for key in both[1].keys() & both[0].keys()):
+    if any(values_of[1][key] != values_of[0][key] for key in values_of[1].keys() & values_of[0].keys()):
         raise fields.bad("rope_scaling", "and rope_parameters are both set, and differ")
-    if new and old and both[0].get("rope_type", "default") != both[1].get("rope_type", "default"):
+    if new and old and values_of[0].get("rope_type", "default") != values_of[1].get("rope_type", "default"):
         raise fields.bad("rope_scaling", "and rope_parameters are both set, and differ")
-    return Fields(both[1] | both[0], where, notes=fields.notes)
+    return Fields(values_of[1] | values_of[0], source, notes=fields.notes)
 
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None) -> int:
@@ -112,20 +112,20 @@ def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | N
     if inner is not None and outer is not None and inner != outer:
         raise rope.bad("original_max_position_embeddings", f"is {inner}, but {outer} outside")
     first = inner or outer or context
-    own: dict[str, Any]
+    settings: dict[str, Any]
     if scaling == "llama3":
-        own = {"factor": number("factor")} | {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        settings = {"factor": number("factor")} | {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     elif scaling == "yarn":
         rope.flag("finetuned", False)
-        own = {"factor": number("factor")}
-        own |= {"attention_factor": _attention_factor(rope, own["factor"])}
-        own |= {"truncate": rope.flag("truncate", True)}
-        own |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
+        settings = {"factor": number("factor")}
+        settings |= {"attention_factor": _attention_factor(rope, settings["factor"])}
+        settings |= {"truncate": rope.flag("truncate", True)}
+        settings |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
     else:
-        own = {"factor": number("factor", context / first), "attention_factor": number("attention_factor", None)}
+        settings = {"factor": number("factor", context / first), "attention_factor": number("attention_factor", None)}
         names = {"divisors": "short_factor", "long_divisors": "long_factor"}
-        own |= {name: _divisors(rope, key, plain.dim // 2) for name, key in names.items()}
-    return replace(plain, scaling=scaling, original_context_length=first, **own)
+        settings |= {name: _divisors(rope, key, plain.dim // 2) for name, key in names.items()}
+    return replace(plain, scaling=scaling, original_context_length=first, **settings)
 
 
 def _attention_factor(rope: Fields, factor: float) -> float | None:
@@ -151,7 +151,7 @@ def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
         raise rope.bad(key, f"is not a list of {count} positive numbers")
     return tuple(map(float, values))
 def _yarn_gain(factor: float, scale: float = 1.0) -> float:
-    """What YaRN multiplies with where positions are divided by `factor`."""
+    """Factor of YaRN where positions are divided by `factor`."""
     return 1 + 0.1 * scale * math.log(max(factor, 1))
 
 

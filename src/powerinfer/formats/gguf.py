@@ -86,8 +86,8 @@ class _Header:
         self.strings = 0
         self.elements = 0
 
-    def bad(self, what: str) -> ModelError:
-        return ModelError(f"{self.file.path}: {what}")
+    def bad(self, problem: str) -> ModelError:
+        return ModelError(f"{self.file.path}: {problem}")
 
     def need(self, end: int) -> bytes:
         """The buffer, filled at least up to `end`."""
@@ -104,15 +104,15 @@ class _Header:
         (value,) = code.unpack_from(self.need(self.at), start)
         return value
 
-    def string(self, what: str, longest: int) -> str:
+    def string(self, noun: str, longest: int) -> str:
         length = self.number(_U64)
         if length > longest:
-            raise self.bad(f"{what} has an absurd length, {length} bytes")
+            raise self.bad(f"{noun} has an absurd length, {length} bytes")
         start, self.at = self.at, self.at + length
         try:
             return str(self.need(self.at)[start : self.at], "utf-8")
         except UnicodeDecodeError:
-            raise self.bad(f"{what} is not valid UTF-8") from None
+            raise self.bad(f"{noun} is not valid UTF-8") from None
 
     def value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
@@ -346,7 +346,7 @@ def _part_path(path: Path, number: int) -> Path | None:
 
 
 def _split(part: GGUFFile) -> tuple[int, int]:
-    """Which part of how many the file says it is."""
+    """Number of the part, and of how many, as the file says."""
     number, count = part.metadata.get("split.no", 0), part.metadata.get("split.count", 1)
     if type(number) is not int or type(count) is not int or not 0 <= number < max(count, 1):
         raise ModelError(f"{part.path}: says it is part {shown(number)} of {shown(count)}")
@@ -359,8 +359,8 @@ def _join(first: GGUFFile, count: int) -> GGUFFile:
     for number in range(1, count):
         path = _part_path(first.path, number)
         if path is None or not path.exists():
-            where = path or f"a file named like PREFIX-{number + 1:05d}-of-{count:05d}.gguf"
-            raise ModelError(f"{first.path} is part 1 of {count}; part {number + 1} is missing: put {where} beside it")
+            hint = path or f"a file named like PREFIX-{number + 1:05d}-of-{count:05d}.gguf"
+            raise ModelError(f"{first.path} is part 1 of {count}; part {number + 1} is missing: put {hint} beside it")
         part = _read_part(path)
         if _split(part) != (number, count) or part.magic != first.magic:
             raise ModelError(f"{path} is not part {number + 1} of {count} of {first.path}")

@@ -46,8 +46,8 @@ from powerinfer.formats.source import (
     Names,
     Source,
     collect,
+    drop_head_predictor,
     printable,
-    without_head_predictor,
 )
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
@@ -114,14 +114,14 @@ _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 
 def open_gguf(file: GGUFFile) -> Source:
     """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
-    said: list[str] = []
+    config_notes: list[str] = []
     unread: list[str] = []
-    config = read_config(file, notes=said, unread=unread)
-    stored, notes = without_head_predictor(stored_tensors(file, config))
+    config = read_config(file, notes=config_notes, unread=unread)
+    stored, notes = drop_head_predictor(stored_tensors(file, config))
     text = {name: tensor for name, tensor in stored.items() if not name.startswith(_OF_PICTURES)}
     if len(text) < len(stored):
         notes.append(ONLY_TEXT)
-    notes += said
+    notes += config_notes
     tensors = collect(config, text, names_of(file, config), str(file.path), fused=fused(file, config))
     return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes, unread=unread)
 
@@ -132,7 +132,7 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     fields = Fields(file.metadata, str(file.path), prefix=f"{config.architecture}.")
     blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
-    left_out = {*read, *said_twice(file, config)}
+    left_out = {*read, *redundant_tensors(file, config)}
     stored = {
         f"{name}.weight" if name.endswith((".ssm_a", ".ssm_d")) else name: tensor
         for name, tensor in file.tensors.items()
@@ -148,11 +148,11 @@ def _with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawT
     """The tensors, those of NVFP4 with the factors that files have in tensors of their own, `NAME.scale` or
     `NAME.weight.scale`: one for a matrix or for each of stacked ones. (`NAME.input_scale` is about activations.)"""
     ends = (".weight.scale", ".scale")
-    found = dict(stored)
+    tensors = dict(stored)
     for name, scale in stored.items():
         end = next((end for end in ends if name.endswith(end)), None)
         matrix = None if end is None else f"{name.removesuffix(end)}.weight"
-        tensor = found.get(matrix) if matrix else None
+        tensor = tensors.get(matrix) if matrix else None
         if matrix is None or tensor is None or tensor.type in NATIVE_TYPES:
             continue
         if tensor.scales is not None or scale.type not in FLOAT_TYPES or scale.size not in _matrices(tensor.shape):
@@ -161,25 +161,25 @@ def _with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawT
         values = scale.float32().reshape(-1)
         if not np.isfinite(values).all():
             raise ModelError(f"{file.path}: tensor {shown(name)} holds values that are no numbers")
-        found[matrix] = replace(tensor, scales=values.copy())
-        del found[name]
-    return found
+        tensors[matrix] = replace(tensor, scales=values.copy())
+        del tensors[name]
+    return tensors
 
 
 def _matrices(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many factors may go with a tensor: one, or one for each of its matrices."""
+    """Number of factors that may go with a tensor: one, or one for each of its matrices."""
     return 1, math.prod(shape[:-2])
 
 
-def said_twice(file: GGUFFile, config: ModelConfig) -> list[str]:
+def redundant_tensors(file: GGUFFile, config: ModelConfig) -> list[str]:
     """Names that tensors may have which say what others do: files of latent attention may have `attn_kv_b` beside
     `attn_k_b` and `attn_v_b`."""
-    both = "blk.0.attn_k_b.weight" in file.tensors
-    return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)] if both else []
+    has_both = "blk.0.attn_k_b.weight" in file.tensors
+    return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)] if has_both else []
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
-    """How this file spells canonical names."""
+    """Spelling of canonical names in this file."""
     inner = dict(NAMES.inner)
     if _somewhere(file, _GATE_UP_EXPERTS):
         inner |= dict.fromkeys(("experts_gate", "experts_up"), _GATE_UP_EXPERTS)
@@ -188,8 +188,8 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     if _somewhere(file, "ssm_in"):  # of the first files of Qwen3-Next
         inner["delta_z"] = "ssm_in"
     for one in fused(file, config):
-        own = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
-        inner |= dict.fromkeys(one.parts, own.get(one.parts) or inner[one.parts[-1]])
+        combined = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
+        inner |= dict.fromkeys(one.parts, combined.get(one.parts) or inner[one.parts[-1]])
     family = GGUFS[config.architecture]
     inner |= family.names
     if family.parallel and not config.layers[0].shared_norm:
@@ -213,14 +213,15 @@ def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
 
 
 def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
-    found = [Fused(("q", "q_gate"), one.n_heads) for one in config.attentions if isinstance(one, GatedAttentionConfig)]
+    gated = (one for one in config.attentions if isinstance(one, GatedAttentionConfig))
+    tensors = [Fused(("q", "q_gate"), one.n_heads) for one in gated]
     heads = [one.n_key_heads for one in config.states.values()][:1]
     inner = ("delta_q", "delta_k", "delta_v")
     if _somewhere(file, "ssm_in"):
-        found += [Fused((*inner, "delta_z"), n) for n in heads]
+        tensors += [Fused((*inner, "delta_z"), n) for n in heads]
     else:
-        found += [Fused(inner)]
-    return found + [Fused(("delta_b", "delta_a"), n) for n in heads if _somewhere(file, "ssm_ba")]
+        tensors += [Fused(inner)]
+    return tensors + [Fused(("delta_b", "delta_a"), n) for n in heads if _somewhere(file, "ssm_ba")]
 
 
 def _somewhere(file: GGUFFile, matrix: str) -> bool:
@@ -258,11 +259,11 @@ def read_config(
     published: it is one of PowerInfer's own files; notes: gets lines for the user; unread: gets the keys that nothing
     reads.
     """
-    where = str(file.path)
-    general = Fields(file.metadata, where)
+    source = str(file.path)
+    general = Fields(file.metadata, source)
     family = _family(general, published)
     architecture = family.architecture
-    fields = Fields(file.metadata, where, f"{architecture}.", notes)
+    fields = Fields(file.metadata, source, f"{architecture}.", notes)
     if family.published is not None and published:
         family = replace(family, activation=family.published)
         fields.only("hidden_act", family.activation)
@@ -272,7 +273,7 @@ def read_config(
         n_layers -= fields.integer("nextn_predict_layers", 0, n_layers - 1, 0)
     names = file.tensors
     if "token_embd.weight" not in names:
-        raise ModelError(f"{where}: tensor token_embd.weight is missing")
+        raise ModelError(f"{source}: tensor token_embd.weight is missing")
     learned = family.positions == "learned"
     if family.parallel:
         fields.only("use_parallel_residual", True)
@@ -296,7 +297,7 @@ def read_config(
     if unread is not None:
         unread += [key for key in file.metadata if not key.startswith((f"{architecture}.", *_READ_ELSEWHERE))]
         unread += [f"{architecture}.{key}" for key in unused]
-    layout.check(config, where)
+    layout.check(config, source)
     return config
 
 
@@ -323,8 +324,8 @@ def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]
     """The heads of each layer: one number for all of them, or one for each."""
     heads = fields.integers("attention.head_count", n_layers, 1, layout.MAX_HEADS)
     if not fields.has("attention.key_length") and (len(set(heads)) > 1 or d_model % heads[0]):
-        some = " or ".join(map(str, sorted(set(heads))[:2]))
-        raise fields.bad("attention.key_length", f"is missing, and {some} heads do not divide {d_model} evenly")
+        counts = " or ".join(map(str, sorted(set(heads))[:2]))
+        raise fields.bad("attention.key_length", f"is missing, and {counts} heads do not divide {d_model} evenly")
     head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // heads[0]))
     fields.only("attention.value_length", head_dim)
     if fields.has("attention.head_count_kv"):
@@ -350,10 +351,10 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         "sinks": family.sinks,
     }
     plain = [
-        replace(own, rope=of_layer, window=window, **shared)
-        for own, window, of_layer in zip(heads, windows, ropes, strict=True)
+        replace(heads_, rope=of_layer, window=window, **shared)
+        for heads_, window, of_layer in zip(heads, windows, ropes, strict=True)
     ]
-    every = _delta(fields, family, plain) if family.delta else plain
+    attentions = _delta(fields, family, plain) if family.delta else plain
     return tuple(
         LayerConfig(
             attention,
@@ -362,7 +363,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
             parallel=family.parallel,
             shared_norm=family.parallel and "blk.0.attn_norm_2.weight" not in names,
         )
-        for attention, ffn in zip(every, _ffns(file, fields, family, n_layers), strict=True)
+        for attention, ffn in zip(attentions, _ffns(file, fields, family, n_layers), strict=True)
     )
 
 
@@ -401,9 +402,9 @@ def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[A
         fields.integer("ssm.conv_kernel", 1, layout.MAX_HEAD_DIM),
         fields.flag("ssm.v_head_reordered", family.tiled),
     )
-    every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
+    interval = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
     stated: Any = fields.get("attention.recurrent_layers", None)
-    recurrent = [bool((layer + 1) % every) for layer in range(len(heads))] if stated is None else stated
+    recurrent = [bool((layer + 1) % interval) for layer in range(len(heads))] if stated is None else stated
     if type(recurrent) is not list or len(recurrent) < len(heads) or not all(type(one) is bool for one in recurrent):
         raise fields.bad("attention.recurrent_layers", f"is {shown(stated)}, not a truth value for every layer")
     gated = [GatedAttentionConfig(**vars(own)) for own in heads]
@@ -511,8 +512,8 @@ def _latent_rope(file: GGUFFile, fields: Fields, family: Gguf, dim: int) -> tupl
 
 def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[FfnKind]:
     """The FFN of each layer; layers with a router have experts."""
-    each, of_products = (_somewhere(file, name) for name in ("ffn_threshold", "ffn_product_threshold"))
-    activation, thresholds = _activation(fields, family, n_layers, each)
+    has_thresholds, of_products = (_somewhere(file, name) for name in ("ffn_threshold", "ffn_product_threshold"))
+    activation, thresholds = _activation(fields, family, n_layers, has_thresholds)
     bias = _is_biased(file, "ffn_up")
     if family.mamba:
         sizes = _of_blocks(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
@@ -520,14 +521,14 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
         sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
     ffns: list[FfnKind] = [
-        FfnConfig(size, activation, threshold, family.gated, bias, each, of_products) if size else NoFfn()
+        FfnConfig(size, activation, threshold, family.gated, bias, has_thresholds, of_products) if size else NoFfn()
         for size, threshold in zip(sizes, thresholds, strict=True)
     ]
     if family.experts is None or not fields.integer("expert_count", 0, layout.MAX_EXPERTS, 0):
         fields.only("expert_count", 0)
         fields.only("expert_used_count", 0)
         return ffns
-    if each or of_products:
+    if has_thresholds or of_products:
         raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
     experts = _experts(file, fields, family.experts, activation, max(*sizes, 1))
     experts = replace(experts, gated=family.gated, early_router=family.early_router)
@@ -601,7 +602,7 @@ def _experts(file: GGUFFile, fields: Fields, router: RouterConfig, activation: s
 
 
 def _scale(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> float | None:
-    """Of attention's scores."""
+    """Scale of attention's scores."""
     if family.scales:
         return fields.number("attention.scale", 0, layout.MAX_SCALE, 0.0) or None
     return None if family.score_scale is None else family.score_scale(fields, heads)
@@ -610,30 +611,30 @@ def _scale(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> float 
 def _family(general: Fields, published: bool) -> Gguf:
     general.only("general.type", "model", "")
     general.only("general.quantization_version", 2)
-    known = {name: family for name, family in GGUFS.items() if not published or family.published is not None}
+    families = {name: family for name, family in GGUFS.items() if not published or family.published is not None}
     for foreign in ("adapter.",) if published else ("powerinfer.", "adapter."):
         if any(key.startswith(foreign) for key in general.unread()):
-            raise ModelError(f"{general.where}: GGUF files with {foreign}* metadata are not supported")
+            raise ModelError(f"{general.source}: GGUF files with {foreign}* metadata are not supported")
     name = str(general.text("general.architecture"))
-    if name not in known:
+    if name not in families:
         raise ModelError(
-            f"{general.where}: architecture {shown(name)} is not supported (only {', '.join(sorted(known))})"
+            f"{general.source}: architecture {shown(name)} is not supported (only {', '.join(sorted(families))})"
         )
-    return known[name]
+    return families[name]
 
 
-def _activation(fields: Fields, family: Gguf, n_layers: int, each: bool) -> tuple[str, list[float]]:
+def _activation(fields: Fields, family: Gguf, n_layers: int, has_thresholds: bool) -> tuple[str, list[float]]:
     """(activation, its threshold in each layer); `hidden_act` is a key of this engine's own: others go by the
     architecture alone. each: every neuron has a threshold of its own; of topk the layer then has how many count."""
     name = fields.text("hidden_act", family.activation)
     if name not in family.activations:
-        how = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"
-        raise fields.bad("hidden_act", f"{how}; only {', '.join(family.activations)} is supported here")
+        reason = f"is {shown(name)}" if fields.has("hidden_act") else f"is missing, which means {name}"
+        raise fields.bad("hidden_act", f"{reason}; only {', '.join(family.activations)} is supported here")
     if name == "topk":
         return name, fields.numbers("hidden_act_param", n_layers, 0, layout.MAX_SCALE)
-    if each and fields.has("hidden_act_param"):
+    if has_thresholds and fields.has("hidden_act_param"):
         raise fields.bad("hidden_act_param", "is set, but the file has a threshold for each neuron")
-    if each or name not in THRESHOLDED:
+    if has_thresholds or name not in THRESHOLDED:
         return name, [0.0] * n_layers
     return name, fields.numbers("hidden_act_param", n_layers, 0, layout.MAX_SCALE)
 
@@ -664,7 +665,7 @@ def _vocabulary(file: GGUFFile, fields: Fields) -> int:
     claimed = fields.integer("vocab_size", 1, layout.MAX_VOCAB, shape[0])
     count = len(tokens) if isinstance(tokens, list) else claimed
     if count != shape[0] or shape[0] > layout.MAX_VOCAB:
-        raise ModelError(f"{fields.where}: {count} tokens, but {shape[0]} rows of token_embd.weight")
+        raise ModelError(f"{fields.source}: {count} tokens, but {shape[0]} rows of token_embd.weight")
     return shape[0]
 
 
@@ -678,15 +679,15 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
     plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
     kind, factor, original, gain = _rope_scaling(fields)
     if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
-        raise ModelError(f"{fields.where}: has both rope_freqs.weight and RoPE scaling {kind!r}")
+        raise ModelError(f"{fields.source}: has both rope_freqs.weight and RoPE scaling {kind!r}")
     original = original or fields.integer("context_length", 1, layout.MAX_CONTEXT)
     if short and long:
         context = fields.integer("context_length", 1, layout.MAX_CONTEXT)
-        own: dict[str, Any]
-        own = {"factor": context / original, "attention_factor": gain, "divisors": short, "long_divisors": long}
-        return replace(plain, scaling="longrope", original_context_length=original, **own)
+        settings: dict[str, Any]
+        settings = {"factor": context / original, "attention_factor": gain, "divisors": short, "long_divisors": long}
+        return replace(plain, scaling="longrope", original_context_length=original, **settings)
     if short or long or kind == "longrope":
-        raise ModelError(f"{fields.where}: has not both rope_factors_short.weight and rope_factors_long.weight")
+        raise ModelError(f"{fields.source}: has not both rope_factors_short.weight and rope_factors_long.weight")
     if kind == "yarn":
         return replace(
             plain, scaling="yarn", factor=factor, original_context_length=original, **_yarn(fields, factor, gain)
@@ -700,9 +701,9 @@ def _rope_scaling(fields: Fields) -> tuple[str, float, int, float]:
     """(kind, factor, original context or 0, factor of attention)."""
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
     kind = fields.text("rope.scaling.type", "") or "linear"
-    known = "none", "linear", "yarn", "longrope"
-    if kind not in known:
-        raise fields.bad("rope.scaling.type", f"is {shown(kind)}, which is not supported (only {', '.join(known)})")
+    kinds = "none", "linear", "yarn", "longrope"
+    if kind not in kinds:
+        raise fields.bad("rope.scaling.type", f"is {shown(kind)}, which is not supported (only {', '.join(kinds)})")
     old = fields.number("rope.scale_linear", 0, layout.MAX_SCALE, 0.0)
     factor = fields.number("rope.scaling.factor", 0, layout.MAX_SCALE, old) or 1.0
     original = fields.integer("rope.scaling.original_context_length", 0, layout.MAX_CONTEXT, 0)
@@ -728,11 +729,11 @@ def _yarn(fields: Fields, factor: float, gain: float) -> dict[str, Any]:
     `yarn_attn_factor` is what config.json had as `attention_factor`, which replaces the factor that follows from that
     of the positions, or as `attn_factor`, below 1, which neither `transformers` nor llama.cpp applies.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in _BETAS.items():
         for name in (key, f"yarn_{key}"):  # as Ollama calls it, and as others do
             value = fields.number(f"rope.scaling.{name}", 1e-6, layout.MAX_SCALE, value)
-        found[key] = value
+        settings[key] = value
     for key in _EXTRAPOLATION:
         if fields.number(f"rope.scaling.{key}", -1, layout.MAX_SCALE, 1.0) not in (1, -1):
             fields.notes.append(f"{key} of YaRN is not applied, as in transformers")
@@ -742,8 +743,8 @@ def _yarn(fields: Fields, factor: float, gain: float) -> dict[str, Any]:
         fields.notes.append(f"yarn_attn_factor {stated:g} is not applied to YaRN's {computed:.4g}, as in transformers")
     if stated > 1 and not math.isclose(stated, computed, rel_tol=1e-4):
         fields.notes.append(f"yarn_attn_factor {stated:g} replaces YaRN's {computed:.4g}, as in transformers")
-        return found | {"attention_factor": gain * stated}
-    return found | {"attention_factor": None if gain == 1 else gain * computed}
+        return settings | {"attention_factor": gain * stated}
+    return settings | {"attention_factor": None if gain == 1 else gain * computed}
 
 
 def _windows(fields: Fields, n_layers: int, family: Gguf) -> list[int | None]:
@@ -754,8 +755,8 @@ def _windows(fields: Fields, n_layers: int, family: Gguf) -> list[int | None]:
         return [None] * n_layers
     if pattern is None or type(pattern) is int:
         implied = family.full_every or n_layers + 1
-        every = fields.integer("attention.sliding_window_pattern", 1, layout.MAX_LAYERS, implied)
-        return [window if (layer + (not family.full_first)) % every else None for layer in range(n_layers)]
+        interval = fields.integer("attention.sliding_window_pattern", 1, layout.MAX_LAYERS, implied)
+        return [window if (layer + (not family.full_first)) % interval else None for layer in range(n_layers)]
     if type(pattern) is not list or len(pattern) != n_layers or not all(type(slides) is bool for slides in pattern):
         raise fields.bad("attention.sliding_window_pattern", f"is {shown(pattern)}, not a truth value for every layer")
     return [window if slides else None for slides in pattern]

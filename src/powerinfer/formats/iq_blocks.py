@@ -32,8 +32,8 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _signs(bits: Bytes) -> Float32:
     """-1 where a bit is set, else 1: uint8 [n, bytes] -> float32 [n, bytes, 8]."""
-    each = np.unpackbits(bits[..., None], axis=-1, bitorder="little")
-    return np.where(each, np.float32(-1), np.float32(1))
+    signs = np.unpackbits(bits[..., None], axis=-1, bitorder="little")
+    return np.where(signs, np.float32(-1), np.float32(1))
 
 
 def _even(seven: NDArray[Any]) -> Bytes:
@@ -112,10 +112,10 @@ def _iq1_m(blocks: Bytes) -> Float32:
     high = _nibbles(blocks[:, 32:48])
     packed = np.ascontiguousarray(blocks[:, 48:56]).view("<u2").astype(np.uint16)
     parts = packed >> np.array([12, 8, 4, 0], np.uint16) & np.array([0xF, 0xF0, 0xF00, 0xF000], np.uint16)
-    whole = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)
-    each = (packed[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)).reshape(-1, 16)
+    block_scale = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)
+    scales = (packed[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)).reshape(-1, 16)
     entries = blocks[:, :32] | (high & np.uint8(7)).astype(np.uint16) << np.uint16(8)
-    return _iq1(whole * (2 * each + 1), entries, high & 8 != 0)
+    return _iq1(block_scale * (2 * scales + 1), entries, high & 8 != 0)
 
 
 READERS: dict[str, Callable[[Bytes], Float32]] = {

@@ -29,9 +29,9 @@ def _codes() -> dict[str, NDArray[np.uint8]]:
     data, codes = np.frombuffer(zlib.decompress(b85decode("".join(_DATA.split()))), np.uint8), {}
     for name, (vectors, elements, values) in _GRIDS.items():
         bits = 2 if len(values) < 4 else 4
-        own, data = np.split(data, [vectors * elements * bits // 8])
+        packed, data = np.split(data, [vectors * elements * bits // 8])
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes[name] = (own[:, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(elements, vectors)
+        codes[name] = (packed[:, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(elements, vectors)
     return codes
 
 

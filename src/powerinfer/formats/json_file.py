@@ -4,9 +4,9 @@
 
 The type hints are the schema. Of the types bool, int, float, str, Literal, `X | None`, list, tuple, dict (with keys of
 str or int), Mapping, dataclasses and Any; `Annotated[int, Between(0, 9)]` and `Annotated[str, Length(80)]` set limits.
-A field with a default may be absent; one that the dataclass lacks is an error, unless the class has `others = True`.
-true is not a number, NaN and infinity are not floats. ValueError, TypeError or ArithmeticError from `__post_init__` is
-reported like any other mistake.
+A field with a default may be absent; one that the dataclass lacks is an error, unless the class has
+`extra_fields = True`. true is not a number, NaN and infinity are not floats. ValueError, TypeError or ArithmeticError
+from `__post_init__` is reported like any other mistake.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_JSON = 1 << 24  # bytes of a foreign file
 T = TypeVar("T")
 
 
-def parse_json(raw: bytes, where: str, infinite: bool = False) -> Any:
+def parse_json(raw: bytes, source: str, infinite: bool = False) -> Any:
     """Foreign JSON; ModelError for bad UTF-8, duplicate keys, NaN, or excessive nesting. infinite: `Infinity`, which
     Python writes and JSON has not, is one."""
 
@@ -49,11 +49,11 @@ def parse_json(raw: bytes, where: str, infinite: bool = False) -> Any:
     try:
         return json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=constant)
     except UnicodeDecodeError:
-        raise ModelError(f"{where}: not valid UTF-8") from None
+        raise ModelError(f"{source}: not valid UTF-8") from None
     except RecursionError:
-        raise ModelError(f"{where}: nested too deeply") from None
+        raise ModelError(f"{source}: nested too deeply") from None
     except ValueError as error:
-        raise ModelError(f"{where}: not valid JSON ({error})") from None
+        raise ModelError(f"{source}: not valid JSON ({error})") from None
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], MappedFile]:
@@ -85,13 +85,13 @@ def read_limited(path: Path, limit: int, pipe: bool = False) -> bytes:
     return raw
 
 
-def of_kind(document: Any, kind: str, format: int, where: str) -> dict[str, Any]:
+def of_kind(document: Any, kind: str, format: int, source: str) -> dict[str, Any]:
     """A document of our own without its `kind` and `format`; ModelError if they are others."""
     if type(document) is not dict or document.get("kind") != kind:
-        found = document.get("kind") if type(document) is dict else document
-        raise ModelError(f"{where}: its kind is {shown(found)}, not {kind}")
+        kind_ = document.get("kind") if type(document) is dict else document
+        raise ModelError(f"{source}: its kind is {shown(kind_)}, not {kind}")
     if type(document.get("format")) is not int or document["format"] != format:
-        raise ModelError(f"{where}: its format is {shown(document.get('format'))}, and this version reads {format}")
+        raise ModelError(f"{source}: its format is {shown(document.get('format'))}, and this version reads {format}")
     return {name: value for name, value in document.items() if name not in ("kind", "format")}
 
 
@@ -124,17 +124,17 @@ _NUMBERS: dict[type, Between] = {int: Between(-(1 << 63), (1 << 63) - 1), float:
 _LENGTH = Length(1 << 12)
 
 
-class _Wrong(Exception):
+class _FieldError(Exception):
     """(name of the field, what is wrong with it)"""
 
 
-def checked(kind: type[T], value: Any, where: str) -> T:
-    """`value`, parsed JSON, as a `kind`; ModelError, beginning with `where` and naming the field, if it is none."""
+def checked(kind: type[T], value: Any, source: str) -> T:
+    """`value`, parsed JSON, as a `kind`; ModelError, beginning with `source` and naming the field, if it is none."""
     try:
         result: T = _read(kind, value, "", None)
-    except _Wrong as error:
-        name, why = error.args
-        raise ModelError(f"{where}: {f'{name} {why}'.strip()}") from None
+    except _FieldError as error:
+        name, problem = error.args
+        raise ModelError(f"{source}: {f'{name} {problem}'.strip()}") from None
     return result
 
 
@@ -145,8 +145,8 @@ def _read(kind: Any, value: Any, name: str, limit: Between | Length | None) -> A
     if origin is Annotated:
         return _read(inner[0], value, name, inner[1])
     if origin in (Union, types.UnionType):
-        (some,) = (one for one in inner if one is not type(None))
-        return None if value is None else _read(some, value, name, limit)
+        (member,) = (one for one in inner if one is not type(None))
+        return None if value is None else _read(member, value, name, limit)
     if kind in (int, float):
         return _number(kind, value, name, limit if isinstance(limit, Between) else _NUMBERS[kind])
     if kind is bool:
@@ -165,17 +165,17 @@ def _read(kind: Any, value: Any, name: str, limit: Between | Length | None) -> A
     return _record(kind, _object(value, name), name)
 
 
-def _only(good: bool, value: Any, name: str, what: str) -> Any:
+def _only(good: bool, value: Any, name: str, noun: str) -> Any:
     if not good:
-        raise _Wrong(name, f"is {shown(value)}, not {what}")
+        raise _FieldError(name, f"is {shown(value)}, not {noun}")
     return value
 
 
 def _number(kind: type, value: Any, name: str, limit: Between) -> Any:
     right = type(value) is int or (kind is float and type(value) is float)
-    what = "a whole number" if kind is int else "a number"
+    noun = "a whole number" if kind is int else "a number"
     # compared before it is converted: an integer may be beyond any float; NaN is not between anything
-    return kind(_only(right and limit.low <= value <= limit.high, value, name, f"{what} {_range(limit)}"))
+    return kind(_only(right and limit.low <= value <= limit.high, value, name, f"{noun} {_range(limit)}"))
 
 
 def _range(limit: Between) -> str:
@@ -185,7 +185,7 @@ def _range(limit: Between) -> str:
 
 def _sized(value: Any, name: str, length: Length) -> Any:
     if not length.smallest <= len(value) <= length.largest:
-        raise _Wrong(name, f"has a length of {len(value)}, not {length.smallest} to {length.largest}")
+        raise _FieldError(name, f"has a length of {len(value)}, not {length.smallest} to {length.largest}")
     return value
 
 
@@ -195,7 +195,7 @@ def _object(value: Any, name: str) -> Any:
 
 def _items(kinds: tuple[Any, ...], fixed: bool, values: list[Any], name: str) -> Iterable[Any]:
     if fixed and len(values) != len(kinds):
-        raise _Wrong(name, f"has a length of {len(values)}, not {len(kinds)}")
+        raise _FieldError(name, f"has a length of {len(values)}, not {len(kinds)}")
     for at, value in enumerate(values):
         yield _read(kinds[at] if fixed else kinds[0], value, f"{name}[{at}]", None)
 
@@ -206,11 +206,11 @@ def _canonical(key: str) -> bool:
 
 
 def _entries(keys: Any, values: Any, table: dict[str, Any], name: str) -> Iterable[tuple[Any, Any]]:
-    whole = int in (keys, *get_args(keys))  # JSON has texts only for keys
+    converts = int in (keys, *get_args(keys))  # JSON has texts only for keys
     for key, value in table.items():
-        given = int(key) if whole and _canonical(key) else key
-        one = f"{name}.{shown(key)[1:-1]}"
-        yield _read(keys, given, f"a key of {name}", None), _read(values, value, one, None)
+        value_key = int(key) if converts and _canonical(key) else key
+        entry_name = f"{name}.{shown(key)[1:-1]}"
+        yield _read(keys, value_key, f"a key of {name}", None), _read(values, value, entry_name, None)
 
 
 @functools.cache
@@ -222,15 +222,15 @@ def _record(kind: Any, value: dict[str, Any], name: str) -> Any:
     prefix = f"{name}." if name else ""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for key in value:
-        if key not in fields and not getattr(kind, "others", False):
-            raise _Wrong(f"{prefix}{shown(key)[1:-1]}", "is not known")
-    given = {}
+        if key not in fields and not getattr(kind, "extra_fields", False):
+            raise _FieldError(f"{prefix}{shown(key)[1:-1]}", "is not known")
+    fields_read = {}
     for field in fields.values():
         if field.name in value:
-            given[field.name] = _read(_hints(kind)[field.name], value[field.name], prefix + field.name, None)
+            fields_read[field.name] = _read(_hints(kind)[field.name], value[field.name], prefix + field.name, None)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise _Wrong(prefix + field.name, "is missing")
+            raise _FieldError(prefix + field.name, "is missing")
     try:
-        return kind(**given)
+        return kind(**fields_read)
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise _Wrong(name, str(error)) from None
+        raise _FieldError(name, str(error)) from None

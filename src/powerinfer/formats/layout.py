@@ -1,4 +1,4 @@
-"""What a model of a given configuration consists of: canonical tensor names and shapes, and the limits of the sizes."""
+"""Layout of a model of a given configuration: canonical tensor names and shapes, and the limits of the sizes."""
 
 from __future__ import annotations
 
@@ -85,33 +85,33 @@ def _parts(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield from part.tensors(config.d_model)
 
 
-def check(config: ModelConfig, where: str) -> None:
+def check(config: ModelConfig, source: str) -> None:
     """ModelError if the settings do not go together. The ranges of the single numbers were checked as they were read.
 
-    where: what the error begins with, a file name.
+    source: what the error begins with, a file name.
     """
     if config.positions not in ("rope", "learned") or (config.position_offset and config.positions == "rope"):
-        raise ModelError(f"{where}: positions {config.positions!r}, offset {config.position_offset}, are unknown")
+        raise ModelError(f"{source}: positions {config.positions!r}, offset {config.position_offset}, are unknown")
     if config.norm not in ("rms", "layer"):
-        raise ModelError(f"{where}: norm {config.norm!r} is unknown")
+        raise ModelError(f"{source}: norm {config.norm!r} is unknown")
     for layer in set(config.layers):
-        _check_norms(config, layer, where)
+        _check_norms(config, layer, source)
         for part in (layer.attention, layer.ffn):
             problem = part.problem()
             if problem is not None:
-                raise ModelError(f"{where}: {problem}")
+                raise ModelError(f"{source}: {problem}")
 
 
-def _check_norms(config: ModelConfig, layer: LayerConfig, where: str) -> None:
+def _check_norms(config: ModelConfig, layer: LayerConfig, source: str) -> None:
     if layer.norms not in ("pre", "post", "output", "both"):
-        raise ModelError(f"{where}: norms in order {layer.norms!r} are unknown")
+        raise ModelError(f"{source}: norms in order {layer.norms!r} are unknown")
     if layer.norms == "post" and (layer.parallel or config.final_norm):
-        raise ModelError(f"{where}: norms behind attention and FFN go with neither a final norm nor a parallel FFN")
+        raise ModelError(f"{source}: norms behind attention and FFN go with neither a final norm nor a parallel FFN")
     if layer.parallel and layer.norms != "pre":
-        raise ModelError(f"{where}: norms {layer.norms!r} do not go with a parallel FFN")
+        raise ModelError(f"{source}: norms {layer.norms!r} do not go with a parallel FFN")
     if config.residual_scale != 1 and layer.norms != "pre":
-        raise ModelError(f"{where}: a scale of what layers add does not go with norms {layer.norms!r}")
+        raise ModelError(f"{source}: a scale of what layers add does not go with norms {layer.norms!r}")
     if isinstance(layer.ffn, ExpertsConfig) and layer.ffn.early_router and layer.norms == "post":
-        raise ModelError(f"{where}: a router before attention does not go with norms {layer.norms!r}")
+        raise ModelError(f"{source}: a router before attention does not go with norms {layer.norms!r}")
     if layer.shared_norm and not layer.parallel:
-        raise ModelError(f"{where}: one norm for attention and FFN needs them to be parallel")
+        raise ModelError(f"{source}: one norm for attention and FFN needs them to be parallel")

@@ -43,7 +43,7 @@ class _LayerDescription:
 class _LayerTraining:
     """The fields of a layer that a report shows; others are allowed."""
 
-    others: ClassVar[bool] = True
+    extra_fields: ClassVar[bool] = True
     rank: Count
     method: str
     recall: Share
@@ -58,7 +58,7 @@ class _LayerTraining:
 class _Training:
     """The fields that a report shows; others are allowed."""
 
-    others: ClassVar[bool] = True
+    extra_fields: ClassVar[bool] = True
     recall_target: Share
     share_of_model: Share
     held_out_tokens: Count
@@ -66,7 +66,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class _Description:
+class _PredictorHeader:
     d_model: int
     neurons: list[int]
     type: str
@@ -117,26 +117,28 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
     for name, size in (("d_model", config.d_model), ("neurons", list(config.told_apart))):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
-    about = place.described(_Description, description)
-    type_name = about.type
+    header = place.described(_PredictorHeader, description)
+    type_name = header.type
     block = block_type(type_name).block if type_name in PREDICTOR_TYPES else 0
     if not block or config.d_model % block:
         raise place.bad(f"holds weights of type {shown(type_name)}, which it cannot")
-    if len(about.layers) != config.n_layers:
+    if len(header.layers) != config.n_layers:
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = []
-    for layer, one in enumerate(about.layers):
+    for layer, stated in enumerate(header.layers):
         most = 0 if config.experts else config.told_apart[layer]
-        if one.rank % block or one.rank > config.d_model or one.floor > most:
-            raise place.bad(f"has a rank of {one.rank} and a floor of {one.floor} in layer {layer}, which cannot be")
-        predictor = Predictor(one.rank, one.threshold, one.floor)
+        if stated.rank % block or stated.rank > config.d_model or stated.floor > most:
+            raise place.bad(
+                f"has a rank of {stated.rank} and a floor of {stated.floor} in layer {layer}, which cannot be"
+            )
+        predictor = Predictor(stated.rank, stated.threshold, stated.floor)
         weights = []
         for name, shape in _shapes(config, layer, predictor.rank):
             tensor = place.holds(tensors, name, *_stored(type_name, shape))
             weights.append(RawTensor(type_name, shape, tensor.data))
         layers.append(LayerPredictor(predictor, *weights))
     place.holds_no_more(tensors)
-    if about.training is not None and len(about.training.layers) != config.n_layers:
+    if header.training is not None and len(header.training.layers) != config.n_layers:
         raise place.bad(f"does not tell how {config.n_layers} layers were trained")
     return PredictorFile(type_name, tuple(layers), file, description.get("training"))
 

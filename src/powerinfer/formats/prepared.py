@@ -67,8 +67,8 @@ class Kind:
     of_neurons: bool = True
     in_experts: bool = False
 
-    def why_none(self, config: ModelConfig) -> str | None:
-        """Why such a file is of no use to a model; None: it is."""
+    def useless_reason(self, config: ModelConfig) -> str | None:
+        """Reason for which such a file is of no use to a model; None: it is."""
         if not self.of_neurons or (self.in_experts and config.why_not_predicted is None):
             return None
         return config.why_whole
@@ -118,7 +118,7 @@ class PreparedFile:
         self.path = path or prepared_folder(checkpoint.path, prepared) / f"{kind.name}.safetensors"
         self._fingerprint = checkpoint.fingerprint
         self._quantize = checkpoint.quantize
-        self._why_none = kind.why_none(checkpoint.config)
+        self._useless_reason = kind.useless_reason(checkpoint.config)
         command = ["powerinfer", kind.verb, "-m", str(checkpoint.path)]
         command += ["--quantize", checkpoint.quantize] if checkpoint.quantize else []
         command += ["--prepared", prepared] if prepared is not None else []
@@ -131,9 +131,9 @@ class PreparedFile:
         """Whether there is a file, valid or not."""
         return os.path.exists(self.path)
 
-    def bad(self, why: str) -> ModelError:
+    def bad(self, problem: str) -> ModelError:
         """The error for a file that cannot be used."""
-        return ModelError(f"{self.path} {why}; `{self.command}` recreates it")
+        return ModelError(f"{self.path} {problem}; `{self.command}` recreates it")
 
     def read(self) -> tuple[dict[str, Any], dict[str, RawTensor], MappedFile]:
         """The description, the tensors by name (views of the mapped file) and the file.
@@ -141,8 +141,8 @@ class PreparedFile:
         ModelError if there is none, or it is damaged, or was made for another model, with another --quantize, or by a
         version with another format. The caller checks which tensors there are.
         """
-        if self._why_none is not None:
-            raise ModelError(f"{self.path} is of no use: {self._why_none}")
+        if self._useless_reason is not None:
+            raise ModelError(f"{self.path} is of no use: {self._useless_reason}")
         if not self.exists():
             raise ModelError(f"there is no {self.path}; `{self.command}` makes it")
         try:
@@ -159,9 +159,9 @@ class PreparedFile:
     def described(self, kind: type[T], description: dict[str, Any]) -> T:
         """The fields of a description that are its kind's own, as a `kind`; ModelError if they do not fit."""
         common = ("format", "kind", "fingerprint", "quantize", "made_with")
-        own = {name: value for name, value in description.items() if name not in common}
+        fields = {name: value for name, value in description.items() if name not in common}
         try:
-            return checked(kind, own, str(self.path))
+            return checked(kind, fields, str(self.path))
         except ModelError as error:
             raise ModelError(f"{error}; `{self.command}` recreates it") from None
 
@@ -180,10 +180,10 @@ class PreparedFile:
     def _check(self, description: dict[str, Any]) -> None:
         if description.get("kind") != self.kind.name:
             raise self.bad(f"holds {shown(description.get('kind'))}, not {self.kind.name}")
-        found = description.get("format")
-        if type(found) is not int or found != self.kind.format:
-            own = self.kind.format
-            raise self.bad(f"was written by another version of powerinfer (format {shown(found)}, not {own})")
+        stated = description.get("format")
+        if type(stated) is not int or stated != self.kind.format:
+            expected = self.kind.format
+            raise self.bad(f"was written by another version of powerinfer (format {shown(stated)}, not {expected})")
         if description.get("fingerprint") != self._fingerprint:
             raise self.bad("was made for another model, or the model has changed")
         quantize = description.get("quantize")
@@ -224,7 +224,7 @@ class PreparedFile:
         if it has the same description and tensors: see `resumed`; its space is allocated at the start. PowerInferError,
         without a partial file, if the disk is too small.
         """
-        whole = {
+        document = {
             "format": self.kind.format,
             "kind": self.kind.name,
             "fingerprint": self._fingerprint,
@@ -232,7 +232,7 @@ class PreparedFile:
             "made_with": __version__,
             **description,
         }
-        header, sizes = _header(json.dumps(whole, allow_nan=False), tensors)
+        header, sizes = _header(json.dumps(document, allow_nan=False), tensors)
         part = PartFile(self.path, header, sizes, self._elsewhere)
         try:
             part.open(resume, keep)
@@ -263,7 +263,7 @@ class PreparedFile:
 
 
 def opened_with(quantize: object) -> str:
-    """How a model was opened, for messages; quantize: the option, or the value in a file."""
+    """Description of how a model was opened, for messages; quantize: the option, or the value in a file."""
     return "without --quantize" if quantize is None else f"with --quantize {shown(quantize)}"
 
 
@@ -434,8 +434,8 @@ class PartFile:
 
         usage = disk_usage(self._path.parent)
         if usage.total and usage.free < self._bytes:  # some file systems report 0 of 0
-            why = f"{self._bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
-            raise OSError(errno.ENOSPC, why)
+            reason = f"{self._bytes / 1e6:.0f} MB are needed, {usage.free / 1e6:.0f} MB are free"
+            raise OSError(errno.ENOSPC, reason)
 
     def _reserve(self) -> None:
         """Give the file its length, and allocate its blocks if the system can."""

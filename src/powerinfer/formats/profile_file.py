@@ -22,7 +22,7 @@ from powerinfer.formats.tensors import RawTensor
 from powerinfer.neurons import Counts, Profile
 
 BINS = 101
-"""Of the histogram of active neurons: 0 to 100 per cent."""
+"""Bins of the histogram of active neurons: 0 to 100 per cent."""
 
 _MAX_TOKENS = 1 << 50  # sums of counts stay below 2**63
 
@@ -34,7 +34,7 @@ class _Corpus:
 
 
 @dataclass(frozen=True)
-class _Description:
+class _ProfileHeader:
     n_layers: int
     neurons: list[int]
     corpora: Annotated[list[_Corpus], Length(1 << 12, smallest=1)]
@@ -52,7 +52,7 @@ class ProfileFile:
     """A profile, its file, and how it was made."""
 
     profile: Profile
-    about: dict[str, Any]
+    details: dict[str, Any]
     path: Path
 
 
@@ -74,33 +74,34 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
             raise place.bad(f"was written by an earlier version of powerinfer, which stated no {name}")
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
-    about = place.described(_Description, description)
-    names, tokens = tuple(one.name for one in about.corpora), tuple(one.tokens for one in about.corpora)
-    thresholds = None if about.thresholds is None else tuple(about.thresholds)
-    if len(about.reuse) != layers or (thresholds is not None and len(thresholds) != layers):
+    header = place.described(_ProfileHeader, description)
+    names, tokens = tuple(one.name for one in header.corpora), tuple(one.tokens for one in header.corpora)
+    thresholds = None if header.thresholds is None else tuple(header.thresholds)
+    if len(header.reuse) != layers or (thresholds is not None and len(thresholds) != layers):
         raise place.bad(f"does not state reuse and thresholds of {layers} layers")
-    each: list[Counts] = []
+    by_corpus: list[Counts] = []
     active: list[Counts] = []
     file.check()
     for layer in range(layers):
-        counts = _taken(place, tensors, f"layers.{layer}.counts", (len(names), sizes[layer]))
+        counts = _copied(place, tensors, f"layers.{layer}.counts", (len(names), sizes[layer]))
         if (counts < 0).any() or (counts > np.array(tokens)[:, None]).any():
             raise place.bad(f"counts more or less tokens in layer {layer} than there were")
-        histogram = _taken(place, tensors, f"layers.{layer}.active", (BINS,))
+        histogram = _copied(place, tensors, f"layers.{layer}.active", (BINS,))
         if (histogram < 0).any() or (histogram > sum(tokens)).any() or histogram.sum() != sum(tokens):
             raise place.bad(f"does not count each token once in the histogram of layer {layer}")
-        each.append(counts)
+        by_corpus.append(counts)
         active.append(histogram)
     place.holds_no_more(tensors)
-    total = tuple(counts.sum(axis=0) for counts in each)
-    profile = Profile(sum(tokens), total, names, tokens, tuple(each), tuple(active), tuple(about.reuse), thresholds)
-    return ProfileFile(profile, about.about, place.path)
+    total = tuple(counts.sum(axis=0) for counts in by_corpus)
+    reuse = tuple(header.reuse)
+    profile = Profile(sum(tokens), total, names, tokens, tuple(by_corpus), tuple(active), reuse, thresholds)
+    return ProfileFile(profile, header.about, place.path)
 
 
-def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile, about: Mapping[str, Any]) -> Path:
+def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile, details: Mapping[str, Any]) -> Path:
     """Write the profile of a model; the path of the file.
 
-    about: how it was made, values of JSON. PowerInferError if it cannot be written.
+    details: how it was made, values of JSON. PowerInferError if it cannot be written.
     """
     config = checkpoint.config
     assert profile.sizes == config.ffn_sizes and profile.corpora
@@ -113,7 +114,7 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
         ],
         "reuse": [float(value) for value in profile.reuse],
         "thresholds": None if profile.thresholds is None else [float(value) for value in profile.thresholds],
-        "about": dict(about),
+        "about": dict(details),
     }
     arrays = [
         (f"layers.{layer}.{name}", values)
@@ -127,7 +128,7 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
     return place.path
 
 
-def _taken(place: PreparedFile, tensors: dict[str, RawTensor], name: str, shape: tuple[int, ...]) -> Counts:
+def _copied(place: PreparedFile, tensors: dict[str, RawTensor], name: str, shape: tuple[int, ...]) -> Counts:
     """A tensor of whole numbers, copied: profiles are small, and the file may be replaced."""
     tensor = place.holds(tensors, name, "I64", shape)
     return np.frombuffer(tensor.data.tobytes(), "<i8").reshape(shape).astype(np.int64)

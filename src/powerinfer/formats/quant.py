@@ -108,9 +108,9 @@ def _q3_k(blocks: Bytes) -> Float32:
 
 def _k_scales(packed: Bytes) -> tuple[Float32, Float32]:
     """The 8 scales and 8 minima of 6 bits that Q4_K and Q5_K keep in 12 bytes; each float32 [n, 8]."""
-    d, m, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([d & 0x3F, (both & 0x0F) | ((d >> 2) & 0x30)], axis=1)
-    floors = np.concatenate([m & 0x3F, (both >> 4) | ((m >> 2) & 0x30)], axis=1)
+    d, m, shared = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([d & 0x3F, (shared & 0x0F) | ((d >> 2) & 0x30)], axis=1)
+    floors = np.concatenate([m & 0x3F, (shared >> 4) | ((m >> 2) & 0x30)], axis=1)
     return scales.astype(np.float32), floors.astype(np.float32)
 
 
@@ -406,18 +406,18 @@ def _shared_steps() -> Float32:
     """The step of a Q8_0 block by the bytes of the two NVFP4 scales under it, [128, 128]: a fraction of one of them, as
     a whole number of which its half of the block is exact, and the other half nearest to exact."""
     scales = _half_ue4m3(np.arange(128, dtype=np.uint8)).astype(np.float64)
-    both = np.stack(np.broadcast_arrays(scales[:, None], scales[None, :]))
-    least = both.max(axis=0) * 12 / 127
+    pairs = np.stack(np.broadcast_arrays(scales[:, None], scales[None, :]))
+    least = pairs.max(axis=0) * 12 / 127
     best = least.copy()
     errors = np.full(best.shape, np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
-        for scale, part in itertools.product(both, range(1, 11)):
+        for scale, part in itertools.product(pairs, range(1, 11)):
             step = np.where(scale / part >= least, scale / part, least)
-            units = both[..., None] * _E2M1_CODES / step[None, ..., None]
+            units = pairs[..., None] * _E2M1_CODES / step[None, ..., None]
             error = (((units - np.rint(units)) * step[None, ..., None]) ** 2).sum(axis=(0, 3))
             best, errors = np.where(error < errors, step, best), np.fmin(error, errors)
-    found: Float32 = best.astype(np.float32)
-    return found
+    steps: Float32 = best.astype(np.float32)
+    return steps
 
 
 def nvfp4_as_q8_0(data: Bytes, scales: Float32 | None = None) -> Bytes:
@@ -428,8 +428,8 @@ def nvfp4_as_q8_0(data: Bytes, scales: Float32 | None = None) -> Bytes:
     steps = _shared_steps()[pairs[:, :1], pairs[:, 1:]]
     values = dequantize(data, "NVFP4").reshape(-1, 32)
     if scales is not None:
-        every = np.repeat(scales, len(values) // len(scales), axis=0)
-        steps, values = steps * np.abs(every), values * every
+        scale_of = np.repeat(scales, len(values) // len(scales), axis=0)
+        steps, values = steps * np.abs(scale_of), values * scale_of
     halves = _halves(steps)
     codes = np.rint(values * _inverse(_half(halves, 0))).clip(-127, 127).astype(np.int8).view(np.uint8)
     return np.concatenate([halves, codes], axis=1).reshape(len(data), -1)

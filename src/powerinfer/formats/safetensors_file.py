@@ -64,11 +64,11 @@ def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
     return len(header).to_bytes(8, "little") + header
 
 
-def _entry(name: str, entry: Any, where: str) -> tuple[int, int, str, tuple[int, ...]]:
+def _entry(name: str, entry: Any, source: str) -> tuple[int, int, str, tuple[int, ...]]:
     """(begin, end, type, shape) of one entry of the header, consistent in itself."""
 
-    def bad(why: str) -> ModelError:
-        return ModelError(f"{where}: tensor {shown(name)} {why}")
+    def bad(problem: str) -> ModelError:
+        return ModelError(f"{source}: tensor {shown(name)} {problem}")
 
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad("is not described by dtype, shape and data_offsets")
@@ -92,14 +92,14 @@ def _naturals(value: Any) -> bool:
     return type(value) is list and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
 
 
-def _check_layout(entries: list[tuple[int, int, str, tuple[int, ...], str]], size: int, where: str) -> None:
+def _check_layout(entries: list[tuple[int, int, str, tuple[int, ...], str]], size: int, source: str) -> None:
     """Sorted entries must follow one another without overlap or hole and fill the data."""
     at = 0
     for begin, end, *_, name in entries:
         if end > size:
-            raise ModelError(f"{where}: tensor {shown(name)} runs past the end of the file; is the download complete?")
+            raise ModelError(f"{source}: tensor {shown(name)} runs past the end of the file; is the download complete?")
         if begin != at:
-            raise ModelError(f"{where}: tensor {shown(name)} {'overlaps another' if begin < at else 'follows a hole'}")
+            raise ModelError(f"{source}: tensor {shown(name)} {'overlaps another' if begin < at else 'follows a hole'}")
         at = end
     if at != size:
-        raise ModelError(f"{where}: {size - at} bytes at the end belong to no tensor")
+        raise ModelError(f"{source}: {size - at} bytes at the end belong to no tensor")

@@ -31,7 +31,7 @@ _F16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
-class _Description:
+class _SamplesHeader:
     rows: Annotated[int, Between(1, 1 << 40)]
     about: dict[str, Any]
 
@@ -43,13 +43,13 @@ class SamplesFile:
     layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only views;
     of experts active is uint8 [rows, experts of a token * neurons of an expert / 8], and selected has for each layer
     the experts, uint16 [rows, experts of a token]; else it is empty. windows: int64, the first row of each window,
-    ascending from 0; about: how they were made.
+    ascending from 0; details: how they were made.
     """
 
     rows: int
     layers: tuple[tuple[NDArray[np.float16], Bytes], ...]
     windows: NDArray[np.int64]
-    about: dict[str, Any]
+    details: dict[str, Any]
     file: MappedFile
     selected: tuple[NDArray[np.uint16], ...] = ()
 
@@ -61,7 +61,7 @@ class SamplesFile:
 
 def row_bytes(checkpoint: Checkpoint) -> int:
     """Bytes that one row takes, of all layers together."""
-    tensors = (one for layer in range(checkpoint.config.n_layers) for one in _of_layer(checkpoint, layer, 1))
+    tensors = (one for layer in range(checkpoint.config.n_layers) for one in _layer_tensors(checkpoint, layer, 1))
     return sum(shape[1] * (1 if dtype == "U8" else 2) for _, dtype, shape in tensors)
 
 
@@ -72,12 +72,12 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     """
     place = PreparedFile(SAMPLES, checkpoint, prepared)
     description, tensors, file = place.read()
-    about = place.described(_Description, description)
-    rows = about.rows
+    header = place.described(_SamplesHeader, description)
+    rows = header.rows
     layers, selected = [], []
     for layer in range(checkpoint.config.n_layers):
         views = []
-        for name, dtype, shape in _of_layer(checkpoint, layer, rows):
+        for name, dtype, shape in _layer_tensors(checkpoint, layer, rows):
             tensor = place.holds(tensors, name, dtype, shape)
             if tensor.data.ctypes.data % 2:
                 raise place.bad(f"holds {name} at an odd place")
@@ -95,7 +95,7 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     if starts[0] != 0 or starts.max() >= rows or (starts[1:] <= starts[:-1]).any():
         raise place.bad("has windows that do not follow one another")
     place.holds_no_more(tensors)
-    return SamplesFile(rows, tuple(layers), starts, about.about, file, tuple(selected))
+    return SamplesFile(rows, tuple(layers), starts, header.about, file, tuple(selected))
 
 
 class SamplesWriter:
@@ -113,7 +113,7 @@ class SamplesWriter:
 
         selected: integers [n, experts of a token], of a layer of experts.
         """
-        shapes = [(name, shape[1]) for name, _, shape in _of_layer(self._checkpoint, layer, 1)]
+        shapes = [(name, shape[1]) for name, _, shape in _layer_tensors(self._checkpoint, layer, 1)]
         arrays = [np.ascontiguousarray(np.clip(x, -_F16_MAX, _F16_MAX), "<f2"), np.ascontiguousarray(active)]
         if selected is not None:
             arrays.append(np.ascontiguousarray(selected, "<u2"))
@@ -133,18 +133,18 @@ def write_samples(
     prepared: str | None,
     rows: int,
     windows: NDArray[np.int64],
-    about: Mapping[str, Any],
+    details: Mapping[str, Any],
     resume: bool = False,
 ) -> Iterator[SamplesWriter]:
     """Write the samples of a model: the block puts the rows of every layer, in any order.
 
-    windows: first rows, int64, ascending from 0; about: values of JSON. The file is renamed to its final name when the
-    block succeeds; if it ends early, `resume` continues it in a call with the same arguments. PowerInferError if it
-    cannot be written.
+    windows: first rows, int64, ascending from 0; details: values of JSON. The file is renamed to its final name when
+    the block succeeds; if it ends early, `resume` continues it in a call with the same arguments. PowerInferError if
+    it cannot be written.
     """
     assert rows > 0 and len(windows) and windows[0] == 0
     place = PreparedFile(SAMPLES, checkpoint, prepared)
-    description = {"rows": rows, "about": dict(about)}
+    description = {"rows": rows, "about": dict(details)}
     with place.fill(description, _tensors(checkpoint, rows, windows), resume) as part:
         part.put("windows", 0, np.ascontiguousarray(windows, "<i8").view(np.uint8))
         yield SamplesWriter(checkpoint, part)
@@ -159,10 +159,11 @@ def _tensors(
     checkpoint: Checkpoint, rows: int, windows: NDArray[np.int64]
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     layers = range(checkpoint.config.n_layers)
-    return [*(one for layer in layers for one in _of_layer(checkpoint, layer, rows)), ("windows", "I64", windows.shape)]
+    tensors = [tensor for layer in layers for tensor in _layer_tensors(checkpoint, layer, rows)]
+    return [*tensors, ("windows", "I64", windows.shape)]
 
 
-def _of_layer(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:
+def _layer_tensors(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[str, str, tuple[int, int]]]:
     """(name, dtype, shape) of the tensors of a layer."""
     ffn, x = checkpoint.config.layers[layer].ffn, (f"layers.{layer}.x", "F16", (rows, checkpoint.config.d_model))
     if not isinstance(ffn, ExpertsConfig):

@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Names:
-    """How a family's files spell canonical names: `outer` and `inner` name -> name without `.weight` or `.bias`.
+    """Spelling of canonical names in a family's files: `outer` and `inner` name -> name without `.weight` or `.bias`.
 
     layers: the prefix of a layer's number. `{}` in a name is an expert's number: the file has a tensor for each.
     """
@@ -106,43 +106,43 @@ def collect(
     config: ModelConfig,
     stored: dict[str, RawTensor],
     names: Names,
-    where: str,
+    source: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
     fused: Sequence[Fused] = (),
-    made: Mapping[str, StoredTensor] | None = None,
+    made_tensors: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, StoredTensor]:
     """Canonical name -> tensor, for all that `config` asks for and `extra`; ModelError unless that is all there is.
 
     stored: tensors under the names of the file; fused: matrices in one tensor. Where `names` has a matrix with `_rows`
-    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]). made: tensors
-    by canonical name that are not stored as they are, in their right shapes.
+    behind its name, the file stores it transposed, under that name (`down_rows` [neurons, d_model]). made_tensors:
+    tensors by canonical name that are not stored as they are, in their right shapes.
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
-        raise ModelError(f"{where}: claims {config.n_layers} layers and holds {len(stored)} tensors")
+        raise ModelError(f"{source}: claims {config.n_layers} layers and holds {len(stored)} tensors")
     tensors: dict[str, StoredTensor] = {}
     rest = set(stored)
-    known = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
-    for canonical, shape in known.items():
-        if made is not None and canonical in made:
-            tensors[canonical] = made[canonical]
+    shapes_by_name = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
+    for canonical, shape in shapes_by_name.items():
+        if made_tensors is not None and canonical in made_tensors:
+            tensors[canonical] = made_tensors[canonical]
             continue
         name = names(canonical)
         part = canonical.rpartition(".")[2].removesuffix("_bias")
         matrices = next((several for several in fused if part in several.parts), None)
         if "{}" in name:
-            each = [name.format(expert) for expert in range(shape[0])]
-            tensors[canonical] = _stacked([_checked(stored, name, shape[1:], where) for name in each], name, where)
-            rest.difference_update(each)
+            expert_names = [name.format(expert) for expert in range(shape[0])]
+            tensors[canonical] = _stacked([_checked(stored, name, shape[1:], source) for name in expert_names], name, source)
+            rest.difference_update(expert_names)
         elif matrices is not None:
-            tensors[canonical] = _part(stored, name, matrices, canonical, known, where)
+            tensors[canonical] = _part(stored, name, matrices, canonical, shapes_by_name, source)
             rest.discard(name)
         else:
-            tensors[canonical] = _checked(stored, name, shape, where)
+            tensors[canonical] = _checked(stored, name, shape, source)
             rest.discard(name)
     if rest:
-        some = ", ".join(shown(name) for name in sorted(rest)[:3])
+        names_text = ", ".join(shown(name) for name in sorted(rest)[:3])
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
-        raise ModelError(f"{where}: tensors that a {config.architecture} model does not have: {some}{more}")
+        raise ModelError(f"{source}: tensors that a {config.architecture} model does not have: {names_text}{more}")
     return tensors
 
 
@@ -152,16 +152,16 @@ def _part(
     fused: Fused,
     canonical: str,
     shapes: Mapping[str, tuple[int, ...]],
-    where: str,
+    source: str,
 ) -> RawTensor:
     """One of several matrices in the tensor `name`, or of their biases. shapes: by canonical name."""
     layer, _, inner = canonical.rpartition(".")
     part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
     shape = shapes[canonical]
     rows = [_row_count(shapes[f"{layer}.{matrix}{bias}"]) for matrix in fused.parts]
-    tensor = _checked(stored, name, _rows_as(shape[-2:] if fused.flat else shape, sum(rows)), where)
+    tensor = _checked(stored, name, _rows_as(shape[-2:] if fused.flat else shape, sum(rows)), source)
     if len(shape) == 1 and block_type(tensor.type).block > 1:
-        raise ModelError(f"{where}: tensor {name} has type {tensor.type}, in which it cannot be cut")
+        raise ModelError(f"{source}: tensor {name} has type {tensor.type}, in which it cannot be cut")
     return replace(fused.cut(part, tensor, rows), shape=shape)
 
 
@@ -169,7 +169,7 @@ ONLY_TEXT = "only text is read: the part for pictures is left out"
 NO_MTP = "the layers that predict further tokens (MTP) are left out"
 
 
-def without_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
+def drop_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
     """The tensors without the predictor of the head that SmallThinker's files may have, and a line that says so."""
     rest = {name: tensor for name, tensor in stored.items() if "lm_head_profiler" not in name}
     return rest, ["the file's predictor of the head is not used"] * (len(rest) < len(stored))
@@ -183,36 +183,36 @@ def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[st
     return rows, (*shape[:-2], shape[-1], shape[-2])
 
 
-def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], where: str) -> RawTensor:
+def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], source: str) -> RawTensor:
     """The tensor of that name in the file; ModelError if it is missing, or has another shape or an unknown type.
 
     Dimensions of one count for nothing: writers add them to vectors, and leave them out.
     """
     tensor = stored.get(name)
     if tensor is None:
-        raise ModelError(f"{where}: tensor {name} is missing")
+        raise ModelError(f"{source}: tensor {name} is missing")
     if tensor.shape != shape:
         same_rows = tensor.shape[-1:] == shape[-1:] or tensor.type in FLOAT_TYPES
-        if not same_rows or _without_ones(tensor.shape) != _without_ones(shape):
-            raise ModelError(f"{where}: tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        if not same_rows or _squeezed(tensor.shape) != _squeezed(shape):
+            raise ModelError(f"{source}: tensor {name} has shape {list(tensor.shape)}, not {list(shape)}")
         tensor = replace(tensor, shape=shape)
     if not can_dequantize(tensor.type):
         raise ModelError(
-            f"{where}: tensor {name} has type {tensor.type}, which this engine does not read; "
+            f"{source}: tensor {name} has type {tensor.type}, which this engine does not read; "
             "take the model in another quantisation, such as Q4_K_M or Q8_0"
         )
     return tensor
 
 
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dim for dim in shape if dim != 1)
 
 
-def _stacked(parts: list[RawTensor], name: str, where: str) -> StackedTensor:
+def _stacked(parts: list[RawTensor], name: str, source: str) -> StackedTensor:
     types = {part.type for part in parts}
     if len(types) > 1:
         raise ModelError(
-            f"{where}: tensors {name} have types {' and '.join(sorted(types))}: those of all experts must be one"
+            f"{source}: tensors {name} have types {' and '.join(sorted(types))}: those of all experts must be one"
         )
     return StackedTensor(tuple(parts))
 

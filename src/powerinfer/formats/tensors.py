@@ -221,11 +221,11 @@ def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) ->
     """
     *outer, n, m = tensor.shape
     if outer:
-        every = np.split(tensor.rows(), math.prod(outer))
-        scales: list[Float32 | None] = [None] * len(every)
+        parts_ = np.split(tensor.rows(), math.prod(outer))
+        scales: list[Float32 | None] = [None] * len(parts_)
         if tensor.scales is not None:
-            scales = list(np.resize(tensor.scales, (len(every), 1)))
-        matrices = (RawTensor(tensor.type, (n, m), one.reshape(-1), of) for one, of in zip(every, scales, strict=True))
+            scales = list(np.resize(tensor.scales, (len(parts_), 1)))
+        matrices = (RawTensor(tensor.type, (n, m), one.reshape(-1), of) for one, of in zip(parts_, scales, strict=True))
         parts = [transpose(matrix, type_name, tick).data for matrix in matrices]
         return RawTensor(type_name, (*outer, m, n), np.concatenate(parts))
     rows = tensor.rows()
@@ -240,11 +240,11 @@ def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) ->
         begin, end = (source.row_bytes(at) for at in (start, start + wide))
         part = np.ascontiguousarray(rows[:, begin:end])
         if same:
-            turned = np.ascontiguousarray(part.view(f"<u{kind.nbytes}").T).view(np.uint8)
+            transposed = np.ascontiguousarray(part.view(f"<u{kind.nbytes}").T).view(np.uint8)
         else:
             values = dequantize(part, tensor.type).T
             values = values if tensor.scales is None else values * tensor.scales
-            turned = quantize(np.ascontiguousarray(values), type_name)
-        out[start : start + wide] = turned
+            transposed = quantize(np.ascontiguousarray(values), type_name)
+        out[start : start + wide] = transposed
         tick(wide * n)
     return RawTensor(type_name, (m, n), out.reshape(-1))

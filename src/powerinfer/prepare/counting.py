@@ -84,16 +84,16 @@ def current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> Profile
     except ModelError:
         return None
     if not task.rows:  # one that was made with samples counts the same
-        rows = file.about.get("samples")
+        rows = file.details.get("samples")
         task = replace(task, rows=rows) if type(rows) is int else task
-        return file if file.about.get("key") == task.key else None
-    return file if file.about.get("key") == task.key and has_samples(checkpoint, prepared, task) else None
+        return file if file.details.get("key") == task.key else None
+    return file if file.details.get("key") == task.key and has_samples(checkpoint, prepared, task) else None
 
 
 def has_samples(checkpoint: Checkpoint, prepared: str | None, task: Task) -> bool:
     """Whether there are samples that this task would make."""
     with suppress(ModelError):
-        return open_samples(checkpoint, prepared).about.get("key") == task.key
+        return open_samples(checkpoint, prepared).details.get("key") == task.key
     return False
 
 

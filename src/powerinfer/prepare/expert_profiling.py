@@ -102,14 +102,14 @@ def profile_experts(
 def _current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> ExpertProfileFile | None:
     with suppress(ModelError):
         file = open_expert_profile_file(checkpoint, prepared)
-        return file if file.about.get("key") == task.key else None
+        return file if file.details.get("key") == task.key else None
     return None
 
 
 def _current_trace(checkpoint: Checkpoint, place: PreparedFile, task: Task) -> TraceFile | None:
     with suppress(ModelError):
         file = open_trace(checkpoint, place)
-        return file if file.about.get("key") == task.key else None
+        return file if file.details.get("key") == task.key else None
     return None
 
 
@@ -211,7 +211,7 @@ class _Recorder:
 
 def describe(result: ProfiledExperts) -> dict[str, Any]:
     """The profile as a document."""
-    use, details = result.file.profile, result.file.about
+    use, details = result.file.profile, result.file.details
     layers = [
         {
             "layer": layer.layer,

@@ -196,7 +196,7 @@ def describe(checkpoint: Checkpoint, prepared: str | None, profiled: Profiled) -
     """The profile as a document."""
     from powerinfer.formats.prepared import SAMPLES, PreparedFile
 
-    profile, details = profiled.file.profile, profiled.file.about
+    profile, details = profiled.file.profile, profiled.file.details
     samples = PreparedFile(SAMPLES, checkpoint, prepared)
     rows = details.get("samples") if samples.exists() else 0
     fired = [float(profile.counts[layer].sum()) for layer in range(profile.n_layers)]

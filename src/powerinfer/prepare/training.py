@@ -426,7 +426,7 @@ def _key(samples: SamplesFile, config: TrainConfig, type_name: str) -> str:
     """Everything but the model that predictors depend on; the device is deliberately not in the key."""
     options = {**asdict(config), "type": type_name}
     del options["device"]
-    identity = [samples.file.size, samples.file.modified_ns, samples.rows, samples.about]
+    identity = [samples.file.size, samples.file.modified_ns, samples.rows, samples.details]
     facts = {"method": _METHOD, "samples": identity, "options": options}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

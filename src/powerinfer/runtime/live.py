@@ -28,7 +28,7 @@ class LiveLayer:
 
     way: of one token; gpu: number of its neurons on the GPU. tokens: counted, of steps of up to `NEURON_TOKENS`.
     fired: float64 [bins], of the neurons of a bin times the tokens, the share that fired; None: no token was counted,
-    or why_not says why none is. Bins have neurons in the order of a ranking, if there is one, else of their index.
+    or reason says why none is. Bins have neurons in the order of a ranking, if there is one, else of their index.
     placed: float64 [bins], the share of a bin's neurons on the GPU. ffn_bytes: of
     weights, read per token; None where that is unknown. seconds: that the CPU waited for the GPU, and summed cold
     neurons beside it; zeros where neurons are on one device.

@@ -13,10 +13,10 @@ from powerinfer.formats.family import Folder, Gguf
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 
 FOLDERS: dict[str, Folder] = {family.model_type: family for file in _FILES for family in getattr(file, "FOLDERS", ())}
-"""By `model_type`, which is `ModelConfig.architecture` of a folder."""
+"""Families by `model_type`, which is `ModelConfig.architecture` of a folder."""
 
 CLASSES: dict[str, Folder] = {name: family for family in FOLDERS.values() for name in family.classes}
-"""By the class in a folder's `architectures`."""
+"""Families by the class in a folder's `architectures`."""
 
 GGUFS: dict[str, Gguf] = {family.architecture: family for file in _FILES for family in getattr(file, "GGUFS", ())}
-"""By `general.architecture`, which is `ModelConfig.architecture` of a GGUF file."""
+"""Families by `general.architecture`, which is `ModelConfig.architecture` of a GGUF file."""

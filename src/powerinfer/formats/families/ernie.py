@@ -25,11 +25,11 @@ def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[Ffn
     router = RouterConfig(fields.integer("moe_k", 1, n_experts), correction=True)
     shared = size * fields.integer("moe_num_shared_experts", 0, layout.MAX_EXPERTS)
     experts = ExpertsConfig(n_experts, size, router, dense.activation, shared_size=shared)
-    every = fields.integer("moe_layer_interval", 1, layout.MAX_LAYERS, 1)
+    interval = fields.integer("moe_layer_interval", 1, layout.MAX_LAYERS, 1)
     first = fields.integer("moe_layer_start_index", 0, layout.MAX_LAYERS)
     last = fields.integer("moe_layer_end_index", -1, layout.MAX_LAYERS, -1)
     last = n_layers - 1 if last < 0 else last
-    sparse = [first <= layer <= last and (layer + 1) % every == 0 for layer in range(n_layers)]
+    sparse = [first <= layer <= last and (layer + 1) % interval == 0 for layer in range(n_layers)]
     return [experts if routed else dense for routed in sparse]
 
 

@@ -29,10 +29,10 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     heads = read_heads(family, fields, config)
     kv_heads = fields.integer("num_kv_heads", 1, layout.MAX_HEADS, heads.n_heads)
     if not new:
-        one = fields.flag("multi_query", False)
-        if not one and kv_heads != heads.n_heads:
+        single = fields.flag("multi_query", False)
+        if not single and kv_heads != heads.n_heads:
             raise fields.bad("num_kv_heads", f"is {kv_heads}, but without multi_query there are {heads.n_heads}")
-        kv_heads = 1 if one else heads.n_heads
+        kv_heads = 1 if single else heads.n_heads
     bias = fields.flag("bias", False)
     size = fields.integer("ffn_hidden_size", 1, layout.MAX_WIDTH, 4 * config.d_model)
     rope = read_rope(family, fields, config, heads)

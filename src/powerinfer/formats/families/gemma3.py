@@ -27,9 +27,9 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         add_biases(family, fields, read_heads(family, fields, config)),
         scale=fields.number("query_pre_attn_scalar", 1e-6, layout.MAX_SCALE, 256.0) ** -0.5,
     )
-    every = fields.integer("sliding_window_pattern", 1, layout.MAX_CONTEXT, 6)
+    interval = fields.integer("sliding_window_pattern", 1, layout.MAX_CONTEXT, 6)
     kinds = attention_kinds(fields, attention, read_ropes(family, fields, config, attention, 1e4))
-    attentions = [kinds[kind] for kind in read_layer_types(fields, n_layers, every)]
+    attentions = [kinds[kind] for kind in read_layer_types(fields, n_layers, interval)]
     scale = float(np.sqrt(np.float32(config.d_model)))
     return replace(
         add_layers(family, config, attentions, [read_ffn(family, fields)] * n_layers), embedding_scale=scale

@@ -48,39 +48,39 @@ _BLOCK = 32  # elements of a block of MXFP4, in 16 bytes and a scale
 _TURNS = {"gate": (0, 2), "up": (1, 2), "down": (0, 1)}  # first row of a matrix in its tensor, and of how many
 
 
-def take_experts(config: ModelConfig, stored: Tensors, where: str) -> dict[str, MadeTensor]:
+def take_experts(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTensor]:
     """The matrices of the experts by canonical name; what they are made of is no longer in `stored`.
 
     Sinks and biases stay there, under names with `.weight` and `.bias`. ModelError for a shape or type that cannot be.
     """
-    made: dict[str, MadeTensor] = {}
-    for layer, about in enumerate(config.layers):
-        assert isinstance(about.ffn, ExpertsConfig)
+    tensors: dict[str, MadeTensor] = {}
+    for layer, layer_config in enumerate(config.layers):
+        assert isinstance(layer_config.ffn, ExpertsConfig)
         prefix = f"model.layers.{layer}."
         sinks = stored.pop(f"{prefix}self_attn.sinks", None)
         if sinks is not None:
             stored[f"{prefix}self_attn.sinks.weight"] = sinks
         for tensor, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            of_part = _Experts(stored, f"{prefix}mlp.experts.{tensor}", where)
+            of_part = _Experts(stored, f"{prefix}mlp.experts.{tensor}", source)
             for part in parts:
-                shapes = dict(about.ffn.tensors(config.d_model))
+                shapes = dict(layer_config.ffn.tensors(config.d_model))
                 name = f"experts_{part}"
-                made[f"layers.{layer}.{name}"] = of_part.matrices(part, shapes[name])
+                tensors[f"layers.{layer}.{name}"] = of_part.matrices(part, shapes[name])
                 stored[f"{prefix}mlp.experts.{part}.bias"] = of_part.bias(part, shapes[f"{name}_bias"])
-    return made
+    return tensors
 
 
 class _Experts:
     """One tensor of experts, or the two that take its place."""
 
-    def __init__(self, stored: Tensors, name: str, where: str) -> None:
+    def __init__(self, stored: Tensors, name: str, source: str) -> None:
         def take(end: str) -> RawTensor:
             tensor = stored.pop(name + end, None)
             if tensor is None:
-                raise ModelError(f"{where}: tensor {name}{end} is missing")
+                raise ModelError(f"{source}: tensor {name}{end} is missing")
             return tensor
 
-        self._where = f"{where}: tensor {name}"
+        self._source = f"{source}: tensor {name}"
         packed = f"{name}_blocks" in stored
         self._sources: tuple[RawTensor, ...]
         self._sources = (take("_blocks"), take("_scales")) if packed else (take(""),)
@@ -89,9 +89,9 @@ class _Experts:
 
     def _check(self, end: str, tensor: RawTensor, types: frozenset[str], shape: Shape) -> None:
         if tensor.shape != shape:
-            raise ModelError(f"{self._where}{end} has shape {list(tensor.shape)}, not {list(shape)}")
+            raise ModelError(f"{self._source}{end} has shape {list(tensor.shape)}, not {list(shape)}")
         if tensor.type not in types:
-            raise ModelError(f"{self._where}{end} has type {tensor.type}, not {' or '.join(sorted(types))}")
+            raise ModelError(f"{self._source}{end} has type {tensor.type}, not {' or '.join(sorted(types))}")
 
     def matrices(self, part: str, shape: Shape) -> MadeTensor:
         """[experts, out, in]."""
@@ -99,7 +99,7 @@ class _Experts:
         first, turns = _TURNS[part]
         if self._packed:
             if cols % _BLOCK:
-                raise ModelError(f"{self._where}_blocks: {cols} columns are not whole blocks of {_BLOCK}")
+                raise ModelError(f"{self._source}_blocks: {cols} columns are not whole blocks of {_BLOCK}")
             per_row = cols // _BLOCK
             self._check("_blocks", self._sources[0], frozenset(("U8",)), (experts, turns * rows, per_row, 16))
             self._check("_scales", self._sources[1], frozenset(("U8",)), (experts, turns * rows, per_row))
@@ -107,7 +107,7 @@ class _Experts:
         tensor = self._sources[0]
         self._check("", tensor, FLOAT_TYPES, (experts, cols, turns * rows))
         size = block_type(tensor.type).nbytes
-        return MadeTensor(tensor.type, shape, self._sources, partial(_turned, experts, cols, size, first, turns))
+        return MadeTensor(tensor.type, shape, self._sources, partial(_transposed, experts, cols, size, first, turns))
 
     def bias(self, part: str, shape: Shape) -> RawTensor:
         """[experts, out], a view."""
@@ -130,7 +130,7 @@ def _blocks_of(experts: int, per_row: int, first: int, turns: int, blocks: Bytes
     return out.reshape(-1)
 
 
-def _turned(experts: int, cols: int, size: int, first: int, turns: int, data: Bytes) -> Bytes:
+def _transposed(experts: int, cols: int, size: int, first: int, turns: int, data: Bytes) -> Bytes:
     """Matrices [in, out] as [out, in], every turns-th row."""
     matrices = data.view(f"<u{size}").reshape(experts, cols, -1)
     return np.ascontiguousarray(matrices[:, :, first::turns].swapaxes(1, 2)).view(np.uint8).reshape(-1)
@@ -154,5 +154,5 @@ FOLDERS = (
     ),
 )  # fmt: skip
 GGUFS = (
-    Gguf("gpt-oss", "swiglu_oai", full_every=2, one_rope=True, sinks=True, experts=NORMALISED, names=SECOND_NORM),
+    Gguf("gpt-oss", "swiglu_oai", full_every=2, single_rope=True, sinks=True, experts=NORMALISED, names=SECOND_NORM),
 )

@@ -18,8 +18,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     fields.only("qk_norm_type", "per_layer")
     fields.only("shared_intermediate_size", 0)
     dim = read_heads(family, fields, config).head_dim
-    turned = fields.integer("rotary_dim", 2, dim, dim)  # as the published files say it
-    return read_plain(replace(family, partial=turned / dim), fields, config, n_layers)
+    rotated = fields.integer("rotary_dim", 2, dim, dim)  # as the published files say it
+    return read_plain(replace(family, partial=rotated / dim), fields, config, n_layers)
 
 
 def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:

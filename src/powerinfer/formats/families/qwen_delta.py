@@ -57,10 +57,10 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         fields.integer("linear_conv_kernel_dim", 1, layout.MAX_HEAD_DIM),
         activation=mixed,
     )
-    every = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
+    interval = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
     kinds: dict[str, AttentionKind] = {_LINEAR: delta, GLOBAL: attention}
     ffns = family.ffns(family, fields, n_layers) if family.ffns is not None else [read_ffn(family, fields)] * n_layers
-    types = read_layer_types(fields, n_layers, every, _LINEAR)
+    types = read_layer_types(fields, n_layers, interval, _LINEAR)
     return add_layers(family, config, [kinds[kind] for kind in types], ffns)
 
 
@@ -74,9 +74,9 @@ _RENAMED = {".linear_attn.A_log": ".linear_attn.decay.weight", ".linear_attn.dt_
 
 def _rename(stored: Tensors) -> list[str]:
     """Names as of other layers, without pictures, which a note is about, and the prediction of further tokens."""
-    every, pictures = dict(stored), False
+    all_tensors, pictures = dict(stored), False
     stored.clear()
-    for name, tensor in every.items():
+    for name, tensor in all_tensors.items():
         if name.startswith(("model.visual.", "visual.")):
             pictures = True
             continue

@@ -22,10 +22,10 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 
 def _read_turned(fields: Fields, n_layers: int) -> list[int]:
     """Whether positions are rotated in each layer: `no_rope_layers` says where they are."""
-    every = fields.integer("no_rope_layer_interval", 1, layout.MAX_LAYERS, 4)
+    interval = fields.integer("no_rope_layer_interval", 1, layout.MAX_LAYERS, 4)
     if fields.has("no_rope_layers"):
         return read_switches(fields, "no_rope_layers", n_layers, 1)
-    return [int(layer % every != 0) for layer in range(1, n_layers + 1)]
+    return [int(layer % interval != 0) for layer in range(1, n_layers + 1)]
 
 
 FOLDERS = (
