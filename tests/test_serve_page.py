@@ -27,7 +27,7 @@ from powerinfer.hybrid.resolved import Needs
 from powerinfer.neurons import Profile
 from powerinfer.progress import Progress
 from powerinfer.runtime.engine import LLM
-from powerinfer.runtime.live import Ranking, bin_edges
+from powerinfer.runtime.live import DisplayRanking, bin_edges
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.serve import live as live_module
 from powerinfer.serve.overview import OVERVIEW
@@ -169,7 +169,7 @@ def test_a_model_whose_neurons_always_fire_says_so(tmp_path: Path) -> None:
 
 
 def test_the_ranking_puts_the_neurons_that_fire_most_first() -> None:
-    ranking = Ranking()
+    ranking = DisplayRanking()
     assert ranking.order(0) is None and ranking.carried(0.5) is None and ranking.tokens == 0
     ranking.add(0, 4, np.array([0, 4, 1, 3]))
     assert ranking.order(0).tolist() == [1, 3, 2, 0]  # type: ignore[union-attr]

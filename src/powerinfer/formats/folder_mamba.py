@@ -47,7 +47,7 @@ def read_mamba(
 
 
 def _read_limits(fields: Fields) -> tuple[float, float]:
-    """What steps are clamped to. JSON has no infinity: writers leave it out, or write a word."""
+    """Limits that steps are clamped to. JSON has no infinity: writers leave it out, or write a word."""
     limits = fields.get("time_step_limit", None)
     if limits is None:
         return 0.0, math.inf

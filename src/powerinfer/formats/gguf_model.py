@@ -283,7 +283,7 @@ def read_config(
         vocab_size=_vocabulary(file, fields),
         context_length=_table(file, fields) if learned else fields.integer("context_length", 1, layout.MAX_CONTEXT),
         norm_eps=_epsilon(fields, family),
-        layers=_every_layer(file, fields, family, d_model, n_layers),
+        layers=_all_layers(file, fields, family, d_model, n_layers),
         norm=family.norm,
         positions=family.positions,
         position_offset=_OPT_OFFSET if learned else 0,
@@ -310,7 +310,7 @@ def _factor(fields: Fields, family: Gguf, of: str) -> float:
     return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, 1.0))
 
 
-def _every_layer(
+def _all_layers(
     file: GGUFFile, fields: Fields, family: Gguf, d_model: int, n_layers: int
 ) -> tuple[LayerConfig, ...]:
     if family.latent:
@@ -417,7 +417,7 @@ def _mamba_layers(
     """The layers of a model with Mamba2 where there are no heads for keys and values, and attention elsewhere."""
     kv_heads = [0] * n_layers
     if fields.has("attention.head_count_kv"):
-        kv_heads = _of_blocks(fields, "attention.head_count_kv", n_layers, layout.MAX_HEADS)
+        kv_heads = _block_numbers(fields, "attention.head_count_kv", n_layers, layout.MAX_HEADS)
     n_heads = fields.integer("attention.head_count", 1 if any(kv_heads) else 0, layout.MAX_HEADS)
     head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // max(n_heads, 1)))
     fields.only("attention.value_length", head_dim)
@@ -457,7 +457,7 @@ def _mamba(file: GGUFFile, fields: Fields) -> Mamba2Config:
     )
 
 
-def _of_blocks(fields: Fields, key: str, n_layers: int, high: int) -> list[int]:
+def _block_numbers(fields: Fields, key: str, n_layers: int, high: int) -> list[int]:
     """A number, which may be 0, for each layer; the file may have more for blocks that predict further tokens."""
     return fields.integers(key, fields.integer("block_count", 1, layout.MAX_LAYERS), 0, high)[:n_layers]
 
@@ -516,7 +516,7 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
     activation, thresholds = _activation(fields, family, n_layers, has_thresholds)
     bias = _is_biased(file, "ffn_up")
     if family.mamba:
-        sizes = _of_blocks(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
+        sizes = _block_numbers(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
     else:
         default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
         sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)

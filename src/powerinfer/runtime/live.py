@@ -79,7 +79,7 @@ def bin_edges(neurons: int, bins: int) -> NDArray[np.int64]:
     return np.arange(bins + 1, dtype=np.int64) * neurons // bins
 
 
-class Ranking:
+class DisplayRanking:
     """The neurons of each layer, those that fired for the most tokens first: in a profile, and since. Thread-safe if
     `add` is called by one thread at a time.
 
@@ -125,7 +125,7 @@ class Ranking:
         return hot / total if total else None
 
 
-_BY_INDEX = Ranking()
+_BY_INDEX = DisplayRanking()
 """A ranking that knows no order."""
 
 
@@ -148,7 +148,7 @@ class Live:
         self._early: dict[int, _Fired] = {}  # counts that wait for those of the other layers
         runner.ask(self._begin)
 
-    def look(self, bins: int = 128, ranking: Ranking | None = None) -> list[LiveLayer]:
+    def look(self, bins: int = 128, ranking: DisplayRanking | None = None) -> list[LiveLayer]:
         """All layers whose neurons are told apart, since the last look or the beginning, in at most `bins` bins; taken
         between two steps. ranking: what was counted is added to it, and the neurons of the bins are in its order."""
         layers, fired = self._runner.call(self._take)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.formats.profile_file import open_profile
-from powerinfer.runtime.live import Live, LiveLayer, Ranking
+from powerinfer.runtime.live import DisplayRanking, Live, LiveLayer
 
 if TYPE_CHECKING:
     from powerinfer.neurons import Profile
@@ -28,7 +28,7 @@ class LiveView:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: Live | None = None
-        self._ranking: Ranking | None = None  # kept while nobody looks: the longer, the better it is known
+        self._ranking: DisplayRanking | None = None  # kept while nobody looks: the longer, the better it is known
         self._timer: threading.Timer | None = None
         self._frame: dict[str, Any] = {}
         self._stats: EngineStats | None = None
@@ -40,7 +40,7 @@ class LiveView:
         with self._lock:
             now = self._asked = time.monotonic()
             if self._live is None:
-                self._ranking = self._ranking or Ranking(_profile(llm))
+                self._ranking = self._ranking or DisplayRanking(_profile(llm))
                 self._live, self._frame = llm.live(), {}
                 self._watch(LEAVE_SECONDS)
             if not self._frame or now - self._at >= FRAME_SECONDS:
@@ -48,7 +48,7 @@ class LiveView:
                 self._frame = self._new(llm, self._live, self._ranking, now)
             return self._frame
 
-    def _new(self, llm: LLM, live: Live, ranking: Ranking, now: float) -> dict[str, Any]:
+    def _new(self, llm: LLM, live: Live, ranking: DisplayRanking, now: float) -> dict[str, Any]:
         stats, before = llm.stats(), self._stats
         seconds = now - self._at if self._frame and before else 0.0
         self._stats, self._at = stats, now

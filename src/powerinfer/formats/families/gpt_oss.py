@@ -61,7 +61,7 @@ def take_experts(config: ModelConfig, stored: Tensors, source: str) -> dict[str,
         if sinks is not None:
             stored[f"{prefix}self_attn.sinks.weight"] = sinks
         for tensor, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            of_part = _Experts(stored, f"{prefix}mlp.experts.{tensor}", source)
+            of_part = _PackedExperts(stored, f"{prefix}mlp.experts.{tensor}", source)
             for part in parts:
                 shapes = dict(layer_config.ffn.tensors(config.d_model))
                 name = f"experts_{part}"
@@ -70,7 +70,7 @@ def take_experts(config: ModelConfig, stored: Tensors, source: str) -> dict[str,
     return tensors
 
 
-class _Experts:
+class _PackedExperts:
     """One tensor of experts, or the two that take its place."""
 
     def __init__(self, stored: Tensors, name: str, source: str) -> None:

@@ -46,8 +46,8 @@ def _read_pattern(fields: Fields, n_layers: int) -> str:
         key, pattern = "hybrid_override_pattern", fields.text("hybrid_override_pattern")
         strange = next((one for one in pattern if one not in "M*-E"), None)
         if strange is not None:
-            known = "M (Mamba2), * (attention), - (MLP) and E (experts)"
-            raise fields.bad(key, f"has the letter {shown(strange)}; only {known} are supported")
+            kinds = "M (Mamba2), * (attention), - (MLP) and E (experts)"
+            raise fields.bad(key, f"has the letter {shown(strange)}; only {kinds} are supported")
     if len(pattern) != n_layers:
         raise fields.bad(key, f"has {len(pattern)} layers, not {n_layers}")
     return pattern
@@ -101,9 +101,9 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 
 
 def _rename(stored: Tensors) -> list[str]:
-    every = dict(stored)
+    all_tensors = dict(stored)
     stored.clear()
-    for name, tensor in every.items():
+    for name, tensor in all_tensors.items():
         if name.startswith(("mtp.", "model.mtp.", "backbone.mtp.")):
             continue
         name = f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
