@@ -375,7 +375,7 @@ def _ropes(
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
     local = rope
-    if rope is not None and family.full_every and not family.one_rope:
+    if rope is not None and family.full_every and not family.single_rope:
         theta = family.local_theta or rope.theta
         for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
             theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
