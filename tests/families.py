@@ -134,6 +134,19 @@ FAMILIES |= {
         moe_intermediate_size=40, moe_shared_expert_intermediate_size=72, num_experts_per_tok=3,
         routed_scaling_factor=1.7, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
     ),
+    "granitemoehybrid": GRANITE | dict(
+        num_key_value_heads=2, rms_norm_eps=1e-5, intermediate_size=40, shared_intermediate_size=40, mamba_n_heads=4,
+        mamba_d_head=32, mamba_d_state=16, num_local_experts=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "falcon_h1": dict(
+        num_key_value_heads=2, rms_norm_eps=1e-5, intermediate_size=88, mamba_d_ssm=96, mamba_n_heads=6,
+        mamba_d_head=16, mamba_n_groups=2, mamba_d_state=32, embedding_multiplier=3.0, lm_head_multiplier=0.4,
+        mlp_multipliers=[0.7, 1.3], key_multiplier=0.6, attention_in_multiplier=1.2, attention_out_multiplier=0.8,
+        ssm_in_multiplier=1.25, ssm_out_multiplier=0.7, ssm_multipliers=[0.6, 1.5, 0.8, 1.1, 0.7],
+        rope_parameters=PLAIN_ROPE,
+    ),
+    "mamba2": dict(num_heads=4, head_dim=32, n_groups=2, state_size=16, layer_norm_epsilon=1e-5),
     "openelm": dict(
         num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
         tie_word_embeddings=True,
@@ -562,6 +575,46 @@ CASES = [
         {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp", "moe"]},
         {"routed_scaling_factor": 1.6},
     ),
+    Case(
+        "nemotron-h-latents",
+        "nemotron_h",
+        {
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "moe_latent_size": 32,
+            "n_group": 4, "topk_group": 2,
+        },
+        {"topk_group": 3},
+    ),
+    Case("granite-h", "granitemoehybrid", {}, {"residual_multiplier": 0.5}, ("folder", "gguf")),
+    Case(
+        "granite-h-experts",
+        "granitemoehybrid",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 72, "mamba_n_groups": 2},
+        {"attention_multiplier": 0.2},
+        ("folder", "gguf"),
+    ),
+    Case(
+        "granite-h-limits",
+        "granitemoehybrid",
+        {"time_step_limit": [0.3, 0.9], "mamba_conv_bias": False, "position_embedding_type": "rope"},
+        {"time_step_limit": [0.3, 0.8]},
+        ("folder",),
+    ),
+    Case("falcon-h1", "falcon_h1", {}, {"key_multiplier": 0.5}, ("folder", "gguf")),
+    Case(
+        "falcon-h1-norm",
+        "falcon_h1",
+        {"mamba_rms_norm": True, "num_attention_heads": 8},
+        {"mamba_norm_before_gate": False},
+        ("folder",),
+    ),
+    Case(
+        "falcon-h1-norm-behind",
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        {"ssm_multipliers": [0.6, 1.5, 0.8, 1.1, 1.7]},
+        ("gguf",),
+    ),
+    Case("mamba2", "mamba2", {}, {"layer_norm_epsilon": 1e-2}, ("folder", "gguf")),
 ]
 
 
@@ -1008,8 +1061,8 @@ def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
-    if case.kind == "nemotron_h":
-        return mamba_files.save_nemotron(config, model, path)
+    if case.kind in mamba_files.SAVE:
+        return mamba_files.SAVE[case.kind](config, model, path)
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}

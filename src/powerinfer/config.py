@@ -498,6 +498,59 @@ class Mamba2Config:
         return None
 
 
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Attention and Mamba2 beside each other: both read the layer's input, and what they give is added, each with a
+    factor."""
+
+    attention: AttentionConfig
+    mamba: Mamba2Config
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def n_heads(self) -> int:
+        return self.attention.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.attention.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def latents(self) -> int:
+        return 0
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        return self.attention.rope
+
+    @property
+    def window(self) -> int | None:
+        return self.attention.window
+
+    @property
+    def width(self) -> int:
+        """Elements of all heads of both, Mamba2's from a whole vector on."""
+        return (self.attention.width + 15) // 16 * 16 + self.mamba.width
+
+    @property
+    def title(self) -> str:
+        return f"{self.attention.title}, beside {self.mamba.title}"
+
+    def row_bytes(self) -> int:
+        return self.mamba.row_bytes() + 4 * (self.width - self.attention.width)
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        yield from self.attention.tensors(d_model)
+        yield from self.mamba.tensors(d_model)
+
+    def problem(self) -> str | None:
+        return self.attention.problem() or self.mamba.problem()
+
+
 StateKind: TypeAlias = DeltaNetConfig | Mamba2Config
 """Kinds of attention that keep a state for each sequence instead of keys and values."""
 
@@ -804,6 +857,8 @@ class ExpertsConfig(FfnKind):
         """Why the neurons inside selected experts cannot be told apart; None: they can."""
         if self.activation not in RECTIFIED:
             return f"the activation {self.activation} is never exactly zero"
+        if self.latents:
+            return "experts with latents are computed whole"
         if not self.gated:
             return "experts without a gate are computed whole"
         if self.shared_size:
@@ -834,6 +889,15 @@ class LayerConfig:
     norms: str = "pre"
     parallel: bool = False  # attention and FFN both read the layer's input
     shared_norm: bool = False  # parallel, with one norm for both
+    # Of the FFN's input, and of what it adds. Not shown: fingerprints hash what is, and theirs stay.
+    ffn_factors: tuple[float, float] = field(default=(1.0, 1.0), repr=False)
+
+    @property
+    def heads(self) -> AttentionConfig:
+        """Its attention with keys and values, also where Mamba2 is beside it."""
+        attention = self.attention.attention if isinstance(self.attention, ParallelConfig) else self.attention
+        assert isinstance(attention, AttentionConfig), attention.title
+        return attention
 
     @property
     def neurons(self) -> FfnConfig:
@@ -925,7 +989,8 @@ class ModelConfig:
     def states(self) -> dict[int, StateKind]:
         """The layers that keep a state for each sequence."""
         kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
-        return {number: kind for number, kind in kinds if isinstance(kind, DeltaNetConfig | Mamba2Config)}
+        own = ((number, kind.mamba if isinstance(kind, ParallelConfig) else kind) for number, kind in kinds)
+        return {number: kind for number, kind in own if isinstance(kind, DeltaNetConfig | Mamba2Config)}
 
     @property
     def n_neurons(self) -> int:

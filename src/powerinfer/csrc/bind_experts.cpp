@@ -140,7 +140,7 @@ void bind_experts(nb::module_& m) {
              std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
              std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
              std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every,
-             std::shared_ptr<Slots> slots) {
+             std::shared_ptr<Slots> slots, std::shared_ptr<Matrix> latent_in, std::shared_ptr<Matrix> latent_out) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
             require(spec.limits.empty(), "neurons of experts have no thresholds of their own");
             require(bundled || (up && down), "experts need up and down, or bundles");
@@ -156,11 +156,14 @@ void bind_experts(nb::module_& m) {
                                      std::move(bundled),
                                      std::move(predictor),
                                      recall_every,
-                                     std::move(slots)};
+                                     std::move(slots),
+                                     std::move(latent_in),
+                                     std::move(latent_out)};
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
-          "predictor"_a = nb::none(), "recall_every"_a = 0, "slots"_a = nb::none(),
+          "predictor"_a = nb::none(), "recall_every"_a = 0, "slots"_a = nb::none(), "latent_in"_a = nb::none(),
+          "latent_out"_a = nb::none(),
           "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
           "bundled:\n"
           "all neurons, one expert after another, in place of up and down; their gates are not read, but with a "
@@ -169,7 +172,9 @@ void bind_experts(nb::module_& m) {
           "between\n"
           "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three "
           "are\n"
-          "of `disk_matrix` then, [experts * rows, k].");
+          "of `disk_matrix` then, [experts * rows, k]. latent_in, latent_out: the experts read and give latents, which "
+          "these\n"
+          "make of the input, and the output of.");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
       .def("set_whole", &Experts::set_whole, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Whether steps compute every neuron of the selected experts, where they could skip some.")

@@ -163,7 +163,7 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
              std::vector<std::optional<Floats>> biases, Floats2 taps, std::optional<Floats> taps_bias,
              std::vector<Floats> of_heads, std::pair<float, float> steps, std::pair<float, float> scales,
-             std::vector<const Norm*> out_norms, bool gated, const std::string& activation) {
+             std::vector<const Norm*> out_norms, bool gated, const std::string& activation, int64_t at) {
             require(matrices.size() == 3 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
                     "Mamba2 has three matrices");
             require(biases.size() == 3 && of_heads.size() == 3,
@@ -175,6 +175,7 @@ void bind_operators(nb::class_<Program>& program) {
             const GateNorm kind = norms.empty() ? GateNorm::NONE : gated ? GateNorm::PRODUCT : GateNorm::BEFORE;
             p.mamba({layer,
                      state,
+                     at,
                      norm_of(norm),
                      matrices[0],
                      matrices[1],
@@ -196,13 +197,14 @@ void bind_operators(nb::class_<Program>& program) {
                      act});
           },
           "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "biases"_a, "taps"_a, "taps_bias"_a.none(), "of_heads"_a,
-          "steps"_a, "scales"_a, "out_norms"_a, "gated"_a, "activation"_a,
+          "steps"_a, "scales"_a, "out_norms"_a, "gated"_a, "activation"_a, "at"_a = 0,
           "attended = Mamba2 of norm(x).\n\n"
           "layer, state: of the cache and of the states; matrices, biases: gate, x with B and C, dt; taps: of the\n"
           "convolution, [taps, channels]; of_heads: a, d, the bias of the step; steps: limits of softplus(dt + bias);\n"
           "scales: of the gate and of dt; out_norms: of equal parts of what the heads give, of its product with the "
           "gate\n"
-          "where `gated`; activation: behind the convolution, silu, relu or relu2.")
+          "where `gated`; activation: behind the convolution, silu, relu or relu2; at: where in a row of what is "
+          "attended.")
       .def(
           "gate_attended",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {
@@ -211,10 +213,10 @@ void bind_operators(nb::class_<Program>& program) {
           "layer"_a, "norm"_a.none(), "w"_a, "attended *= sigmoid(w . norm(x)).")
       .def(
           "project",
-          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm) {
-            p.project(layer, std::move(w), vector_of(bias), norm_of(norm));
-          },
-          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "x += norm(w . attended + bias).")
+          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm,
+             int64_t at) { p.project(layer, std::move(w), vector_of(bias), norm_of(norm), at); },
+          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "at"_a = 0,
+          "x += norm(w . attended + bias); at: where in a row of what is attended.")
       .def(
           "latent_input",
           [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q_latent,
@@ -352,13 +354,15 @@ void bind_program(nb::module_& m) {
               "__init__",
               [](Program* p, std::shared_ptr<Workspace> workspace, std::shared_ptr<Cache> cache, int64_t max_tokens,
                  int64_t d_model, int64_t d_ff, std::vector<int64_t> heads, std::optional<int64_t> embed_dim,
-                 std::shared_ptr<States> states) {
-                Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model)};
-                require(max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0, "sizes must be positive");
+                 std::shared_ptr<States> states, int64_t attended) {
+                Sizes sizes{max_tokens, d_model, d_ff, std::move(heads), embed_dim.value_or(d_model), attended};
+                require(attended >= 0 && max_tokens > 0 && d_model > 0 && d_ff > 0 && sizes.embed_dim > 0,
+                        "sizes must be positive");
                 new (p) Program(std::move(workspace), std::move(cache), std::move(sizes), std::move(states));
               },
               "workspace"_a, "cache"_a, "max_tokens"_a, "d_model"_a, "d_ff"_a, "heads"_a, "embed_dim"_a = nb::none(),
-              "states"_a = nb::none(), "heads: query heads of each layer of the cache.");
+              "states"_a = nb::none(), "attended"_a = 0,
+              "heads: query heads of each layer of the cache; attended: least numbers that a token attends to.");
   bind_operators(program);
   program
       .def(

@@ -18,6 +18,8 @@ inline const Vector NO_BIAS;
 // predictor, which selects among all of these neurons and takes the matrix' place.
 // slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
 // `down` say then what they are alone.
+// latent_in, latent_out: the experts read and give latents, which these matrices make of the input, and the output of; null:
+// the input and the output themselves.
 struct ExpertMatrices {
   int64_t experts, neurons;  // neurons: of each expert
   Activation activation;
@@ -27,6 +29,7 @@ struct ExpertMatrices {
   std::shared_ptr<const Predictor> predictor = nullptr;
   int64_t recall_every = 0;  // steps between samples of its recall, for which all neurons are computed; 0: none
   std::shared_ptr<Slots> slots = nullptr;
+  std::shared_ptr<Matrix> latent_in = nullptr, latent_out = nullptr;
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.

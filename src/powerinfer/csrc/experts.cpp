@@ -17,11 +17,21 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
     : spec_(std::move(spec)),
       router_{std::move(router), std::move(scores), all.experts},
       shared_(std::move(shared)),
+      latent_in_(all.latent_in),
+      latent_out_(all.latent_out),
       store_(ExpertStore::make(std::move(all), workspace)),
       workspace_(std::move(workspace)) {}
 
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared) {
-  const int64_t n = all.experts, d = sizes.d_model;
+  const int64_t n = all.experts, d = all.latent_in ? all.latent_in->rows : sizes.d_model;
+  check(!all.latent_in == !all.latent_out, "latents of experts have a matrix before and one behind");
+  if (all.latent_in) {
+    check(!all.bundled, "experts as bundles have no latents");
+    check(d <= sizes.d_model && all.latent_in->k == sizes.d_model && all.latent_out->k == d &&
+              all.latent_out->rows == sizes.d_model,
+          "a matrix of the experts' latents has a wrong shape");
+    workspace->reserve(sizes.max_tokens, d);
+  }
   const auto stacked = [&](const Matrix& m, int64_t rows) {
     if (all.slots) return !m.data && m.rows == n * rows;
     return m.data && m.panels == n * (pi_round_up(rows, PI_LANES) / PI_LANES) &&
@@ -127,6 +137,8 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
   auto matrices = shared.neurons ? shared.neurons->matrices() : std::vector<std::shared_ptr<Matrix>>();
+  for (const auto& latents : {all.latent_in, all.latent_out})
+    if (latents) matrices.push_back(latents);
   const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
                                             std::move(shared), workspace);
   add(op, std::move(matrices));
@@ -168,7 +180,8 @@ void Experts::run(Thread& t, const Step& step) {
   if (early) guess(t, rows, x);
   const int other_forms =
       (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
-  const int forms = store_->forms(tokens), all = forms | other_forms | (shared_.gate.empty() ? 0 : PI_FORM_F32);
+  const int forms = latent_in_ ? latent_in_->form() : store_->forms(tokens);
+  const int all = forms | other_forms | (shared_.gate.empty() ? 0 : PI_FORM_F32);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, all);
   if (router_.scores) router_.select(t, rows, acts, tokens);
   if (t.id == 0) p.attempt([&] { store_->begin(rows); });
@@ -186,8 +199,10 @@ void Experts::run(Thread& t, const Step& step) {
     return p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
   }
   uint16_t* const fired = records_fired_ ? recorded_.fired.data() : nullptr;
+  if (latent_in_) acts = make_latents(t, acts, tokens);
   store_->sum_tokens(t, rows, acts, tokens, fired, [&](const auto& work) { return p.attempt(work); });
-  merge(t, rows, tokens, to);
+  if (latent_in_) merge_latents(t, rows, tokens, to);
+  else merge(t, rows, tokens, to);
   w.pool->barrier();
   p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
 }
@@ -356,7 +371,7 @@ void Experts::weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts
     if (shared_.gate.empty()) continue;
     const float* x = acts->f + i * acts->ldf;
     float sums[PI_LANES] = {0};  // of every sixteenth product, so that the compiler can use vectors
-    for (int64_t c = 0; c < store_->d_model; c++) sums[c % PI_LANES] += x[c] * shared_.gate[(size_t)c];
+    for (size_t c = 0; c < shared_.gate.size(); c++) sums[c % PI_LANES] += x[c] * shared_.gate[c];
     rows.shared_weights[(size_t)i] = sigmoid(std::accumulate(sums, sums + PI_LANES, 0.0f));
   }
 }
@@ -379,7 +394,7 @@ void Experts::set_whole(bool on) {
 void Experts::add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
   Pool& pool = *t.program->workspace->pool;
   int64_t c0, c1;
-  share(store_->d_model, PI_LANES, pool.threads(), t.id, &c0, &c1);
+  share(t.program->sizes.d_model, PI_LANES, pool.threads(), t.id, &c0, &c1);
   for (int64_t i = 0; i < tokens; i++) {
     const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = rows.shared_weights[(size_t)i];
     for (int64_t c = c0; c < c1; c++) to.out[i * to.ld + c] += weight * row[c];
@@ -397,7 +412,7 @@ void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Des
     if (!to.add) std::fill(out + c0, out + c1, 0.0f);
     if (!to.bias.empty())
       for (int64_t c = c0; c < c1; c++) out[c] += to.bias[(size_t)c];
-    if (shared_.neurons) {
+    if (shared_.neurons && !latent_in_) {
       const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = rows.shared_weights[(size_t)i];
       for (int64_t c = c0; c < c1; c++) out[c] += weight * row[c];
     }
@@ -407,4 +422,27 @@ void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Des
       for (int64_t c = c0; c < c1; c++) out[c] += row[c];
     }
   }
+}
+
+// ---- Latents --------------------------------------------------------------------------------------------------------
+
+const PiActs* Experts::make_latents(Thread& t, const PiActs* acts, int64_t tokens) const {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  w.pool->barrier();  // the shared expert's neurons lie where the latents go
+  w.product(t.id, *latent_in_, acts, tokens, {p.gate, p.ldh, false, NO_BIAS});
+  w.pool->barrier();
+  return w.prepare(t.id, {p.gate, p.ldh, store_->d_model, tokens}, {}, store_->forms(tokens));
+}
+
+void Experts::merge_latents(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
+  Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  merge(t, rows, tokens, {p.gate, p.ldh, false, NO_BIAS});
+  w.pool->barrier();
+  const PiActs* acts = w.prepare(t.id, {p.gate, p.ldh, store_->d_model, tokens}, {}, latent_out_->form());
+  w.product(t.id, *latent_out_, acts, tokens, to);
+  if (!shared_.neurons) return;
+  w.pool->barrier();
+  add_shared(t, rows, tokens, to);
 }

@@ -59,10 +59,14 @@ class Experts : public Op {
   void sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare);
   void add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
+  // The latents of the input, in the forms of the experts; and back, beside the shared expert.
+  const PiActs* make_latents(Thread& t, const PiActs* acts, int64_t tokens) const;
+  void merge_latents(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
 
   const FfnSpec spec_;
   const Router router_;
   const SharedExpert shared_;
+  const std::shared_ptr<Matrix> latent_in_, latent_out_;  // null: experts read and give rows of d_model
   const std::unique_ptr<ExpertStore> store_;
   const std::shared_ptr<Workspace> workspace_;
   std::shared_ptr<Experts> after_;  // whose experts are guessed; null: nobody's

@@ -70,7 +70,7 @@ class Mamba : public Op {
         w.prepare(thread, p.residual(0, tokens), spec_.norm, spec_.gate->form() | spec_.xbc->form() | spec_.dt->form());
     w.product(thread, *spec_.xbc, acts, tokens, {p.qkv, p.ldqkv, false, spec_.xbc_bias});
     w.product(thread, *spec_.dt, acts, tokens, {p.qkv + about_.channels, p.ldqkv, false, spec_.dt_bias});
-    w.product(thread, *spec_.gate, acts, tokens, {p.attended, p.lda, false, spec_.gate_bias});
+    w.product(thread, *spec_.gate, acts, tokens, {p.attended + spec_.at, p.lda, false, spec_.gate_bias});
   }
 
   // This thread's share of the channels.
@@ -183,7 +183,7 @@ class Mamba : public Op {
     for (int64_t i = begin; i < end; i++) {
       const int64_t token = i / parts, part = i % parts;
       float* y = p.qkv + token * p.ldqkv + part * dim;
-      float* gate = p.attended + token * p.lda + part * dim;
+      float* gate = p.attended + token * p.lda + spec_.at + part * dim;
       if (spec_.gate_scale != 1) w.kernels->scale(gate, spec_.gate_scale, dim);
       if (spec_.kind == GateNorm::BEFORE) spec_.out_norms[(size_t)part].apply(w.kernels, y, y);
       w.kernels->activate(PI_SILU, 0, gate, y, dim);
@@ -205,7 +205,8 @@ void Program::mamba(MambaSpec spec) {
   const int64_t width = about.heads * about.value_dim;
   check(about.chunked, "the layer of the states is not one of Mamba2");
   check(about.heads % about.key_heads == 0, "heads cannot share groups evenly");
-  check(ldqkv >= States::row(about) && lda >= width, "the program has no room for rows of the states' layer");
+  check(ldqkv >= States::row(about) && spec.at >= 0 && spec.at % PI_LANES == 0 && lda >= spec.at + width,
+        "the program has no room for rows of the states' layer");
   const auto check_matrix = [&](const Matrix& m, const Vector& bias, int64_t rows, const char* what) {
     check(m.rows == rows && m.k == sizes.d_model, std::string("the matrix of ") + what + " has a wrong shape");
     check_bias(bias, rows, what);

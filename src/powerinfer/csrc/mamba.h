@@ -13,6 +13,7 @@ enum class GateNorm { PRODUCT, BEFORE, NONE };  // of the product with the gate,
 struct MambaSpec {
   int layer;     // of the cache
   size_t state;  // layer of the states
+  int64_t at;    // where in a row of `attended` what it gives is
   Norm norm;
   std::shared_ptr<Matrix> gate, xbc, dt;
   Vector gate_bias, xbc_bias, dt_bias;

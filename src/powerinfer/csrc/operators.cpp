@@ -298,12 +298,12 @@ class GateAttended : public Op {
 
 class Project : public Op {
  public:
-  Project(std::shared_ptr<Matrix> w, Vector bias, Norm norm)
-      : w_(std::move(w)), bias_(std::move(bias)), norm_(std::move(norm)) {}
+  Project(std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at)
+      : w_(std::move(w)), bias_(std::move(bias)), norm_(std::move(norm)), at_(at) {}
   const char* name() const override { return "project"; }
   void run(Thread& t, const Step& step) override {
     Program& p = *t.program;
-    const PiActs* acts = p.workspace->prepare(t.id, {p.attended, p.lda, w_->k, step.tokens}, {}, w_->form());
+    const PiActs* acts = p.workspace->prepare(t.id, {p.attended + at_, p.lda, w_->k, step.tokens}, {}, w_->form());
     p.workspace->dealt_product(t.id, *w_, acts, step.tokens, p.added_to(0, norm_, bias_, p.gate));
     p.workspace->pool->barrier();
     p.add_normalised(t, norm_, p.gate, 0, step.tokens);
@@ -313,6 +313,7 @@ class Project : public Op {
   const std::shared_ptr<Matrix> w_;
   const Vector bias_;
   const Norm norm_;
+  const int64_t at_;
 };
 
 }  // namespace
@@ -358,14 +359,16 @@ void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {
   add(std::make_shared<GateAttended>(std::move(norm), w), {w});
 }
 
-void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm) {
+void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at) {
   check_layer(layer);
   check(!cache->layers[(size_t)layer].latents, "the layer's cache has latents");
-  check(w->rows == sizes.d_model && w->k == sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim,
+  const int64_t attention = sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim;
+  check(w->rows == sizes.d_model && (at ? at % PI_LANES == 0 && at > 0 && at + w->k <= lda : w->k == attention),
         "the output projection has a wrong shape");
+  if (at) workspace->reserve(sizes.max_tokens, w->k);
   check_bias(bias, sizes.d_model, "the output projection");
   check_norm(norm, sizes.d_model, "the norm of the output projection");
-  add(std::make_shared<Project>(w, padded(std::move(bias)), std::move(norm)), {w});
+  add(std::make_shared<Project>(w, padded(std::move(bias)), std::move(norm), at), {w});
 }
 
 // ---- A norm by itself -----------------------------------------------------------------------------------------------

@@ -71,8 +71,9 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
       ldqkv(std::max(
           largest_of(*cache, sizes.heads, [](auto& kv, int64_t q) { return (q + 2 * kv.kv_heads) * kv.head_pad; }),
           widest_row(states.get()))),
-      lda(largest_of(*cache, sizes.heads,
-                     [](auto& kv, int64_t q) { return pi_round_up(q * kv.value_dim(), PI_LANES); })),
+      lda(std::max(pi_round_up(sizes.attended, PI_LANES),
+                   largest_of(*cache, sizes.heads,
+                              [](auto& kv, int64_t q) { return pi_round_up(q * kv.value_dim(), PI_LANES); }))),
       ldh(pi_round_up(std::max({sizes.d_ff, sizes.d_model, sizes.embed_dim}), 2 * PI_LANES)),
       hidden(sizes.max_tokens * pi_round_up(sizes.d_ff, 32)) {
   check(sizes.heads.size() == cache->layers.size(), "the cache has another number of layers than there are heads for");

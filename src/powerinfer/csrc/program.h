@@ -75,6 +75,7 @@ struct Sizes {
   int64_t max_tokens, d_model, d_ff;  // d_ff: of the largest FFN
   std::vector<int64_t> heads;         // query heads of each layer of the cache
   int64_t embed_dim = d_model;        // width of the embedding and of the head's input
+  int64_t attended = 0;               // numbers of a row of `attended`, at least
 };
 
 class States;
@@ -136,8 +137,9 @@ class Program {
   void attention(int layer, PiAttentionSettings settings, Vector sinks = {});
   void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
   void mamba(MambaSpec spec);         // attended = Mamba2 of norm(x), see mamba.h
-  void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);         // attended *= sigmoid(w . norm(x))
-  void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm);  // x += norm(w . attended)
+  void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);  // attended *= sigmoid(w . norm(x))
+  // x += norm(w . attended); at: where in the row, 0: what attention gives, else what another operator has put there.
+  void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at = 0);
   // The same around `attention` of a layer with latents.
   void latent_input(LatentInput in);
   void latent_project(LatentOutput out);

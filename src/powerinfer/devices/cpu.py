@@ -21,6 +21,7 @@ from powerinfer.config import (
     LatentAttentionConfig,
     Mamba2Config,
     ModelConfig,
+    ParallelConfig,
     RopeConfig,
     RouterConfig,
 )
@@ -278,10 +279,11 @@ class CpuExecutor:
             cache,
             self.max_tokens,
             config.d_model,
-            config.widest_ffn,
+            max(config.widest_ffn, 1),
             [one.n_heads for one in own],
             config.embed_dim or config.d_model,
             None if self._states is None else self._states.native,
+            max((kind.width for kind in own), default=0),
         )
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
@@ -344,7 +346,7 @@ class CpuExecutor:
         q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
         [heads], scores in the softmax that belong to no value.
         """
-        settings = self.config.layers[layer].attention
+        settings = self.config.layers[layer].heads
         (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
         of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
         place = layer - self.first_layer
@@ -399,7 +401,7 @@ class CpuExecutor:
         matrices, biases: of the gate, of x with B and C, of dt. taps: float32 [taps, channels] of the convolution, and
         its bias, or None; of_heads: float32 [heads] each, a, d and the bias of the step; out_norm: float32 [width].
         """
-        about = self.config.layers[layer].attention
+        about = self.config.states[layer]
         assert isinstance(about, Mamba2Config)
         state = [one for one in self.config.states if one >= self.first_layer].index(layer)
         parts = [] if out_norm is None else np.split(out_norm, about.norm_groups)
@@ -407,6 +409,7 @@ class CpuExecutor:
         self._program.mamba(
             layer - self.first_layer, state, norm, matrices, biases, taps, taps_bias, of_heads, about.step_limits,
             (about.scales[0], about.scales[4]), norms, about.norm == "gated", about.activation,
+            self._mamba_offset(layer),
         )  # fmt: skip
 
     def latent_attention(
@@ -444,6 +447,17 @@ class CpuExecutor:
     ) -> None:
         """x += norm(matrix . attended)."""
         self._program.project(layer - self.first_layer, matrix, bias, norm)
+
+    def project_beside(
+        self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
+    ) -> None:
+        """The same of what Mamba2 beside attention gives."""
+        self._program.project(layer - self.first_layer, matrix, bias, norm, self._mamba_offset(layer))
+
+    def _mamba_offset(self, layer: int) -> int:
+        """Where in a row of what is attended Mamba2 puts what it gives: behind what attention beside it does."""
+        kind = self.config.layers[layer].attention
+        return cpu.round_up(kind.attention.width, cpu.LANES) if isinstance(kind, ParallelConfig) else 0
 
     def ffn(
         self,
@@ -496,15 +510,16 @@ class CpuExecutor:
         assert isinstance(about, ExpertsConfig)
         spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
         router = None if weights.early else self.matrix(weights.router)
+        latents = dict(zip(("latent_in", "latent_out"), map(self.matrix, weights.latents), strict=False))
         if self.disk is not None and layer in self.disk.about.experts:
-            of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases)
+            of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, latents)
         elif self.in_experts and about.why_whole is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, made = self._bundled(about, spec, weights.experts(), predictor)
         else:
             *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in weights.experts())
             of_gate, biases = gate[0] if gate else None, _biases(about, weights.biases)
-            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **biases)
+            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **biases, **latents)
         of_shared = None
         if weights.shared:
             *gate, up, down = map(self.matrix, weights.shared)
@@ -536,6 +551,7 @@ class CpuExecutor:
         spec: _native.NeuronSpec,
         experts: Sequence[RestingTensor],
         biases: Sequence[Float32 | None],
+        latents: Mapping[str, _native.Matrix] | None = None,
     ) -> tuple[_native.ExpertMatrices, _native.Slots]:
         """Experts that stay on disk, and the memory for some of them."""
         if self.in_experts:
@@ -546,7 +562,7 @@ class CpuExecutor:
             _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
         )
         self.bytes_per_token += sum(one.each_nbytes for one in experts) * about.router.top_k
-        own = _biases(about, biases)
+        own = _biases(about, biases) | dict(latents or {})
         of_gate = gate[0] if gate else None
         return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
 

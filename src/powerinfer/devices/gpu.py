@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import (
-    AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
     GatedAttentionConfig,
     LatentAttentionConfig,
     Mamba2Config,
     ModelConfig,
+    ParallelConfig,
     RopeConfig,
 )
 from powerinfer.devices.batch import Batch, StoppedError
@@ -247,8 +247,7 @@ class GpuLayers:
         q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
         [heads], scores in the softmax that belong to no value.
         """
-        settings = self._config.layers[layer].attention
-        assert isinstance(settings, AttentionConfig)
+        settings = self._config.layers[layer].heads
         heads, kv, dim = settings.n_heads, settings.n_kv_heads, settings.head_dim
         matrices = self._products("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), settings.qk_norm == "width"
@@ -355,8 +354,9 @@ class GpuLayers:
         out_norm: Float32 | None,
     ) -> None:
         """As `CpuExecutor.mamba`."""
-        about = self._config.layers[layer].attention
+        about = self._config.states[layer]
         assert isinstance(about, Mamba2Config)
+        beside = isinstance(self._config.layers[layer].attention, ParallelConfig)
         products, states = self._upload("attention", *matrices, biases=biases), self._states[layer]
         bias = self._vector(np.zeros(about.channels, np.float32) if taps_bias is None else taps_bias)
         a, d, step_bias = map(self._vector, of_heads)
@@ -366,7 +366,10 @@ class GpuLayers:
         def run(step: Step) -> None:
             assert step.runs is not None
             of_step = products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
-            step.attended = gpu_mamba.mamba(net, *of_step)
+            if beside:
+                step.beside = gpu_mamba.mamba(net, *of_step)
+            else:
+                step.attended = gpu_mamba.mamba(net, *of_step)
 
         self._add(layer, "mamba", run)
 
@@ -380,6 +383,19 @@ class GpuLayers:
             assert step.attended is not None
             step.add_product(out, step.attended, norm)
             step.attended = None
+
+        self._add(layer, "project", run)
+
+    def project_beside(
+        self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None
+    ) -> None:
+        """The same of what Mamba2 beside attention gives."""
+        out = self._products("attention", matrix, biases=[bias])
+
+        def run(step: Step) -> None:
+            assert step.beside is not None
+            step.add_product(out, step.beside, norm)
+            step.beside = None
 
         self._add(layer, "project", run)
 

@@ -28,6 +28,7 @@ class Step:
     read: Tensor | None = None  # float32 [T, d_model], like x always at the same address: input of gate and up
     total: Tensor | None = None  # likewise: where the parts of an FFN are added if their sum is normalised; None: x
     attended: Tensor | None = None  # float32 [T, heads * head_dim]; of latent attention [heads, T, latents]
+    beside: Tensor | None = None  # float32 [T, heads * head_dim], of Mamba2 beside attention
     runs: Tensor | None = None  # int32 [S, 4] of models with states, as `runs_with_slots`
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
 
@@ -63,7 +64,7 @@ class Step:
     def forget_codes(self) -> None:
         """What kernels made beside their results (`for_codes`) is in memory of one recording. What follows may be
         recorded at another time, and must not look there."""
-        for result in (self.read, self.attended, self.normed and self.normed[1]):
+        for result in (self.read, self.attended, self.beside, self.normed and self.normed[1]):
             if result is not None:
                 gpu.forget_codes(result)
 

@@ -164,15 +164,16 @@ class StreamedLayers:
         biases: Sequence[Float32 | None] = (None, None, None),
         **more: Any,
     ) -> None:
-        """On both."""
+        """On both; on the CPU where Mamba2 is beside it."""
         first = self._cpu.operators
         self._cpu.attention(layer, _of_cpu(norm), [one.cpu for one in qkv], biases=biases, **more)
+        about = self._cpu.config.layers[layer].attention
+        if not isinstance(about, AttentionConfig):
+            return
         matrices = self._streaming(*qkv)
         rows = [None if b is None or m.kept is None else b[m.kept] for b, m in zip(biases, qkv, strict=True)]
         own = [of if kept is None else kept for of, kept in zip(biases, rows, strict=True)]
         self._gpu.attention(layer, _of_gpu(norm), matrices, biases=own, **more)
-        about = self._cpu.config.layers[layer].attention
-        assert isinstance(about, AttentionConfig)
         before = Operator("cache", layer, lambda _: self._cache.bring(layer, about.window))
         behind = Operator("cache", layer, lambda _: self._cache.give_back(layer))
         self._add(layer, first, matrices, before, self._gpu.latest(layer), behind)
@@ -223,6 +224,12 @@ class StreamedLayers:
             (own,) = self._streaming(matrix)
             self._gpu.project(layer, own, bias, _of_gpu(norm))
             self._add(layer, first, [own])
+
+    def project_beside(
+        self, layer: int, matrix: BothMatrices, bias: Float32 | None = None, norm: BothNorms | None = None
+    ) -> None:
+        """On the CPU."""
+        self._cpu.project_beside(layer, matrix.cpu, bias, _of_cpu(norm))
 
     def ffn(
         self,

@@ -28,6 +28,7 @@ from powerinfer.config import (
     ModelConfig,
     NoAttention,
     NoFfn,
+    ParallelConfig,
     RopeConfig,
     RouterConfig,
 )
@@ -427,12 +428,14 @@ def _mamba_layers(
     qkv_bias, o_bias = (_is_biased(file, name) for name in ("attn_q", "attn_output"))
     scale = _scale(fields, family, [])
     plain = AttentionConfig(n_heads, 1, head_dim, rope, qkv_bias=qkv_bias, o_bias=o_bias, scale=scale)
-    mamba = _mamba(file, fields) if not all(kv_heads) else None
+    mamba = _mamba(file, fields) if family.beside or not all(kv_heads) else None
     if fields.integer("block_count", 1, layout.MAX_LAYERS) > n_layers:
         fields.notes.append(NO_MTP)
     layers = []
     for kv, ffn in zip(kv_heads, _ffns(file, fields, family, n_layers), strict=True):
         attention: AttentionKind = replace(plain, n_kv_heads=kv) if mamba is None or kv else mamba
+        if family.beside and mamba is not None and isinstance(attention, AttentionConfig):
+            attention = ParallelConfig(attention, mamba)
         alone = family.apart and not isinstance(ffn, NoFfn)
         layers.append(LayerConfig(NoAttention() if alone else attention, ffn))
     return tuple(layers)

@@ -176,6 +176,7 @@ class ExpertWeights(NamedTuple):
     router_bias: Float32 | None
     biases: Sequence[Float32 | None]  # of the experts' matrices, [experts, out]
     norm: Float32 | None  # of their input, float32 [d_model], where it is an RMS norm
+    latents: Sequence[RawTensor]  # matrices before the experts and behind them; none: they read and give the layer's
     some: Callable[[Indices], Iterator[RawTensor]]
     resting: Callable[[], Sequence[RestingTensor]]
     check: Callable[[], None]

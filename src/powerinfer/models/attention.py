@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import AttentionConfig
 from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, Vector, vector
 
 
 def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What attention gives for norm(x)."""
-    about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."
-    assert isinstance(about, AttentionConfig)
+    about, name = checkpoint.config.layers[layer].heads, f"layers.{layer}."
     heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
     # Values are not rotated: their rows may be padded, but are never reordered.
     interleaved = about.rope.dim if about.rope is not None and about.rope.interleaved else 0

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from powerinfer.config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -16,6 +18,7 @@ from powerinfer.config import (
     Mamba2Config,
     NoAttention,
     NoFfn,
+    ParallelConfig,
 )
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
@@ -28,7 +31,7 @@ from powerinfer.models.delta_net import attend_gated, project_remembered, rememb
 from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
-from powerinfer.models.mamba import add_nothing, project_mamba, remember_mamba
+from powerinfer.models.mamba import add_nothing, attend_beside, project_both, project_mamba, remember_mamba
 from powerinfer.neurons import FfnVectors
 from powerinfer.progress import Progress
 
@@ -76,6 +79,7 @@ ATTENTIONS: dict[type, AttentionWiring] = {
     DeltaNetConfig: AttentionWiring(remember, project_remembered),
     LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
     Mamba2Config: AttentionWiring(remember_mamba, project_mamba),
+    ParallelConfig: AttentionWiring(attend_beside, project_both),
     NoAttention: AttentionWiring(add_nothing, add_nothing),
 }
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""
@@ -140,12 +144,16 @@ def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, 
     config = checkpoint.config.layers[layer]
     attention, ffn = ATTENTIONS[type(config.attention)], FFNS[type(config.ffn)]
     where = builder, checkpoint, layer
+    of_input, of_output = config.ffn_factors
+    factors = {"ffn_norm": of_input}
     attn_norm, attn_out_norm, ffn_norm, ffn_out_norm = (
-        _norm(builder, checkpoint, f"layers.{layer}.{name}") for name in layout.NORMS
+        _norm(builder, checkpoint, f"layers.{layer}.{name}", factors.get(name, 1.0)) for name in layout.NORMS
     )
     factor = checkpoint.config.residual_scale
     if factor != 1:
-        attn_out_norm, ffn_out_norm = (builder.scale(factor) for _ in range(2))
+        attn_out_norm = builder.scale(factor)
+    if factor * of_output != 1:
+        ffn_out_norm = builder.scale(factor * of_output)
     if config.norms == "post":
         assert attn_norm is not None and ffn_norm is not None
         attention.attend(*where, None)
@@ -204,11 +212,14 @@ def wire_head(builder: Builder[Matrix, Norm], checkpoint: Tensors, embedding: Ra
     builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"))
 
 
-def _norm(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str) -> Norm | None:
-    """None if the model has no tensor of that name."""
+def _norm(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str, factor: float = 1.0) -> Norm | None:
+    """A norm whose result is multiplied by a factor; None if the model has no tensor of that name."""
     if not checkpoint.has(name):
         return None
-    return builder.norm(checkpoint.take(name).float32(), vector(checkpoint, name + "_bias"))
+    weight, bias = checkpoint.take(name).float32(), vector(checkpoint, name + "_bias")
+    if factor != 1:
+        weight, bias = weight * np.float32(factor), None if bias is None else bias * np.float32(factor)
+    return builder.norm(weight, bias)
 
 
 def _projection(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str) -> Matrix | None:

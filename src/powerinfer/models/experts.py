@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from powerinfer.config import ExpertsConfig
+from powerinfer.errors import RequestError
 from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.models.builder import ExpertBuilder, Matrix, Norm, OwnFfn, Tensors, Vector, vector
 
@@ -43,11 +44,14 @@ def sum_experts(
         vector(checkpoint, f"{name}router_bias"),
         [vector(checkpoint, f"{name}experts_{part}_bias") for part in about.matrices],
         _weights_of_norm(checkpoint, layer),
+        [checkpoint.take(f"{name}latent_{part}") for part in ("in", "out") if about.latents],
         lambda index: (checkpoint.take_some(f"{name}experts_{part}", index) for part in about.matrices),
         lambda: [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices],
         checkpoint.check_unchanged,
     )
     if own is not None:
+        if about.latents:
+            raise RequestError(f"layer {layer} has experts with latents, which run on the CPU: choose --gpu none")
         own(norm, weights, out_norm)
     else:
         executor.experts(layer, norm, weights, out_norm)

@@ -242,6 +242,9 @@ class Recorder:
     def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: bool | None = None) -> None:
         self.add("attention", layer, matrix)
 
+    def project_beside(self, layer: int, matrix: Matrix, bias: Vector = None, norm: bool | None = None) -> None:
+        self.add("attention", layer, matrix)
+
     def ffn(
         self,
         layer: int,
@@ -261,7 +264,7 @@ class Recorder:
         if not weights.early:
             self.add("router", layer, self.matrix(weights.router))
         self.add("experts", layer, *map(self._stack, weights.experts()))
-        self.add("panels", layer, *map(self.matrix, weights.shared))
+        self.add("panels", layer, *map(self.matrix, [*weights.shared, *weights.latents]))
 
     def normalise(self, layer: int, norm: bool) -> None:
         """Nothing: a norm is no matrix."""

@@ -1,16 +1,17 @@
-"""Wiring of `Mamba2Config`."""
+"""Wiring of `Mamba2Config`, and of `ParallelConfig`, where attention is beside it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from powerinfer.config import Mamba2Config
-from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, vector
+from powerinfer.config import Mamba2Config, ParallelConfig
+from powerinfer.models.attention import attend, project
+from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, Vector, vector
 
 
 def remember_mamba(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What Mamba2 gives for norm(x)."""
-    about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}.mamba_"
+    about, name = checkpoint.config.states[layer], f"layers.{layer}.mamba_"
     assert isinstance(about, Mamba2Config)
     parts = ("z", "xbc", "dt")
     taps = checkpoint.take(f"{name}conv").float32()
@@ -30,8 +31,28 @@ def remember_mamba(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: i
 
 def project_mamba(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """Its output projection: x += norm(mamba_o . attended)."""
+    builder.project(layer, *_output(builder, checkpoint, layer), norm)
+
+
+def attend_beside(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
+    """What attention gives for norm(x), and what Mamba2 does."""
+    attend(builder, checkpoint, layer, norm)
+    remember_mamba(builder, checkpoint, layer, norm)
+
+
+def project_both(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
+    """Their output projections."""
+    about = checkpoint.config.layers[layer].attention
+    assert isinstance(about, ParallelConfig)
+    residual = checkpoint.config.residual_scale
+    of_attention, of_mamba = (norm if one == 1 else builder.scale(one * residual) for one in about.factors)
+    project(builder, checkpoint, layer, of_attention)
+    builder.project_beside(layer, *_output(builder, checkpoint, layer), of_mamba)
+
+
+def _output(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int) -> tuple[Matrix, Vector]:
     name = f"layers.{layer}.mamba_o"
-    builder.project(layer, builder.matrix(checkpoint.take(name)), vector(checkpoint, f"{name}_bias"), norm)
+    return builder.matrix(checkpoint.take(name)), vector(checkpoint, f"{name}_bias")
 
 
 def add_nothing(*_: object) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from powerinfer.config import (
+    AttentionConfig,
     AttentionKind,
     ExpertsConfig,
     FfnKind,
@@ -19,7 +20,7 @@ from powerinfer.formats import layout
 from powerinfer.formats.family import GLM_EXPERTS, PLAIN, Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_mamba import MAMBA_NAMES, fuse_mamba, read_mamba, rename_mamba
-from powerinfer.formats.folder_parts import read_experts, read_ffn, read_heads
+from powerinfer.formats.folder_parts import read_experts, read_ffn
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import NO_MTP, Names
 from powerinfer.formats.tensors import RawTensor
@@ -82,12 +83,23 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     parts: dict[str, tuple[AttentionKind, FfnKind]] = {}
     if _MAMBA in pattern:
         fields.only("mamba_proj_bias", False, fields.flag("use_bias"))
-        mamba = read_mamba(fields, heads="mamba_num_heads", head_dim="mamba_head_dim", act="mamba_hidden_act")
+        mamba = read_mamba(
+            fields,
+            heads="mamba_num_heads",
+            head_dim="mamba_head_dim",
+            groups="n_groups" if fields.has("n_groups") else "mamba_num_groups",  # as Nano 2 calls it
+            state="ssm_state_size" if fields.has("ssm_state_size") else "mamba_state_dim",
+            act="mamba_hidden_act",
+        )
         mamba = replace(mamba, bias=fields.flag("use_bias"), norm_groups=mamba.n_groups)
         parts[_MAMBA] = mamba, NoFfn()
     if _ATTENTION in pattern:
         fields.only("attention_bias", False)  # which the class does not look at
-        parts[_ATTENTION] = read_heads(family, fields, config), NoFfn()
+        older = fields.integer("attention_head_dim", 2, layout.MAX_HEAD_DIM, 128)  # as Nemotron-H calls it
+        head_dim = fields.integer("head_dim", 2, layout.MAX_HEAD_DIM, older)
+        n_heads = fields.integer("num_attention_heads", 1, layout.MAX_HEADS)
+        kv_heads = fields.integer("num_key_value_heads", 1, layout.MAX_HEADS, n_heads)
+        parts[_ATTENTION] = AttentionConfig(n_heads, kv_heads, head_dim), NoFfn()
     if _MLP in pattern:
         parts[_MLP] = nothing, read_ffn(family, fields)
     if _EXPERTS in pattern:
@@ -141,9 +153,9 @@ FOLDERS = (
         "nemotron_h", ("NemotronHForCausalLM",), _read, replaces_code=True, layer_list="layers_block_type",
         defaults={
             "vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "head_dim": 128, "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_hidden_act": "relu2",
-            "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
-            "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "n_routed_experts": 8,
+            "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_hidden_act": "relu2",
+            "mamba_state_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+            "mamba_num_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "n_routed_experts": 8,
             "n_shared_experts": 1, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
             "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
             "norm_topk_prob": True, "layer_norm_epsilon": 1e-5,
