@@ -136,7 +136,7 @@ FAMILIES |= {
     ),
     "granitemoehybrid": GRANITE | dict(
         num_key_value_heads=2, rms_norm_eps=1e-5, intermediate_size=40, shared_intermediate_size=40, mamba_n_heads=4,
-        mamba_d_head=32, mamba_d_state=16, num_local_experts=0,
+        mamba_d_head=32, mamba_d_state=16, num_local_experts=0, num_experts_per_tok=0,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
     "falcon_h1": dict(
@@ -572,7 +572,7 @@ CASES = [
     Case(
         "nemotron-h-experts",
         "nemotron_h",
-        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp", "moe"]},
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "moe"]},
         {"routed_scaling_factor": 1.6},
     ),
     Case(

@@ -171,6 +171,7 @@ def save_falcon(config: Any, model: Any, path: Path) -> Path:
     def scaled() -> Iterator[tuple[str, np.ndarray]]:
         for name, values in tensors_of(config, model, groups):
             short = name if name in factors else name.partition(".")[2].partition(".")[2]
+            name = name.removesuffix(".weight") if short == "ffn_norm.weight" else name
             yield name, (values * factors.get(short, 1.0)).astype(np.float32)
 
     return write(writer, scaled(), path)

@@ -187,11 +187,10 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
     [
         ("gemma-4-26b-a4b", "Gemma 4", "qwen3-30b-a3b is, and fits this machine"),
         ("gemma4:e4b", "Gemma 4", "qwen3-4b is, and fits this machine"),
-        ("nemotron-3-nano", "Nemotron 3", "`powerinfer pull --names` lists what is"),
-        ("nemotron-3-nano:30b-a3b", "Nemotron 3", "qwen3-30b-a3b is, and fits this machine"),
+        ("lfm2", "LFM2", "`powerinfer pull --names` lists what is"),
         ("ministral-3:8b", "Ministral 3", "qwen3-8b is, and fits this machine"),
         ("hunyuan-7b", "Hunyuan", "qwen2.5-7b is, and fits this machine"),
-        ("granite-4.0-h-tiny", "Granite 4 H", "`powerinfer pull --names` lists what is"),
+        ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
     ],
 )
 def test_families_that_do_not_run_yet_are_named(
@@ -204,7 +203,8 @@ def test_families_that_do_not_run_yet_are_named(
     assert "is not supported yet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["gemma-4b", "granite-4.0-micro", "nemotron-mini", "llama-3.1-8b", "", "x" * 10**5])
+@pytest.mark.parametrize("name", ["gemma-4b", "granite-4.0-micro", "granite-4.0-h-tiny", "nemotron-3-nano:30b-a3b",
+                                  "falcon-h1", "llama-3.1-8b", "", "x" * 10**5])
 def test_families_that_run_are_not(name: str) -> None:
     assert unsupported(name) is None
 
@@ -305,7 +305,7 @@ def test_the_end_of_a_pull_is_how_to_run_it(
     ("gguf", "config", "family"),
     [
         ({"architecture": "gemma4", "total": 1}, None, "Gemma 4"),
-        (None, {"model_type": "nemotron_h"}, "Nemotron 3"),
+        (None, {"model_type": "lfm2"}, "LFM2"),
         ({"architecture": "qwen3"}, {"model_type": "qwen3"}, None),
         ({"architecture": ["gemma4"]}, {"model_type": {}}, None),
         (None, None, None),

@@ -36,6 +36,7 @@ REFUSED = {
 """Cases that the converter does not convert, with a part of what it says."""
 LEFT_OUT = (
     "nemotron-biases",  # rotates hidden_size / num_attention_heads / 2 dimensions, whatever head_dim is
+    *("nemotron-h", "nemotron-h-biases"),  # takes each for one with experts, whose keys transformers gives to all
     "ernie-moe",  # takes intermediate_size / num_key_value_heads for the size of the shared experts
 )
 
@@ -117,6 +118,11 @@ def published(folder: Path) -> Path:
         config["rotary_dim"] = int(config["head_dim"] * share)
     if config["model_type"] == "falcon" and config["multi_query"] and not config["new_decoder_architecture"]:
         config.pop("num_kv_heads", None)
+    if config["model_type"] == "granitemoehybrid":
+        types = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [types[kind] for kind in config["layer_types"]]
+    if config["model_type"] == "falcon_h1":
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     path.write_text(json.dumps(config))
     tokens = {"model": {"vocab": {str(at): at for at in range(config["vocab_size"])}}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokens))  # of which Gemma's counts the tokens

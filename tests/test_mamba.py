@@ -50,7 +50,7 @@ def answers(
 
 def test_answers_have_the_same_bits_with_and_without_kept_states(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prompt begin and end where they like, within the chunks that Mamba2 computes together, too."""
-    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    monkeypatch.setattr(state_cache, "_INTERVAL", 64)
     system, short = texts(1, 300)[0], texts(1, 40, 1)[0]
     prompts = [system + one for one in texts(3, 20)] + [short + one for one in texts(3, 50)] + [system[:100]]
     alone = answers(path, prompts, prefix_cache=False, max_batch=1, prefill_chunk=512, threads=1)

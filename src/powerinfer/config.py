@@ -460,7 +460,7 @@ class Mamba2Config:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: elements of x, B and C together."""
+        """Channels of the convolution: elements of x, B and C together."""
         return self.width + 2 * self.n_groups * self.state_dim
 
     def row_bytes(self) -> int:
@@ -557,7 +557,7 @@ StateKind: TypeAlias = DeltaNetConfig | Mamba2Config
 
 @dataclass(frozen=True)
 class NoAttention:
-    """In place of attention, in a layer that is an FFN alone."""
+    """No attention: the layer is an FFN alone."""
 
     @property
     def n_heads(self) -> int:
@@ -720,7 +720,7 @@ class FfnConfig(FfnKind):
 
 @dataclass(frozen=True)
 class NoFfn(FfnKind):
-    """In place of an FFN, in a layer that is attention alone."""
+    """No FFN: the layer is attention alone."""
 
     activation = ""
     gated = False
@@ -894,7 +894,7 @@ class LayerConfig:
 
     @property
     def heads(self) -> AttentionConfig:
-        """Its attention with keys and values, also where Mamba2 is beside it."""
+        """Attention with keys and values, also where Mamba2 is beside it."""
         attention = self.attention.attention if isinstance(self.attention, ParallelConfig) else self.attention
         assert isinstance(attention, AttentionConfig), attention.title
         return attention
@@ -989,8 +989,8 @@ class ModelConfig:
     def states(self) -> dict[int, StateKind]:
         """The layers that keep a state for each sequence."""
         kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
-        own = ((number, kind.mamba if isinstance(kind, ParallelConfig) else kind) for number, kind in kinds)
-        return {number: kind for number, kind in own if isinstance(kind, DeltaNetConfig | Mamba2Config)}
+        mixers = ((number, kind.mamba if isinstance(kind, ParallelConfig) else kind) for number, kind in kinds)
+        return {number: kind for number, kind in mixers if isinstance(kind, DeltaNetConfig | Mamba2Config)}
 
     @property
     def n_neurons(self) -> int:

@@ -24,8 +24,8 @@ struct Weights {
 };
 
 void weigh(const PiMamba* a, Weights* w) {
-  const int64_t kept = a->head_dim * a->state_dim;
-  const float* rows = a->from ? a->from + kept : nullptr;
+  const int64_t state_floats = a->head_dim * a->state_dim;
+  const float* rows = a->from ? a->from + state_floats : nullptr;
   const float* weights = rows ? rows + PI_CHUNK * a->head_dim : nullptr;
   f32x16 last = a->before ? f_load(weights) : f_zero();
   float decay = a->before ? weights[PI_CHUNK] : 1.0f;
@@ -119,7 +119,7 @@ PI_INLINE void close(const PiMamba* a, Weights* w, const float* from, float* to,
 // All that N blocks from column c on need.
 template <int N>
 void columns(const PiMamba* a, Weights* w, int64_t c) {
-  const int64_t n = a->state_dim, kept = a->head_dim * n;
+  const int64_t n = a->state_dim, state_floats = a->head_dim * n;
   float y[PI_CHUNK][16 * ALONE];
   float* const to = a->to + c * n;
   if (!a->from) memset(to, 0, (size_t)(N * n * 16) * 4);
@@ -134,7 +134,7 @@ void columns(const PiMamba* a, Weights* w, int64_t c) {
       for (int b = 0; b < N; b += BLOCKS) close<BLOCKS>(a, w, from + b * n * 16, to + b * n * 16, c + 16 * b);
   } else {
     if (from != to) memcpy(to, from, (size_t)(N * n * 16) * 4);
-    float* rows = a->to + kept + c;
+    float* rows = a->to + state_floats + c;
     for (int64_t j = a->from == a->to ? a->before : 0; j < a->before + a->tokens; j++)
       memcpy(rows + j * a->head_dim, w->x[j] + c, (size_t)(N * 16) * 4);
   }

@@ -35,12 +35,12 @@ def state_bytes(config: ModelConfig, layers: slice = slice(None)) -> int:
     return sum(map(_layer_bytes, _kinds(config, layers)))
 
 
-def _layer_bytes(about: StateKind) -> int:
+def _layer_bytes(kind: StateKind) -> int:
     """The convolution's last inputs and the heads' states; of Mamba2 also what is kept of a chunk's tokens."""
-    convolution = -(-(about.taps - 1) * about.channels // _native.LANES) * _native.LANES
-    floats = convolution + about.width * about.key_dim
-    if isinstance(about, Mamba2Config):
-        floats += _native.CHUNK * (about.width + about.n_groups * about.state_dim + 2 * about.n_heads)
+    convolution = -(-(kind.taps - 1) * kind.channels // _native.LANES) * _native.LANES
+    floats = convolution + kind.width * kind.key_dim
+    if isinstance(kind, Mamba2Config):
+        floats += _native.CHUNK * (kind.width + kind.n_groups * kind.state_dim + 2 * kind.n_heads)
     return 4 * floats
 
 

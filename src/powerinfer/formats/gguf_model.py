@@ -135,7 +135,7 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
     left_out = {*read, *redundant_tensors(file, config)}
     stored = {
-        f"{name}.weight" if name.endswith((".ssm_a", ".ssm_d")) else name: tensor
+        f"{name}.weight" if name.endswith((".ssm_a", ".ssm_d", ".ffn_norm")) else name: tensor  # the last: Falcon-H1's
         for name, tensor in file.tensors.items()
         if name not in left_out and not name.startswith(beyond) and not name.endswith(".input_scale")
     }
@@ -436,7 +436,7 @@ def _mamba_layers(
         attention: AttentionKind = replace(plain, n_kv_heads=kv) if mamba is None or kv else mamba
         if family.beside and mamba is not None and isinstance(attention, AttentionConfig):
             attention = ParallelConfig(attention, mamba)
-        alone = family.apart and not isinstance(ffn, NoFfn)
+        alone = family.separate and not isinstance(ffn, NoFfn)
         layers.append(LayerConfig(NoAttention() if alone else attention, ffn))
     return tuple(layers)
 
@@ -644,7 +644,10 @@ def _activation(fields: Fields, family: Gguf, n_layers: int, has_thresholds: boo
 
 def _epsilon(fields: Fields, family: Gguf) -> float:
     if family.norm == "rms":
-        return float(fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1))
+        plain = "attention.layer_norm_epsilon"  # which stands for it in files of Nemotron-H
+        other = fields.number(plain, 1e-12, 0.1, None) if family.separate else None
+        default = {} if other is None else {"default": other}
+        return float(fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1, **default))
     default = {} if family.epsilon is None else {"default": family.epsilon}
     return float(fields.number("attention.layer_norm_epsilon", 1e-12, 0.1, **default))
 

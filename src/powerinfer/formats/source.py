@@ -131,7 +131,8 @@ def collect(
         matrices = next((several for several in fused if part in several.parts), None)
         if "{}" in name:
             expert_names = [name.format(expert) for expert in range(shape[0])]
-            tensors[canonical] = _stacked([_checked(stored, name, shape[1:], source) for name in expert_names], name, source)
+            experts = [_checked(stored, expert, shape[1:], source) for expert in expert_names]
+            tensors[canonical] = _stacked(experts, name, source)
             rest.difference_update(expert_names)
         elif matrices is not None:
             tensors[canonical] = _part(stored, name, matrices, canonical, shapes_by_name, source)

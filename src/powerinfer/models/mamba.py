@@ -10,13 +10,13 @@ from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, Vector, ve
 
 
 def remember_mamba(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
-    """What Mamba2 gives for norm(x)."""
-    about, name = checkpoint.config.states[layer], f"layers.{layer}.mamba_"
-    assert isinstance(about, Mamba2Config)
+    """Wire what Mamba2 gives for norm(x)."""
+    settings, name = checkpoint.config.states[layer], f"layers.{layer}.mamba_"
+    assert isinstance(settings, Mamba2Config)
     parts = ("z", "xbc", "dt")
     taps = checkpoint.take(f"{name}conv").float32()
-    keys = about.n_groups * about.state_dim
-    scales = np.repeat(np.array(about.scales[1:4], np.float32), (about.width, keys, keys))
+    keys = settings.n_groups * settings.state_dim
+    scales = np.repeat(np.array(settings.scales[1:4], np.float32), (settings.width, keys, keys))
     builder.mamba(
         layer,
         norm,
@@ -30,22 +30,22 @@ def remember_mamba(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: i
 
 
 def project_mamba(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
-    """Its output projection: x += norm(mamba_o . attended)."""
+    """Wire its output projection: x += norm(mamba_o . attended)."""
     builder.project(layer, *_output(builder, checkpoint, layer), norm)
 
 
 def attend_beside(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
-    """What attention gives for norm(x), and what Mamba2 does."""
+    """Wire what attention gives for norm(x), and what Mamba2 does."""
     attend(builder, checkpoint, layer, norm)
     remember_mamba(builder, checkpoint, layer, norm)
 
 
 def project_both(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
-    """Their output projections."""
-    about = checkpoint.config.layers[layer].attention
-    assert isinstance(about, ParallelConfig)
+    """Wire their output projections."""
+    settings = checkpoint.config.layers[layer].attention
+    assert isinstance(settings, ParallelConfig)
     residual = checkpoint.config.residual_scale
-    of_attention, of_mamba = (norm if one == 1 else builder.scale(one * residual) for one in about.factors)
+    of_attention, of_mamba = (norm if one == 1 else builder.scale(one * residual) for one in settings.factors)
     project(builder, checkpoint, layer, of_attention)
     builder.project_beside(layer, *_output(builder, checkpoint, layer), of_mamba)
 
@@ -56,4 +56,4 @@ def _output(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int) -> 
 
 
 def add_nothing(*_: object) -> None:
-    """Wires nothing: a layer lacks that part."""
+    """Wire nothing: a layer lacks that part."""

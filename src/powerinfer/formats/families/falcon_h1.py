@@ -57,13 +57,13 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     if heads.qkv_bias and of_key != 1:
         raise fields.bad("key_multiplier", "is set, which does not go with attention_bias here")
     of_output = of_input * _factor(fields, "attention_out_multiplier")
-    both = ParallelConfig(
+    mixers = ParallelConfig(
         attention, _read_mamba(fields, config.d_model), (of_output, _factor(fields, "ssm_out_multiplier"))
     )
     fields.only("mlp_bias", False)
     of_gate, of_down = _factors(fields, "mlp_multipliers", 2)
     ffn = FfnConfig(read_ffn_size(fields), read_activation(family, fields))
-    layer = LayerConfig(both, ffn, ffn_factors=(of_gate, of_down / of_gate))
+    layer = LayerConfig(mixers, ffn, ffn_factors=(of_gate, of_down / of_gate))
     return replace(
         config,
         layers=uniform(n_layers, layer),

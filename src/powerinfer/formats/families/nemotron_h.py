@@ -165,7 +165,7 @@ FOLDERS = (
     ),
 )  # fmt: skip
 _GGUF = Gguf(
-    "nemotron_h", "relu2", gated=False, mamba=True, apart=True, unrotated=True, names={"ffn_norm": "attn_norm"}
+    "nemotron_h", "relu2", gated=False, mamba=True, separate=True, unrotated=True, names={"ffn_norm": "attn_norm"}
 )
 GGUFS = (
     _GGUF,
