@@ -3,13 +3,14 @@ kernels: native/test_mamba.cpp. Against `transformers`: test_architectures.py.""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
-from model_files import VOCAB, D, mamba_gguf
+from model_files import VOCAB, D, experts_gguf, mamba_gguf
 
 from benchmarks.models.gguf_writer import U32, Builder
 from powerinfer import LLM, ModelError, SamplingParams, _native
@@ -17,7 +18,10 @@ from powerinfer.config import EngineConfig, Mamba2Config
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.states import state_bytes
+from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.folder_config import read_config
+from powerinfer.formats.json_file import read_json
 from powerinfer.models import load
 from powerinfer.runtime import state_cache
 
@@ -298,4 +302,60 @@ def test_a_missing_tensor(tmp_path: Path, name: str) -> None:
     builder = mamba_gguf()
     builder.tensors = [one for one in builder.tensors if one.name != f"blk.0.{name}"]
     with pytest.raises(ModelError, match="missing"):
+        open_checkpoint(builder.write(tmp_path / "m.gguf"))
+
+
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
+    "ssm_state_size": 16, "n_routed_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 64, "time_step_limit": [0.0, float("inf")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"hybrid_override_pattern": "MX*-"}, "has the letter 'X'; only M"),
+        ({"hybrid_override_pattern": "ME*"}, "has 3 layers, not 4"),
+        ({"layers_block_type": ["mamba", "moe", "swa", "mlp"]}, "holds 'swa'; only mamba"),
+        ({"layers_block_type": "ME*-"}, "layers_block_type holds 'ME"),
+        ({"n_groups": 3}, "4 heads of Mamba2 cannot share 3 groups"),
+        ({"mamba_head_dim": 24}, "no multiples of 16"),
+        ({"conv_kernel": 1}, "2 to 8"),
+        ({"time_step_limit": [0.5, 0.1]}, "time_step_limit is .*, not two ascending numbers"),
+        ({"time_step_limit": [0.0, "many"]}, "not two ascending numbers"),
+        ({"mamba_hidden_act": "gelu"}, "only silu, relu, relu2 are supported"),
+        ({"mlp_hidden_act": "silu"}, "of this family only relu, relu2"),
+        ({"n_group": 3, "topk_group": 1}, "8 experts cannot be divided into 3 groups"),
+        ({"mlp_bias": True}, "mlp_bias is 'True', which this engine does not support"),
+        ({"sliding_window": 5}, "sliding_window is"),
+    ],
+)
+def test_configurations_that_cannot_be(change: dict[str, Any], why: str) -> None:
+    folder = Path("nemotron")
+    layout.check(read_config(NEMOTRON, folder), "nemotron")
+    with pytest.raises(ModelError, match=why):
+        layout.check(read_config(NEMOTRON | change, folder), "nemotron")
+
+
+def test_mtp_layers_are_left_out_with_a_line() -> None:
+    notes: list[str] = []
+    config = read_config(NEMOTRON | {"num_nextn_predict_layers": 1}, Path("nemotron"), notes)
+    assert config.n_layers == 4 and notes == ["the layers that predict further tokens (MTP) are left out"]
+
+
+def test_infinity_in_config_json(tmp_path: Path) -> None:
+    """Python writes it, and JSON does not know it; no other number may be infinite."""
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON))
+    metadata, _ = read_json(tmp_path / "config.json")
+    mamba = read_config(metadata, tmp_path).states[0]
+    assert isinstance(mamba, Mamba2Config) and mamba.step_limits == (0.0, float("inf"))
+    with pytest.raises(ModelError, match="routed_scaling_factor is"):
+        read_config(metadata | {"routed_scaling_factor": float("inf")}, tmp_path)
+
+
+def test_an_expert_without_the_shared_one_that_the_file_claims(tmp_path: Path) -> None:
+    builder = experts_gguf().put("llama.expert_shared_count", U32, 1)
+    with pytest.raises(ModelError, match="expert_shared_count is 1, but the file has no shared expert"):
         open_checkpoint(builder.write(tmp_path / "m.gguf"))

@@ -455,7 +455,7 @@ class CpuExecutor:
         self._program.project(layer - self.first_layer, matrix, bias, norm, self._mamba_offset(layer))
 
     def _mamba_offset(self, layer: int) -> int:
-        """Where in a row of what is attended Mamba2 puts what it gives: behind what attention beside it does."""
+        """The place of what Mamba2 gives in a row of what is attended: behind what attention beside it gives."""
         kind = self.config.layers[layer].attention
         return cpu.round_up(kind.attention.width, cpu.LANES) if isinstance(kind, ParallelConfig) else 0
 

@@ -27,6 +27,7 @@ from powerinfer.config import (
     LayerConfig,
     Mamba2Config,
     ModelConfig,
+    ParallelConfig,
     RopeConfig,
     RouterConfig,
     uniform,
@@ -448,6 +449,8 @@ def _gpu_row(about: AttentionKind) -> int:
     elif isinstance(about, Mamba2Config):  # likewise
         products = about.channels + about.width + about.n_heads
         row = products + max(products, about.channels + about.width + gpu.SCAN_CHUNK * about.n_groups)
+    elif isinstance(about, ParallelConfig):
+        row = _gpu_row(about.attention) + _gpu_row(about.mamba)
     elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
         row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
         row += 2 * ((about.q_latents or 0) + about.head_dim)

@@ -50,8 +50,8 @@ def fuse_experts(config: ModelConfig, names: Names) -> list[Fused]:
 EXPERTS_NAMES = LLAMA_NAMES.extended(
     {"router": "block_sparse_moe.router.layer"}
     | {
-        f"{experts}_{part}": f"{where}.{matrix}_linear"
-        for experts, where in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
+        f"{experts}_{part}": f"{block}.{matrix}_linear"
+        for experts, block in (("experts", "block_sparse_moe"), ("shared", "shared_mlp"))
         for part, matrix in (("gate", "input"), ("up", "input"), ("down", "output"))
     }
 )
