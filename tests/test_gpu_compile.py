@@ -306,7 +306,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    names = 46 if capability == 90 else 29
+    names = 47 if capability == 90 else 29
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
@@ -317,7 +317,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     most = max(made, key=lambda kernel: kernel["shared"])
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")
-    scans = ("_convolve_kernel", "_scan_kernel", "_pairs_kernel", "_chunked_scan_kernel")
+    scans = ("_convolve_kernel", "_convolve_few_kernel", "_scan_kernel", "_pairs_kernel", "_chunked_scan_kernel")
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):

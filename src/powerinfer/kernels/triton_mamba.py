@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.gpu_types import FEW, SCAN_CHUNK
-from powerinfer.kernels.triton_kernels import precision
-from powerinfer.kernels.triton_states import activated, gate_and_norm, keep_window, softplus
+from powerinfer.kernels.triton_kernels import early, follow, precision
+from powerinfer.kernels.triton_states import activated, gate_and_norm, keep_inputs, keep_window, softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,15 +33,11 @@ COLUMNS = 32  # and columns of them
 # `runs` has for each sequence: first token, number of tokens, slot read (negative: none), slot written.
 
 
-@triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
-def _convolve_kernel(
-    inputs, stride, taps, bias, window, runs, rows, mixed, channels,
-    TAPS: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr,
+@triton.jit
+def _convolved(
+    inputs, stride, taps, bias, window, t, first, read, c, channels, TAPS: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
-    """Convolution, bias and activation for some channels of a token."""
-    t, c = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
-    row = tl.load(rows + t)
-    first, read = tl.load(runs + row * 4), tl.load(runs + row * 4 + 2)
+    """Convolution, bias and activation for channels c of token t."""
     live = c < channels
     x = tl.load(bias + c, mask=live, other=0)
     for j in tl.static_range(TAPS):
@@ -50,7 +46,37 @@ def _convolve_kernel(
         place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
         kept = tl.load(window + place * channels + c, mask=live & (back < first) & (read >= 0), other=0)
         x += tl.load(taps + j * channels + c, mask=live, other=0) * tl.where(back >= first, now, kept)
-    tl.store(mixed + t.to(tl.int64) * channels + c, activated(x, ACT), mask=live)
+    return activated(x, ACT)
+
+
+@triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
+def _convolve_kernel(
+    inputs, stride, taps, bias, window, runs, rows, mixed, channels,
+    TAPS: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a token."""
+    follow()
+    t, c = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
+    of_run = runs + tl.load(rows + t) * 4
+    first, read = tl.load(of_run), tl.load(of_run + 2)
+    x = _convolved(inputs, stride, taps, bias, window, t, first, read, c, channels, TAPS, ACT)
+    tl.store(mixed + t.to(tl.int64) * channels + c, x, mask=c < channels)
+
+
+@triton.jit(do_not_specialize_on_alignment=["runs"])
+def _convolve_few_kernel(
+    inputs, stride, taps, bias, window, runs, mixed, channels,
+    TAPS: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a sequence's few tokens, and the inputs that are kept for the next ones."""
+    follow()
+    of_run, c = runs + tl.program_id(0) * 4, tl.program_id(1) * C + tl.arange(0, C)
+    first, count, read, write = tl.load(of_run), tl.load(of_run + 1), tl.load(of_run + 2), tl.load(of_run + 3)
+    for i in range(count):
+        t = first + i
+        x = _convolved(inputs, stride, taps, bias, window, t, first, read, c, channels, TAPS, ACT)
+        tl.store(mixed + t.to(tl.int64) * channels + c, x, mask=c < channels)
+    keep_inputs(inputs, stride, window, first, count, read, write, c, channels, TAPS, PAD)
 
 
 @triton.jit
@@ -67,6 +93,7 @@ def _scan_kernel(
 ):  # fmt: skip
     """R rows of the state of a head of a sequence, and what they give, token by token. gates: time steps of the heads
     of a token."""
+    follow()
     row, h = tl.program_id(0), tl.program_id(1)
     r, n = tl.program_id(2) * R + tl.arange(0, R), tl.arange(0, N)
     first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
@@ -109,6 +136,7 @@ def _pairs_kernel(
     T: tl.constexpr, N: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """B_s . C_t of T tokens of a sequence and a group."""
+    follow()
     row, group = tl.program_id(0), tl.program_id(2)
     first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
     begin = tl.program_id(1) * T
@@ -133,6 +161,7 @@ def _chunked_scan_kernel(
     least, most, T: tl.constexpr, R: tl.constexpr, N: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_scan_kernel`, T tokens at a time. The state is where it will be left, S of its columns in registers."""
+    follow()
     row, h = tl.program_id(0), tl.program_id(1)
     i, r = tl.arange(0, T), tl.program_id(2) * R + tl.arange(0, R)
     first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
@@ -180,11 +209,16 @@ def mamba(net: Mamba, products: Tensor, states: States, runs: Tensor, rows: Tens
     inputs, stride = products[:, inner:], products.shape[1]
     mixed = torch.empty((tokens, channels), dtype=torch.float32, device=products.device)
     out = torch.empty((tokens, inner), dtype=torch.float32, device=products.device)
-    _convolve_kernel[(tokens, triton.cdiv(channels, CHANNELS))](
-        inputs, stride, net.taps, net.conv_bias, states.window, runs, rows, mixed, channels, TAPS=about.taps,
-        C=CHANNELS, ACT=about.activation, num_warps=4,
-    )  # fmt: skip
-    keep_window(inputs, stride, states.window, runs, about.taps)
+    blocks = triton.cdiv(channels, CHANNELS)
+    given = inputs, stride, net.taps, net.conv_bias, states.window, runs
+    kinds = {"TAPS": about.taps, "C": CHANNELS, "ACT": about.activation}
+    kinds |= {"num_warps": 4, "launch_pdl": early(products)}
+    if tokens < CHUNKED:
+        pad = triton.next_power_of_2(about.taps - 1)
+        _convolve_few_kernel[(sequences, blocks)](*given, mixed, channels, PAD=pad, **kinds)
+    else:
+        _convolve_kernel[(tokens, blocks)](*given, rows, mixed, channels, **kinds)
+        keep_window(inputs, stride, states.window, runs, about.taps)
     gates = inputs[:, channels:]
     scan = _chunked_scan if tokens >= max(CHUNKED, 2 * sequences) else _scan  # not where many decode
     scan(net, mixed, gates, states.heads, runs, out)
@@ -197,8 +231,7 @@ def _scan(net: Mamba, mixed: Tensor, gates: Tensor, states: Tensor, runs: Tensor
     about = net.about
     _scan_kernel[(len(runs), about.n_heads, triton.cdiv(about.head_dim, ROWS))](
         mixed, gates, gates.stride(0), net.a, net.d, net.step_bias, states, runs, out, about.channels,
-        *_numbers(about),
-        R=ROWS, N=triton.next_power_of_2(about.state_dim), num_warps=4,
+        *_numbers(about), R=ROWS, N=triton.next_power_of_2(about.state_dim), num_warps=4, launch_pdl=early(mixed),
     )  # fmt: skip
 
 
@@ -212,7 +245,8 @@ def _chunked_scan(net: Mamba, mixed: Tensor, gates: Tensor, states: Tensor, runs
     about, tokens, sequences = net.about, len(mixed), len(runs)
     pairs = torch.empty((tokens, about.n_groups, CHUNK), dtype=torch.float32, device=out.device)
     columns = COLUMNS * triton.cdiv(about.state_dim, COLUMNS)
-    common = {"T": CHUNK, "N": columns, "S": COLUMNS, "PRECISION": precision(mixed), "num_warps": 4, "num_stages": 1}
+    common = {"T": CHUNK, "N": columns, "S": COLUMNS, "PRECISION": precision(mixed)}
+    common |= {"num_warps": 4, "num_stages": 1, "launch_pdl": early(mixed)}
     _pairs_kernel[(sequences, triton.cdiv(tokens, CHUNK), about.n_groups)](
         mixed, runs, pairs, about.channels, about.n_groups, about.width, about.state_dim, **common
     )

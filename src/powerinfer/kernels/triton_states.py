@@ -10,26 +10,37 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from powerinfer.kernels.triton_kernels import early, follow
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHANNELS = 256  # of the convolution, whose inputs a program keeps
 
 
-@triton.jit(do_not_specialize_on_alignment=["runs"])
-def _keep_kernel(inputs, stride, window, runs, channels, TAPS: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr):
-    """The convolution's inputs for the last tokens of a sequence, some channels of them."""
-    row, c, j = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C), tl.arange(0, PAD)
-    first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
-    read, write = tl.load(runs + row * 4 + 2).to(tl.int64), tl.load(runs + row * 4 + 3).to(tl.int64)
+@triton.jit
+def keep_inputs(
+    inputs, stride, window, first, count, read, write, c, channels, TAPS: tl.constexpr, PAD: tl.constexpr
+):  # fmt: skip
+    """The slot that a sequence writes gets the convolution's inputs for its last tokens, of channels c."""
+    j = tl.arange(0, PAD)
     there = (j < TAPS - 1)[:, None] & (c < channels)[None, :] & (count > 0)
     back = (count - (TAPS - 1) + j)[:, None]
     new = tl.load(inputs + (first + back).to(tl.int64) * stride + c[None, :], mask=there & (back >= 0), other=0)
-    place = read * (TAPS - 1) + back + TAPS - 1
+    place = read.to(tl.int64) * (TAPS - 1) + back + TAPS - 1
     old = tl.load(window + place * channels + c[None, :], mask=there & (back < 0) & (read >= 0), other=0)
     tl.debug_barrier()  # every thread has read what another one overwrites
-    to = window + (write * (TAPS - 1) + j[:, None]) * channels + c[None, :]
+    to = window + (write.to(tl.int64) * (TAPS - 1) + j[:, None]) * channels + c[None, :]
     tl.store(to, tl.where(back >= 0, new, old), mask=there)
+
+
+@triton.jit(do_not_specialize_on_alignment=["runs"])
+def _keep_kernel(inputs, stride, window, runs, channels, TAPS: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr):
+    """`keep_inputs` of some channels of a sequence."""
+    follow()
+    of_run, c = runs + tl.program_id(0) * 4, tl.program_id(1) * C + tl.arange(0, C)
+    first, count, read, write = tl.load(of_run), tl.load(of_run + 1), tl.load(of_run + 2), tl.load(of_run + 3)
+    keep_inputs(inputs, stride, window, first, count, read, write, c, channels, TAPS, PAD)
 
 
 @triton.jit
@@ -58,6 +69,7 @@ def _gated_norm_kernel(
 ):  # fmt: skip
     """RMS norm of a group of a token's numbers in place, times silu of its gate, which is `scale` times what is stored;
     FIRST: the norm comes first; without a norm unless NORMED. per_group: from a group's weights to the next one's."""
+    follow()
     t, group, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     here = dim < width
     at = out + (t * tl.num_programs(1) + group) * width + dim
@@ -79,7 +91,7 @@ def keep_window(inputs: Tensor, stride: int, window: Tensor, runs: Tensor, taps:
     channels = window.shape[-1]
     _keep_kernel[(len(runs), triton.cdiv(channels, CHANNELS))](
         inputs, stride, window, runs, channels, TAPS=taps, PAD=triton.next_power_of_2(taps - 1), C=CHANNELS,
-        num_warps=4,
+        num_warps=4, launch_pdl=early(inputs),
     )  # fmt: skip
 
 
@@ -95,4 +107,5 @@ def gate_and_norm(
     _gated_norm_kernel[(len(out), groups)](
         out, gate, gate.stride(0), scale, out if norm is None else norm, per_group, width, eps,
         NORMED=norm is not None, FIRST=first, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        launch_pdl=early(out),
     )  # fmt: skip
