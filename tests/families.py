@@ -188,6 +188,8 @@ ON_CPU_ALONE = (
     "minimax_m2",
     "ernie4_5_moe",
     "nemotron-h-experts",
+    "nemotron-h-latents",
+    "granite-h-experts",
 )
 """The kinds, and cases of kinds, that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")

@@ -49,9 +49,9 @@ from powerinfer.sparsity.selection import select  # noqa: E402
 
 NAMES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax",
-    "qwen3-next", "qwen35-moe", "minimax-m2", "ernie-moe", "nemotron-h-experts",
+    "qwen3-next", "qwen35-moe", "minimax-m2", "ernie-moe", "nemotron-h-experts", "granite-h-experts",
 )  # fmt: skip
-FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe", "nemotron-h-experts")
+FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe", "nemotron-h-latents")
 LATENT = (
     ("deepseek-v2-lite", "folder"),
     ("deepseek-v2", "gguf"),
@@ -321,7 +321,7 @@ def test_quantised_experts_keep_their_types(tmp_path: Path) -> None:
     assert all(families.rms(answers[1] - other) < 2 * apart for other in (answers[0], answers[2]))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "smallthinker"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "smallthinker", "nemotron-h-latents"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.usefixtures("device")
 def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) -> None:

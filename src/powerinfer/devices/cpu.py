@@ -140,6 +140,7 @@ class ExpertSum:
         self._matrices = matrices
         self._n = n
         self._top_k = about.router.top_k
+        self._latents = about.latents
         self.op = program.expert_sum(of_all, router)
 
     def set_whole(self, on: bool) -> None:
@@ -179,7 +180,7 @@ class ExpertSum:
         places: int32 [experts], of each of the layer's its number here, -1: it is elsewhere; tally: int64
         [experts + 1], added to: tokens that select each, and selections of experts elsewhere.
         """
-        x, selected, weights, out = link.received_experts(tokens, self._top_k)
+        x, selected, weights, out = link.received_experts(tokens, self._top_k, self._latents)
         own = link.calls, self.op, self._program, x, selected, weights, out, places, tally
         return tuple(_native.ExpertCall(*own, part) for part in (("order", "sum_ordered") if ahead else ("all",)))
 
@@ -553,7 +554,7 @@ class CpuExecutor:
         biases: Sequence[Float32 | None],
         latents: Mapping[str, _native.Matrix] | None = None,
     ) -> tuple[_native.ExpertMatrices, _native.Slots]:
-        """Experts that stay on disk, and the memory for some of them."""
+        """Experts that stay on disk, and the memory for some of them. latents: as native experts take them."""
         if self.in_experts:
             raise RequestError("experts on disk are computed whole: choose --selector all")
         about = self.config.experts[layer]
@@ -586,7 +587,8 @@ class CpuExecutor:
         before.op.foresee(after.op, self._guessing(router))
 
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
-        """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`."""
+        """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`. Experts of
+        latents get latents, and their sum is one."""
         about = self.config.layers[layer].ffn
         assert isinstance(about, ExpertsConfig)
         each = iter(experts)
@@ -599,9 +601,14 @@ class CpuExecutor:
             return ExpertSum(self._pool, self._program, about, of_some, [gate], n, by_neuron)
         matrices = [self._stack(tensor, top) for tensor in chain([first], each)]
         *gates, up, down = matrices
-        own = _biases(about, biases)
+        own = _biases(about, biases) | self._latent_shapes(about)
         of_some = _native.ExpertMatrices(n, about.size, spec, gates[0] if gates else None, up, down, **own)
         return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
+
+    def _latent_shapes(self, about: ExpertsConfig) -> dict[str, _native.Matrix]:
+        """What native experts take for the matrices around them where their caller multiplies with these."""
+        shapes = {"latent_in": (about.latents, self.d_model), "latent_out": (self.d_model, about.latents)}
+        return {name: _native.disk_matrix("F32", *shape, 0, 0) for name, shape in shapes.items() if about.latents}
 
     def resting_sum(
         self,
@@ -616,7 +623,7 @@ class CpuExecutor:
         assert self.disk is not None
         about = self.config.experts[layer]
         spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all, slots = self._resting(self.disk, layer, spec, experts, biases)
+        of_all, slots = self._resting(self.disk, layer, spec, experts, biases, self._latent_shapes(about))
         resting = self.disk, slots, _router(about.router, correction, router_bias)
         made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=resting)
         self.disk.add_experts(layer, made.op, slots)

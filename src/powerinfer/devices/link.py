@@ -103,9 +103,21 @@ class Link:
         end = begin + tokens * EXPERT_BYTES * top_k
         self._here[begin:end].copy_(self._there[begin:end], non_blocking=True)
 
+    def send_latents(self, latents: Tensor) -> None:
+        """Send latents, float32 [tokens, width], to the CPU as its input."""
+        import torch
+
+        nbytes = latents.nbytes
+        self._here[:nbytes].copy_(latents.contiguous().view(torch.uint8).view(-1), non_blocking=True)
+
     def add_back(self, x: Tensor) -> None:
         """x float32 [tokens, d_model] += the CPU's sums."""
-        x.add_(self._back[: len(x)].to(x.device, non_blocking=True))
+        x.add_(self.sums(len(x), self._d_model))
+
+    def sums(self, tokens: int, width: int) -> Tensor:
+        """The CPU's sums, float32 [tokens, width]."""
+        own = self._back.view(-1)[: tokens * width].view(tokens, width)
+        return own.to(self._there.device, non_blocking=True)
 
     # ---------------------------------------------------------------- the CPU's part as a call of the GPU's, likewise
 
@@ -192,11 +204,15 @@ class Link:
             self._views[key] = x, selected, self._back[:tokens].numpy()
         return self._views[key]
 
-    def received_experts(self, tokens: int, top_k: int) -> tuple[Float32, NDArray[np.int32], Float32, Float32]:
+    def received_experts(
+        self, tokens: int, top_k: int, latents: int = 0
+    ) -> tuple[Float32, NDArray[np.int32], Float32, Float32]:
         """The received input; each token's experts, int32 [tokens, top_k], and their weights; the buffer for the
-        sums."""
+        sums. latents: the width of both, 0: that of the layer."""
         x, selected, out = self.views(tokens, EXPERT_BYTES * top_k)
         assert selected is not None
         numbers, weights = np.split(selected.reshape(-1), 2)
         shape = tokens, top_k
+        if latents:
+            x, out = (each.reshape(-1)[: tokens * latents].reshape(tokens, latents) for each in (x, out))
         return x, numbers.view(np.int32).reshape(shape), weights.view(np.float32).reshape(shape), out

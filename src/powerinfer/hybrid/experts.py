@@ -100,7 +100,8 @@ class HybridExperts(HybridUnits):
     units = "experts"
     most = 2
     _freed = (
-        "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_slots", "_biases", "_tensors", "_disk",
+        "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_latents", "_slots", "_biases",
+        "_tensors", "_disk",
     )  # fmt: skip
 
     def __init__(
@@ -150,6 +151,8 @@ class HybridExperts(HybridUnits):
         self._router, self._router_bias = gpu.upload(weights.router, device), vector(weights.router_bias)
         self._correction, self._shared_weight = vector(weights.correction), vector(weights.shared_weight)
         self._biases = weights.biases
+        around = [Matrices([StoredMatrix(tensor, None)], [None], device) for tensor in weights.latents]
+        self._latents = (around[0], around[1]) if around else None
         self._shared: tuple[Matrices, Matrices] | None = None
         if weights.shared:
             *first, down = (StoredMatrix(tensor, None) for tensor in weights.shared)
@@ -219,7 +222,7 @@ class HybridExperts(HybridUnits):
         rest = self._disk is not None and before._disk is not None and self._disk.about.prefetch
         if not rest or first is None or second is None or self.config.early_router:
             return
-        if norm is None or other is None or not other.all():
+        if norm is None or other is None or not other.all() or before.config.latents:
             return
         weights = (router.float32() * (norm / other)).astype(np.float32)
         cpu.foresee(first, second, RawTensor("F32", router.shape, weights.view(np.uint8).reshape(-1)))
@@ -312,9 +315,8 @@ class HybridExperts(HybridUnits):
         return 0 if self._cpu_part is None else self._cpu_part.nbytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the GPU by part: ffn (router, shared expert, hot experts)."""
-        shared = () if self._shared is None else self._shared
-        parts = [self._router.nbytes, *(one.nbytes for one in shared)]
+        """Bytes on the GPU by part: ffn (router, shared expert, latents' matrices, hot experts)."""
+        parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
         parts.append(0 if self._gpu_part is None else self._gpu_part.nbytes)
         vectors = self._router_bias, self._correction, self._shared_weight, self._slots
         return {"ffn": sum(parts) + tensor_bytes(*vectors)}
@@ -358,6 +360,15 @@ class HybridExperts(HybridUnits):
         logits = gpu.linear(self._router, x, self._router_bias)
         gpu_experts.route(logits, self.config.router, self._correction, experts, weights)
 
+    def _send(self, step: Step) -> None:
+        if self._latents is None or self._streams(step):
+            super()._send(step)
+            return
+        assert step.read is not None
+        self._link.send_latents(self._latents[0](step.read))
+        if not self.config.early_router:
+            self._link.send_experts(len(step.x), self.top_k)
+
     def _send_experts(self, step: Step) -> None:
         if not self._streams(step):
             self._link.send_experts(len(step.x), self.top_k)
@@ -392,9 +403,13 @@ class HybridExperts(HybridUnits):
 
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
-        experts, weights = self._link.experts(len(step.x), self.top_k)
-        gpu_experts.expert_sum(self._gpu_part, step.read, experts, weights, self._slots, step.target)
-        step.normed = None
+        own = *self._link.experts(len(step.x), self.top_k), self._slots
+        if self._latents is None:
+            gpu_experts.expert_sum(self._gpu_part, step.read, *own, step.target)
+            step.normed = None
+        else:
+            before, behind = self._latents
+            step.add_part(behind(gpu_experts.expert_sum(self._gpu_part, before(step.read), *own)))
 
     def _add_shared(self, step: Step) -> None:
         assert self._shared is not None and step.read is not None
@@ -412,7 +427,8 @@ class HybridExperts(HybridUnits):
     def _compute_cold(self, step: Step) -> None:
         assert self._cpu_part is not None
         cpu, link, trace, tokens = self._cpu_part, self._link, self._layers.trace, len(step.x)
-        x, experts, weights, out = link.received_experts(tokens, self.top_k)  # there once it was waited for
+        x, experts, weights, out = link.received_experts(tokens, self.top_k, self.config.latents)
+        # These are there once it was waited for.
         if self.config.early_router:
             with span(trace, "cpu", "wait for the selection", self.layer, "wait"):
                 link.wait_experts()
@@ -437,6 +453,12 @@ class HybridExperts(HybridUnits):
             if swaps:
                 self._exchange(swaps)
 
+    def _add_cold(self, step: Step) -> None:
+        if self._latents is None or self._streams(step):
+            super()._add_cold(step)
+        else:
+            step.add_part(self._latents[1](self._link.sums(len(step.x), self.config.latents)))
+
     def _places(self, experts: NDArray[np.int32]) -> NDArray[np.int32]:
         """The places of experts on the CPU; -1 for those on the GPU."""
         return np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
@@ -449,6 +471,10 @@ class HybridExperts(HybridUnits):
         experts, weights = self._link.experts(len(step.x), self.top_k)
         sizes = [_matrix_of(tensor, 0).nbytes for tensor in self._tensors]
         count = self.stage.experts_at_once(sizes, self.config.n_experts)
+        x, target = step.read, step.target
+        if self._latents is not None:
+            x = self._latents[0](x)
+            target = torch.zeros_like(x)
         for first in range(0, len(self.cold), count):
             piece = self.cold[first : first + count]
             places = np.full(self.config.n_experts, -1, np.int32)
@@ -461,8 +487,10 @@ class HybridExperts(HybridUnits):
                 slots = of_places.view(torch.int32)
                 joined = [_joined(sent[at * len(piece) : (at + 1) * len(piece)]) for at in range(len(self._tensors))]
                 resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
-                gpu_experts.expert_sum(resident, step.read, experts, weights, slots, step.target)
+                gpu_experts.expert_sum(resident, x, experts, weights, slots, target)
                 del resident  # the next one reuses its memory
+        if self._latents is not None:
+            step.add_part(self._latents[1](target))
 
     # ---------------------------------------------------------------- counters, of layers with cold experts
 

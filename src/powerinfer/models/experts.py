@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from powerinfer.config import ExpertsConfig
-from powerinfer.errors import RequestError
 from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.models.builder import ExpertBuilder, Matrix, Norm, OwnFfn, Tensors, Vector, vector
 
@@ -50,8 +49,6 @@ def sum_experts(
         checkpoint.check_unchanged,
     )
     if own is not None:
-        if about.latents:
-            raise RequestError(f"layer {layer} has experts with latents, which run on the CPU: choose --gpu none")
         own(norm, weights, out_norm)
     else:
         executor.experts(layer, norm, weights, out_norm)

@@ -44,7 +44,10 @@ from powerinfer.config import (
     FfnConfig,
     FfnKind,
     GatedAttentionConfig,
+    Mamba2Config,
     ModelConfig,
+    NoAttention,
+    ParallelConfig,
 )
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.models.inventory import Matrix
@@ -191,8 +194,10 @@ def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -
 
 def _further(attention: AttentionKind) -> int:
     """Launches of a kind of attention on a GPU beyond those of input, attention and projection."""
-    if isinstance(attention, DeltaNetConfig):
+    if isinstance(attention, DeltaNetConfig | Mamba2Config):
         return 3  # convolution, what it keeps, the norm with its gate
+    if isinstance(attention, ParallelConfig):
+        return 6  # those of Mamba2 beside it
     if isinstance(attention, GatedAttentionConfig):
         return 3  # product of the gate, sigmoid, multiplication
     return 2 if attention.latents else 0  # products with a matrix of each head
@@ -212,7 +217,8 @@ def attention_seconds(
     kv += 2 * batch * model.layer_state(layer)  # read and written
     norms = 2 if config.norms == "post" else 0  # separate operators
     further = 0 if panels else _further(config.attention)
-    fixed = 1e-6 * (3 + norms + further) * device.op_us
+    operators = 0 if isinstance(config.attention, NoAttention) else 3 + further
+    fixed = 1e-6 * (operators + norms) * device.op_us
     whole = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + whole
 

@@ -439,6 +439,8 @@ def _model(
 
 def _gpu_row(about: AttentionKind) -> int:
     """Numbers of a token that a GPU holds at a time for attention, or what stands in its place."""
+    if isinstance(about, ParallelConfig):
+        return _gpu_row(about.attention) + _gpu_row(about.mamba)
     row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
     if isinstance(about, GatedAttentionConfig):
         row += about.width
