@@ -435,9 +435,13 @@ def delta_gguf(leave: str = "", layers: int = 2) -> Builder:
 MAMBA_HEADS, MAMBA_DIM, GROUPS, STATE = 4, 48, 2, 16  # of Mamba2
 
 
+PLAIN_EXPERTS, SHARED = 4, 160  # without gates, and neurons of the shared one
+
+
 def mamba_gguf(pattern: str = "M-*M") -> Builder:
-    """A tiny model of Nemotron-H's kind: M, * and - as its pattern has them."""
-    builder = tiny_gguf("nemotron_h").put("nemotron_h.block_count", U32, len(pattern))
+    """A tiny model of Nemotron-H's kind: M, *, - and E as its pattern has them."""
+    family = "nemotron_h_moe" if "E" in pattern else "nemotron_h"
+    builder = tiny_gguf(family).put(f"{family}.block_count", U32, len(pattern))
     builder.tensors = []
     inner = MAMBA_HEADS * MAMBA_DIM
     channels = inner + 2 * GROUPS * STATE
@@ -445,11 +449,16 @@ def mamba_gguf(pattern: str = "M-*M") -> Builder:
         "attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM, "ssm.conv_kernel": TAPS,
         "ssm.state_size": STATE, "ssm.group_count": GROUPS, "ssm.time_step_rank": MAMBA_HEADS, "ssm.inner_size": inner,
         "attention.head_count_kv": [KV_HEADS * (one == "*") for one in pattern],
-        "feed_forward_length": [FF * (one == "-") for one in pattern],
+        "feed_forward_length": [FF * (one in "-E") for one in pattern],
     }  # fmt: skip
+    if "E" in pattern:
+        sizes |= {
+            "expert_count": PLAIN_EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": FF,
+            "expert_shared_feed_forward_length": SHARED, "expert_shared_count": 1, "expert_group_count": 1,
+        }  # fmt: skip
     for key in sizes:
-        builder.drop(f"nemotron_h.{key}")
-    builder.fields(sizes, "nemotron_h.")
+        builder.drop(f"{family}.{key}")
+    builder.fields(sizes, f"{family}.")
     own: dict[str, dict[str, tuple[int, ...]]] = {
         "M": {
             "ssm_in.weight": (inner + channels + MAMBA_HEADS, D), "ssm_conv1d.weight": (channels, TAPS),
@@ -461,6 +470,11 @@ def mamba_gguf(pattern: str = "M-*M") -> Builder:
             "attn_v.weight": (KV_HEADS * HEAD_DIM, D), "attn_output.weight": (D, HEADS * HEAD_DIM),
         },
         "-": {"ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)},
+        "E": {
+            "ffn_gate_inp.weight": (PLAIN_EXPERTS, D), "exp_probs_b.bias": (PLAIN_EXPERTS,),
+            "ffn_up_exps.weight": (PLAIN_EXPERTS, FF, D), "ffn_down_exps.weight": (PLAIN_EXPERTS, D, FF),
+            "ffn_up_shexp.weight": (SHARED, D), "ffn_down_shexp.weight": (D, SHARED),
+        },
     }  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "output_norm.weight": (D,)}
     for layer, part in enumerate(pattern):

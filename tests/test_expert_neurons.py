@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import FF, LAYERS, D, experts_gguf
+from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf, mamba_gguf
+from stored_weights import stored_evenly
 
 from benchmarks.models.gguf_writer import F32, STRING
 from powerinfer import LLM, RequestError, SamplingParams, _native
@@ -18,12 +19,13 @@ from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.quant import quantize
+from powerinfer.formats.tensors import RawTensor
 from powerinfer.models import load
 from powerinfer.sparsity.selection import auto
 
 TOKENS = 75  # as a prompt more than what is computed sparsely, and whole steps of those otherwise
-TYPES = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q8_0": 8}
-ALLOWED = {"F16": 1e-5, "BF16": 0.004, "Q4_0": 1e-5}  # of the logits; whole experts round h to bfloat16
+TYPES = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "MXFP4": 39}
+ALLOWED = {"F16": 1e-5, "BF16": 0.004, "Q4_0": 1e-5, "Q5_1": 1e-5, "Q8_0": 1e-5}  # of the logits; whole BF16 rounds h
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "cats")
 
 
@@ -151,8 +153,7 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("made", "selector", "why"),
     [
-        ({"kind": "Q8_0"}, "exact", "experts of type Q8_0 have no rows of single neurons"),
-        ({"kind": "F32"}, "exact", "experts of type F32"),
+        ({"kind": "F32"}, "exact", "experts of type F32 have no rows of single neurons of up"),
         ({}, "threshold", "selector threshold: not inside experts so far; use --selector exact or all"),
         ({"activation": "silu"}, "exact", "never exactly zero"),
     ],
@@ -163,11 +164,76 @@ def test_what_is_refused(made: dict[str, Any], selector: str, why: str, tmp_path
         LLM(path, gpu="none", threads=1, selector=selector)
 
 
+PLAIN = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "IQ4_NL": 20, "MXFP4": 39}
+
+
+def plain_model(folder: Path, kind: str, shared: str | None = None) -> Path:
+    """Experts without gates beside a shared one, their squared activations in a layer of their own: random codes of a
+    type, of the shared one's down another."""
+    builder, rng = mamba_gguf("*EE"), np.random.default_rng(5)
+    for tensor in [one for one in builder.tensors if "exp" in one.name and one.name.endswith("weight")]:
+        builder.tensors.remove(tensor)
+        *rows, cols = tensor.dims[::-1]
+        own = shared or kind if "down_shexp" in tensor.name else kind
+        size = 4.0 if "down" in tensor.name else 0.2  # else attention hides what experts add
+        data = stored_evenly(own, int(np.prod(rows)), cols, size, rng)
+        builder.tensor(tensor.name, data, PLAIN[own], list(tensor.dims))
+    return builder.write(folder / f"{kind}-{shared}.gguf")
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("level", _native.levels())
+def test_prompts_of_experts_without_gates_have_the_bits_of_whole_ones(kind: str, level: str, tmp_path: Path) -> None:
+    """Rows of down, whose blocks lie across neurons, become the panels that the file's matrices would."""
+    path = plain_model(tmp_path, kind)
+    whole, exact = (opened(path, exact=one, level=level) for one in (False, True))
+    assert sorted(exact.expert_ffns) == [1, 2] and not whole.expert_ffns
+    assert np.array_equal(logits(exact, TOKENS), logits(whole, TOKENS))
+    for one in (whole, exact):
+        one.close()
+
+
+@pytest.mark.parametrize("step", [1, 25])
+@pytest.mark.parametrize(("kind", "shared"), [*((kind, None) for kind in PLAIN), ("Q5_0", "Q8_0"), ("F16", "Q5_1")])
+def test_small_steps_skip_rows_of_down(kind: str, shared: str | None, step: int, tmp_path: Path) -> None:
+    """Those of the experts, and of the shared one, which in the same type lies behind them, and else is dense."""
+    path = plain_model(tmp_path, kind, shared)
+    whole, exact = (opened(path, exact=one, threads=3) for one in (False, True))
+    assert far(logits(exact, step), logits(whole, step)) <= ALLOWED.get(kind, 2e-3)
+    of_token = 2 * FF + (0 if shared else SHARED)
+    for ffn in exact.expert_ffns.values():
+        counts = ffn.counts()
+        assert counts["tokens"] == TOKENS and counts["neurons"] == TOKENS * of_token
+        assert 0.3 < counts["active"] / counts["neurons"] < 0.7, "half of random neurons fire"
+        assert counts["bytes"] < ffn.nbytes * TOKENS if step == 1 else counts["steps"] == TOKENS // step
+    for one in (whole, exact):
+        one.close()
+
+
+def test_an_expert_without_a_gate_is_replaced(tmp_path: Path) -> None:
+    """In a place of some that a caller selects."""
+    checkpoint = open_checkpoint(plain_model(tmp_path, "Q5_0"))
+    executor = opened(checkpoint.path, exact=True)
+    parts = [checkpoint.take(f"layers.1.experts_{part}") for part in ("up", "down")]
+    every = [[RawTensor(one.type, one.shape[1:], data) for data in np.split(one.data, PLAIN_EXPERTS)] for one in parts]
+    first = [RawTensor(own[0].type, (2, *own[0].shape), np.concatenate([one.data for one in own[:2]])) for own in every]
+    some, all_of_them = executor.expert_sum(1, first), executor.expert_sum(1, parts)
+    some.replace(1, [own[3] for own in every])
+    x = np.random.default_rng(2).standard_normal((3, D)).astype(np.float32)
+    found, wanted = np.empty((2, 3, D), np.float32)
+    weights = np.full((3, 2), 0.5, np.float32)
+    some.sum(x, np.tile(np.int32([0, 1]), (3, 1)), weights, found)
+    all_of_them.sum(x, np.tile(np.int32([0, 3]), (3, 1)), weights, wanted)
+    np.testing.assert_array_equal(found, wanted)
+    executor.close()
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"activation": "silu"}, "silu is never exactly zero"),
-        ({"gated": False}, "without a gate"),
+        ({"gated": False, "shared_size": 8}, None),
+        ({"gated": False, "latents": 32}, "experts of latents"),
         ({"shared_size": 8}, "a shared expert"),
         ({"size": 40}, "40 neurons of an expert are not whole groups of 32"),
         ({}, None),

@@ -720,7 +720,7 @@ def make_bundles(
             data = quantize(values, kind)
             values = dequantize(data, kind)
         cpu.pack_bundle_rows(layout, name, d_ff, data.reshape(-1), groups, 1)
-        if kind in ("Q4_1", "Q4_1X32"):  # on a GPU
+        if kind == "Q4_1" or (kind in BLOCKS and kind != "Q4_0X32"):  # on a GPU
             values = dequantize(quantize(values, "Q8_0"), "Q8_0")
         parts[name] = values.astype(np.float64)
     both = [floats(20 + i, d_ff) if biases else None for i in range(2)]
@@ -789,9 +789,10 @@ ROW_TYPES = [
     ("Q4_0", "Q4_0X32"),
     ("Q4_1", "Q4_1X32"),
 ]
+ROUNDED = [("Q8_0", f"{kind}X32") for kind in ("Q5_0", "Q5_1", "Q8_0", "MXFP4")]  # of down, to Q8_0
 
 
-@pytest.mark.parametrize("types", ROW_TYPES)
+@pytest.mark.parametrize("types", ROW_TYPES + ROUNDED)
 def test_resident_neurons_hold_what_their_bundles_hold(
     types: tuple[str, str], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import seen_by
+from stored_weights import stored_evenly
 
 from powerinfer import _native
 from powerinfer.formats.quant import block_type, dequantize, quantize
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
-ACROSS = {"Q4_0X32": "Q4_0", "Q4_1X32": "Q4_1"}  # with the types of their blocks
-DOTS_ALONE = ("Q4_1",)
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+ACROSS = {f"{kind}X32": kind for kind in BLOCKS}  # with the types of their blocks
+BITS = {"Q8_0": 8, "Q5_0": 5, "Q5_1": 5}  # of codes, where they are not four
+MINIMA = ("Q4_1", "Q5_1")
+OFFSETS = {"Q4_0": 8, "Q5_0": 16}  # of codes
+ENTRIES = {  # of codes that are numbers of them
+    "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "MXFP4": (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6),
+}
+DOTS_ALONE = ("Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 GROUP = _native.GROUP
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats")
 THRESHOLD = 0.25
@@ -32,17 +41,35 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
         return values.astype(np.float16).view(np.uint8)
     if kind == "BF16":
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    if kind == "IQ4_NL":
+        return stored_evenly(kind, *values.shape, 1.0, np.random.default_rng(values.shape)).reshape(len(values), -1)
     return quantize(values, kind)
 
 
 def across(values: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(blocks of Q4_0 or Q4_1 across each 32 neurons of values [neurons, k], group by group; their values)."""
+    """(blocks across each 32 neurons of values [neurons, k], group by group; the values that they hold, any for a type
+    that cannot be written)."""
     neurons, k = values.shape
     whole = np.zeros((-(-neurons // GROUP) * GROUP, k), np.float32)
     whole[:neurons] = values
-    blocks = quantize(np.ascontiguousarray(whole.T), kind)
+    if kind == "IQ4_NL":
+        blocks = stored_evenly(kind, k, len(whole), 1.0, np.random.default_rng([neurons, k])).reshape(k, -1)
+    else:
+        blocks = quantize(np.ascontiguousarray(whole.T), kind)
     held = np.ascontiguousarray(dequantize(blocks, kind).T)[:neurons]
     return np.ascontiguousarray(blocks.reshape(k, -1, block_type(kind).nbytes).transpose(1, 0, 2)).reshape(-1), held
+
+
+def fifths(kind: str, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the fifth bits of the codes of a row lie: (byte, bit) of each element, see csrc/table.h."""
+    every = np.arange(k)
+    line = -(-k // 128) * 64 + every // 512 * 64
+    if kind in ACROSS:  # of the sixteen columns that begin at 16 b it is bit b
+        return line + every % 16 // 4 * 16 + every % 512 // 128 * 4 + every % 4, every % 128 // 16
+    lanes, block, v = np.minimum(k // 32 - every // 512 * 16, 16), every // 32 % 16, every % 32 // 4
+    word = np.where(np.isin(lanes, (1, 2, 4, 8)), v % 4 * lanes + block, block)
+    bit = np.where(np.isin(lanes, (1, 2, 4, 8)), word // 16 + 4 * (v >= 4), v)
+    return line + word % 16 * 4 + every % 4, bit
 
 
 @dataclass
@@ -224,7 +251,8 @@ def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
     for k in (32, 96, 128, 160, 544, 1056):
         size, shared = _native.bundle_row_bytes(kind, k), _native.shared_bytes(kind, k)
         rng = np.random.default_rng(k)
-        count = (k if shared else k // 32) if kind[0] == "Q" else 0
+        count = (k if shared else k // 32) if kind[0] in "QIM" else 0
+        of_block = ACROSS.get(kind, kind)
         scales, mins = rng.standard_normal((2, count)).astype(np.float16)
         codes, order = _native.code_bytes(kind, k), _native.bundle_row_order(kind, use, k)
         data = np.zeros((1, GROUP * size + shared), np.uint8)
@@ -235,25 +263,33 @@ def test_the_order_says_where_each_element_lies(kind: str, use: str) -> None:
             row[order], row[order + 1] = held[::2], held[1::2]
             want = dequantize(held.reshape(1, -1), kind)[0]
         else:
-            bits = 8 if kind == "Q8_0" else 4
+            bits, every = BITS.get(of_block, 4), np.arange(k)
             values = rng.integers(0, 1 << bits, k)
-            np.bitwise_or.at(
-                row, order, (values << (4 * (np.arange(k) // 16 % 2) if bits == 4 else 0)).astype(np.uint8)
-            )
-            lowest = 0 if kind in ("Q4_1", "Q4_1X32") else 8
-            signed = values.astype(np.uint8).view(np.int8) if bits == 8 else values - lowest
+            low = values if bits == 8 else (values & 15) << 4 * (every // 16 % 2)
+            np.bitwise_or.at(row, order, low.astype(np.uint8))
+            if bits == 5:
+                at, bit = fifths(kind, k)
+                np.bitwise_or.at(row, at, (values >> 4 << bit).astype(np.uint8))
+            signed = values.astype(np.uint8).view(np.int8) if bits == 8 else values - OFFSETS.get(of_block, 0)
+            if of_block in ENTRIES:
+                signed = np.array(ENTRIES[of_block], np.float32)[values]
             behind, each = data[0, GROUP * size :] if shared else row[codes:], 1 if shared else 32
-            behind[: scales.nbytes] = scales.view(np.uint8)
+            if of_block == "MXFP4":
+                exponents = rng.integers(0, 250, count)
+                behind[:count] = exponents
+                scales = np.exp2(exponents - 127.0)
+            else:
+                behind[: scales.nbytes] = scales.view(np.uint8)
             want = signed * np.repeat(scales.astype(np.float32), each)
-            if not lowest:
+            if of_block in MINIMA:
                 at = 2 * (-(-k // 128) * 128 if shared else -(-k // 512) * 16)
                 behind[at : at + mins.nbytes] = mins.view(np.uint8)
                 want = want.astype(np.float32) + np.repeat(mins.astype(np.float32), each)
         back = np.empty((1, k), np.float32)
         _native.unpack_bundle_rows(kind, use, k, data, size, 0, back)
         np.testing.assert_array_equal(back[0], want.astype(np.float32))
-    with pytest.raises(ValueError, match="whole blocks" if kind[0] == "Q" else "for 'add'"):
-        _native.bundle_row_order(kind, use if kind[0] == "Q" else "other", 33)
+    with pytest.raises(ValueError, match="whole blocks" if count else "for 'add'"):
+        _native.bundle_row_order(kind, use if count else "other", 33)
 
 
 @pytest.mark.parametrize("kind", ACROSS)
@@ -261,7 +297,10 @@ def test_blocks_across_neurons_are_kept(kind: str) -> None:
     for k in (32, 96, 128, 160, 544):
         rows, held = across(np.random.default_rng(k).standard_normal((70, k)).astype(np.float32), ACROSS[kind])
         size, shared = _native.bundle_row_bytes(kind, k), _native.shared_bytes(kind, k)
-        assert size == -(-k // 128) * 64 and shared == -(-k // 128) * 256 * (2 if kind == "Q4_1X32" else 1)
+        of_block, lines = ACROSS[kind], -(-k // 128)
+        bits = BITS.get(of_block, 4)
+        assert size == (lines * 128 if bits == 8 else lines * 64 + (-(-k // 512) * 64 if bits == 5 else 0))
+        assert shared == lines * 128 * (4 if of_block in MINIMA else 1 if of_block == "MXFP4" else 2)
         data = np.full((3, GROUP * (size + 128) + shared + 64), 0x55, np.uint8)
         _native.pack_bundle_rows(POOL, kind, "add", 70, k, rows, data, size + 128, 64)
         bundles = data[:, : GROUP * (size + 128)].reshape(3, GROUP, -1)
@@ -283,12 +322,13 @@ def test_blocks_across_neurons_are_kept(kind: str) -> None:
         ("Q4_0", "Q4_0"),
         ("Q4_0", "Q4_0X32"),
         ("Q4_1", "Q4_1X32"),
+        *((kind if kind in (*TYPES, *DOTS_ALONE) else "Q8_0", f"{kind}X32") for kind in BLOCKS[2:]),
     ],
 )
 def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
     widths = (
         (32, 64, 96, 128, 160, 256, 512, 544, 576, 1056)
-        if types[0][0] == "Q"
+        if types[0] not in ("F16", "BF16")
         else (1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576)
     )
     for k in widths:
@@ -357,7 +397,8 @@ def test_thresholds_that_do_not_go_together_are_refused() -> None:
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize("kind", [*TYPES, *ACROSS])
 def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
-    layer = make_layer(96, 41, (ACROSS.get(kind, kind), kind))
+    first = ACROSS.get(kind, kind)
+    layer = make_layer(96, 41, (first if first in (*TYPES, *DOTS_ALONE) else "Q8_0", kind))
     x = tokens(2, 96)
     for index in ([], [40], [0, 40], [5, 3, 4], [*range(41)], [*range(1, 41, 3)], [2, 0, 39, 7, 11, 13, 17]):
         check(layer, x, np.asarray(index, np.int32), level)
@@ -375,7 +416,16 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
 @pytest.mark.parametrize("level", _native.levels())
 @pytest.mark.parametrize(
     "types",
-    [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32")],
+    [
+        ("F16", "F16"),
+        ("BF16", "BF16"),
+        ("Q8_0", "Q8_0"),
+        ("Q4_0", "Q4_0"),
+        ("Q4_0", "Q4_0X32"),
+        ("Q4_1", "Q4_1X32"),
+        ("F16", "Q5_1X32"),
+        ("Q8_0", "Q8_0X32"),
+    ],
 )
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
     layer = make_layer(160, 61, types)
@@ -426,8 +476,8 @@ def test_invalid_requests_are_refused() -> None:
         part(layer, tokens(33, 32), np.arange(4), "")
     with pytest.raises(ValueError, match="d_model"):
         part(layer, tokens(1, 33), np.arange(4), "")
-    with pytest.raises(ValueError, match="Q5_1"):
-        _native.bundle_row_bytes("Q5_1", 32)
+    with pytest.raises(ValueError, match="not Q4_K"):
+        _native.bundle_row_bytes("Q4_K", 256)
     with pytest.raises(ValueError, match="whole blocks"):
         _native.bundle_row_bytes("Q8_0", 40)
     rows = stored(tokens(2, 64), "F16").reshape(-1)

@@ -261,7 +261,7 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        ({"kind": "Q8_0"}, "experts of type Q8_0 have no rows of single neurons"),
+        ({"kind": "MXFP4"}, "experts of type MXFP4 have no rows of single neurons"),
         ({"activation": "silu"}, "never exactly zero"),
         ({}, "there is no .*predictor.safetensors; `powerinfer train"),
     ],

@@ -850,22 +850,23 @@ class ExpertsConfig(FfnKind):
 
     @property
     def told_apart(self) -> int:
-        return self.n_experts * self.size if self.why_whole is None else 0
+        return self.n_experts * self.size if self.why_not_predicted is None else 0
 
     @property
     def why_whole(self) -> str | None:
         """Why the neurons inside selected experts cannot be told apart; None: they can."""
         if self.activation not in RECTIFIED:
             return f"the activation {self.activation} is never exactly zero"
-        if self.latents:
-            return "experts with latents are computed whole"
-        if not self.gated:
-            return "experts without a gate are computed whole"
-        if self.shared_size:
+        if self.gated and self.shared_size:
             return "layers with a shared expert are computed whole"
-        if self.bias:
-            return "experts with biases are computed whole"
+        if self.bias or self.latents:
+            return f"experts {'with biases' if self.bias else 'of latents'} are computed whole"
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
+
+    @property
+    def why_not_predicted(self) -> str | None:
+        """Why no predictor selects neurons inside experts; None: one can."""
+        return self.why_whole or (None if self.gated else "no predictor selects neurons of experts without a gate")
 
     def share_read(self, tokens: int) -> float:
         missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
@@ -966,8 +967,8 @@ class ModelConfig:
         for at, layer in enumerate(self.layers):
             if not isinstance(layer.ffn, ExpertsConfig):
                 return f"layer {at} has no experts"
-            if layer.ffn.why_whole is not None:
-                return f"layer {at}: {layer.ffn.why_whole}"
+            if layer.ffn.why_not_predicted is not None:
+                return f"layer {at}: {layer.ffn.why_not_predicted}"
         return None
 
     @property

@@ -66,6 +66,7 @@ class BundleLayout:
 
     gate_type is the type of gate and up. gate_bytes and down_bytes are the bytes of a row of either type for d_model
     elements, shared_bytes those of the scales that the down rows of `BUNDLE_GROUP` bundles share, stored after them.
+    gate_bytes 0: of a plain FFN, up is elsewhere.
     """
 
     d_model: int
@@ -78,8 +79,10 @@ class BundleLayout:
 
     def __post_init__(self) -> None:
         assert self.d_model > 0
+        assert self.gate_bytes > 0 or not self.gated
         for nbytes in (self.gate_bytes, self.down_bytes):
-            assert nbytes > 0 and nbytes % ROW_ALIGNMENT == 0, nbytes
+            assert nbytes >= 0 and nbytes % ROW_ALIGNMENT == 0, nbytes
+        assert self.down_bytes > 0
         assert self.shared_bytes >= 0 and self.shared_bytes % ROW_ALIGNMENT == 0, self.shared_bytes
 
     @property

@@ -12,8 +12,9 @@
 
 namespace {
 
-const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0}, DOT_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1},
-          ACROSS[] = {PI_Q4_0X32, PI_Q4_1X32};
+const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0},
+          DOT_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1, PI_Q5_0, PI_Q5_1, PI_IQ4_NL},
+          ACROSS[] = {PI_Q4_0X32, PI_Q4_1X32, PI_Q5_0X32, PI_Q5_1X32, PI_Q8_0X32, PI_IQ4_NLX32, PI_MXFP4X32};
 // Those of bundles alone: of topk, the gates are those of matrices.
 const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
 constexpr int N_ACTS = PI_TOPK;
@@ -23,8 +24,17 @@ static_assert(std::size(ACTIVATIONS) == N_ACTS && N_ACTS + 1 == PI_N_ACTS);
 bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
 const char* const KINDS[] = {"dot", "add"};
 
-const char* type_name(int type) {
-  return type == PI_Q4_0X32 ? "Q4_0X32" : type == PI_Q4_1X32 ? "Q4_1X32" : PI_TYPES[type].name;
+std::string type_name(int type) { return pi_facts(type).name + std::string(pi_across(type) >= 0 ? "X32" : ""); }
+
+bool has_minimum(int type) { return type == PI_Q4_1 || type == PI_Q5_1 || type == PI_Q4_1X32 || type == PI_Q5_1X32; }
+bool has_five_bits(int type) { return type == PI_Q5_0 || type == PI_Q5_1 || type == PI_Q5_0X32 || type == PI_Q5_1X32; }
+
+// The code of element i of a stored block of 32, whose codes begin at `first`.
+int code_in(int type, const uint8_t* block, int64_t first, int64_t i) {
+  if (type == PI_Q8_0 || type == PI_Q8_0X32) return block[first + i];
+  const uint8_t* q = block + first + (has_five_bits(type) ? 4 : 0);
+  const int low = i < 16 ? q[i] & 15 : q[i - 16] >> 4;
+  return has_five_bits(type) ? low | (block[first + i / 8] >> i % 8 & 1) << 4 : low;
 }
 const std::vector<int64_t> FLOAT_WIDTHS = {1, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576, 4096},
                            BLOCK_WIDTHS = {32, 64, 96, 128, 160, 256, 512, 544, 576, 1056};
@@ -57,11 +67,11 @@ std::vector<List> lists(int32_t n) {
 
 int64_t groups_of(int64_t neurons) { return (neurons + PI_GROUP - 1) / PI_GROUP; }
 
-// Random rows. Of Q4_1 d and m have one sign, so that the size of an element is that of its two terms.
+// Random rows. Of Q4_1 and Q5_1 d and m have one sign, so that the size of an element is that of its two terms.
 std::vector<uint8_t> random_stored(Random& r, int type, int64_t rows, int64_t k) {
   std::vector<uint8_t> stored = random_rows(r, type, rows, k);
-  if (type == PI_Q4_1)
-    for (size_t at = 0; at < stored.size(); at += 20)
+  if (has_minimum(type))
+    for (size_t at = 0; at < stored.size(); at += type == PI_Q4_1 ? 20 : 24)
       stored[at + 3] = (uint8_t)((stored[at + 3] & 0x7f) | (stored[at + 1] & 0x80));
   return stored;
 }
@@ -104,38 +114,56 @@ std::vector<uint8_t> described(int type, int kind, const uint8_t* row, int64_t k
     memcpy(packed.data(), row, (size_t)(2 * k));
     return packed;
   }
-  const int64_t codes = type == PI_Q8_0 ? pi_round_up(k, 64) : pi_round_up(k, 128) / 2,
-                at_codes = type == PI_Q4_1 ? 4 : 2, size = at_codes + (type == PI_Q8_0 ? 32 : 16),
-                scales = 2 * pi_round_up(k / 32, 16);
-  std::vector<uint8_t> packed((size_t)pi_round_up(codes + (type == PI_Q4_1 ? 2 : 1) * scales, 64));
+  const bool five = has_five_bits(type);
+  const int64_t nibbles = pi_round_up(k, 128) / 2,
+                codes = type == PI_Q8_0 ? pi_round_up(k, 64) : nibbles + (five ? pi_round_up(k, 512) / 8 : 0),
+                at_codes = has_minimum(type) ? 4 : 2, each = type == PI_Q8_0 ? 32 : 16,
+                size = at_codes + each + (five ? 4 : 0), scales = 2 * pi_round_up(k / 32, 16);
+  std::vector<uint8_t> packed((size_t)pi_round_up(codes + (has_minimum(type) ? 2 : 1) * scales, 64));
   for (int64_t i = 0; i < k; i++) {
     const uint8_t* block = row + i / 32 * size;
     memcpy(&packed[(size_t)(codes + i / 32 * 2)], block, 2);
-    if (type == PI_Q4_1) memcpy(&packed[(size_t)(codes + scales + i / 32 * 2)], block + 2, 2);
+    if (has_minimum(type)) memcpy(&packed[(size_t)(codes + scales + i / 32 * 2)], block + 2, 2);
     // Sixteen blocks, or those that are left: vector v has four elements of each.
     const int64_t first = i / 512 * 16, word = 4 * std::min(k / 32 - first, (int64_t)16), v = i % 32 / 4;
-    const int64_t vectors = first * (size - at_codes) + 4 * (i / 32 - first) + i % 4;
+    const int64_t vectors = first * each + 4 * (i / 32 - first) + i % 4;
+    const int code = code_in(type, block, at_codes, i % 32);
     if (type == PI_Q8_0) {
-      packed[(size_t)(kind == PI_DOT ? vectors + v * word : i)] = block[2 + i % 32];
+      packed[(size_t)(kind == PI_DOT ? vectors + v * word : i)] = (uint8_t)code;
       continue;
     }
-    const int code = i % 32 < 16 ? block[at_codes + i % 16] & 15 : block[at_codes + i % 16] >> 4;
+    if (five) {  // beside the low codes, or where the vectors of blocks lie side by side, in the order of their words
+      const bool close = word == 4 || word == 8 || word == 16 || word == 32;
+      const int64_t lane = i / 32 - first, at = close ? v % 4 * word / 4 + lane : lane;
+      const int64_t bit = close ? at / 16 + v / 4 * 4 : v;
+      uint8_t& byte = packed[(size_t)(nibbles + i / 512 * 64 + at % 16 * 4 + i % 4)];
+      byte = (uint8_t)(byte | code >> 4 << bit);
+    }
     const int64_t base = i / 128 * 64, e = i % 128, s = e / 16, l = e % 16;
     const int64_t at = kind == PI_DOT ? vectors + v % 4 * word : base + 4 * l + s / 2;
     const bool high = kind == PI_DOT ? v >= 4 : s % 2;
-    packed[(size_t)at] = (uint8_t)(packed[(size_t)at] | (high ? code << 4 : code));
+    packed[(size_t)at] = (uint8_t)(packed[(size_t)at] | (code & 15) << (high ? 4 : 0));
   }
   return packed;
 }
 
 void test_rows_across(int type) {
   Check check(std::string("rows ") + type_name(type) + " add");
-  const int64_t first = type == PI_Q4_1X32 ? 4 : 2, size = first + 16;  // codes within a stored block, and all of it
+  const bool five = has_five_bits(type), eight = type == PI_Q8_0X32;
+  // Bytes of the scales of an element; they come first in a stored block. And all of the block.
+  const int64_t first = type == PI_MXFP4X32 ? 1
+                        : has_minimum(type) ? 4
+                                            : 2,
+                size = first + (eight  ? 32
+                                : five ? 20
+                                       : 16);
+  const int64_t each = std::min(first, (int64_t)2);
   for (int64_t k : BLOCK_WIDTHS) {
     Random r((uint64_t)(type + k));
-    const int64_t rows = 64, bytes = pi_row_bytes(type, k), scales = pi_round_up(k, 128) * 2,
-                  stride = PI_GROUP * bytes + first / 2 * scales;
-    check.yes(bytes == pi_round_up(k, 128) / 2 && pi_shared_bytes(type, k) == first / 2 * scales, k);
+    const int64_t rows = 64, bytes = pi_row_bytes(type, k), scales = pi_round_up(k, 128) * each,
+                  nibbles = pi_round_up(k, 128) / 2, stride = PI_GROUP * bytes + first / each * scales;
+    check.yes(bytes == (eight ? 2 * nibbles : nibbles + (five ? pi_round_up(k, 512) / 8 : 0)), k);
+    check.yes(pi_shared_bytes(type, k) == first / each * scales, k);
     std::vector<float> values;
     const std::vector<uint8_t> random = random_bundle_rows(r, type, rows, k, values);
     const Exact<uint8_t> stored(random.begin(), random.end());
@@ -147,13 +175,16 @@ void test_rows_across(int type) {
       std::vector<uint8_t> wanted((size_t)stride);
       for (int64_t c = 0; c < k; c++) {
         const uint8_t* block = stored.data() + (g * k + c) * size;
-        for (int64_t s = 0; s < first / 2; s++)
-          memcpy(&wanted[(size_t)(PI_GROUP * bytes + s * scales + 2 * c)], block + 2 * s, 2);
+        for (int64_t s = 0; s < first / each; s++)
+          memcpy(&wanted[(size_t)(PI_GROUP * bytes + s * scales + each * c)], block + each * s, (size_t)each);
         for (int64_t i = 0; i < PI_GROUP; i++) {
-          const int code = i < 16 ? block[first + i] & 15 : block[first + i - 16] >> 4;
-          const int64_t z = c % 128 / 32, l = c % 16;
-          uint8_t& byte = wanted[(size_t)(i * bytes + c / 128 * 64 + l / 4 * 16 + 4 * z + l % 4)];
-          byte = (uint8_t)(byte | (c % 32 < 16 ? code : code << 4));
+          const int code = code_in(type, block, first, i);
+          const int64_t z = eight ? c % 64 / 16 : c % 128 / 32, l = c % 16, at = l / 4 * 16 + l % 4;
+          uint8_t& byte = wanted[(size_t)(i * bytes + (eight ? c / 64 : c / 128) * 64 + at + 4 * z)];
+          byte = (uint8_t)(eight ? code : byte | (code & 15) << (c % 32 < 16 ? 0 : 4));
+          if (!five) continue;
+          uint8_t& fifths = wanted[(size_t)(i * bytes + nibbles + c / 512 * 64 + at + c % 512 / 128 * 4)];
+          fifths = (uint8_t)(fifths | code >> 4 << c % 128 / 16);
         }
       }
       check.yes(memcmp(group, wanted.data(), (size_t)stride) == 0, k);
@@ -237,7 +268,8 @@ double dot_chain(int type, int64_t k) {
   switch (type) {
     case PI_F16: return 2.0 * (double)((k + 15) / 16) + 4;
     case PI_BF16: return 4.0 * (double)((k + 31) / 32) + 4;
-    case PI_Q4_1: return 4.0 * (double)((k + 511) / 512) + 7;  // two products a step, and d * code + m is rounded here
+    case PI_Q4_1:
+    case PI_Q5_1: return 4.0 * (double)((k + 511) / 512) + 7;  // two products a step, and d * code + m is rounded here
     default: return 2.0 * (double)((k + 511) / 512) + 6;
   }
 }
@@ -435,14 +467,14 @@ void test_add_groups(const PiKernels* kernels, int type) {
             for (int64_t j = 0; j < n; j++) {
               const double term = (double)q[(size_t)(t * ldq + j)] * packed.row(index[(size_t)j])[c];
               whole += term;
-              size += type == PI_Q4_1X32 ? fabs(term) : 0;
+              size += has_minimum(type) ? fabs(term) : 0;
               if (j + 1 < n && group[(size_t)(j + 1)] == group[(size_t)j]) continue;
               const double by = d[(size_t)(t * ldd + group[(size_t)j])];
               sum += whole * by;
               all += std::max(fabs(whole), size) * by;
               whole = size = 0;
             }
-            const double steps = (type == PI_Q4_1X32 ? 4.0 : 2.0) * (double)groups + 3;
+            const double steps = (has_minimum(type) ? 4.0 : 2.0) * (double)groups + 3;
             values.near(out[(size_t)(t * ldo + c)], sum, gamma_of(steps) * all, t * k + c);
             bits.same(alone[(size_t)c], out[(size_t)(t * ldo + c)], t * k + c);
           }

@@ -31,10 +31,18 @@ int64_t code_at(int type, int kind, int64_t k, int64_t i, bool* high) {
 }
 
 // Position of the fifth bit of the code of element i: the byte, and its bit there.
-int64_t fifth_at(int64_t k, int64_t i, int* bit) {
-  const int64_t l = i % 16;
-  *bit = (int)(i % 128 / 16);
-  return pi_round_up(k, 128) / 2 + i / 512 * 64 + l / 4 * 16 + i % 512 / 128 * 4 + l % 4;
+int64_t fifth_at(int type, int64_t k, int64_t i, int* bit) {
+  const int64_t line = pi_round_up(k, 128) / 2 + i / 512 * 64;
+  if (pi_across(type) >= 0) {
+    const int64_t l = i % 16;
+    *bit = (int)(i % 128 / 16);
+    return line + l / 4 * 16 + i % 512 / 128 * 4 + l % 4;
+  }
+  const int64_t lanes = std::min(k / 32 - i / 512 * 16, (int64_t)16), l = i / 32 % 16, v = i % 32 / 4;
+  const int64_t word =
+      pi_lanes_close(lanes) ? v % 4 * lanes + l : l;  // of the code, among those of its low or high half
+  *bit = (int)(pi_lanes_close(lanes) ? word / 16 + (v >= 4 ? 4 : 0) : v);
+  return line + word % 16 * 4 + i % 4;
 }
 
 // The code of element i of a stored block of 32.
@@ -47,7 +55,7 @@ int stored_code(int type, const uint8_t* block, int i) {
   return (i < 16 ? q[i] & 15 : q[i - 16] >> 4) | fifth << 4;
 }
 
-bool wants_lanes(int type) { return type == PI_Q8_0 || type == PI_Q4_0 || type == PI_Q4_1; }
+bool wants_lanes(int type) { return pi_block(type) > 1 && pi_row_type(type, PI_DOT); }
 
 // A block in progress: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
 // `count` pairs.
@@ -368,7 +376,7 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
     *byte = (uint8_t)(*byte | (pi_bits(type) == 8 ? code : (code & 15) << (high ? 4 : 0)));
     if (pi_bits(type) != 5) return;
     int bit;
-    byte = row + fifth_at(k, i, &bit);
+    byte = row + fifth_at(type, k, i, &bit);
     *byte = (uint8_t)(*byte | code >> 4 << bit);
   };
   if (pi_across(type) >= 0) {
@@ -415,7 +423,7 @@ void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
     int code = pi_bits(type) == 8 ? (int8_t)byte : high ? byte >> 4 : byte & 15;
     if (pi_bits(type) == 5) {
       int bit;
-      const uint8_t fifths = row[fifth_at(k, c, &bit)];
+      const uint8_t fifths = row[fifth_at(type, k, c, &bit)];
       code |= (fifths >> bit & 1) << 4;
     }
     code = t.values == PI_VALUES_IQ4    ? PI_IQ4_ENTRIES[code]

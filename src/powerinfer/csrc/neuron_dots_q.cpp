@@ -6,33 +6,45 @@ namespace {
 // Quantised rows: 16 blocks at a time, one in each lane, so that 512 elements end in one multiplication with their
 // scales. Beyond the end of a row all scales are zero.
 struct CodesQ8_0 {
-  enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8, MINS = 0 };
+  enum { TYPE = PI_Q8_0, BLOCK = 32, VECTORS = 8, MINS = 0, FIVE = 0 };
   static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return dot_vs_start(sum); }
-  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, u8x64, const uint8_t* q, int v) {
     return dot_vs(acc, raw, b_load(q + 64 * v));
   }
   template <int M>
-  static PI_INLINE_MEMBER i32x16 close(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
-    return dot(acc, raw, q, v);
+  static PI_INLINE_MEMBER i32x16 close(i32x16 acc, u8x64 raw, u8x64 fifth, const uint8_t* q, int v) {
+    return dot(acc, raw, fifth, q, v);
   }
 };
-struct Codes4 {
-  enum { BLOCK = 16, VECTORS = 4 };
-  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, const uint8_t* q, int v, int high = 4) {
-    return dot_vu(dot_vu(acc, b_low4(raw), b_load(q + 64 * v)), b_high4(raw), b_load(q + 64 * (v + high)));
+// Codes of 4 bits, or of 5, whose fifths lie apart.
+template <int KIND>
+struct CodesOf4 {
+  enum { TYPE = KIND, BLOCK = 16, VECTORS = 4, MINS = PI_TYPES[KIND].m >= 0, FIVE = pi_bits(KIND) == 5 };
+  static constexpr bool SIGNED = PI_TYPES[KIND].values == PI_VALUES_IQ4;
+  static PI_INLINE_MEMBER i32x16 start(i32x16 sum) {
+    if constexpr (SIGNED) return dot_vs_start(sum);
+    constexpr int offset = PI_TYPES[KIND].offset;
+    static_assert(offset == 0 || offset == 8 || offset == 16, "a shift");
+    if constexpr (offset == 0) return i_set(0);
+    else return i_sub(i_set(0), offset == 8 ? i_shl<3>(sum) : i_shl<4>(sum));
+  }
+  static PI_INLINE_MEMBER i32x16 multiply(i32x16 acc, u8x64 code, const uint8_t* q) {
+    if constexpr (SIGNED) return dot_vs(acc, b_lookup(PI_IQ4_ENTRIES, code), b_load(q));
+    else return dot_vu(acc, code, b_load(q));
+  }
+  // fifth: bits v of it belong to the low codes, bits 4 + v to the high ones, which are `high` vectors behind.
+  static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, u8x64 fifth, const uint8_t* q, int v, int high = 4) {
+    u8x64 first = b_low4(raw), second = b_high4(raw);
+    if constexpr (FIVE) {
+      first = b_or(first, b_and(move_to_4(fifth, v), b_set(16)));
+      second = b_or(second, b_and(b_shr(fifth, v), b_set(16)));
+    }
+    return multiply(multiply(acc, first, q + 64 * v), second, q + 64 * (v + high));
   }
   template <int M>
-  static PI_INLINE_MEMBER i32x16 close(i32x16 acc, u8x64 raw, const uint8_t* q, int v) {
-    return M < 4 ? dot(acc, raw, q + PI_LANES_HALVES, 0, 1) : dot(acc, raw, q, v, M / 4);
+  static PI_INLINE_MEMBER i32x16 close(i32x16 acc, u8x64 raw, u8x64 fifth, const uint8_t* q, int v) {
+    return M < 4 ? dot(acc, raw, fifth, q + PI_LANES_HALVES, 0, 1) : dot(acc, raw, fifth, q, v, M / 4);
   }
-};
-struct CodesQ4_0 : Codes4 {
-  enum { TYPE = PI_Q4_0, MINS = 0 };
-  static PI_INLINE_MEMBER i32x16 start(i32x16 sum) { return i_sub(i_set(0), i_shl<3>(sum)); }
-};
-struct CodesQ4_1 : Codes4 {
-  enum { TYPE = PI_Q4_1, MINS = 1 };
-  static PI_INLINE_MEMBER i32x16 start(i32x16) { return i_set(0); }
 };
 
 // The first M of 16 numbers, again and again.
@@ -55,7 +67,7 @@ struct DotQ {
     const Rows<R>& w;
     const M& with;
     const uint8_t* a[M::TOKENS];  // activations of these blocks
-    int64_t b, codes, mins;
+    int64_t b, codes, mins, fifths;
     i32x16 s[R][T];
 
     PI_INLINE_MEMBER void start() {
@@ -73,11 +85,14 @@ struct DotQ {
     PI_INLINE_MEMBER void multiply(int v, int64_t apart, const Dot& dot) {
       const int64_t at = C::BLOCK * b + apart * v;
       w.ask(at);
+      if constexpr (C::FIVE)
+        if (v == 0) w.ask(fifths + 4 * b);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         const u8x64 raw = b_load(w.now[r] + at);
+        const u8x64 fifth = C::FIVE ? b_load(w.now[r] + fifths + 4 * b) : raw;
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) s[r][t] = dot(s[r][t], raw, a[with.of(r, t)], v);
+        for (int t = 0; t < T; t++) s[r][t] = dot(s[r][t], raw, fifth, a[with.of(r, t)], v);
       }
     }
     template <class Scales>
@@ -102,9 +117,9 @@ struct DotQ {
       start();
 #pragma GCC unroll 8
       for (int v = 0; v < C::VECTORS; v++)
-        multiply(v, 4 * lanes, [](i32x16 acc, u8x64 raw, const uint8_t* q, int v) __attribute__((always_inline)) {
-          return C::dot(acc, raw, q, v);
-        });
+        multiply(v, 4 * lanes,
+                 [](i32x16 acc, u8x64 raw, u8x64 fifth, const uint8_t* q, int v)
+                     __attribute__((always_inline)) { return C::dot(acc, raw, fifth, q, v); });
       finish(sum, [](const uint8_t* p) __attribute__((always_inline)) { return f_load_f16(p); });
     }
     // The last N blocks of a row, of each in every Nth lane.
@@ -114,8 +129,8 @@ struct DotQ {
       constexpr int VECTORS = (C::VECTORS * N + 15) / 16;
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++)
-        multiply(v, 64, [](i32x16 acc, u8x64 raw, const uint8_t* q, int v) __attribute__((always_inline)) {
-          return C::template close<N>(acc, raw, q, v);
+        multiply(v, 64, [](i32x16 acc, u8x64 raw, u8x64 fifth, const uint8_t* q, int v) __attribute__((always_inline)) {
+          return C::template close<N>(acc, raw, fifth, q, v);
         });
       finish(sum, [](const uint8_t* p) __attribute__((always_inline)) { return load_f16_again<N>(p); });
     }
@@ -125,7 +140,7 @@ struct DotQ {
   static void rows(const Rows<R>& w, const PiActs* x, const M& with, float* out, int64_t ldo) {
     Sums<R, M::T> sum;
     const int64_t nb = x->k / 32, codes = pi_row_codes(C::TYPE, x->k), ld = pi_lanes_bytes(x->k);
-    Step<R, M> step{w, with, {}, 0, codes, codes + pi_row_scales(x->k), {}};
+    Step<R, M> step{w, with, {}, 0, codes, codes + pi_row_scales(x->k), pi_round_up(x->k, 128) / 2, {}};
 #pragma GCC unroll 8
     for (int m = 0; m < M::TOKENS; m++) step.a[m] = x->lanes + with.token[m] * ld;
     for (; step.b + 16 <= nb; step.b += 16) {
@@ -149,6 +164,9 @@ struct DotQ {
 
 PI_KERNELS(neuron_dots_q) {
   use_dots<DotQ<CodesQ8_0>>(to, PI_Q8_0);
-  use_dots<DotQ<CodesQ4_0>>(to, PI_Q4_0);
-  use_dots<DotQ<CodesQ4_1>>(to, PI_Q4_1);
+  use_dots<DotQ<CodesOf4<PI_Q4_0>>>(to, PI_Q4_0);
+  use_dots<DotQ<CodesOf4<PI_Q4_1>>>(to, PI_Q4_1);
+  use_dots<DotQ<CodesOf4<PI_Q5_0>>>(to, PI_Q5_0);
+  use_dots<DotQ<CodesOf4<PI_Q5_1>>>(to, PI_Q5_1);
+  use_dots<DotQ<CodesOf4<PI_IQ4_NL>>>(to, PI_IQ4_NL);
 }

@@ -6,7 +6,7 @@
 
 int repacked_type(int row_type) {
   if (pi_across(row_type) >= 0) return pi_across(row_type);
-  return row_type == PI_F16 || row_type == PI_BF16 || row_type == PI_Q4_0 ? row_type : -1;
+  return pi_row_type(row_type, PI_DOT) ? row_type : -1;
 }
 
 namespace {
@@ -16,21 +16,44 @@ int64_t place(int type, int64_t i, int64_t r) {
   return type == PI_F16 ? (i * PI_LANES + r) * 2 : i / 2 * 64 + r * 4 + i % 2 * 2;
 }
 
-// 16 rows of Q4_0 as single neurons have them (table.h) to a panel.
-void spread_q4_0(const uint8_t* const (&src)[PI_LANES], int64_t k, uint8_t* panel) {
-  const int64_t blocks = k / 32, codes = pi_row_codes(PI_Q4_0, k);
-  uint8_t* const scales = panel + pi_codes_bytes(PI_Q4_0, k);
-  for (int64_t b = 0; b < blocks; b++) {
+// The fifth bits of a block of a row (table.h), of 4 g + j at bit g of byte j. lanes: blocks of its line, l: which it is.
+uint32_t fifths_of(const uint8_t* line, int64_t lanes, int64_t l) {
+  uint32_t word, all = 0;
+  if (!pi_lanes_close(lanes)) {
+    memcpy(&word, line + 4 * l, 4);
+    return word;
+  }
+  for (int64_t g = 0; g < 8; g++) {
+    const int64_t at = g % 4 * lanes + l;
+    memcpy(&word, line + at % 16 * 4, 4);
+    all |= (word >> (at / 16 + (g >= 4 ? 4 : 0)) & 0x01010101u) << g;
+  }
+  return all;
+}
+
+// 16 quantised rows as single neurons have them (table.h) to a panel.
+void spread(int type, const uint8_t* const (&src)[PI_LANES], int64_t k, uint8_t* panel) {
+  const PiTypeFacts& t = pi_facts(type);
+  const int64_t blocks = k / 32, codes = pi_row_codes(type, k), each = pi_bits(type) == 8 ? 32 : 16;
+  uint8_t* const scales = panel + pi_codes_bytes(type, k);
+  for (int64_t b = 0; b < blocks; b++, panel += PI_LANES * t.codes) {
     const int64_t first = b / 16 * 16, n = std::min(blocks - first, (int64_t)16);
-    for (int64_t v = 0; v < 4; v++) {
-      const int64_t at = first * 16 + (v * n + b - first) * 4;
-      uint32_t words[PI_LANES];
+    uint32_t words[PI_LANES];
+    for (int64_t v = 0; v < each / 4; v++) {
+      const int64_t at = first * each + (v * n + b - first) * 4;
       for (int r = 0; r < PI_LANES; r++) memcpy(words + r, src[r] + at, 4);
-      memcpy(panel + b * 256 + v * 64, words, 64);
+      memcpy(panel + v * 64, words, 64);
+    }
+    if (pi_bits(type) == 5) {
+      const int64_t line = pi_round_up(k, 128) / 2 + 4 * first;
+      for (int r = 0; r < PI_LANES; r++) words[r] = fifths_of(src[r] + line, n, b - first);
+      memcpy(panel + 256, words, 64);
     }
     uint16_t of_block[PI_LANES];
-    for (int r = 0; r < PI_LANES; r++) memcpy(of_block + r, src[r] + codes + b * 2, 2);
-    memcpy(scales + b * 32, of_block, 32);
+    for (int64_t i = 0; i < pi_halves(type); i++) {
+      for (int r = 0; r < PI_LANES; r++) memcpy(of_block + r, src[r] + codes + i * pi_row_scales(k) + b * 2, 2);
+      memcpy(scales + b * PI_LANES * t.scales + 32 * i, of_block, 32);
+    }
   }
 }
 
@@ -104,12 +127,13 @@ void turn(const PiRows& rows, int64_t first, int64_t row, uint8_t* low, uint8_t*
 
 void panels_of_neurons(const PiRows& rows, int64_t first, int panels, uint8_t* out) {
   const int64_t k = rows.k, size = pi_panel_bytes(rows.type, k);
-  if (rows.type != PI_Q4_0) memset(out, 0, (size_t)(panels * size));  // what pads k
+  const bool floats = pi_block(rows.type) == 1;
+  if (floats) memset(out, 0, (size_t)(panels * size));  // what pads k
   for (int64_t p = 0; p < panels; p++, out += size) {
     const uint8_t* src[PI_LANES];
     for (int r = 0; r < PI_LANES; r++) src[r] = pi_row(&rows, (int32_t)(first + p * PI_LANES + r));
-    if (rows.type == PI_Q4_0) {
-      spread_q4_0(src, k, out);
+    if (!floats) {
+      spread(rows.type, src, k, out);
       continue;
     }
     for (int r = 0; r < PI_LANES; r++)

@@ -141,6 +141,9 @@ struct PiAttention {
 //   Q4_0       codes and d likewise; dot: 4 vectors, in the high nibbles those of vector 4 + v; add: per 128 k 64
 //              bytes, nibble s of 32-bit word l is element 16 s + l
 //   Q4_1       dot only: as Q4_0, and behind d, padded likewise, f16 m of each 32
+//   Q5_0, Q5_1, IQ4_NL  dot only: as Q4_0 and Q4_1; behind the codes of 4 bits of all k, per 512 k 64 bytes with the fifth
+//              bits: bit v of byte j of word l is of element 4 v + j of block l. Of 1, 2, 4 or 8 blocks at the end, bit w of
+//              word l is that of the low code in word 16 w + l, bit 4 + w that of the high one
 //   ..X32      add only: blocks across the group's neurons, as model files have them. Codes of 4 bits per 128 k as 64
 //              bytes: byte 16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l
 //              (l < 16). Q5_0X32, Q5_1X32: behind these, per 512 k, bit b of that byte is bit 4 of element

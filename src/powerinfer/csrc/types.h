@@ -26,14 +26,14 @@
   X(Q8_0, 8, 32, 34, 2, 32, 2, 0, -1, 0, WHOLE, Q8, DOT_ADD_X32, Q8_0) \
   X(Q4_0, 2, 32, 18, 2, 16, 2, 0, -1, 8, WHOLE, Q8, DOT_ADD_X32, Q4_0) \
   X(Q4_1, 3, 32, 20, 4, 16, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)       \
-  X(Q5_0, 6, 32, 22, 2, 20, 2, 0, -1, 16, WHOLE, Q8, X32, Q8_0)        \
-  X(Q5_1, 7, 32, 24, 4, 20, 4, 0, 2, 0, WHOLE, Q8, X32, F16)
+  X(Q5_0, 6, 32, 22, 2, 20, 2, 0, -1, 16, WHOLE, Q8, DOT_X32, Q8_0)    \
+  X(Q5_1, 7, 32, 24, 4, 20, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)
 #define PI_K_TYPES(X)                                                \
   X(Q4_K, 12, 256, 144, 16, 128, 20, 0, 2, 0, WHOLE, Q8, NONE, Q4_K) \
   X(Q5_K, 13, 256, 176, 16, 160, 20, 0, 2, 0, WHOLE, Q8, NONE, Q5_K) \
   X(Q6_K, 14, 256, 210, 0, 192, 18, 208, -1, 32, WHOLE, Q8, NONE, Q6_K)
 #define PI_IQ_TYPES(X)                                              \
-  X(IQ4_NL, 20, 32, 18, 2, 16, 2, 0, -1, 0, IQ4, Q8, X32, Q8_0)     \
+  X(IQ4_NL, 20, 32, 18, 2, 16, 2, 0, -1, 0, IQ4, Q8, DOT_X32, Q8_0) \
   X(IQ4_XS, 23, 256, 136, 8, 128, 10, 0, -1, 0, IQ4, Q8, NONE, F16) \
   X(MXFP4, 39, 32, 17, 1, 16, 1, -1, -1, 0, E2M1, Q8, X32, MXFP4)
 #define PI_QUANTISED_TYPES(X) PI_Q_TYPES(X) PI_K_TYPES(X) PI_IQ_TYPES(X)

@@ -27,7 +27,7 @@ from powerinfer.config import (
 )
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.choices import CachePages, Choice, StateSlots, machine_choices
-from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, rebundle
+from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, bundle_down, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.file_rows import ROOM, FileRows
@@ -37,7 +37,7 @@ from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
 from powerinfer.kernels import cpu
-from powerinfer.neurons import NO_VECTORS, FfnVectors
+from powerinfer.neurons import BUNDLE_GROUP, NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ class ExpertSum:
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
         if (made := self.by_neuron) is not None:
-            up, down = matrices[1:]
-            rebundle(made.layout, made.groups, self._n, place, up, down, self._pool.threads)
+            rebundle(made.layout, made.groups, self._n, place, matrices, self._pool.threads)
         for packed, tensor in zip(self._matrices, matrices, strict=made is None):
             first = place * (packed.rows // self._n)
             _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
@@ -516,7 +515,7 @@ class CpuExecutor:
             of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, latents)
         elif self.in_experts and about.why_whole is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
-            of_all, made = self._bundled(about, spec, weights.experts(), predictor)
+            of_all, made = self._bundled(about, spec, weights, predictor)
         else:
             *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in weights.experts())
             of_gate, biases = gate[0] if gate else None, _biases(about, weights.biases)
@@ -633,22 +632,24 @@ class CpuExecutor:
         self,
         about: ExpertsConfig,
         spec: _native.NeuronSpec,
-        experts: Iterable[RawTensor],
+        stored: ExpertWeights,
         weights: Weights | None,
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
-        """Experts as bundles, gates as matrices unless there is a predictor; and what makes the layer's FFN of its
-        operator."""
+        """Experts as bundles, their first product as matrices unless there is a predictor; and what makes the layer's
+        FFN of its operator. weights: of the predictor."""
         n, top, size = about.n_experts, about.router.top_k, about.size
-        of_all, gate, made = self._by_neuron(about, spec, experts, weights)
+        shared_down = stored.shared[-1] if stored.shared else None
+        of_all, gate, made = self._by_neuron(about, spec, stored.experts(), weights, shared_down)
         own, of_gates = made.predictor, 0 if gate is None else gate.nbytes
+        more = made.more * made.layout.stride
         return of_all, partial(
             ExpertFfn,
             sum=made.sum,
             layout=made.layout,
             gate_row=made.layout.gate_bytes if gate is None else of_gates / (n * size),
             predictor=(0, 0.0) if own is None else (own.inner_nbytes, own.outer_nbytes / (n * size)),
-            neurons=top * size,
-            nbytes=(of_gates + made.groups.nbytes) * top // n,
+            neurons=top * size + made.more,
+            nbytes=(of_gates + made.groups.nbytes - more) * top // n + more + made.more * of_gates // (n * size),
         )
 
     def _by_neuron(
@@ -657,8 +658,13 @@ class CpuExecutor:
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
         weights: Weights | None = None,
+        shared_down: RawTensor | None = None,
     ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
+        """The experts, the matrix of their first product, and their bundles. shared_down: of a shared expert, which is
+        in the bundles, too, where its type is that of the others."""
         n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
+        if not about.gated:
+            return self._plain_by_neuron(about, spec, experts, shared_down)
         each, predictor = iter(experts), self.parts.predictor(weights)
         gate = None if predictor else self._stack(next(each), top)
         of_rows = next(each) if predictor else None
@@ -672,6 +678,24 @@ class CpuExecutor:
             n, size, spec, gate, None, None, bundled=neurons, predictor=predictor, recall_every=self._recall_every
         )
         return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
+
+    def _plain_by_neuron(
+        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor], shared: RawTensor | None
+    ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
+        """As `_by_neuron`, of experts without gates. shared: down of a shared expert."""
+        n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
+        of_up, of_down = experts
+        up = self._stack(of_up, top)
+        if shared is not None and (shared.type != of_down.type or shared.shape[1] % BUNDLE_GROUP):
+            shared = None
+        more = 0 if shared is None else shared.shape[1]
+        layout, rows = bundle_down(about, self.d_model, of_up.type, of_down, shared, self._pool.threads)
+        types = None, of_up.type, layout.down_type
+        native = _native.apart_bundles(n * size + more, self.d_model, *types, spec, None, rows)
+        neurons = _native.NeuronSum(self._workspace, native)
+        self.bytes_per_token += (rows.nbytes - more * layout.stride) * top // n
+        of_all = _native.ExpertMatrices(n, size, spec, None, up, None, bundled=neurons)
+        return of_all, up, ByNeuron(neurons, layout, rows, more=more)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a

@@ -1,11 +1,12 @@
 """Experts of the CPU's executor whose neurons are told apart: up and down as bundles, gates as matrices, or, where a
-predictor selects before gates are computed, in the bundles too.
+predictor selects before gates are computed, in the bundles too. Without gates up is the matrix.
 
 The weights rest once: prompts repack the bundles of an expert, a few panels at a time, for the kernels of matrices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,25 +17,30 @@ from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import by_group, own_pages, transposed
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.formats.weight_types import ACROSS, BLOCKS
+from powerinfer.formats.weight_types import ACROSS, BLOCKS, DOT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
-ROW_TYPES = ("F16", "BF16", "Q4_0")
-"""Types of up and down that bundles hold without loss."""
+ROW_TYPES = DOT_TYPES
+"""Types of gate and up that bundles hold without loss, and that prompts make matrices of."""
+
+DOWN_TYPES = ("F16", "BF16", *ACROSS)
+"""The same of down."""
 
 
 @dataclass(frozen=True)
 class ByNeuron:
     """Some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes.
 
-    predictor: selects neurons before gates are computed, which are then in the bundles; None: gates are a matrix.
+    predictor: selects neurons before gates are computed, which are then in the bundles; None: gates, or without gates
+    up, are a matrix. more: neurons of a shared expert behind all others.
     """
 
     sum: _native.NeuronSum
     layout: BundleLayout
     groups: Bytes
     predictor: _native.Predictor | None = None
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,10 @@ class ExpertFfn:
 def bundle(
     about: ExpertsConfig, d_model: int, gate: RawTensor | None, up: RawTensor, down: RawTensor, threads: int
 ) -> tuple[BundleLayout, Bytes]:
-    """All experts as bundles: uint8 [groups, bytes of a group].
+    """All experts with gates as bundles: uint8 [groups, bytes of a group].
 
-    gate, up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`; gate: of up's type, None: it stays out.
+    gate, up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`, down of `DOWN_TYPES`; gate: of up's
+    type, None: it stays out.
     """
     layout = expert_layout(d_model, up.type, down.type, gate is not None)
     groups = own_pages(about.n_experts * n_groups(about.size) * layout.group_bytes).reshape(-1, layout.group_bytes)
@@ -74,14 +81,30 @@ def bundle(
     return layout, groups
 
 
+def bundle_down(
+    about: ExpertsConfig, d_model: int, up_type: str, down: RawTensor, shared: RawTensor | None, threads: int
+) -> tuple[BundleLayout, Bytes]:
+    """Down of all experts without gates as bundles: uint8 [groups, bytes of a group]. shared: down of a shared expert,
+    [d_model, its neurons] of down's type, behind the others."""
+    layout = plain_layout(d_model, up_type, down.type)
+    n = about.n_experts * n_groups(about.size)
+    more = 0 if shared is None else n_groups(shared.shape[1])
+    groups = own_pages((n + more) * layout.group_bytes).reshape(-1, layout.group_bytes)
+    _put(layout, groups[:n], None, None, down.data.reshape(about.n_experts, d_model, -1), threads)
+    if shared is not None:
+        _put(layout, groups[n:], None, None, shared.gathered().data.reshape(1, d_model, -1), threads)
+    return layout, groups
+
+
 def rebundle(
-    layout: BundleLayout, groups: Bytes, experts: int, place: int, up: RawTensor, down: RawTensor, threads: int
+    layout: BundleLayout, groups: Bytes, experts: int, place: int, matrices: Sequence[RawTensor], threads: int
 ) -> None:
-    """Put another expert in a place of those that `bundle` has made, without gates. up, down: [out, in] of the types
-    of all."""
+    """Put another expert in a place of those that `bundle`, with gates elsewhere, or `bundle_down` has made. matrices:
+    [out, in] of the types of all."""
     each = len(groups) // experts
     own = groups[place * each : (place + 1) * each]
-    _put(layout, own, None, up.data, down.data.reshape(1, layout.d_model, -1), threads)
+    *_, up, down = matrices
+    _put(layout, own, None, up.data if layout.gate_bytes else None, down.data.reshape(1, layout.d_model, -1), threads)
 
 
 def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = False) -> BundleLayout:
@@ -91,12 +114,22 @@ def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = Fals
     return BundleLayout(d_model, gated, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
 
 
-def _put(layout: BundleLayout, groups: Bytes, gate: Bytes | None, up: Bytes, down: Bytes, threads: int) -> None:
-    """Fill the groups of experts. gate, up: of all their rows; down: uint8 [experts, d_model, bytes of a row]."""
+def plain_layout(d_model: int, up_type: str, down_type: str) -> BundleLayout:
+    """Of neurons of experts without gates, whose up, of any type, is a matrix and down has a type in `DOWN_TYPES`."""
+    down_type = ACROSS.get(down_type, down_type)
+    return BundleLayout(d_model, False, up_type, down_type, 0, *cpu.bundle_row_bytes(down_type, d_model))
+
+
+def _put(
+    layout: BundleLayout, groups: Bytes, gate: Bytes | None, up: Bytes | None, down: Bytes, threads: int
+) -> None:
+    """Fill the groups of experts. gate, up: of all their rows, None: elsewhere; down: uint8 [experts, d_model, bytes of
+    a row]."""
     neurons = len(groups) * BUNDLE_GROUP
     if gate is not None:
         cpu.pack_bundle_rows(layout, "gate", neurons, gate, groups, threads)
-    cpu.pack_bundle_rows(layout, "up", neurons, up, groups, threads)
+    if up is not None:
+        cpu.pack_bundle_rows(layout, "up", neurons, up, groups, threads)
     each = len(groups) // len(down)
     for expert, columns in enumerate(down):
         across = BLOCKS.get(layout.down_type)

@@ -23,7 +23,7 @@ from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import ALMOST_HALF, Bytes, as_q8_0, block_type
 from powerinfer.formats.tensors import RawTensor, convert
-from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES
+from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES, WEIGHT_TYPES
 from powerinfer.formats.weight_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
@@ -103,8 +103,10 @@ def gpu_type(type_name: str, k: int = 32) -> str:
 
 
 def neuron_type(type_name: str, k: int) -> str:
-    """The same of the rows of bundles: `gpu_type`, but for Q4_0X32, which stays."""
-    return type_name if type_name == "Q4_0X32" else gpu_type(BLOCKS.get(type_name, type_name), k)
+    """The same of the rows of bundles: `gpu_type`, but Q4_0X32 stays, and others across neurons become Q8_0."""
+    if type_name in BLOCKS:
+        return type_name if type_name == "Q4_0X32" else "Q8_0"
+    return gpu_type(type_name, k)
 
 
 def weight_bytes(type_name: str, rows: int, k: int) -> int:
@@ -683,16 +685,16 @@ def unpack(
 
     rows: uint8 [bytes], a multiple of a line's; at: int32 [n], the line at which each bundle begins; shared: int32 [g],
     the line at which the scales of each group begin; groups: int32 [n], which of these is a neuron's, None: not needed.
-    They become the rows of `neurons` from `row` on, and its shared scales from `group` on. Those of Q4_1 are rounded to
-    Q8_0, as its matrices are.
+    They become the rows of `neurons` from `row` on, and its shared scales from `group` on. Those of Q4_1, and
+    those across neurons but of Q4_0, are rounded to Q8_0.
     """
     matrices = [(neurons.up, "dot", layout.gate_type, layout.up_at)]
     matrices.append((neurons.down, "add", layout.down_type, layout.down_at))
     if neurons.gate is not None:
         matrices.append((neurons.gate, "dot", layout.gate_type, layout.gate_at))
     for weight, use, kind, offset in matrices:
-        if kind in ("Q4_1", "Q4_1X32"):
-            _unpack_q4_1(kind, rows, at, offset, groups, shared, weight, row)
+        if kind == "Q4_1" or (kind in BLOCKS and kind != "Q4_0X32"):
+            _unpack_rounded(kind, rows, at, offset, groups, shared, weight, row)
             continue
         data = weight.data[row : row + len(at)]
         order, unit = _order(weight.type, use, weight.k, rows.device)
@@ -704,33 +706,64 @@ def unpack(
         _take(rows, shared, 0, neurons.shared[group : group + len(shared)], 2)
 
 
-def _unpack_q4_1(
+def _unpack_rounded(
     kind: str, rows: Tensor, at: Tensor, offset: int, groups: Tensor | None, shared: Tensor, weight: Weight, row: int
 ) -> None:
-    """Rows of Q4_1 or Q4_1X32 that begin `offset` bytes behind lines `at` of `rows`, to a weight in Q8_0 from `row` on;
-    the others as in `unpack`. A few at a time: their values take much more memory than they do."""
+    """Rows of Q4_1, or whose blocks lie across neurons, that begin `offset` bytes behind lines `at` of `rows`, to a
+    weight in Q8_0 from `row` on; the others as in `unpack`. A few at a time: their values take much more memory than
+    they do."""
     import torch
 
     k, across = weight.k, kind in BLOCKS
-    order, unit = _order(kind, "add" if across else "dot", k, rows.device)
+    about = WEIGHT_TYPES[BLOCKS.get(kind, kind)]
+    powers = not about.halves  # scales are exponents of powers of two
     # d and m of a group's columns, or of a row's blocks: `count` of each, the second `pad` values behind the first
     begins, first, count, pad = (
         (shared, 0, k, -(-k // 128) * 128) if across else (at, offset + code_bytes(kind, k), k // 32, -(-k // 512) * 16)
     )
-    scales = torch.empty((len(begins), pad + count), dtype=torch.float16, device=rows.device)
-    _take(rows, begins, first, scales, 2)
+    numbers = pad + count if len(about.halves) > 1 else count
+    scales = torch.empty((len(begins), numbers), dtype=torch.int8 if powers else torch.float16, device=rows.device)
+    _take(rows, begins, first, scales, 1 if powers else 2)
+    scales = scales.view(torch.uint8) if powers else scales
     for begin, end in pieces(len(at), k, _SLAB):
-        codes = torch.empty((end - begin, k // 2), dtype=torch.uint8, device=rows.device)
-        _take(rows, at[begin:end], offset, codes, unit, order)
-        pairs = (codes ^ int(_SIGNS)).view(end - begin, -1, 1, 16)
-        wide = torch.cat((pairs & 15, pairs >> 4), dim=2).view(end - begin, -1, 1 if across else 32).float()
+        wide = _code_values(kind, rows, at[begin:end], offset, k).view(end - begin, -1, 1 if across else 32)
         if across:
             assert groups is not None
-            own = scales[groups[begin:end].long()].float()
+            own = scales[groups[begin:end].long()]
         else:
-            own = scales[begin:end].float()
-        wide.mul_(own[:, :count, None]).add_(own[:, pad:, None])
+            own = scales[begin:end]
+        factors = own[:, :count, None]
+        # of exponents halves of powers, since the entries of E2M1 are doubled
+        wide.mul_(torch.ldexp(torch.ones_like(wide), factors.int() - 128) if powers else factors.float())
+        if len(about.halves) > 1:
+            wide.add_(own[:, pad:, None].float())
         _to_q8_0(wide.view(end - begin, k), weight, row + begin)
+
+
+def _code_values(kind: str, rows: Tensor, at: Tensor, offset: int, k: int) -> Tensor:
+    """What the codes of such rows stand for, without their scales: float32 [n, k]."""
+    import torch
+
+    about, n, device = WEIGHT_TYPES[BLOCKS.get(kind, kind)], len(at), rows.device
+    order, unit = _order(kind, "add" if kind in BLOCKS else "dot", k, device)
+    if about.codes == about.block:
+        whole = torch.empty((n, k), dtype=torch.int8, device=device)
+        _take(rows, at, offset, whole, unit, order)
+        return whole.float()
+    low = torch.empty((n, k // 2), dtype=torch.uint8, device=device)
+    _take(rows, at, offset, low, unit, order)
+    pairs = (low ^ int(_SIGNS)).view(n, -1, 1, 16)
+    codes = torch.cat((pairs & 15, pairs >> 4), dim=2).view(n, k)
+    if about.codes * 8 == 5 * about.block:  # the fifth bits, see csrc/table.h
+        every = torch.arange(k, device=device, dtype=torch.int32)
+        places = every // 512 * 64 + every % 16 // 4 * 16 + every % 512 // 128 * 4 + every % 4
+        fifths = torch.empty((n, -(-k // 512) * 64), dtype=torch.int8, device=device)
+        _take(rows, at, offset + -(-k // 128) * 64, fifths, 1)
+        bits = fifths.view(torch.uint8)[:, places.long()] >> (every % 128 // 16).to(torch.uint8)
+        codes = codes | (bits & 1) << 4
+    if about.entries:
+        return torch.tensor(about.entries, dtype=torch.float32, device=device)[codes.long()]
+    return codes.float() - about.offset
 
 
 def _to_q8_0(values: Tensor, weight: Weight, row: int) -> None:
@@ -757,7 +790,7 @@ def _order(kind: str, use: str, k: int, device: Any) -> tuple[Tensor | None, int
     places = bundle_row_order(kind, use, k)  # of elements; those of the bytes of a row of `Weight.data` are:
     if kind in FLOAT_TYPES:
         places = np.add.outer(places, np.arange(2, dtype=np.int32)).reshape(-1)
-    elif kind != "Q8_0":
+    elif kind not in _WIDE_CODES:
         places = places.reshape(-1, 2, 16)[:, 0].reshape(-1)  # of the low code; the high one is in the same byte
     unit = next(unit for unit in (4, 2, 1) if _together(places, unit))
     order = places[::unit] // unit

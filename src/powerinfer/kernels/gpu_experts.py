@@ -49,6 +49,12 @@ def resident(
     return experts
 
 
+def tells_apart(down_type: str, size: int) -> bool:
+    """Whether `resident` can tell the neurons of experts apart whose down has a type and rows of `size`."""
+    kind = gpu.gpu_type(down_type, size)
+    return kind in ("F16", "BF16") or kind in gpu.SHARING
+
+
 def _columns(kind: str, neurons: int, d_model: int, device: Any) -> tuple[Weight, Tensor | None]:
     """Room for the columns of down, and for their scales."""
     import torch

@@ -32,7 +32,7 @@ from powerinfer.config import (
     RouterConfig,
     uniform,
 )
-from powerinfer.devices.cpu_experts import expert_layout
+from powerinfer.devices.cpu_experts import expert_layout, plain_layout
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
@@ -41,7 +41,7 @@ from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, ROW_TYPES
+from powerinfer.formats.weight_types import FLOAT_TYPES, KEPT, ROW_TYPES
 from powerinfer.hardware.description import RatedTypes
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
@@ -152,6 +152,10 @@ class Model:
             if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
                 return matrices
             *others, up, down = matrices
+            if not about.gated:
+                layout = plain_layout(self.config.d_model, up.type, down.type)
+                groups = about.n_experts * n_groups(about.size) + n_groups(about.shared_size)
+                return up, replace(down, panels=groups * layout.group_bytes)
             layout = expert_layout(self.config.d_model, up.type, down.type, gated)
             groups = about.n_experts * n_groups(about.size)
             others = [replace(one, panels=0) for one in others] if gated else others
@@ -359,8 +363,8 @@ def described_model(
     gate = gate if gate in ROW_TYPES else "Q8_0"
     gate = gate if config.d_model % block_type(gate).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
-    if gate in ACROSS and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
-        down = ACROSS[gate]
+    if gate in KEPT and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
+        down = KEPT[gate]
     layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
     known = {tensor: taken_type(kind) for tensor, kind in stored.items()}
     changed = frozenset(tensor for tensor, kind in stored.items() if known[tensor] != kind)

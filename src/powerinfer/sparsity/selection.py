@@ -19,6 +19,7 @@ from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
 from powerinfer.formats.profile_file import open_profile
+from powerinfer.formats.weight_types import ACROSS
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 
@@ -70,7 +71,7 @@ def check_neurons(config: ModelConfig, what: str) -> None:
 
 def check_experts(selector: str, checkpoint: Checkpoint) -> None:
     """RequestError if the selector cannot select neurons inside the experts of a model."""
-    from powerinfer.devices.cpu_experts import ROW_TYPES
+    from powerinfer.devices.cpu_experts import DOWN_TYPES, ROW_TYPES
 
     config = checkpoint.config
     if selector not in ("exact", "predicted"):
@@ -83,15 +84,20 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
     for layer, about in enumerate(layer.ffn for layer in config.layers):
         if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
             continue
-        of_rows = ("up", "down") if selector == "exact" else ("gate", "up", "down")
+        of_rows = about.matrices[1:] if selector == "exact" else about.matrices
         kinds = {name: checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in of_rows}
-        for kind in kinds.values():
-            if kind not in ROW_TYPES:
+        for name, kind in kinds.items():
+            known = DOWN_TYPES if name == "down" else ROW_TYPES
+            if kind not in known:
                 raise RequestError(
-                    f"selector {selector}: experts of type {kind} have no rows of single neurons (only "
-                    f"{', '.join(ROW_TYPES)}); take the model in one of these, or use --selector all"
+                    f"selector {selector}: experts of type {kind} have no rows of single neurons of {name} (only "
+                    f"{', '.join(known)}); take the model in one of these, or use --selector all"
                 )
-        if kinds.get("gate", kinds["up"]) != kinds["up"]:
+        if kinds["down"] in ACROSS and config.d_model % 32:
+            raise RequestError(
+                f"selector {selector}: a neuron's {config.d_model} weights are not whole blocks; use --selector all"
+            )
+        if "gate" in kinds and kinds["gate"] != kinds["up"]:
             raise RequestError(
                 f"selector predicted: gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer} must "
                 "have the same type; use --selector exact or all"
