@@ -241,14 +241,14 @@ def test_what_ends_early_is_gone_on_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rest", "resume"),
     [
-        pytest.param({"about": {"seed": 2}}, True, id="other about"),
+        pytest.param({"details": {"seed": 2}}, True, id="other about"),
         pytest.param({"rows": 11}, True, id="other rows"),
         pytest.param({}, False, id="not asked for"),
     ],
 )
 def test_what_is_another_file_is_not_gone_on_with(tmp_path: Path, rest: dict[str, Any], resume: bool) -> None:
     whole = sampled(tmp_path).path.read_bytes()
-    earlier = {"rows": ROWS, "windows": WINDOWS, "about": {"seed": 1}, **rest}
+    earlier = {"rows": ROWS, "windows": WINDOWS, "details": {"seed": 1}, **rest}
     with pytest.raises(ZeroDivisionError), write_samples(model(tmp_path), None, **earlier) as writer:
         put(writer, 0, ROWS)
         1 / 0  # noqa: B018
