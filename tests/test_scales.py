@@ -166,7 +166,7 @@ def test_matrices_that_are_stored_transposed() -> None:
         "Q4_1", tuple(rows.shape), quantize(rows.reshape(-1, rows.shape[-1]).numpy(), "Q4_1").reshape(-1)
     )
     own = Blocks.from_tensor(stored, torch.device("cpu"))
-    model.blocks, model.turned = {name: own}, {name}
+    model.blocks, model.transposed = {name: own}, {name}
     model.weights[name] = own.still()
     assert np.allclose(model.weight(name).mT.numpy(), stored.float32(), rtol=1e-5, atol=1e-6)
 
