@@ -510,7 +510,7 @@ class CpuExecutor:
         assert isinstance(about, ExpertsConfig)
         spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
         router = None if weights.early else self.matrix(weights.router)
-        latents = dict(zip(("latent_in", "latent_out"), map(self.matrix, weights.latents), strict=False))
+        latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
             of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, latents)
         elif self.in_experts and about.why_whole is None:
@@ -518,8 +518,8 @@ class CpuExecutor:
             of_all, made = self._bundled(about, spec, weights, predictor)
         else:
             *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in weights.experts())
-            of_gate, biases = gate[0] if gate else None, _biases(about, weights.biases)
-            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **biases, **latents)
+            of_gate, more = gate[0] if gate else None, _biases(about, weights.biases) | _latents(latents)
+            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **more)
         of_shared = None
         if weights.shared:
             *gate, up, down = map(self.matrix, weights.shared)
@@ -551,7 +551,7 @@ class CpuExecutor:
         spec: _native.NeuronSpec,
         experts: Sequence[RestingTensor],
         biases: Sequence[Float32 | None],
-        latents: Mapping[str, _native.Matrix] | None = None,
+        latents: Sequence[_native.Matrix] = (),
     ) -> tuple[_native.ExpertMatrices, _native.Slots]:
         """Experts that stay on disk, and the memory for some of them. latents: as native experts take them."""
         if self.in_experts:
@@ -562,7 +562,7 @@ class CpuExecutor:
             _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
         )
         self.bytes_per_token += sum(one.each_nbytes for one in experts) * about.router.top_k
-        own = _biases(about, biases) | dict(latents or {})
+        own = _biases(about, biases) | _latents(latents)
         of_gate = gate[0] if gate else None
         return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
 
@@ -1014,6 +1014,10 @@ def choose_pages(
     if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return limit, "a quarter of the free memory" if limit > one else "one context"
+
+
+def _latents(matrices: Sequence[_native.Matrix]) -> dict[str, Any]:
+    return dict(zip(("latent_in", "latent_out"), matrices, strict=False))
 
 
 def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Any]:
