@@ -117,8 +117,8 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         ("F16", (None, "Q4_0X32"), ("F16", "Q4_0X32")),
         ("Q4_0", ("Q4_1", "Q4_1X32"), ("Q4_1", "Q4_1X32")),
         ("Q4_0", (None, "Q8_0"), ("Q4_0", "Q8_0")),
-        *((source, (None, None), ("Q8_0", "Q8_0")) for source in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")),
-        ("IQ4_NL", (None, None), ("Q8_0", "Q8_0")),
+        *((source, (None, None), ("Q8_0", "Q8_0")) for source in ("Q4_K", "Q5_K", "Q6_K")),
+        *((source, (None, None), ("Q8_0", f"{source}X32")) for source in ("Q5_0", "Q5_1", "IQ4_NL")),
         ("F16", ("Q4_0", None), ("Q4_0", "Q8_0")),
         ("F16", ("BF16", None), ("BF16", "BF16")),
         ("F16", (None, "Q4_0"), ("F16", "Q4_0")),
@@ -128,7 +128,7 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         ({"gate": "F16", "up": "F32", "down": "F16"}, (None, None), ("F16", "F16")),
         ({"gate": "BF16", "up": "F32", "down": "BF16"}, (None, None), ("BF16", "BF16")),
         ({"gate": "Q4_0", "up": "Q8_0", "down": "F16"}, (None, None), ("Q8_0", "F16")),
-        ({"gate": "F16", "up": "F16", "down": "Q5_1"}, (None, None), ("F16", "Q8_0")),
+        ({"gate": "F16", "up": "F16", "down": "Q5_1"}, (None, None), ("F16", "Q5_1X32")),
     ],
 )
 def test_the_types_that_are_chosen(
@@ -195,7 +195,8 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
     assert made.bundles.layouts[0].gated == gated and made.bundles.source_type == source
     floats = {"F16", "BF16"}
     lossless = {
-        matrix: source in {*floats, "Q4_0", "Q4_1"} or (matrix != "down" and source in ("Q8_0", "Q5_0"))
+        matrix: source in {*floats, "Q4_0", "Q4_1"}
+        or source in (("Q5_0", "Q5_1", "IQ4_NL", "MXFP4") if matrix == "down" else ("Q8_0", "Q5_0"))
         for matrix in made.error
     }
     assert {matrix: error == 0 for matrix, error in made.error.items()} == lossless
@@ -204,6 +205,7 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
 
 
 SOURCES = ("F32", "BF16", "Q4_0", "Q6_K")
+WRITTEN = [kind for kind in DOWN_TYPES if kind != "IQ4_NLX32"]  # from any other type
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ SOURCES = ("F32", "BF16", "Q4_0", "Q6_K")
     [
         (SOURCES[(i + j) % len(SOURCES)], gate, down)
         for i, gate in enumerate(ROW_TYPES)
-        for j, down in enumerate(DOWN_TYPES)
+        for j, down in enumerate(WRITTEN)
     ],
 )
 def test_every_pair_of_types(tmp_path: Path, source: str, gate: str, down: str) -> None:
@@ -231,7 +233,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     asked = st.none() | st.sampled_from(fitting)
     whole = d_model % 32 == d_ff % 32 == 0
     asked_of_down = st.none() | st.sampled_from(
-        [name for name in DOWN_TYPES if name in fitting or (whole and name in BLOCKS)]
+        [name for name in WRITTEN if name in fitting or (whole and name in BLOCKS)]
     )
     gated, by_neuron, seed = data.draw(st.tuples(st.booleans(), st.booleans(), st.integers(0, 99)))
     model = checkpoint(

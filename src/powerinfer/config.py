@@ -850,7 +850,7 @@ class ExpertsConfig(FfnKind):
 
     @property
     def told_apart(self) -> int:
-        return self.n_experts * self.size if self.why_not_predicted is None else 0
+        return self.n_experts * self.size if self.prediction_obstacle is None else 0
 
     @property
     def why_whole(self) -> str | None:
@@ -864,8 +864,8 @@ class ExpertsConfig(FfnKind):
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
 
     @property
-    def why_not_predicted(self) -> str | None:
-        """Why no predictor selects neurons inside experts; None: one can."""
+    def prediction_obstacle(self) -> str | None:
+        """Reason for which no predictor selects neurons inside experts; None: one can."""
         return self.why_whole or (None if self.gated else "no predictor selects neurons of experts without a gate")
 
     def share_read(self, tokens: int) -> float:
@@ -967,8 +967,8 @@ class ModelConfig:
         for at, layer in enumerate(self.layers):
             if not isinstance(layer.ffn, ExpertsConfig):
                 return f"layer {at} has no experts"
-            if layer.ffn.why_not_predicted is not None:
-                return f"layer {at}: {layer.ffn.why_not_predicted}"
+            if layer.ffn.prediction_obstacle is not None:
+                return f"layer {at}: {layer.ffn.prediction_obstacle}"
         return None
 
     @property

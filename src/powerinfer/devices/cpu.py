@@ -680,16 +680,16 @@ class CpuExecutor:
         return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
 
     def _plain_by_neuron(
-        self, about: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor], shared: RawTensor | None
+        self, config: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor], shared: RawTensor | None
     ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
-        """As `_by_neuron`, of experts without gates. shared: down of a shared expert."""
-        n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
+        """Experts without gates, with a matrix of up and bundles of down. shared: down of a shared expert."""
+        n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         of_up, of_down = experts
         up = self._stack(of_up, top)
         if shared is not None and (shared.type != of_down.type or shared.shape[1] % BUNDLE_GROUP):
             shared = None
         more = 0 if shared is None else shared.shape[1]
-        layout, rows = bundle_down(about, self.d_model, of_up.type, of_down, shared, self._pool.threads)
+        layout, rows = bundle_down(config, self.d_model, of_up.type, of_down, shared, self._pool.threads)
         types = None, of_up.type, layout.down_type
         native = _native.apart_bundles(n * size + more, self.d_model, *types, spec, None, rows)
         neurons = _native.NeuronSum(self._workspace, native)

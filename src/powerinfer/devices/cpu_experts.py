@@ -25,7 +25,7 @@ ROW_TYPES = DOT_TYPES
 """Types of gate and up that bundles hold without loss, and that prompts make matrices of."""
 
 DOWN_TYPES = ("F16", "BF16", *ACROSS)
-"""The same of down."""
+"""Types of down that they hold so."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ def bundle(
 
 
 def bundle_down(
-    about: ExpertsConfig, d_model: int, up_type: str, down: RawTensor, shared: RawTensor | None, threads: int
+    config: ExpertsConfig, d_model: int, up_type: str, down: RawTensor, shared: RawTensor | None, threads: int
 ) -> tuple[BundleLayout, Bytes]:
     """Down of all experts without gates as bundles: uint8 [groups, bytes of a group]. shared: down of a shared expert,
     [d_model, its neurons] of down's type, behind the others."""
     layout = plain_layout(d_model, up_type, down.type)
-    n = about.n_experts * n_groups(about.size)
+    n = config.n_experts * n_groups(config.size)
     more = 0 if shared is None else n_groups(shared.shape[1])
     groups = own_pages((n + more) * layout.group_bytes).reshape(-1, layout.group_bytes)
-    _put(layout, groups[:n], None, None, down.data.reshape(about.n_experts, d_model, -1), threads)
+    _put(layout, groups[:n], None, None, down.data.reshape(config.n_experts, d_model, -1), threads)
     if shared is not None:
         _put(layout, groups[n:], None, None, shared.gathered().data.reshape(1, d_model, -1), threads)
     return layout, groups
@@ -108,14 +108,15 @@ def rebundle(
 
 
 def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = False) -> BundleLayout:
-    """Of neurons of experts whose up and down have types in `ROW_TYPES`; gated: with gates of up's type."""
+    """Layout of neurons of experts with gates, whose up has a type in `ROW_TYPES` and down one in `DOWN_TYPES`; gated:
+    gates, of up's type, are in the bundles, too."""
     down_type = ACROSS.get(down_type, down_type)
     up_bytes, _ = cpu.bundle_row_bytes(up_type, d_model)
     return BundleLayout(d_model, gated, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))
 
 
 def plain_layout(d_model: int, up_type: str, down_type: str) -> BundleLayout:
-    """Of neurons of experts without gates, whose up, of any type, is a matrix and down has a type in `DOWN_TYPES`."""
+    """Layout of neurons of experts without gates: up, of any type, is a matrix, and down has a type in `DOWN_TYPES`."""
     down_type = ACROSS.get(down_type, down_type)
     return BundleLayout(d_model, False, up_type, down_type, 0, *cpu.bundle_row_bytes(down_type, d_model))
 

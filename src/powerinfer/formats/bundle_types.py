@@ -10,7 +10,7 @@ from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import can_hold
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, FLOAT_TYPES, KEPT, ROW_TYPES
+from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
     """The types of a model's rows: those asked for (of `ROW_TYPES`), else those that lose least.
 
     F16, BF16, Q8_0, Q4_0 and Q4_1 are kept, F32 becomes F16, any other quantised type Q8_0. Quantised down becomes
-    Q8_0, unless the file stores it neuron by neuron already, or its blocks can be kept (`KEPT`); down of floats is
-    kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type. Rows that are not
+    Q8_0, unless the file stores it neuron by neuron already, or its blocks can be kept (`PACKED_DOWN`); down of floats
+    is kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type. Rows that are not
     whole blocks become F16. RequestError for a type that is not possible.
     """
     for matrix, name, allowed in (("up", gate_type, ROW_TYPES), ("down", down_type, DOWN_TYPES)):
@@ -65,7 +65,7 @@ def _type_of_down(checkpoint: Checkpoint, types: set[str], requested: str | None
     d_model = checkpoint.config.d_model
     stored_by_neuron = [by_neuron(name) for name in tensor_names(checkpoint, "down")]
     if _crosses_neurons(types) and not any(stored_by_neuron) and d_model % 32 == 0:
-        return KEPT[next(iter(types))]
+        return PACKED_DOWN[next(iter(types))]
     if not types <= FLOAT_TYPES and not all(stored_by_neuron):
         return _fitting("Q8_0", d_model)
     if types <= FLOAT_TYPES and requested is not None:
@@ -94,7 +94,7 @@ def by_neuron(name: str) -> bool:
 
 
 def _crosses_neurons(types: set[str]) -> bool:
-    return len(types) == 1 and types <= KEPT.keys()
+    return len(types) == 1 and types <= PACKED_DOWN.keys()
 
 
 def _nearest(types: set[str], d_model: int, allowed: Sequence[str]) -> str:

@@ -21,15 +21,15 @@ DOT_TYPES = tuple(kind.name for kind in _NATIVE if kind.dots)
 """The types of rows of neurons that are multiplied with activations: of gate and up."""
 
 ROW_TYPES = tuple(name for name in DOT_TYPES if name not in ("Q5_0", "Q5_1", "IQ4_NL"))
-"""Those of bundles in files, which GPUs take as well."""
+"""Types of rows of gate and up of bundles in files, which GPUs take as well."""
 
 ACROSS = {kind.name: f"{kind.name}X32" for kind in _NATIVE if kind.across}
 """Types of down as files of these types have it: each block across the 32 neurons of a group, whose rows share their
 scales."""
 
-KEPT = {name: across for name, across in ACROSS.items() if name != "Q8_0"}
-"""Those that bundles of a file keep. Rows of down in Q8_0 are rounded anew: with scales of their own a few of them are
-fewer bytes than with those of a group."""
+PACKED_DOWN = {name: across for name, across in ACROSS.items() if name != "Q8_0"}
+"""Types of down that bundles in files have, by that of the model. Rows of down in Q8_0 are rounded anew: with scales of
+their own a few of them are fewer bytes than with those of a group."""
 
 BLOCKS = {across: stored for stored, across in ACROSS.items()}
 """The types of their blocks."""

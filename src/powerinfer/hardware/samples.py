@@ -13,7 +13,7 @@ from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConf
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.quant import Bytes, block_type, can_quantize, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.formats.weight_types import KEPT, WEIGHT_TYPES
+from powerinfer.formats.weight_types import PACKED_DOWN, WEIGHT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.models.builder import Builder, Matrix, Norm
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -89,12 +89,12 @@ class Samples:
         uint8 [groups, layout.group_bytes].
         """
         d_model, n = shape
-        down_type = KEPT.get(kind, kind)
+        down_type = PACKED_DOWN.get(kind, kind)
         gate_bytes, _ = cpu.bundle_row_bytes(kind, d_model)
         layout = BundleLayout(d_model, True, kind, down_type, gate_bytes, *cpu.bundle_row_bytes(down_type, d_model))
         bundles = np.zeros((n_groups(n), layout.group_bytes), np.uint8)
         gate = self.normal(kind, n, d_model)
-        down = self.normal(kind, len(bundles) * d_model, BUNDLE_GROUP) if kind in KEPT else gate
+        down = self.normal(kind, len(bundles) * d_model, BUNDLE_GROUP) if kind in PACKED_DOWN else gate
         for name, rows in (("gate", gate), ("up", gate), ("down", down)):
             cpu.pack_bundle_rows(layout, name, n, rows.data, bundles, threads)
         return layout, bundles

@@ -715,13 +715,13 @@ def _unpack_rounded(
     import torch
 
     k, across = weight.k, kind in BLOCKS
-    about = WEIGHT_TYPES[BLOCKS.get(kind, kind)]
-    powers = not about.halves  # scales are exponents of powers of two
+    facts = WEIGHT_TYPES[BLOCKS.get(kind, kind)]
+    powers = not facts.halves  # scales are exponents of powers of two
     # d and m of a group's columns, or of a row's blocks: `count` of each, the second `pad` values behind the first
     begins, first, count, pad = (
         (shared, 0, k, -(-k // 128) * 128) if across else (at, offset + code_bytes(kind, k), k // 32, -(-k // 512) * 16)
     )
-    numbers = pad + count if len(about.halves) > 1 else count
+    numbers = pad + count if len(facts.halves) > 1 else count
     scales = torch.empty((len(begins), numbers), dtype=torch.int8 if powers else torch.float16, device=rows.device)
     _take(rows, begins, first, scales, 1 if powers else 2)
     scales = scales.view(torch.uint8) if powers else scales
@@ -729,24 +729,24 @@ def _unpack_rounded(
         wide = _code_values(kind, rows, at[begin:end], offset, k).view(end - begin, -1, 1 if across else 32)
         if across:
             assert groups is not None
-            own = scales[groups[begin:end].long()]
+            row_scales = scales[groups[begin:end].long()]
         else:
-            own = scales[begin:end]
-        factors = own[:, :count, None]
+            row_scales = scales[begin:end]
+        factors = row_scales[:, :count, None]
         # of exponents halves of powers, since the entries of E2M1 are doubled
         wide.mul_(torch.ldexp(torch.ones_like(wide), factors.int() - 128) if powers else factors.float())
-        if len(about.halves) > 1:
-            wide.add_(own[:, pad:, None].float())
+        if len(facts.halves) > 1:
+            wide.add_(row_scales[:, pad:, None].float())
         _to_q8_0(wide.view(end - begin, k), weight, row + begin)
 
 
 def _code_values(kind: str, rows: Tensor, at: Tensor, offset: int, k: int) -> Tensor:
-    """What the codes of such rows stand for, without their scales: float32 [n, k]."""
+    """Values that the codes of such rows stand for, without their scales: float32 [n, k]."""
     import torch
 
-    about, n, device = WEIGHT_TYPES[BLOCKS.get(kind, kind)], len(at), rows.device
+    facts, n, device = WEIGHT_TYPES[BLOCKS.get(kind, kind)], len(at), rows.device
     order, unit = _order(kind, "add" if kind in BLOCKS else "dot", k, device)
-    if about.codes == about.block:
+    if facts.codes == facts.block:
         whole = torch.empty((n, k), dtype=torch.int8, device=device)
         _take(rows, at, offset, whole, unit, order)
         return whole.float()
@@ -754,16 +754,16 @@ def _code_values(kind: str, rows: Tensor, at: Tensor, offset: int, k: int) -> Te
     _take(rows, at, offset, low, unit, order)
     pairs = (low ^ int(_SIGNS)).view(n, -1, 1, 16)
     codes = torch.cat((pairs & 15, pairs >> 4), dim=2).view(n, k)
-    if about.codes * 8 == 5 * about.block:  # the fifth bits, see csrc/table.h
-        every = torch.arange(k, device=device, dtype=torch.int32)
-        places = every // 512 * 64 + every % 16 // 4 * 16 + every % 512 // 128 * 4 + every % 4
+    if facts.codes * 8 == 5 * facts.block:  # the fifth bits, see csrc/table.h
+        columns = torch.arange(k, device=device, dtype=torch.int32)
+        places = columns // 512 * 64 + columns % 16 // 4 * 16 + columns % 512 // 128 * 4 + columns % 4
         fifths = torch.empty((n, -(-k // 512) * 64), dtype=torch.int8, device=device)
         _take(rows, at, offset + -(-k // 128) * 64, fifths, 1)
-        bits = fifths.view(torch.uint8)[:, places.long()] >> (every % 128 // 16).to(torch.uint8)
+        bits = fifths.view(torch.uint8)[:, places.long()] >> (columns % 128 // 16).to(torch.uint8)
         codes = codes | (bits & 1) << 4
-    if about.entries:
-        return torch.tensor(about.entries, dtype=torch.float32, device=device)[codes.long()]
-    return codes.float() - about.offset
+    if facts.entries:
+        return torch.tensor(facts.entries, dtype=torch.float32, device=device)[codes.long()]
+    return codes.float() - facts.offset
 
 
 def _to_q8_0(values: Tensor, weight: Weight, row: int) -> None:

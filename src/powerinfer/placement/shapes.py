@@ -41,7 +41,7 @@ from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import FLOAT_TYPES, KEPT, ROW_TYPES
+from powerinfer.formats.weight_types import FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
 from powerinfer.hardware.description import RatedTypes
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
@@ -363,8 +363,8 @@ def described_model(
     gate = gate if gate in ROW_TYPES else "Q8_0"
     gate = gate if config.d_model % block_type(gate).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
-    if gate in KEPT and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
-        down = KEPT[gate]
+    if gate in PACKED_DOWN and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
+        down = PACKED_DOWN[gate]
     layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
     known = {tensor: taken_type(kind) for tensor, kind in stored.items()}
     changed = frozenset(tensor for tensor, kind in stored.items() if known[tensor] != kind)

@@ -87,11 +87,11 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
         of_rows = about.matrices[1:] if selector == "exact" else about.matrices
         kinds = {name: checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in of_rows}
         for name, kind in kinds.items():
-            known = DOWN_TYPES if name == "down" else ROW_TYPES
-            if kind not in known:
+            allowed = DOWN_TYPES if name == "down" else ROW_TYPES
+            if kind not in allowed:
                 raise RequestError(
                     f"selector {selector}: experts of type {kind} have no rows of single neurons of {name} (only "
-                    f"{', '.join(known)}); take the model in one of these, or use --selector all"
+                    f"{', '.join(allowed)}); take the model in one of these, or use --selector all"
                 )
         if kinds["down"] in ACROSS and config.d_model % 32:
             raise RequestError(
