@@ -512,7 +512,7 @@ class CpuExecutor:
         router = None if weights.early else self.matrix(weights.router)
         latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
-            of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, latents)
+            of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, _latents(latents))
         elif self.in_experts and about.why_whole is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, made = self._bundled(about, spec, weights, predictor)
@@ -551,7 +551,7 @@ class CpuExecutor:
         spec: _native.NeuronSpec,
         experts: Sequence[RestingTensor],
         biases: Sequence[Float32 | None],
-        latents: Sequence[_native.Matrix] = (),
+        latents: Mapping[str, _native.Matrix],
     ) -> tuple[_native.ExpertMatrices, _native.Slots]:
         """Experts that stay on disk, and the memory for some of them. latents: as native experts take them."""
         if self.in_experts:
@@ -562,7 +562,7 @@ class CpuExecutor:
             _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
         )
         self.bytes_per_token += sum(one.each_nbytes for one in experts) * about.router.top_k
-        own = _biases(about, biases) | _latents(latents)
+        own = {**_biases(about, biases), **latents}
         of_gate = gate[0] if gate else None
         return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
 
