@@ -26,10 +26,13 @@ from powerinfer.config import (
     FfnConfig,
     LatentAttentionConfig,
     LayerConfig,
+    Mamba2Config,
     ModelConfig,
+    NoAttention,
     RopeConfig,
     SparsifyConfig,
 )
+from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.layout import is_matrix, shapes
@@ -39,7 +42,7 @@ from powerinfer.models.blocks import ATTENTIONS as WIRED
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.shapes import SHAPES
 from powerinfer_train import sparsify
-from powerinfer_train.recipes import StoredTypes, trained_names
+from powerinfer_train.recipes import UNTRAINED, StoredTypes, check_recipe, trained_names
 from powerinfer_train.torch_model import ATTENTIONS, TorchModel, narrowed
 from powerinfer_train.writing import write_model
 
@@ -166,7 +169,11 @@ def close(mine: Tensor, right: Tensor) -> bool:
 
 
 def test_every_kind_of_attention_is_trained() -> None:
-    assert set(ATTENTIONS) == set(WIRED)
+    """Layers without attention belong to families that are refused for Mamba2 or for FFNs without gates."""
+    assert set(ATTENTIONS) == set(WIRED) - {*UNTRAINED, NoAttention}
+    config = replace(SHAPES["llama-7b"].config, layers=(LayerConfig(Mamba2Config(4, 16, 2, 16, 4), FfnConfig(32)),))
+    with pytest.raises(RequestError, match="models with Mamba2 are not trained"):
+        check_recipe("reglu", config)
 
 
 @pytest.mark.parametrize("about", [LATENT, KINDS["states"][0]], ids=["latents", "states"])

@@ -9,7 +9,9 @@ from powerinfer.config import (
     BANK,
     ExpertsConfig,
     FfnConfig,
+    Mamba2Config,
     ModelConfig,
+    ParallelConfig,
     SparsifyConfig,
 )
 from powerinfer.errors import ModelError, RequestError
@@ -18,6 +20,9 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES
+
+UNTRAINED = Mamba2Config, ParallelConfig
+"""Kinds of attention without a backward pass in torch_model.py."""
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
 """Matrices of a layer's FFN, by the last part of their canonical names."""
@@ -199,6 +204,8 @@ def check_options(options: SparsifyConfig) -> None:
 def check_recipe(name: str, config: ModelConfig) -> Recipe:
     """RequestError if the recipe is not for that model, or the model cannot be trained."""
     recipe = RECIPES[name]
+    if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
+        raise RequestError("models with Mamba2 are not trained so far: take one of attention or Gated DeltaNet")
     for layer in config.layers:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
