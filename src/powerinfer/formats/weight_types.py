@@ -5,10 +5,17 @@ Nothing else lists types by what they are; kernels and their tiles are listed wh
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from powerinfer import _native
 
-WEIGHT_TYPES = {kind.name: kind for kind in _native.types()}
-"""Every type of the tensors of GGUF files, by name."""
+_FACTS = [name for name in vars(_native.WeightType) if not name.startswith("_")]
+
+WEIGHT_TYPES = {
+    kind.name: SimpleNamespace(**{name: getattr(kind, name) for name in _FACTS}) for kind in _native.types()
+}
+"""Every type of the tensors of GGUF files, by name: the fields of `_native.WeightType`, whose objects would outlive the
+native module at the end of a program."""
 
 _NATIVE = [kind for kind in WEIGHT_TYPES.values() if kind.native]
 

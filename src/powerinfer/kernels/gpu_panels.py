@@ -21,7 +21,7 @@ _FLIP = 0x88  # codes with an offset of 8 become two's complement
 
 def device_type(kind: str) -> str:
     """The type in which a matrix of panels gets on a device."""
-    return WEIGHT_TYPES[kind].gpu
+    return str(WEIGHT_TYPES[kind].gpu)
 
 
 def panel_bytes(kind: str, k: int) -> int:
