@@ -10,16 +10,6 @@ from tests.test_imports import FILES, SOURCES, parsed
 
 DECISIONS = 20
 ARGUMENTS = 8
-# (file, function): its decisions where they may be more than DECISIONS. Rows go, and no new ones come.
-COMPLEX = {
-    ("powerinfer/placement/disk.py", "_Budget.__init__"): 21,
-    ("powerinfer/placement/plan.py", "_of_document"): 27,
-    ("powerinfer/placement/plan.py", "_tables"): 23,
-}
-# The same for arguments, `self` not among them.
-WIDE = {
-    ("powerinfer/placement/shapes.py", "_latent"): 12,
-}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -69,18 +59,14 @@ def figures() -> list[tuple[tuple[str, str], int, int]]:
     ]
 
 
-def check(numbers: dict[tuple[str, str], int], limit: int, excepted: dict[tuple[str, str], int]) -> None:
-    large = {key: number for key, number in numbers.items() if number > max(limit, excepted.get(key, 0))}
-    assert not large, "cut these by meaning, or give them a record for arguments that belong together"
-    assert not {key for key in excepted if numbers.get(key, 0) <= limit}, "these are small now: delete their rows"
-
-
 def test_functions_have_few_decisions() -> None:
-    check({key: number for key, number, _ in figures()}, DECISIONS, COMPLEX)
+    large = {key: number for key, number, _ in figures() if number > DECISIONS}
+    assert not large, "cut these by meaning"
 
 
 def test_functions_have_few_arguments() -> None:
-    check({key: number for key, _, number in figures()}, ARGUMENTS, WIDE)
+    wide = {key: number for key, _, number in figures() if number > ARGUMENTS}
+    assert not wide, "give these a record for arguments that belong together"
 
 
 def test_what_counts() -> None:

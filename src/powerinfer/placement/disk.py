@@ -222,27 +222,22 @@ class _Budget:
     ) -> None:
         self._model, self._work, self._ram, self._experts = model, work, ram, experts
         self._first, self._host_bytes = division.layers, division.host_bytes
-        layers = range(division.layers, model.config.n_layers)
         self.table = 0 if "embed" in model.converted else model.tables  # mapped: the system may take its pages
         self._neurons = neurons = _neurons(model, work, threads) if bundled else {}
         self.held = in_ram(model, work, division)
         self.held["embedding"] -= self.table
         self.held["scratch"] += PACKED * min(threads, MOST_THREADS) + (READ_COPIES if neurons else 0)
         self.held["scratch"] += experts.guesses + experts.moving
-        order = [
-            *_spread([unit for layer in layers for unit in ffn_units(model, layer)]),
-            *_spread([unit for layer in layers for unit in attention_units(model, layer)]),
-            *([] if division.head else [head_unit(model)]),
-        ]
+        order = _order(model, division)
         free = [unit for unit in order if model.converted.isdisjoint(unit.names)]
-        self._in_panels = _other(model, layers, division.head)
+        self._in_panels = _other(model, range(division.layers, model.config.n_layers), division.head)
         for unit in order:
             self._in_panels[unit.use] += 0 if unit in free else unit.panels
         self._fixed = sum(self.held[use] for use in ("runtime", "scratch", "embedding", "norms", "kv", "predictor"))
         self._fixed += self._in_panels.total() + experts.biases + experts.nbytes(experts.least)
-        self._fixed += sum(one.least for one in neurons.values())
-        self._prompts = [one.prompts for one in neurons.values()]
-        self._units = [unit for unit in (_decoded(one, neurons) for one in free) if unit.names]
+        self._fixed += sum(layer.least for layer in neurons.values())
+        self._prompts = [layer.prompts for layer in neurons.values()]
+        self._units = [unit for unit in (_decoded(dense, neurons) for dense in free) if unit.names]
         self._hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
 
     def _window(self, streamed: Sequence[Unit]) -> int:
@@ -511,6 +506,16 @@ def _largest(streamed: Sequence[Unit]) -> int:
 
 def _in_window(unit: Unit) -> int:
     return unit.file + 2 * BLOCK * len(unit.names)
+
+
+def _order(model: Model, division: Division) -> list[Unit]:
+    """Dense units that a GPU does not have, in the order in which they leave RAM."""
+    layers = range(division.layers, model.config.n_layers)
+    return [
+        *_spread([unit for layer in layers for unit in ffn_units(model, layer)]),
+        *_spread([unit for layer in layers for unit in attention_units(model, layer)]),
+        *([] if division.head else [head_unit(model)]),
+    ]
 
 
 def _spread(units: Sequence[Unit]) -> list[Unit]:

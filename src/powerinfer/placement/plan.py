@@ -726,31 +726,25 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
     if not claims.gpu_layers:
         cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
-    sync = 1e-6 * hardware.sync_us
-    parallel = np.array([layer.parallel for layer in config.layers])
-    attention = np.zeros(layers)
-    for layer in range(layers):
-        here = gpu if gpu is not None and layer < first else cpu
-        split_here = claims.slots is not None and layer < first
-        attention[layer] = cost.attention_seconds(
-            here, model, layer, request.kv_type, request.past, request.batch, panels=here is cpu, ffn=not split_here
+    devices = [gpu if gpu is not None and layer < first else cpu for layer in range(layers)]
+    split_experts = [claims.slots is not None and layer < first for layer in range(layers)]
+    attention = np.array([
+        cost.attention_seconds(
+            device, model, layer, request.kv_type, request.past, request.batch, panels=device is cpu, ffn=not split
         )
+        for layer, (device, split) in enumerate(zip(devices, split_experts, strict=True))
+    ])  # fmt: skip
+    parallel = np.array([layer.parallel for layer in config.layers])
+    beside_attention = np.where(parallel, attention, 0.0)  # the CPU's neurons do not wait for attention
     ways = []
     for way in cost.WAYS[selector][: 1 if first else None]:  # with a GPU every layer uses the selector's own way
-        ffn = cost.cpu_time(cpu, expected, model, way, claims.panels)
-        if gpu is not None and first:
-            if claims.slots is None:
-                split = cost.split_time(cpu, gpu, expected, model, way, sync)
-            else:
-                split = cost.split_experts(cpu, gpu, model, request.experts_read(claims), first, groups, sync)
-            for mine, its in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
-                mine[:first] = its[:first]
-            ffn.gpu[:first] += np.where(parallel, attention, 0.0)[:first, None]  # the CPU's do not wait for attention
+        ffn = _ffn_time(request, claims, expected, cpu, way)
+        if first:
+            ffn.gpu[:first] += beside_attention[:first, None]
         other = np.zeros(layers)
         if way == "predicted":
-            for layer in range(layers):
-                here = gpu if gpu is not None and layer < first else cpu
-                other[layer] = cost.matrix_seconds(here, model.predictors[layer], panels=here is cpu)
+            pairs = zip(devices, model.predictors, strict=True)
+            other[:] = [cost.matrix_seconds(device, own, panels=device is cpu) for device, own in pairs]
         ways.append((ffn, np.broadcast_to(other[:, None], ffn.gpu.shape)))
     totals = np.array([ffn.total + other for ffn, other in ways])
     best = totals.argmin(axis=0)
@@ -771,6 +765,22 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         mass[layer, 1:] = np.cumsum(each)
     work = cost.by_layer(expected.sums, _step_neurons(model, selector))
     return _Tables(of_best(list(totals)), parts, disk, _ends(request, claims, cpu), mass, work)
+
+
+def _ffn_time(request: PlanRequest, claims: Claims, expected: cost.Expected, cpu: Device, way: str) -> cost.FfnTime:
+    """The time of FFNs on a way, split where the GPU has the layer."""
+    model, gpu, first = request.model, request.hardware.gpu, claims.gpu_layers
+    ffn, sync = cost.cpu_time(cpu, expected, model, way, claims.panels), 1e-6 * request.hardware.sync_us
+    if gpu is None or not first:
+        return ffn
+    if claims.slots is None:
+        split = cost.split_time(cpu, gpu, expected, model, way, sync)
+    else:
+        reads, groups = request.experts_read(claims), expected.sums.shape[1] - 1
+        split = cost.split_experts(cpu, gpu, model, reads, first, groups, sync)
+    for total, part in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
+        total[:first] = part[:first]
+    return ffn
 
 
 def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:
@@ -1151,38 +1161,22 @@ def _read(folder: Path, request: PlanRequest) -> tuple[Plan, PlanDocument] | Non
 
 def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
     """The plan of this request; ValueError if the document is not one. Only checked fields are used."""
-    config, profile = request.model.config, request.profile
+    profile = request.profile
     if document.key != request.key:
         raise ValueError("another key")
     used = document.gpu_layers
     claims = (request if used else replace(request, vram=0).settled()).claims()
     if used != claims.gpu_layers:
         raise ValueError("other layers on the GPU")
-    layers, groups = profile.n_layers, _groups(request)
+    _check_groups(document, request)
     gpu, kept = document.groups.gpu, document.groups.kept
-    if document.groups.size != GROUP:
-        raise ValueError("groups of another size")
-    if not len(gpu) == len(kept) == len(document.layers) == layers:
-        raise ValueError("another number of layers")
-    for layer in range(layers):
-        if not (gpu[layer] <= (groups if layer < used else 0) and gpu[layer] <= kept[layer] <= groups):
-            raise ValueError(f"layer {layer} does not have such groups")
-        if document.layers[layer].seconds.keys() != set(SECONDS):
-            raise ValueError(f"other times of layer {layer}")
     rests = any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True))
     if document.loads and rests and _may_rest(request, claims):
         with_slots, _ = _claims_with_slots(request, claims)
         if with_slots is None or not _are_kept(request, with_slots, gpu, kept):
             raise ValueError("more than --ram holds")
         claims = with_slots
-    everything = claims.cpu_neuron * config.n_neurons
-    on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
-    disk = claims.disk
-    if disk is not None and not used and kept != [n // GROUP for n in disk.kept(profile.sizes)]:
-        raise ValueError("other neurons in memory")
-    counts = claims.bundles and not claims.slots_beside
-    if on_gpu > claims.gpu_left or (counts and in_ram > claims.cpu_left < everything):
-        raise ValueError("more than the budgets hold")
+    _check_room(request, claims, gpu, kept)
     choice = Choice(
         gpu=tuple(gpu),
         kept=tuple(kept),
@@ -1195,3 +1189,30 @@ def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
         solve_s=document.solve_s,
     )
     return Plan(request, claims, choice, {}, (), ())
+
+
+def _check_groups(document: PlanDocument, request: PlanRequest) -> None:
+    """ValueError unless the layers of the document have these groups."""
+    layers, groups, used = request.profile.n_layers, _groups(request), document.gpu_layers
+    gpu, kept = document.groups.gpu, document.groups.kept
+    if document.groups.size != GROUP:
+        raise ValueError("groups of another size")
+    if not len(gpu) == len(kept) == len(document.layers) == layers:
+        raise ValueError("another number of layers")
+    for layer in range(layers):
+        if not (gpu[layer] <= (groups if layer < used else 0) and gpu[layer] <= kept[layer] <= groups):
+            raise ValueError(f"layer {layer} does not have such groups")
+        if document.layers[layer].seconds.keys() != set(SECONDS):
+            raise ValueError(f"other times of layer {layer}")
+
+
+def _check_room(request: PlanRequest, claims: Claims, gpu: Sequence[int], kept: Sequence[int]) -> None:
+    """ValueError unless the budgets hold the groups."""
+    disk, everything = claims.disk, claims.cpu_neuron * request.model.config.n_neurons
+    on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
+    in_memory = None if disk is None or claims.gpu_layers else disk.kept(request.profile.sizes)
+    if in_memory is not None and list(kept) != [n // GROUP for n in in_memory]:
+        raise ValueError("other neurons in memory")
+    counts = claims.bundles and not claims.slots_beside
+    if on_gpu > claims.gpu_left or (counts and in_ram > claims.cpu_left < everything):
+        raise ValueError("more than the budgets hold")

@@ -558,14 +558,16 @@ def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> Mo
 
 
 def _latent(
-    family: str, layers: int, width: int, heads: int, q_latents: int | None, experts: ExpertsConfig,
-    dense: tuple[int, int], vocab: int, context: int, theta: float, factor: float, mscale: float,
+    family: str, layers: int, heads: tuple[int, int | None], experts: ExpertsConfig, dense: tuple[int, int],
+    sizes: tuple[int, int, int], yarn: tuple[float, float, float],
 ) -> ModelConfig:  # fmt: skip
-    """DeepSeek's latent attention, whose sizes these models share; dense: as of `_experts`. The context is `factor`
-    times the one trained with first (YaRN)."""
+    """DeepSeek's latent attention, whose sizes these models share. heads: and latents of queries; dense: as of
+    `_experts`; sizes: width, vocabulary, context; yarn: theta, by which factor the context is longer than the one
+    trained with first, mscale."""
+    (n_heads, q_latents), (width, vocab, context), (theta, factor, mscale) = heads, sizes, yarn
     rope = RopeConfig(theta, 64, True, "yarn", factor, int(context / factor), attention_factor=1.0)
     scale = (1 + 0.1 * mscale * math.log(factor)) ** 2 / math.sqrt(192)
-    about = LatentAttentionConfig(heads, 512, 128, 64, 128, rope, scale, q_latents)
+    about = LatentAttentionConfig(n_heads, 512, 128, 64, 128, rope, scale, q_latents)
     first, size = dense
     kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
     return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
@@ -633,35 +635,35 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
     "deepseek-v2-lite": ModelShape(
         _latent(
-            "deepseek_v2", 27, 2048, 16, None,
+            "deepseek_v2", 27, (16, None),
             ExpertsConfig(64, 1408, RouterConfig(6, normalise=False), shared_size=2816),
-            (1, 10944), 102400, 163840, 1e4, 40, 0.707,
+            (1, 10944), (2048, 102400, 163840), (1e4, 40, 0.707),
         ),
         FAMILIES["swiglu"],
     ),
     "deepseek-v2": ModelShape(
         _latent(
-            "deepseek_v2", 60, 5120, 128, 1536,
+            "deepseek_v2", 60, (128, 1536),
             ExpertsConfig(
                 160, 1536, RouterConfig(6, normalise=False, scale=16, groups=8, top_groups=3), shared_size=3072
             ),
-            (1, 12288), 102400, 163840, 1e4, 40, 0.707,
+            (1, 12288), (5120, 102400, 163840), (1e4, 40, 0.707),
         ),
         FAMILIES["swiglu"],
     ),
     "deepseek-v3": ModelShape(
         _latent(
-            "deepseek_v3", 61, 7168, 128, 1536,
+            "deepseek_v3", 61, (128, 1536),
             ExpertsConfig(256, 2048, _sigmoid_router(2.5, groups=8, top_groups=4, group_best=2), shared_size=2048),
-            (3, 18432), 129280, 163840, 1e4, 40, 1.0,
+            (3, 18432), (7168, 129280, 163840), (1e4, 40, 1.0),
         ),
         FAMILIES["swiglu"],
     ),
     "kimi-k2": ModelShape(
         _latent(
-            "deepseek_v3", 61, 7168, 64, 1536,
+            "deepseek_v3", 61, (64, 1536),
             ExpertsConfig(384, 2048, _sigmoid_router(2.827), shared_size=2048),
-            (1, 18432), 163840, 131072, 5e4, 32, 1.0,
+            (1, 18432), (7168, 163840, 131072), (5e4, 32, 1.0),
         ),
         FAMILIES["swiglu"],
     ),
