@@ -25,6 +25,7 @@ from model_files import (
     experts_gguf,
     family_gguf,
     latent_gguf,
+    mamba_gguf,
     plain_config,
     plain_folder,
     safetensors_bytes,
@@ -269,7 +270,7 @@ def in_q4_0(builder: Builder) -> Builder:
 GGUF_BASES = [in_q4_0(tiny_gguf("llama", True)), in_q4_0(tiny_gguf("llama", False, "qkv o ffn"))]
 GGUF_BASES += [in_q4_0(tiny_gguf("qwen3", True)), in_q4_0(family_gguf("nemotron"))]
 GGUF_BASES += [in_q4_0(family_gguf(name, published=True)) for name in ("llama", "falcon", "opt")]
-GGUF_BASES += [in_q4_0(experts_gguf()), delta_gguf(), in_q4_0(latent_gguf(True)), latent_gguf(False)]
+GGUF_BASES += [in_q4_0(experts_gguf()), delta_gguf(), in_q4_0(latent_gguf(True)), latent_gguf(False), mamba_gguf()]
 GGUF_KEYS = ["general.alignment", "general.type", "split.no", "split.count", "split.tensors.count", "powerinfer.x"]
 GGUF_KEYS += ["powerinfer.sparse_threshold", "llama.hidden_act", "llama.hidden_act_param", "falcon.hidden_act"]
 GGUF_KEYS += [f"llama.{key}" for key in ("attention.key_length", "rope.scaling.type", "rope.scaling.factor", "new")]
