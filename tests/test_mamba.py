@@ -339,6 +339,13 @@ def test_configurations_that_cannot_be(change: dict[str, Any], why: str) -> None
         layout.check(read_config(NEMOTRON | change, folder), "nemotron")
 
 
+def test_why_neurons_are_not_told_apart(path: Path) -> None:
+    dense = open_checkpoint(path).config
+    assert dense.why_whole == "3 of 4 layers have no FFN; neurons of such models are not told apart"
+    mixed = read_config(NEMOTRON, Path("nemotron")).why_whole
+    assert mixed is not None and mixed.startswith("1 of 4 layers have another kind of FFN (8 experts of 48 neurons")
+
+
 def test_mtp_layers_are_left_out_with_a_line() -> None:
     notes: list[str] = []
     config = read_config(NEMOTRON | {"num_nextn_predict_layers": 1}, Path("nemotron"), notes)

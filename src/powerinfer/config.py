@@ -950,8 +950,10 @@ class ModelConfig:
         others = [layer.ffn.title for layer in self.layers if layer.ffn.neurons is None]
         if not others:
             return None
-        others = [title for title in others if title != NoFfn().title] or others
-        which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
+        ffns = [title for title in others if title != NoFfn().title]
+        if not ffns:
+            return f"{len(others)} of {self.n_layers} layers have no FFN; neurons of such models are not told apart"
+        which = f"{len(ffns)} of {self.n_layers} layers have another kind of FFN ({ffns[0]})"
         return f"{which}, whose neurons are not told apart"
 
     @property
