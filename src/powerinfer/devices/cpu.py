@@ -556,15 +556,16 @@ class CpuExecutor:
         """Experts that stay on disk, and the memory for some of them. latents: as native experts take them."""
         if self.in_experts:
             raise RequestError("experts on disk are computed whole: choose --selector all")
-        about = self.config.experts[layer]
+        config = self.config.experts[layer]
         slots = disk.expert_slots(layer, experts)
         *gate, up, down = (
             _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
         )
-        self.bytes_per_token += sum(one.each_nbytes for one in experts) * about.router.top_k
-        own = {**_biases(about, biases), **latents}
+        self.bytes_per_token += sum(one.each_nbytes for one in experts) * config.router.top_k
+        more = {**_biases(config, biases), **latents}
         of_gate = gate[0] if gate else None
-        return _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **own, slots=slots), slots
+        n, size = config.n_experts, config.size
+        return _native.ExpertMatrices(n, size, spec, of_gate, up, down, **more, slots=slots), slots
 
     def _foresee(self, disk: DiskTier, layer: int, router: RawTensor) -> None:
         """Read a layer's experts as soon as they are known: by a router before attention, or, of `prefetch`, in the
@@ -588,26 +589,26 @@ class CpuExecutor:
     def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`. Experts of
         latents get latents, and their sum is one."""
-        about = self.config.layers[layer].ffn
-        assert isinstance(about, ExpertsConfig)
+        config = self.config.layers[layer].ffn
+        assert isinstance(config, ExpertsConfig)
         each = iter(experts)
         first = next(each)
-        n, top, spec = first.shape[0], about.router.top_k, _native.NeuronSpec(about.activation, about.threshold)
-        if self.in_experts and about.why_whole is None:
-            some = replace(about, n_experts=n)
+        n, top, spec = first.shape[0], config.router.top_k, _native.NeuronSpec(config.activation, config.threshold)
+        if self.in_experts and config.why_whole is None:
+            some = replace(config, n_experts=n)
             of_some, gate, by_neuron = self._by_neuron(some, spec, chain([first], each))
             assert gate is not None, "there is no predictor"
-            return ExpertSum(self._pool, self._program, about, of_some, [gate], n, by_neuron)
+            return ExpertSum(self._pool, self._program, config, of_some, [gate], n, by_neuron)
         matrices = [self._stack(tensor, top) for tensor in chain([first], each)]
         *gates, up, down = matrices
-        own = _biases(about, biases) | self._latent_shapes(about)
-        of_some = _native.ExpertMatrices(n, about.size, spec, gates[0] if gates else None, up, down, **own)
-        return ExpertSum(self._pool, self._program, about, of_some, matrices, n)
+        more = _biases(config, biases) | self._latent_shapes(config)
+        of_some = _native.ExpertMatrices(n, config.size, spec, gates[0] if gates else None, up, down, **more)
+        return ExpertSum(self._pool, self._program, config, of_some, matrices, n)
 
-    def _latent_shapes(self, about: ExpertsConfig) -> dict[str, _native.Matrix]:
+    def _latent_shapes(self, config: ExpertsConfig) -> dict[str, _native.Matrix]:
         """What native experts take for the matrices around them where their caller multiplies with these."""
-        shapes = {"latent_in": (about.latents, self.d_model), "latent_out": (self.d_model, about.latents)}
-        return {name: _native.disk_matrix("F32", *shape, 0, 0) for name, shape in shapes.items() if about.latents}
+        shapes = {"latent_in": (config.latents, self.d_model), "latent_out": (self.d_model, config.latents)}
+        return {name: _native.disk_matrix("F32", *shape, 0, 0) for name, shape in shapes.items() if config.latents}
 
     def resting_sum(
         self,
@@ -620,26 +621,26 @@ class CpuExecutor:
         """All experts of a layer, which stay on disk, as of `expert_sum`: memory has as many of them as the disk's
         description says. correction, router_bias: as of `experts`."""
         assert self.disk is not None
-        about = self.config.experts[layer]
-        spec = _native.NeuronSpec(about.activation, about.threshold)
-        of_all, slots = self._resting(self.disk, layer, spec, experts, biases, self._latent_shapes(about))
-        resting = self.disk, slots, _router(about.router, correction, router_bias)
-        made = ExpertSum(self._pool, self._program, about, of_all, (), about.n_experts, resting=resting)
+        config = self.config.experts[layer]
+        spec = _native.NeuronSpec(config.activation, config.threshold)
+        of_all, slots = self._resting(self.disk, layer, spec, experts, biases, self._latent_shapes(config))
+        resting = self.disk, slots, _router(config.router, correction, router_bias)
+        made = ExpertSum(self._pool, self._program, config, of_all, (), config.n_experts, resting=resting)
         self.disk.add_experts(layer, made.op, slots)
         return made
 
     def _bundled(
         self,
-        about: ExpertsConfig,
+        config: ExpertsConfig,
         spec: _native.NeuronSpec,
         stored: ExpertWeights,
         weights: Weights | None,
     ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
         """Experts as bundles, their first product as matrices unless there is a predictor; and what makes the layer's
         FFN of its operator. weights: of the predictor."""
-        n, top, size = about.n_experts, about.router.top_k, about.size
+        n, top, size = config.n_experts, config.router.top_k, config.size
         shared_down = stored.shared[-1] if stored.shared else None
-        of_all, gate, made = self._by_neuron(about, spec, stored.experts(), weights, shared_down)
+        of_all, gate, made = self._by_neuron(config, spec, stored.experts(), weights, shared_down)
         own, of_gates = made.predictor, 0 if gate is None else gate.nbytes
         more = made.more * made.layout.stride
         return of_all, partial(
@@ -654,7 +655,7 @@ class CpuExecutor:
 
     def _by_neuron(
         self,
-        about: ExpertsConfig,
+        config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
         weights: Weights | None = None,
@@ -662,13 +663,13 @@ class CpuExecutor:
     ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
         """The experts, the matrix of their first product, and their bundles. shared_down: of a shared expert, which is
         in the bundles, too, where its type is that of the others."""
-        n, top, size = about.n_experts, min(about.router.top_k, about.n_experts), about.size
-        if not about.gated:
-            return self._plain_by_neuron(about, spec, experts, shared_down)
+        n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
+        if not config.gated:
+            return self._plain_by_neuron(config, spec, experts, shared_down)
         each, predictor = iter(experts), self.parts.predictor(weights)
         gate = None if predictor else self._stack(next(each), top)
         of_rows = next(each) if predictor else None
-        layout, rows = bundle(about, self.d_model, of_rows, next(each), next(each), self._pool.threads)
+        layout, rows = bundle(config, self.d_model, of_rows, next(each), next(each), self._pool.threads)
         gate_at = layout.gate_at if predictor else layout.up_at  # which is not read
         ends = layout.gate_type, layout.down_type, layout.pitch, gate_at, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
