@@ -232,10 +232,10 @@ class ImmediateStreams:
 
 
 KINDS: dict[str, Callable[[Any], Streams]] = {"cuda": CudaStreams, "cpu": ImmediateStreams}
-"""By type of a torch device."""
+"""The streams of each type of torch device."""
 
 
 @cache
 def streams_of(device: device) -> Streams:
-    """Those of a torch device of a type of `KINDS`."""
+    """Streams of a torch device, of a type of `KINDS`."""
     return KINDS[device.type](device)

@@ -68,7 +68,7 @@ def current(device: device) -> AbstractContextManager[Any]:
 
 
 class MemoryShare:
-    """What a model takes of a CUDA device's memory: all that torch may take, until it has a limit."""
+    """The share of a CUDA device's memory that a model takes: all that torch may take, until it has a limit."""
 
     def __init__(self, device: device) -> None:
         self._device = device
@@ -101,7 +101,7 @@ class MemoryShare:
 
 
 class _Shares:
-    """Those of a device. Torch has one limit for a process: the sum of its models', if each has one, and what the
+    """The shares of a device's models. Torch has one limit for a process: the sum of its models', if each has one, and what the
     program had taken before the first of them."""
 
     def __init__(self, device: device) -> None:
@@ -147,7 +147,7 @@ def _first_line(error: object) -> str:
 
 
 def _triton_errors() -> tuple[type[Exception], ...]:
-    """What Triton raises where it compiles or launches; none if it was not imported."""
+    """Errors that Triton raises where it compiles or launches; none if it was not imported."""
     if "triton" not in sys.modules:
         return ()
     from triton.compiler.errors import CompilationError
