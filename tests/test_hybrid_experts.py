@@ -452,7 +452,7 @@ def by_neuron(
     checkpoint = open_checkpoint(path)
     selection = select(checkpoint, engine_of(selector="exact"))
     parts = ExpertSplit(some(checkpoint.config, share), movable, stage, copier)
-    resolved = Resolved(checkpoint, engine_of(), selection, **on_gpu(LAYERS, head=True))
+    resolved = Resolved(checkpoint, engine_of(), selection, **on_gpu(checkpoint.config.n_layers, head=True))
     executor = load_split(resolved, parts)
     try:
         yield executor, parts.ffns
@@ -490,10 +490,30 @@ def test_neurons_inside_split_experts(kind: str, activation: str, tmp_path: Path
             assert ExpertSparsity(executor, ffns).report()["active_fraction"] == report["active_fraction"]
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q5_0", "MXFP4"])
 @pytest.mark.usefixtures("device")
-def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
+def test_neurons_of_experts_without_gates(kind: str, tmp_path: Path) -> None:
+    """Beside a shared one, whose neurons the GPU computes; Q5_0 becomes Q8_0 there, and MXFP4 is computed whole."""
+    path, chunks = neurons_inside.plain_model(tmp_path, kind), [40, 1, 1, 5, 1, 32, 1]
+    with split(path, 0.5) as (executor, _):
+        whole = logits_of(executor, chunks)
+    for share in (0.0, 0.5, 1.0):
+        with by_neuron(path, share) as (executor, ffns):
+            found = logits_of(executor, chunks)
+            assert neurons_inside.far(found, whole) <= {"BF16": 0.02}.get(kind, 0.03)
+            np.testing.assert_array_equal(logits_of(executor, chunks), found)
+            parts = [ffn._gpu_part for ffn in ffns if share]
+            assert all(part is not None and part.by_neuron == (kind != "MXFP4") for part in parts)
+            active = ExpertSparsity(executor, ffns).report()["active_fraction"]
+            assert (active is None) if share == 1 else 0.3 < active < 0.7
+
+
+@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.usefixtures("device")
+def test_neurons_inside_experts_that_move(gates: bool, tmp_path: Path) -> None:
     """Swapped, exchanged from step to step, and streamed."""
-    path, chunks = neurons_inside.model(tmp_path, "Q4_0"), [40, *[1] * 30]
+    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q4_0")
+    path, chunks = made, [40, *[1] * 30]
     with by_neuron(path, 0.5, movable=True) as (executor, ffns):
         whole = logits_of(executor, chunks)
         for ffn in ffns:
@@ -505,7 +525,7 @@ def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
         assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.05
         assert all(ffn.collect()["copied"] for ffn in ffns)
     about = next(iter(open_checkpoint(path).config.experts.values()))
-    each = [about.size * D * 18 // 32] * 3
+    each = [about.size * D * 18 // 32] * len(about.matrices)
     stage = Stage(torch_device(), expert_buffer(each, 2))
     with by_neuron(path, 0.5, stage=stage) as (executor, ffns):
         stage.least = 33
@@ -515,8 +535,10 @@ def test_neurons_inside_experts_that_move(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
 @pytest.mark.usefixtures("device")
-def test_neurons_inside_experts_with_the_kernels_of_a_gpu(tmp_path: Path) -> None:
-    path, chunks = neurons_inside.model(tmp_path, "Q4_0"), [33, 3, 1]
+@pytest.mark.parametrize("gates", [True, False])
+def test_neurons_inside_experts_with_the_kernels_of_a_gpu(gates: bool, tmp_path: Path) -> None:
+    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q5_0")
+    path, chunks = made, [33, 3, 1] if gates else [3, 1]
     with by_neuron(path, 0.5) as (executor, _):
         expected = logits_of(executor, chunks)
     gpu.force_triton(True)
