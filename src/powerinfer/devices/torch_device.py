@@ -101,8 +101,8 @@ class MemoryShare:
 
 
 class _Shares:
-    """The shares of a device's models. Torch has one limit for a process: the sum of its models', if each has one, and what the
-    program had taken before the first of them."""
+    """The shares of a device's models. Torch has one limit for a process: the sum of its models', if each has one, and
+    what the program had taken before the first of them."""
 
     def __init__(self, device: device) -> None:
         self._device = device

@@ -212,7 +212,7 @@ def _split_neurons(
         reads = "--ram does not hold what reading them from disk takes"
         if engine.disk == "none":
             reads = "--disk none forbids to read them"
-        enough = [one.bytes for one in plan.helps if one.flag == "--ram"]
+        enough = [offer.bytes for offer in plan.helps if offer.flag == "--ram"]
         needed = max(enough) if engine.disk == "none" else min(enough)
         raise RequestError(
             f"the neurons of {name} do not fit in --vram and --ram, and {reads}: give --ram {gib(needed)}, or more "

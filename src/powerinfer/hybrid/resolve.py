@@ -105,9 +105,9 @@ def _why_static(resolved: Resolved, needed: int) -> str | None:
     """The reason for leaving experts where they are; None: others may be tried. needed: bytes of RAM of these."""
     checkpoint, engine, experts = resolved.checkpoint, resolved.engine, resolved.placement.experts
     assert experts is not None
-    every = sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
+    n_experts = sum(checkpoint.config.experts[at].n_experts for at in _split_layers(resolved))
     on_gpu = sum(map(len, experts))
-    if on_gpu in (0, every):
+    if on_gpu in (0, n_experts):
         return "all experts are on the GPU" if on_gpu else "no expert is on the GPU"
     if engine.adjust:
         return "--adjust moves experts between requests"
