@@ -28,22 +28,22 @@ Biases = Sequence[Float32 | None]
 def resident(
     tensors: Iterable[RawTensor],
     index: Indices,
-    about: ExpertsConfig,
+    config: ExpertsConfig,
     device: Any,
     biases: Biases = (),
     by_neuron: bool = False,
 ) -> Experts:
-    """Some experts on a torch device. tensors: [experts, out, in], in the order of `about.matrices`, one needed at a
+    """Some experts on a torch device. tensors: [experts, out, in], in the order of `config.matrices`, one needed at a
     time; index: int32, at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values
     that the device's type cannot hold."""
     if not by_neuron:
-        return _experts(about, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
+        return _experts(config, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
     *first, down = tensors
     *gate, up = (_slots(tensor, index, device) for tensor in first)
-    weight, shared = _columns(gpu.gpu_type(down.type, about.size), len(index) * about.size, down.shape[1], device)
+    weight, shared = _columns(gpu.gpu_type(down.type, config.size), len(index) * config.size, down.shape[1], device)
     matrices = gate[0] if gate else None, up, weight
-    own = about.activation, about.threshold
-    experts = Experts(len(index), about.size, *matrices, *own, by_neuron=True, shared=shared)
+    own = config.activation, config.threshold
+    experts = Experts(len(index), config.size, *matrices, *own, by_neuron=True, shared=shared)
     for slot, expert in enumerate(index):
         _put_down(experts, slot, RawTensor(down.type, down.shape[1:], down.data.reshape(down.shape[0], -1)[expert]))
     return experts

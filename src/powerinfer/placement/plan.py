@@ -159,17 +159,17 @@ class PlanRequest:
     def claims_if_any(self) -> Claims | RequestError:
         """The claims; the error where the budgets are too small."""
         model, work = self.model, self.workload
-        found = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
-        if isinstance(found, RequestError):
-            return found
+        claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
+        if isinstance(claims, RequestError):
+            return claims
         _, ram = budgets(self.hardware, self.vram, self.ram)
         whole = least_ram(model, work)
-        if found.cpu_left >= 0 if found.gpu_layers else ram >= whole:
-            return found
+        if claims.cpu_left >= 0 if claims.gpu_layers else ram >= whole:
+            return claims
         ram = within(ram) if self.ram is None else ram
         threads = self.hardware.cpu.threads
-        if found.gpu_layers:
-            disk = plan_disk(model, work, ram, threads, self.division(found), whole=sum(found.cpu.values()))
+        if claims.gpu_layers:
+            disk = plan_disk(model, work, ram, threads, self.division(claims), whole=sum(claims.cpu.values()))
         else:
             bundled = self.selector != "all"
             disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=self.profile)
@@ -177,7 +177,7 @@ class PlanRequest:
             return disk
         left = ram - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
-        return replace(found, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
+        return replace(claims, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
 
     def division(self, claims: Claims) -> Division:
         """The part of the model that the GPU has."""
@@ -218,13 +218,13 @@ class PlanRequest:
 
     def experts_read(self, claims: Claims) -> dict[int, cost.ExpertsRead]:
         """Of each layer with experts on both devices what a step is expected to need."""
-        found = {}
+        reads = {}
         for layer, slots in enumerate((claims.slots or ())[: claims.gpu_layers]):
             about = self.model.config.layers[layer].ffn
             if isinstance(about, ExpertsConfig):
                 own = None if self.frequencies is None else self.frequencies[layer]
-                found[layer] = cost.experts_read(about.n_experts, about.router.top_k, slots, self.batch, own)
-        return found
+                reads[layer] = cost.experts_read(about.n_experts, about.router.top_k, slots, self.batch, own)
+        return reads
 
     @property
     def past(self) -> int:
