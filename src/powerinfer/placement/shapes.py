@@ -42,7 +42,6 @@ from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names,
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
-from powerinfer.hardware.description import RatedTypes
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -50,6 +49,7 @@ from powerinfer.placement.mixes import DTYPES, stored_type, taken_type
 from powerinfer.placement.power_law import FAMILIES, Law
 
 if TYPE_CHECKING:
+    from powerinfer.hardware.description import RatedTypes
     from powerinfer.formats.checkpoint import Checkpoint
 
 PREDICTOR_SHARE = 0.0709
@@ -126,6 +126,8 @@ class Model:
     @cached_property
     def rated_types(self) -> RatedTypes:
         """Types whose rates on a GPU predict the time of its steps."""
+        from powerinfer.hardware.description import RatedTypes
+
         layers = (*self.attention, *self.ffn, *self.experts, *self.beside, *self.predictors)
         weights = (self.head, *self.projections, *(weight for layer in layers for weight in layer))
         rows = set() if any(self.n_experts) else {layout.gate_type for layout in self.bundles}
