@@ -10,7 +10,6 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
 from powerinfer.sparsity.selection import DENSE, Selection
@@ -125,6 +124,7 @@ class Needs(NamedTuple):
 
 def needs(resolved: Resolved) -> Needs:
     """The memory that the load takes, as the budgets count it."""
+    from powerinfer.hardware.description import SIZES_ALONE
     from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import (
         in_ram,
@@ -157,6 +157,7 @@ def needs(resolved: Resolved) -> Needs:
 
 def division_of(resolved: Resolved) -> Division:
     """The part of the model that the GPU has."""
+    from powerinfer.hardware.description import SIZES_ALONE
     from powerinfer.hardware.measure import measured
     from powerinfer.placement.budget import Division
 

@@ -49,8 +49,8 @@ from powerinfer.placement.mixes import DTYPES, stored_type, taken_type
 from powerinfer.placement.power_law import FAMILIES, Law
 
 if TYPE_CHECKING:
-    from powerinfer.hardware.description import RatedTypes
     from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.hardware.description import RatedTypes
 
 PREDICTOR_SHARE = 0.0709
 """Weights of the predictors per weight of the model: the mean of arXiv 2312.12456."""
