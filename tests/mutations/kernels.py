@@ -85,8 +85,8 @@ MUTATIONS = [
     Mutation(
         "a call of a tool is read the same however an answer is cut into pieces",
         "src/powerinfer/text/tool_parser.py",
-        "held = 0 if self._last and not cut_mark",
-        "held = 0 if not cut_mark",
+        "waiting = 0 if self._last and not cut_mark",
+        "waiting = 0 if not cut_mark",
         "tests/test_tool_calls.py",
     ),
     Mutation(
@@ -155,15 +155,15 @@ MUTATIONS = [
     Mutation(
         "thoughts are told apart the same however their text is cut, nothing in one is a call, budgets end them",
         "src/powerinfer/text/thoughts.py",
-        "held = overlap(self._text, self._end)",
-        "held = 0",
+        "waiting = overlap(self._text, self._end)",
+        "waiting = 0",
         "tests/test_thoughts.py -k whatever_the_pieces",
     ),
     Mutation(
         "the calls that a template writes are read off it, parsed back, and fit their grammar",
         "src/powerinfer/text/dialect_reading.py",
-        "return min(found, key=_length)",
-        "return max(found, key=_length)",
+        "return min(forms, key=_length)",
+        "return max(forms, key=_length)",
         "tests/test_dialect_reading.py",
     ),
     Mutation(
@@ -225,8 +225,8 @@ MUTATIONS = [
     Mutation(
         "several models: one load at a time, within the budget, never a model in use unloaded",
         "src/powerinfer/serve/service.py",
-        "await self._unload(min((one for one in held if not one.busy)",
-        "await self._unload(max((one for one in held if not one.busy)",
+        "await self._unload(min((one for one in loaded if not one.busy)",
+        "await self._unload(max((one for one in loaded if not one.busy)",
         "tests/test_serve_models.py -k unused_for_longest",
     ),
     Mutation(
@@ -239,7 +239,7 @@ MUTATIONS = [
     Mutation(
         "no request, connection or client harms the next one",
         "src/powerinfer/serve/keys.py",
-        'return found[:SALT_BYTES] if found and scheme.lower() == b"bearer" else None',
+        'return matching[:SALT_BYTES] if matching and scheme.lower() == b"bearer" else None',
         "return digest[:SALT_BYTES]",
         "tests/test_serve_operation.py -k 'key'",
     ),

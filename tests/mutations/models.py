@@ -27,8 +27,8 @@ MUTATIONS = [
     Mutation(
         "layers that differ in heads, FFN size, activation and gate, dense, `exact`, and split between GPU and CPU",
         "src/powerinfer/models/attention.py",
-        'about, name = checkpoint.config.layers[layer].attention, f"layers.{layer}."',
-        'about, name = checkpoint.config.layers[0].attention, f"layers.{layer}."',
+        'about, name = checkpoint.config.layers[layer].heads, f"layers.{layer}."',
+        'about, name = checkpoint.config.layers[0].heads, f"layers.{layer}."',
         "tests/test_unlike_layers.py -k dense",
     ),
     Mutation(
@@ -48,8 +48,8 @@ MUTATIONS = [
     Mutation(
         "wherever experts are placed, streamed, swapped or exchanged from step to step, the answer is of the whole",
         "src/powerinfer/hybrid/experts.py",
-        "self._slot[expert] = slot\n                self.copied",
-        "self._slot[expert] = swaps[0][0]\n                self.copied",
+        "self._slot[expert] = slot\n                self._sums",
+        "self._slot[expert] = swaps[0][0]\n                self._sums",
         "tests/test_hybrid_experts.py -k 'exchanged_from_step and lru'",
     ),
     Mutation(
@@ -82,18 +82,12 @@ MUTATIONS = [
     ),
     Mutation(
         "with a plan's seconds for its parts a step takes what the plan says, by clocks of a device that works later",
-        "src/powerinfer/hybrid/ffn.py",
-        "        if len(self.hot):\n"
-        '            operators.append(self._operator("hot neurons", self._add_hot))\n'
-        "        if len(self.cold):\n"
-        '            operators.append(self._operator("cold neurons", self._sum_cold, by_host=True, '
-        "called=self._join_cold))\n",
-        "        if len(self.cold):\n"
-        '            operators.append(self._operator("cold neurons", self._sum_cold, by_host=True, '
-        "called=self._join_cold))\n"
-        "        if len(self.hot):\n"
-        '            operators.append(self._operator("hot neurons", self._add_hot))\n'
-        "        if len(self.cold):\n",
+        "src/powerinfer/hybrid/units.py",
+        "        operators = self._gpu_sums()\n        if self._asks_cpu:\n"
+        '            operators.append(self._host_operator(f"cold {self.units}", self._sum_cold, self._join_cold))\n',
+        "        operators = []\n        if self._asks_cpu:\n"
+        '            operators.append(self._host_operator(f"cold {self.units}", self._sum_cold, self._join_cold))\n'
+        "        operators += self._gpu_sums()\n        if self._asks_cpu:\n",
         "tests/test_timeline.py -k both_parts",
     ),
     Mutation(
@@ -113,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "neurons that compete in banks: the same ones count in the engine, in torch, on a GPU and in training",
         "src/powerinfer_train/torch_model.py",
-        ".sort(dim=-1, descending=True, stable=True).indices[..., :kept]",
-        ".flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :kept]",
+        ".sort(dim=-1, descending=True, stable=True).indices[..., :count]",
+        ".flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count]",
         "tests/test_topk.py -k 'dense_and_sparse or first_among'",
     ),
     Mutation(
@@ -126,7 +120,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a model that was closed holds neither memory nor threads",
-        "src/powerinfer/hybrid/ffn.py",
+        "src/powerinfer/hybrid/units.py",
         'for name in ("_gpu_part", "_cpu_part",',
         'for name in ("_gpu_part",',
         "tests/test_hybrid.py -k closing_frees",

@@ -22,8 +22,8 @@ MUTATIONS = [
     Mutation(
         "quantised matrices keep their codes when their scales are trained",
         "src/powerinfer/formats/block_scales.py",
-        "ones[..., number] = 1",
-        "ones[..., number] = 2",
+        "unit_scales[..., number] = 1",
+        "unit_scales[..., number] = 2",
         "tests/test_scales.py",
     ),
     Mutation(
