@@ -240,7 +240,7 @@ MUTATIONS = [
         "no request, connection or client harms the next one",
         "src/powerinfer/serve/keys.py",
         'return matching[:SALT_BYTES] if matching and scheme.lower() == b"bearer" else None',
-        "return digest[:SALT_BYTES]",
+        "return sent[:SALT_BYTES]",
         "tests/test_serve_operation.py -k 'key'",
     ),
     Mutation(
