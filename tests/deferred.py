@@ -494,7 +494,8 @@ def _inner(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.inner
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_inner, tree))
+        parts = map(_inner, tree)
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, dict):
         return {name: _inner(value) for name, value in tree.items()}
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):

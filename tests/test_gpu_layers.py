@@ -241,17 +241,17 @@ def stand_in_recorder(made: list[int]) -> Recorder:
 
 
 def static_attention(
-    q: Any, cache_k: Any, cache_v: Any, table: Any, rows: Any, positions: Any, window: int | None, scale: float,
-    sinks: Any, _for_codes: bool,
-) -> Any:  # fmt: skip
+    q: Any, cache: Any, contexts: Any, settings: Any, sinks: Any = None, _for_codes: bool = False
+) -> Any:
     """`gpu.attention` that launches the same for all data, as Triton's does."""
     assert sinks is None
-    heads, kv_heads, dim = q.shape[1], cache_k.data.shape[2], q.shape[2]
-    pages = table.clamp(min=0).long()[rows.long()]
-    keys, values = (cache.values(pages).flatten(1, 2) for cache in (cache_k, cache_v))
-    place, seen = torch.arange(keys.shape[1]), positions.long()[:, None]
-    hidden = (place > seen) | (place <= seen - (window or 1 << 30))
-    scores = torch.einsum("tghd,tsgd->tghs", q.view(len(q), kv_heads, heads // kv_heads, dim), keys) * scale
+    heads, kv_heads, dim = q.shape[1], cache[0].data.shape[2], q.shape[2]
+    pages = contexts.pages.clamp(min=0).long()[contexts.rows.long()]
+    keys, values = (part.values(pages).flatten(1, 2) for part in cache)
+    place, seen = torch.arange(keys.shape[1]), contexts.positions.long()[:, None]
+    hidden = (place > seen) | (place <= seen - (settings.window or 1 << 30))
+    grouped = q.view(len(q), kv_heads, heads // kv_heads, dim)
+    scores = torch.einsum("tghd,tsgd->tghs", grouped, keys) * settings.score_scale
     weights = scores.masked_fill(hidden[:, None, None, :], -torch.inf).softmax(dim=-1)
     return torch.einsum("tghs,tsgd->tghd", weights, values).flatten(1)
 

@@ -247,7 +247,7 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.usefixtures("device")
 def test_answers_are_those_of_the_cpu(path: Path, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together, in chunks, with prefixes found again and states kept, on one device or on both."""
-    monkeypatch.setattr(state_cache, "_EVERY", 64)
+    monkeypatch.setattr(state_cache, "_INTERVAL", 64)
     system = texts(1, 200)[0]
     prompts = [system + one for one in texts(2, 20)] + texts(1, 50)
     alone = answers(path, prompts)

@@ -216,10 +216,9 @@ def test_the_gpu_calls_the_cpu(name: str, each: int, tmp_path: Path, monkeypatch
         np.testing.assert_equal(called, waited)
 
 
-def static_latents(
-    q: Any, turned: Any, cache: Any, table: Any, rows: Any, positions: Any, scale: float
-) -> Any:  # fmt: skip
+def static_latents(q: Any, turned: Any, cache: Any, contexts: Any, settings: Any) -> Any:
     """`gpu_latent.attention` that launches the same for all data, as Triton's does."""
+    table, rows, positions, scale = contexts.pages, contexts.rows, contexts.positions, settings.scale
     keys = cache.values(table.clamp(min=0).long()[rows.long()].flatten())[:, :, 0].unflatten(0, (len(rows), -1))
     keys, latents = keys.flatten(1, 2), q.shape[2]
     scores = torch.einsum("htd,tsd->ths", q, keys[..., :latents])
