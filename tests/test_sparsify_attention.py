@@ -194,10 +194,10 @@ def test_products_in_bfloat16(about: Any) -> None:
 
 def test_matrices_that_are_stored_transposed_are_rounded_as_stored() -> None:
     model = one_layer(replace(LATENT, plain_dim=32, latents=64, rope_dim=8))
-    model.rounded, model.turned = {"layers.0.k_b": "q4_0", "layers.0.v_b": "q4_1"}, {"layers.0.k_b"}
+    model.rounded, model.transposed = {"layers.0.k_b": "q4_0", "layers.0.v_b": "q4_1"}, {"layers.0.k_b"}
     for name, kind in model.rounded.items():
         own, rounded = model.weights[name], model.weight(name)
-        if name in model.turned:
+        if name in model.transposed:
             own, rounded = own.mT, rounded.mT
         rows = own.reshape(-1, own.shape[-1]).numpy()
         assert np.array_equal(rounded.reshape(rows.shape), dequantize(quantize(rows, kind.upper()), kind.upper()))

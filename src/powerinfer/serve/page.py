@@ -20,12 +20,12 @@ FILES = {
 """File and type by path. They hold nothing of the model, so they are sent without an API key."""
 
 HEADERS = {
-    "Content-Security-ServicePolicy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-ServicePolicy": "no-referrer",
-    "Cross-Origin-Opener-ServicePolicy": "same-origin",
-    "Cross-Origin-Resource-ServicePolicy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
 
