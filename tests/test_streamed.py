@@ -135,7 +135,11 @@ def test_a_prompt_is_the_right_answer_whoever_computes_it(
     tokens, total = truth.texts[0], families.TOKENS
     with opened(truth.path, 1) as executor:
         streamed = executor.streamed
-        assert streamed is not None and streamed.spans
+        assert streamed is not None
+        if case.kind == "mamba2":  # whose layers are of one part, which the CPU computes
+            assert not streamed.spans
+            return
+        assert streamed.spans
         pages, answers = families.scattered_pages(executor, 4), []
         for least, own in zip((None, LEAST, LEAST), pages, strict=False):
             streamed.stage.least = least

@@ -37,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--down-type",
         choices=DOWN_TYPES,
         default="auto",
-        help="type of down; auto: q4_0 and q4_1 are kept unchanged (q4_0x32, q4_1x32), floats as gate, others q8_0",
+        metavar="TYPE",
+        help=f"type of down: {', '.join(DOWN_TYPES)}; auto: types with blocks of 32 but q8_0 are kept unchanged "
+        "(q4_0x32, ...), floats as gate, others q8_0",
     )
     parser.add_argument(
         "--no-check", dest="check", action="store_false", help="skip the comparison with the dense logits"
