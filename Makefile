@@ -157,7 +157,7 @@ fuzz-asan: $(VENV)/stamp-dev
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build build/asan --parallel $(JOBS)
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-		PYTHONPATH=src $(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
+		PYTHONPATH=src:. $(BIN)/python tests/fuzz_native.py --module build/asan $(ARGS)
 
 # Neither the package nor what the tests need; a link that leads nowhere is an error.
 docs: $(VENV)/stamp-docs

@@ -327,7 +327,7 @@ def test_rehearsed_steps_change_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     plain, shapes = gpu.attention, set()
 
     def noted(*given: Any) -> Any:
-        shapes.add((len(given[0]), given[3].shape[1]))
+        shapes.add((len(given[0]), given[2].pages.shape[1]))
         return plain(*given)
 
     for rehearse in (False, True):

@@ -29,9 +29,13 @@ from powerinfer_train.torch_model import TorchModel, _Rms, activate, load
 from powerinfer_train.writing import check_writable, write_model
 
 
+TRAINED = [case for case in CASES if case.kind not in ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2")]
+"""All but those with Mamba2 (`recipes.UNTRAINED`)."""
+
+
 def layouts() -> list[Any]:
     """Every case in every layout of its tensors; a folder's config.json of another version for some."""
-    every = [(case, layout) for case in CASES for layout in case.layouts]
+    every = [(case, layout) for case in TRAINED for layout in case.layouts]
     older = ("llama-gqa", "gemma3", "phi3-long", "qwen3-moe", "deepseek-v2")
     return [
         pytest.param(case, layout, id=f"{case.name}-{layout}")
@@ -233,10 +237,6 @@ def add_thresholds(checkpoint: Checkpoint, folder: Path) -> None:
 
 def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checkpoint.take(name).float32()
-
-
-TRAINED = [case for case in CASES if case.kind not in ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2")]
-"""All but those with Mamba2 (`recipes.UNTRAINED`)."""
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
