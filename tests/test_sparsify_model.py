@@ -28,7 +28,6 @@ from powerinfer_train.recipes import StoredTypes, moved_biases, trained_names
 from powerinfer_train.torch_model import TorchModel, _Rms, activate, load
 from powerinfer_train.writing import check_writable, write_model
 
-
 TRAINED = [case for case in CASES if case.kind not in ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2")]
 """All but those with Mamba2 (`recipes.UNTRAINED`)."""
 

@@ -25,7 +25,7 @@ from powerinfer.evaluate import perplexity_windows
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.report.plots import MASS, cumulative
 from powerinfer.text.model_text import tokenizer_of
-from powerinfer_train.torch_model import Hidden, Neurons, Seen, TorchModel, activate, load, narrowed
+from powerinfer_train.torch_model import Hidden, NeuronValues, Seen, TorchModel, activate, load, narrowed
 from powerinfer_train.training import fast_type
 
 ROWS = 4
@@ -72,7 +72,7 @@ def firing(model: TorchModel, tokens: Tensor) -> dict[str, Any]:
     fired: dict[tuple[int, str, int | None], Tensor] = {}
     computed = [0] * n
 
-    def count(name: str, seen: Neurons) -> None:
+    def count(name: str, seen: NeuronValues) -> None:
         layer = int(name.split(".")[1])
         ones = (seen.h != 0).flatten(0, -2)
         key = layer, name, seen.expert
@@ -145,7 +145,7 @@ def curve(model: TorchModel, tokens: Tensor, factors: Sequence[float]) -> list[d
     for factor in factors:
         zeros, computed = 0, 0
 
-        def count(_: str, seen: Neurons) -> None:
+        def count(_: str, seen: NeuronValues) -> None:
             nonlocal zeros, computed
             zeros += int((seen.h == 0).sum())
             computed += seen.h.numel()
