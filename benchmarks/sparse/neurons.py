@@ -25,7 +25,7 @@ from powerinfer.evaluate import perplexity_windows
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.report.plots import MASS, cumulative
 from powerinfer.text.model_text import tokenizer_of
-from powerinfer_train.torch_model import Hidden, NeuronValues, Seen, TorchModel, activate, load, narrowed
+from powerinfer_train.torch_model import Hidden, NeuronValues, Observer, TorchModel, activate, load, narrowed
 from powerinfer_train.training import fast_type
 
 ROWS = 4
@@ -157,7 +157,7 @@ def curve(model: TorchModel, tokens: Tensor, factors: Sequence[float]) -> list[d
 
 
 @torch.no_grad()
-def perplexity(model: TorchModel, tokens: Tensor, label: str, seen: Seen | None = None) -> float:
+def perplexity(model: TorchModel, tokens: Tensor, label: str, seen: Observer | None = None) -> float:
     """Of the second half of each window, as `eval perplexity` scores it."""
     half, total, scored = tokens.shape[1] // 2, 0.0, 0
     for part in parts(tokens, label):
