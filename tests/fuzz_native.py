@@ -23,16 +23,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from test_fuzz import GGUF_BASES, damage, damaged_gguf
 
-from benchmarks.models.gguf_writer import Builder
-from powerinfer.config import EngineConfig
-from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.predictor_file import write_predictor
-from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, prepared_folder
-from powerinfer.formats.quant import BLOCK_TYPES
-from powerinfer.neurons import Predictor
+
+def use_module(folder: Path) -> None:
+    """Let `powerinfer._native` be the module in `folder`."""
+    import powerinfer
+
+    (path,) = folder.glob("_native*.so")
+    spec = importlib.util.spec_from_file_location("powerinfer._native", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["powerinfer._native"] = module
+    spec.loader.exec_module(module)
+    powerinfer._native = module
+
+
+if "--module" in sys.argv[:-1]:  # before anything imports the installed one
+    use_module(Path(sys.argv[sys.argv.index("--module") + 1]))
+
+from test_fuzz import GGUF_BASES, damage, damaged_gguf  # noqa: E402
+
+from benchmarks.models.gguf_writer import Builder  # noqa: E402
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.errors import ModelError, RequestError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
+from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, prepared_folder  # noqa: E402
+from powerinfer.formats.quant import BLOCK_TYPES  # noqa: E402
+from powerinfer.neurons import Predictor  # noqa: E402
 
 RESULTS = ("dense worked", "dense refused", "sparse worked", "sparse refused")
 NATIVE_IDS = [0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14]
@@ -48,19 +66,6 @@ ROW_TYPES = [  # of gate and up, and of down
     ("BF16", "Q4_0"),
     ("Q8_0", "BF16"),
 ]
-
-
-def use_module(folder: Path) -> None:
-    """Let `powerinfer._native` be the module in `folder`."""
-    import powerinfer
-
-    (path,) = folder.glob("_native*.so")
-    spec = importlib.util.spec_from_file_location("powerinfer._native", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["powerinfer._native"] = module
-    spec.loader.exec_module(module)
-    powerinfer._native = module
 
 
 def hostile_weights(rng: random.Random) -> bytes:
@@ -216,8 +221,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int, default=4000)
     options = parser.parse_args()
-    if options.module:
-        use_module(options.module)
     from powerinfer import _native
 
     print(f"{_native.__file__}: levels {', '.join(_native.levels())}", flush=True)

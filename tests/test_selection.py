@@ -165,7 +165,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "engine.selector == 'auto'",
         "resolved.engine.selector != 'auto'",
     ],
-    "hybrid/load.py": ["resolved.engine.expert_policy != 'auto'", "resolved.engine.gpu != 'auto'"],
+    "hybrid/load.py": ["resolved.engine.expert_policy != 'auto'", "resolved.engine.gpu == 'auto'"],
     "hybrid/resolve.py": [
         "('static', 'auto')",
         "engine.expert_policy != 'auto'",

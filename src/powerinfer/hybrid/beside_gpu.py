@@ -259,6 +259,8 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved:
     if isinstance(placed, str):
         raise RequestError(placed)
     engine, placed = resolved.engine, replace(placed, policy=resolved.policy, vram=resolved.vram)
+    if not resolved.placement.staging:  # left out before, or not needed
+        placed = placed.placed(staging=0)
     short = placed.placement.disk is not None or (engine.ram is not None and needs(placed).ram > engine.ram)
     if short and engine.expert_policy == "auto" and placed.policy.name != "static":
         return replace(placed, policy=Policy("static", "others need more RAM than there is"))

@@ -188,7 +188,7 @@ def _too_little_ram(resolved: Resolved, selection: Selection, model: Model, tota
     ram, context, kv = engine.ram or 0, context_of(model, engine), kv_bytes(model, engine)
     helps = [f"give --ram {gib(total)}"]
     page = model.kv_bytes(engine.kv_type, 1, 1)
-    tokens = (ram - total + kv) // page * cpu.PAGE
+    tokens = (ram - total + kv) // page * cpu.PAGE if page else 0  # Mamba2 alone has no cache
     if tokens >= min(context // 2, SHORT):
         helps.append(f"--context {tokens}")
     if ram_bytes(model, replace(engine, kv_type="q8_0"), selection) <= ram:

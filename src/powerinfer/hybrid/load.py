@@ -16,7 +16,7 @@ import numpy as np
 
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
-from powerinfer.errors import GpuMemoryError
+from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, without_gpu
 from powerinfer.hybrid.resolved import Policy, Resolved
@@ -58,7 +58,7 @@ def load_resolved(
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
     """
-    failures, loading = 0, Loading(sample, progress, say)
+    failures, loading = 0, Loading(sample, progress, _once(say))
     first = resolved.placement.plan
     while resolved.device.gpu is not None:
         try:
@@ -70,8 +70,19 @@ def load_resolved(
             if not isinstance(outcome, Resolved):
                 return outcome
             resolved = outcome
-        loading = replace(loading, say=silent)  # what is read from disk was said
-    return _load_on_cpu(resolved, Loading(sample, progress, say))
+    return _load_on_cpu(resolved, loading)
+
+
+def _once(say: Say) -> Say:
+    """`say`, which is told the same thing once, however often a load is tried."""
+    lines: set[str] = set()
+
+    def tell(text: str) -> None:
+        if text not in lines:
+            lines.add(text)
+            say(text)
+
+    return tell
 
 
 def _after(problem: GpuMemoryError, resolved: Resolved, failures: int, say: Say) -> Resolved:
@@ -79,10 +90,16 @@ def _after(problem: GpuMemoryError, resolved: Resolved, failures: int, say: Say)
     again if there is none."""
     from powerinfer.hybrid.vram import smaller
 
-    less = smaller(resolved, problem.lacking, failures)
+    may_leave = resolved.engine.gpu == "auto" and not resolved.engine.adjust
+    less = None
+    try:
+        less = smaller(resolved, problem.lacking, failures)
+    except RequestError:  # with less there RAM, or the GPU, does not hold the rest
+        if not may_leave:
+            raise
     if less is not None:
         return less
-    if resolved.engine.gpu != "auto" or resolved.engine.adjust:
+    if not may_leave:
         raise problem
     say(NOT_USED.format(problem))
     return without_gpu(resolved, str(problem))
@@ -222,9 +239,11 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
     memory, earlier = neurons_memory(resolved, first), None
     saved = None if tight else memory.find()
     if saved is not None:
-        plan = _as_saved(first, saved.result.working)
+        rests = resolved.engine.disk != "none"
+        plan = _as_saved(first, saved.result.working, rests)
         if plan is not None:
-            resolved, earlier = resolved.placed(plan=plan), saved.result.measured
+            resolved = resolved.placed(plan=plan, disk=plan.on_disk if rests else None)
+            earlier = saved.result.measured
     start = resolved.placement.neurons
     assert start is not None
     split = _planned_split(resolved, start)
@@ -262,12 +281,13 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
     return executor, sparsity
 
 
-def _as_saved(plan: Plan, working: int) -> Plan | None:
-    """The plan by the working memory of an earlier start; None if neurons do not fit into RAM then."""
+def _as_saved(plan: Plan, working: int, rests: bool) -> Plan | None:
+    """The plan by the working memory of an earlier start; None if neurons do not fit into RAM then. rests: some may
+    stay on disk."""
     from powerinfer.placement.plan import Plan, with_working_memory
 
     again = with_working_memory(plan, working)
-    return again if isinstance(again, Plan) and again.loads else None
+    return again if isinstance(again, Plan) and (again.loads if rests else again.fits) else None
 
 
 def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from powerinfer.errors import GpuMemoryError, PowerInferError, demand
+from powerinfer.errors import GpuMemoryError, demand
 from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.hybrid.beside_gpu import estimated_scratch, with_fewer_layers, with_other_experts
 from powerinfer.hybrid.memory_trial import MARGIN, Working, experts_memory
@@ -62,8 +62,9 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | N
         experts_memory(resolved).keep(Working(estimate, estimate))
         return with_other_experts(resolved, estimate)
     assert placement.plan is not None
-    spare = max(0, placement.plan.claims.gpu_left)
-    return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + lacking)
+    spare, model = max(0, placement.plan.claims.gpu_left), placement.plan.request.model
+    most = sum(len(hot) * model.expert_bytes(layer)[0] for layer, hot in enumerate(placement.experts))
+    return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + min(lacking, most))
 
 
 def fill(
@@ -107,7 +108,8 @@ def hold_budget(
         if filled is not None:
             if not filled.loads:
                 problem = _over_budget(_lacking(used, split, vram), vram)
-                raise PowerInferError(f"{problem}; --ram does not hold the neurons that would make room there")
+                short = "--ram does not hold the neurons that would make room there"
+                raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
             resolved = resolved.placed(plan=filled)
             _move(cast("NeuronSplit", split), filled)
             used = _rehearsal(executor, resolved, split)
