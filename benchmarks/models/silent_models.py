@@ -249,6 +249,7 @@ def _described(sizes: Sizes) -> Builder:
         "attention.key_length": sizes["head_dim"],
         "attention.value_length": sizes["head_dim"],
         "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.layer_norm_epsilon": 1e-5,  # llama.cpp asks for it
         "rope.dimension_count": sizes["head_dim"] // 2,  # of nothing that is rotated
         "rope.freq_base": 10000.0,
         "ssm.conv_kernel": sizes["conv_kernel"],

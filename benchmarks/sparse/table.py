@@ -1,4 +1,4 @@
-"""Write the tables and the plot of docs/selectors.md from the newest results of compare.py and profiles.py.
+"""Write the tables and the plot of docs/selectors.md from the newest results of compare.py, silent.py and profiles.py.
 
     python -m benchmarks.sparse.table [--check]     --check: only say whether the tables are up to date
 
@@ -128,6 +128,33 @@ def activity_table(document: dict[str, Any]) -> str:
     return paragraphs(table(heads, rows), note)
 
 
+def silent_table(document: dict[str, Any]) -> str:
+    """Models that are mostly silent: both rates of every engine."""
+    peers = list(document["peers"])
+    engines = [name for name in ("all", "exact", "predicted") if name in document["silent"][0]["engines"]]
+    note = (
+        f"{origin(document)}, {processor(document, units=True)}, {document['compiler']}; random weights in published "
+        f"shapes, cut to their first blocks and a vocabulary of {document['vocab']:,}; {document['threads']} threads. "
+        f"Tokens per second of a prompt of {document['prompt_tokens']}, and of decoding {document['gen_tokens']}; "
+        "medians of interleaved runs; in brackets the ratio to llama.cpp, the median of the ratios within a round; "
+        "* fewer than three undisturbed runs."
+    )
+    heads = ["model", "blocks", "type", "", *(f"`{name}`" for name in engines), *peers, "MB a token, `all`", "`exact`"]
+    rows = []
+    for entry in document["silent"]:
+        for rate_name, title in (("prefill_tok_s", "prompt"), ("decode_tok_s", "decode")):
+            cells = [entry["model"], str(entry["layers"]), entry["type"]] if title == "prompt" else ["", "", ""]
+            for engine in (*engines, *peers):
+                text = measured(entry["engines"].get(engine), rate_name)
+                ratio = entry["ratio"].get(engine, {}).get(peers[0], {}).get(rate_name) if peers else None
+                cells += [text if not ratio else f"{text} ({ratio['median']:.2f})"]
+                if engine == engines[0]:
+                    cells.insert(3, title)
+            read = ["all", "exact"] if title == "decode" else []
+            rows.append(cells + [fixed(megabytes(entry, engine), 0) for engine in read] + [""] * (2 - len(read)))
+    return paragraphs(note, table(heads, rows))
+
+
 # --- plot
 
 
@@ -185,8 +212,9 @@ def limit(entry: dict[str, Any]) -> float | None:
 
 
 def tables() -> dict[str, str | None]:
-    speeds, activity = results(), newest("activity")
+    speeds, activity, silent = results(), newest("activity"), newest("silent")
     return {
+        "silent table": silent and silent_table(silent),
         "sparse table": speeds and speed_table(speeds),
         "activity table": activity and activity_table(activity),
     }

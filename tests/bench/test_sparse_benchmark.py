@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib import machine
-from benchmarks.sparse import compare, table
+from benchmarks.sparse import compare, silent, table
 
 OWN = """
 import json, sys
@@ -83,3 +83,31 @@ def test_run_and_table(tmp_path: Path) -> None:
     assert "- `exact` in F16 is as fast as `all` at 12 % active" in table.speed_table(document)
     del document["sparse"][1]
     assert "- `exact` in F16 is faster than `all` up to 5 % active" in table.speed_table(document)
+
+
+def test_silent_models_and_their_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, folder, out = tmp_path / "own.py", tmp_path / "peer/bin", tmp_path / "silent.json"
+    own.write_text(OWN.replace('{"median": 1.0}', '{"median": 32.0}'))
+    folder.mkdir(parents=True)
+    (folder / "llama-bench").write_text(PEER)
+    (folder / "llama-bench").chmod(0o755)
+    written: list[str] = []
+
+    def write(path: Path, sizes: silent.silent_models.Sizes, kind: str, share: list[float]) -> None:
+        written.append(f"{sizes.pattern} {kind} {share}")
+        path.write_bytes(b"GGUF")
+
+    monkeypatch.setattr(silent.silent_models, "write", write)
+    monkeypatch.setenv("CXX", "false")  # no bandwidth is measured
+    words = ["silent", "--models", str(tmp_path / "models"), "--peer", f"peer={folder}", "--types", "q5_0"]
+    words += ["--powerinfer", f"{sys.executable} {own}", "--rounds", "3", "--retries", "0", "--quiet", "0"]
+    monkeypatch.setattr(sys, "argv", [*words, "--shapes", "nemotron-3-nano-30b-a3b", "--out", str(out)])
+    silent.main()
+    assert written == ["MEMEM*EME q5_0 [0.907]"] and not list((tmp_path / "models").iterdir())
+    document = json.loads(out.read_text())
+    text = table.silent_table(document | {"cpu": machine.description()["cpu"]})
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[1].split("|")[4:8] == [" prompt ", " 32.0 (2.00) ", " 32.0 (2.00) ", " 32.0 (2.00) "]
+    assert rows[2].split("|")[4:11] == [
+        " decode ", " 20.0 (1.25) ", " 30.0 (1.88) ", " 40.0 (2.50) ", " 16.0 ", " 1000 ", " 400 "
+    ]  # fmt: skip
