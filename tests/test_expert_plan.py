@@ -19,7 +19,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.expert_files import open_expert_profile
 from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import resolve
-from powerinfer.hybrid.resolved import needs
+from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan, read_plan, save_plan
@@ -195,7 +195,8 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
     assert partly == alone and 0 < llm.sparsity["gpu_share"] < 1 and "5 of 8 experts" in llm.choices["gpu"]
     llm.close()
     fewer = smaller(resolved, 1)
-    assert fewer is not None and fewer.placement.experts is not None and sum(map(len, fewer.placement.experts)) == 4
+    assert isinstance(fewer, Resolved) and fewer.placement.experts is not None
+    assert sum(map(len, fewer.placement.experts)) == 4
     with pytest.raises(RequestError, match=r"hold no layer .* give --vram"):
         answer(path, gpu="cpu", vram=1 << 20)
     with pytest.raises(RequestError, match="--adjust is for models"):

@@ -11,7 +11,7 @@ import json
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,17 +30,21 @@ from sparse_models import give_bundles, give_predictor, give_profile, profile_fo
 
 from benchmarks.models import expert_models  # noqa: E402
 from powerinfer.config import EngineConfig, FfnConfig, LatentAttentionConfig, LayerConfig  # noqa: E402
+from powerinfer.devices import cpu as cpu_device  # noqa: E402
+from powerinfer.devices import torch_device as torch_device_module  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.link import Link, link_bytes  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import Stage  # noqa: E402
-from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
+from powerinfer.errors import GpuMemoryError, ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
-from powerinfer.hybrid import crossing, fusion, memory_trial, resolve, resolved, vram  # noqa: E402
+from powerinfer.hybrid import beside_gpu, crossing, fusion, memory_trial, resolve, resolved, vram  # noqa: E402
 from powerinfer.hybrid import load as hybrid_load  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
@@ -584,55 +588,132 @@ def test_neurons_take_what_was_estimated_too_high(
     assert hot[0] == hot[1] and GROUP < sum(map(len, hot[0])) <= every
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_experts_take_what_was_estimated_too_high(
-    tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    """The model is loaded again with more experts, once; later starts place them at once. Where that runs out of memory
-    those of the estimate stay, then too."""
-    path = tmp_path / "m.gguf"
-    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("f16"))
-    checkpoint = open_checkpoint(path)
-    each, every = checkpoint_model(checkpoint).expert_bytes(0)[0], sum(checkpoint_model(checkpoint).n_experts)
-    engine = EngineConfig(**OPTIONS, gpu="cpu")
-    everything = resolved.needs(resolve.resolve(checkpoint, engine)).vram
-    with load_within(path, None, 1 << 30) as llm:
-        wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
-        working = llm._executor.gpu.memory()["scratch"] + passed(llm._executor, tmp_path)  # type: ignore[union-attr]
-    room = working + working // 8 + 2 * each  # with experts on the CPU, too, steps take a little more
-    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: room + 3 * each)
-    budget = everything + room  # by the estimate for all but three
-    loads: list[int] = []
-    hold, rehearsed = vram.hold_budget, vram.rehearsed
+class ExpertsCard:
+    """A device on which all experts but three fit by the estimate, and all by what is measured; it runs out of memory
+    where `fits` says no to (their number, whether prompts stream)."""
 
-    def counted(executor: Any, resolved: Any, split: Any, **more: Any) -> Any:
-        loads.append(sum(len(ffn.hot) for ffn in split.ffns))
-        return hold(executor, resolved, split, **more)
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path = folder / "m.gguf"
+        expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("f16"))
+        checkpoint = open_checkpoint(path)
+        model = checkpoint_model(checkpoint)
+        self.each, self.every = model.expert_bytes(0)[0], sum(model.n_experts)
+        everything = resolved.needs(resolve.resolve(checkpoint, EngineConfig(**OPTIONS, gpu="cpu"))).vram
+        with load_within(path, None, 1 << 30) as llm:
+            self.wanted = llm.generate([[5, 9, 2]], SHORT)[0].token_ids
+            working = llm._executor.gpu.memory()["scratch"] + passed(llm._executor, folder)  # type: ignore[union-attr]
+        room = working + working // 8 + 2 * self.each  # with experts on the CPU, too, steps take a little more
+        monkeypatch.setattr(Model, "gpu_scratch", lambda *_: room + 3 * self.each)
+        self.budget = everything + room  # by the estimate for all but three
+        self.loads: list[int] = []
+        self.streams: list[bool] = []
+        self.fits: Callable[[int, bool], bool] = lambda *_: True
+        hold, rehearsed = vram.hold_budget, vram.rehearsed
 
-    def tried(executor: Any, requests: int) -> int | None:
-        if fails and loads[-1] == every:
-            raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
-        return rehearsed(executor, requests)
+        def counted(executor: Any, resolved: Any, split: Any, **more: Any) -> Any:
+            self.loads.append(sum(len(ffn.hot) for ffn in split.ffns))
+            self.streams.append(split.stage is not None)
+            return hold(executor, resolved, split, **more)
 
-    monkeypatch.setattr(vram, "hold_budget", counted)
-    monkeypatch.setattr(vram, "rehearsed", tried)
-    for first in (True, False):
-        loads.clear()
-        with load_within(path, None, budget) as llm:
-            assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
+        def tried(executor: Any, requests: int) -> int | None:
+            if not self.fits(self.loads[-1], self.streams[-1]):
+                raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
+            return rehearsed(executor, requests)
+
+        monkeypatch.setattr(vram, "hold_budget", counted)
+        monkeypatch.setattr(vram, "rehearsed", tried)
+
+    def start(self, more: int = 0, **options: Any) -> list[int]:
+        """The numbers of experts on the GPU that were tried at a start, with so many bytes more of VRAM."""
+        self.loads.clear()
+        self.streams.clear()
+        with load_within(self.path, None, self.budget + more, **options) as llm:
+            assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == self.wanted
             said = llm.choices["gpu"].endswith("since memory was measured")
-        if fails:
-            assert loads == ([every - 3, every, every - 3] if first else [every - 3]) and not said
-        else:
-            assert loads == ([every - 3, every] if first else [every]) and said
-    if not fails:  # what was saved does not hold any more
-        fails = True
-        for first in (True, False):
-            loads.clear()
-            with load_within(path, None, budget) as llm:
-                assert llm.generate([[5, 9, 2]], SHORT)[0].token_ids == wanted
-                assert not llm.choices["gpu"].endswith("since memory was measured")
-            assert loads == ([every, every - 3] if first else [every - 3])
+            assert more or said == (self.loads[-1] == self.every)
+        return list(self.loads)
+
+
+@pytest.fixture
+def experts_card(tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> ExpertsCard:
+    return ExpertsCard(tmp_path, monkeypatch)
+
+
+def test_experts_take_what_was_estimated_too_high(experts_card: ExpertsCard) -> None:
+    """The model is loaded again with more experts, once; later starts place them at once, with that --vram. Where that
+    runs out of memory those of the estimate stay, then too."""
+    card, every = experts_card, experts_card.every
+    assert card.start() == [every - 3, every] and card.start() == [every]
+    assert card.start(-card.each) == [every - 4, every], "what was measured with other layers there may not hold"
+    card.fits = lambda hot, _: hot < every
+    assert card.start() == [every, every - 3] and card.start() == [every - 3]
+
+
+def test_experts_of_the_estimate_stay(experts_card: ExpertsCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more of them run out of memory, or RAM would not hold what those need; then at later starts, too."""
+    card, every = experts_card, experts_card.every
+    card.fits = lambda hot, _: hot < every
+    assert card.start() == [every - 3, every, every - 3] and card.start() == [every - 3]
+    with monkeypatch.context() as patch:
+        patch.setattr(beside_gpu, "with_other_experts", lambda *_: RequestError("RAM holds no other experts"))
+        closed: list[int] = []
+        close = SplitExecutor.close
+        patch.setattr(SplitExecutor, "close", lambda own: (closed.append(id(own)), close(own))[1])
+        assert card.start(retrial=True) == [every - 3, every - 3] and len(closed) == 2
+    assert card.start() == [every - 3]
+
+
+def test_what_experts_have_to_leave_is_saved(experts_card: ExpertsCard) -> None:
+    """Where fewer of them fit than by the estimate, and where buffers for prompts do not."""
+    card, every = experts_card, experts_card.every
+    card.fits = lambda hot, _: hot < every - 3
+    first = card.start()
+    assert first[0] == every - 3 and len(first) > 1 and card.start() == first[-1:]
+    card.fits = lambda hot, streams: hot < every and not streams
+    few = 20 * card.each
+    first = card.start(-few)
+    assert len(first) > 1 and not card.streams[-1] and card.start(-few) == first[-1:] and not card.streams[-1]
+
+
+def test_options_hold_when_a_load_is_tried_again(
+    experts_card: ExpertsCard, wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `resolve` refuses does not come about by running out of memory."""
+    card = experts_card
+    card.fits = lambda *_: False
+    monkeypatch.setattr(resolve, "wanted_gpu", lambda _: ("cpu", "chosen"))
+    options = OPTIONS | {"gpu": "auto", "vram": card.budget}
+    for moved in ({"expert_policy": "lru"}, {"adjust": True}):
+        with pytest.raises(GpuMemoryError, match="ran out of memory while it was tried"):
+            LLM(card.path, **options | moved)
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: 0)
+    plan = make_plan(request_of(wide, None, 24))
+    split = Resolved(open_checkpoint(wide), EngineConfig(**OPTIONS, gpu="auto", adjust=True), device=Device("cpu"))
+    split = split.placed(layers=plan.claims.gpu_layers, plan=plan)
+    monkeypatch.setattr(vram, "smaller", lambda resolved, *_: resolved.placed(disk="some neurons"))
+    with pytest.raises(RequestError, match="some of them rest on disk: leave it out"):
+        hybrid_load._after(GpuMemoryError("out of memory"), split, 0, lambda _: None)
+
+
+def test_a_load_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is an executor on the CPU, and after the weights were wired."""
+    path, _ = models(tmp_path, "llama")
+    checkpoint, ended = open_checkpoint(path), list[str]()
+    end, close = torch_device_module.MemoryShare.end, GpuLayers.close
+    monkeypatch.setattr(torch_device_module.MemoryShare, "end", lambda own: (ended.append("share"), end(own))[1])
+    monkeypatch.setattr(GpuLayers, "close", lambda own: (ended.append("gpu"), close(own))[1])
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise ModelError("a tensor is left over")
+
+    one = Resolved(checkpoint, EngineConfig(**OPTIONS), device=Device("cpu"), placement=Placement(1))
+    for owner, name, left in ((cpu_device, "CpuExecutor", {"share"}), (checkpoint, "finish", {"share", "gpu"})):
+        ended.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            with pytest.raises(ModelError, match="left over"):
+                load_split(one)
+        assert {*ended} == left
 
 
 # ---------------------------------------------------------------- starts after the first

@@ -143,7 +143,7 @@ def test_the_sum_of_the_experts_that_are_here(
     index = np.array([0, 3, 4, 8, 11], np.int32)
     biases = some_biases(tensors) if activation in ("swiglu_oai", "relu") else [None] * len(tensors)
     experts = gpu_experts.resident(tensors, index, about, device_name(), biases)
-    each = gpu_experts.slot_bytes([(one.type, one.shape[1], one.shape[2]) for one in tensors])
+    each = sum(gpu.weight_bytes(one.type, *one.shape[1:]) for one in tensors)
     assert experts.slots == 5
     assert experts.nbytes == 5 * (each + sum(bias[0].nbytes for bias in biases if bias is not None))
     x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
@@ -204,7 +204,7 @@ def test_neurons_that_fire(
         tensors[0] = some_experts(gate, d, size, True, activation)[1][0]
     index = np.array([0, 3, 4, 8, 11], np.int32)
     experts = gpu_experts.resident(tensors, index, about, device_name(), by_neuron=True)
-    assert experts.nbytes == 5 * gpu_experts.slot_bytes([(one.type, one.shape[1], one.shape[2]) for one in tensors])
+    assert experts.nbytes == 5 * sum(gpu.weight_bytes(one.type, *one.shape[1:]) for one in tensors)
     x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
     selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1)
     places = np.full(N, -1, np.int32)

@@ -21,7 +21,7 @@ from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import BLOCK_TYPES  # noqa: E402
-from powerinfer.hybrid import policy_trial  # noqa: E402
+from powerinfer.hybrid import policy_trial, vram  # noqa: E402
 from powerinfer.hybrid.experts import HybridExperts  # noqa: E402
 from powerinfer.hybrid.policy_trial import ROUNDS, WARM_UP  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
@@ -317,6 +317,7 @@ def test_static_is_told_nothing(room: EngineConfig, tmp_path: Path, monkeypatch:
         return []
 
     monkeypatch.setattr(Policy, "observe", observe)
+    monkeypatch.setattr(vram, "measured_scratch", lambda *_: pytest.fail("a policy is chosen of these experts"))
     _, llm = load(tmp_path, room)
     llm.close()
     assert {*told} == {"lru", "lfu", "dynamic"}

@@ -153,25 +153,20 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/beside_gpu.py": [
-        "engine.expert_policy == 'auto'",
         "engine.selector != 'auto'",
         "engine.selector != 'auto'",
         "engine.selector == 'auto'",  # not all neurons fit: whole layers then
     ],
     "hybrid/disk.py": ["asked != 'auto'"],
     "hybrid/disk_hints.py": ["engine.selector != 'auto'", "engine.selector != 'auto'"],
+    "hybrid/expert_policy.py": ["engine.expert_policy != 'auto'"],
     "hybrid/in_ram.py": [
         "engine.selector != 'auto'",
         "engine.selector == 'auto'",
         "resolved.engine.selector != 'auto'",
     ],
-    "hybrid/load.py": ["resolved.engine.expert_policy != 'auto'", "resolved.engine.gpu == 'auto'"],
-    "hybrid/resolve.py": [
-        "('static', 'auto')",
-        "engine.expert_policy != 'auto'",
-        "engine.gpu != 'auto'",
-        "engine.gpu == 'auto'",
-    ],
+    "hybrid/load.py": ["resolved.engine.expert_policy == 'auto'", "resolved.engine.gpu != 'auto'"],
+    "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [
         "('auto', 'predicted')",

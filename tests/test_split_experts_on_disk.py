@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -392,7 +393,8 @@ def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     """Where it runs out of memory; buffers for long prompts go before experts."""
     resolved = planned(large, 20, 12 * MIB)
     fewer = smaller(resolved, 1)
-    assert fewer is not None and fewer.placement.experts is not None and resolved.placement.experts is not None
+    assert isinstance(fewer, Resolved)
+    assert fewer.placement.experts is not None and resolved.placement.experts is not None
     assert sum(map(len, fewer.placement.experts)) < sum(map(len, resolved.placement.experts))
     assert fewer.placement.disk is not None and resolved.placement.disk is not None
     assert fewer.placement.disk.resting["experts"] > resolved.placement.disk.resting["experts"]
@@ -402,12 +404,22 @@ def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     enough = enough.placed(staging=0)
     at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
     fewer = smaller(at_most, 1)
-    assert fewer is not None and fewer.placement.disk is not None
+    assert isinstance(fewer, Resolved) and fewer.placement.disk is not None
     auto = replace(at_most, engine=replace(at_most.engine, expert_policy="auto"), policy=Policy(None))
     tried = smaller(auto, 1)
-    assert tried is not None and tried.policy.name == "static" and tried.placement.disk == fewer.placement.disk
-    with pytest.raises(RequestError, match=r"needs at least .* of RAM .* give --ram"):
-        smaller(replace(at_most, engine=replace(at_most.engine, disk="none")), 1)
+    assert isinstance(tried, Resolved) and tried.policy.name == "static"
+    assert tried.placement.disk == fewer.placement.disk
+    lacking = smaller(replace(at_most, engine=replace(at_most.engine, disk="none")), 1)
+    assert isinstance(lacking, RequestError)
+    assert re.search(r"needs at least .* of RAM .* give --ram", str(lacking))
+
+
+def test_the_policy_is_tried_again_with_other_experts(large: Path) -> None:
+    """That of a trial holds for the experts that were on the GPU then."""
+    auto = planned(large, 20, expert_policy="auto", trial=True).placed(staging=0)
+    assert auto.policy.name is None
+    fewer = smaller(replace(auto, policy=Policy("lru", "chosen by a trial")), 1)
+    assert isinstance(fewer, Resolved) and fewer.policy.name is None
 
 
 def test_without_a_disk_ram_must_hold_them(large: Path) -> None:

@@ -496,6 +496,23 @@ def test_without_predictors_neurons_or_whole_layers_are_on_disk(
         assert auto.placement.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
 
 
+def test_buffers_for_prompts_leave_the_free_memory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None
+) -> None:
+    """They do before a layer is on disk, as within --ram."""
+    path, free = large_model(tmp_path, monkeypatch, layers=16), 1 << 40
+    monkeypatch.setattr("powerinfer.system.available_memory", lambda: free)
+    engine = replace(ENGINE, gpu=device_name(), selector="all")
+    engine = replace(engine, vram=needs(resolve(open_checkpoint(path), engine)).vram - 100 * MIB)
+    whole = resolve(open_checkpoint(path), engine)
+    assert 0 < whole.placement.layers < 16 and whole.placement.staging
+    free = needs(whole).ram
+    assert resolve(open_checkpoint(path), engine).placement == whole.placement
+    free -= 1
+    without = resolve(open_checkpoint(path), engine)
+    assert without.placement == whole.placed(staging=0).placement and needs(without).ram <= free
+
+
 def test_without_ram_the_free_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None) -> None:
     """Of layers on the CPU beside a GPU, with a short context if none was asked for."""
     path = large_model(tmp_path, monkeypatch, layers=16)
@@ -515,7 +532,7 @@ def test_without_ram_the_free_memory_counts(tmp_path: Path, monkeypatch: pytest.
     assert sum(placed.placement.disk.held.values()) <= free and not placed.placement.staging
     assert resolve(open_checkpoint(path), replace(engine, disk="none")).placement.disk is None
     fewer = with_fewer_layers(placed)
-    assert fewer is not None and fewer.placement.disk is not None
+    assert isinstance(fewer, Resolved) and fewer.placement.disk is not None
     assert fewer.placement.disk.resting["panels"] > placed.placement.disk.resting["panels"]
     free = 1 * MIB
     assert resolve(open_checkpoint(path), engine).placement.disk is None, "the system may find it"

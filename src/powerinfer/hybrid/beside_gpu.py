@@ -18,7 +18,6 @@ from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.hybrid.in_ram import place_on_disk, placed_within, profile_of, shortened
 from powerinfer.hybrid.resolved import (
     Device,
-    Policy,
     Resolved,
     experts_said,
     model_of,
@@ -61,9 +60,12 @@ def place_beside_gpu(
     else:
         request = _planned(resolved, model)
         types = model.rated_types
-        hardware = measured(engine, progress, gpu=gpu, check=lambda memories: request(memories).claims(), types=types)
-        place = _split_experts if any(model.n_experts) else _split_neurons
-        placed = place(resolved, request, hardware)
+        hardware = measured(
+            engine, progress, gpu=gpu, check=lambda memories: demand(request(memories)).claims(), types=types
+        )
+        place = _experts_as_saved if any(model.n_experts) else _split_neurons
+        outcome = place(resolved, demand(request(hardware)))
+        placed = outcome if isinstance(outcome, str) else demand(outcome)
     assert hardware.gpu is not None
     if isinstance(placed, str) or engine.vram is None:
         return placed
@@ -110,15 +112,14 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
 def within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
     """The same within --ram or the free memory, without the buffers for long prompts or with what that does not hold on
     disk, where layers are on the GPU as a whole; the error if --ram does not hold the rest."""
-    from powerinfer.placement.budget import Division, gib, in_ram, streamed_in_ram
+    from powerinfer.placement.budget import gib
 
     engine, placement, ram = resolved.engine, resolved.placement, resolved.engine.ram
     layers, host_bytes = placement.layers, hardware.host_bytes
     if ram is None:
         return _layers_in_free_memory(resolved, model, hardware)
-    work = workload(model, engine)
-    needed = sum(in_ram(model, work, Division(layers, placement.head, host_bytes=host_bytes)).values())
-    if needed + streamed_in_ram(model, work, layers, placement.staging) <= ram:
+    needed, buffers = _layers_in_ram(resolved, model, engine, host_bytes)
+    if needed + buffers <= ram:
         return resolved.placed(disk=None)
     resolved = resolved.placed(staging=0)
     if needed <= ram:
@@ -132,33 +133,44 @@ def within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved
     )
 
 
+def _layers_in_ram(resolved: Resolved, model: Model, engine: EngineConfig, host_bytes: int) -> tuple[int, int]:
+    """Bytes of RAM of the layers that a GPU does not have, and of the buffers through which they stream there."""
+    from powerinfer.placement.budget import Division, in_ram, streamed_in_ram
+
+    placement, work = resolved.placement, workload(model, engine)
+    division = Division(placement.layers, placement.head, host_bytes=host_bytes)
+    buffers = streamed_in_ram(model, work, placement.layers, placement.staging)
+    return sum(in_ram(model, work, division).values()), buffers
+
+
 def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
     """The same with what the free memory does not hold on disk; the error if a container holds not even that."""
-    from powerinfer.placement.budget import Division, in_ram
     from powerinfer.placement.disk import within
     from powerinfer.system import available_memory
 
-    engine, placement, free = resolved.engine, resolved.placement, available_memory()
+    engine, free = resolved.engine, available_memory()
     short = shortened(engine, model)
-    division = Division(placement.layers, placement.head, host_bytes=hardware.host_bytes)
-    needed = sum(in_ram(model, workload(model, short), division).values())
-    if not 0 < free < needed:
+    needed, buffers = _layers_in_ram(resolved, model, short, hardware.host_bytes)
+    if not 0 < free < needed + buffers:
+        return resolved.placed(disk=None)
+    resolved = resolved.placed(staging=0)
+    if free >= needed:
         return resolved.placed(disk=None)
 
     def place(ram: int) -> Resolved | RequestError:
-        placed = place_on_disk(replace(resolved, engine=short).placed(staging=0), model, ram, hardware.host_bytes)
+        placed = place_on_disk(replace(resolved, engine=short), model, ram, hardware.host_bytes)
         return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
 
-    stays = engine.disk == "none" or placement.head
+    stays = engine.disk == "none" or resolved.placement.head
     return placed_within(place, model, None if stays else within(free), needed) or resolved.placed(disk=None)
 
 
 # ---------------------------------------------------------------- by a plan
 
 
-def _planned(resolved: Resolved, model: Model) -> Callable[..., PlanRequest]:
-    """Gives the request for a plan on a machine, and by a working memory on its GPU (None: an estimate). RequestError,
-    from it, if no layer fits on the GPU, or RAM does not hold experts that may not stay on disk."""
+def _planned(resolved: Resolved, model: Model) -> Callable[..., PlanRequest | RequestError]:
+    """Gives the request for a plan on a machine, and by a working memory on its GPU (None: an estimate); the error
+    where no layer fits on the GPU, or RAM does not hold experts that may not stay on disk."""
     from powerinfer.placement.disk import within
     from powerinfer.placement.request import Subject, expert_subject, on_named_gpu
     from powerinfer.system import available_memory
@@ -171,31 +183,30 @@ def _planned(resolved: Resolved, model: Model) -> Callable[..., PlanRequest]:
         subject = Subject(model, profile, resolved.selection.selector)
     engine = replace(resolved.engine, gpu=resolved.gpu)
 
-    def request(hardware: Hardware, scratch: int | None = None) -> PlanRequest:
+    def request(hardware: Hardware, scratch: int | None = None) -> PlanRequest | RequestError:
         described = hardware.cpu.memory_bytes
         ram = min(available_memory() or described, described) if engine.ram is None else engine.ram
-        made = replace(subject.request(hardware, replace(engine, ram=ram)), scratch=scratch)
+        planned = replace(subject.request(hardware, replace(engine, ram=ram)), scratch=scratch)
         rests = any(model.n_experts)
-        if rests and engine.disk == "none":
-            made.in_memory()  # before anything says what would do if they stayed on disk
-            rests = False
-        made = on_named_gpu(made)
-        if rests and engine.ram is None and made.claims().disk is not None:
-            return replace(made, ram=within(ram))
-        return made
+        if rests and engine.disk == "none":  # before anything says what would do if they stayed on disk
+            claims = planned.claims_without_disk()
+            return claims if isinstance(claims, RequestError) else on_named_gpu(planned)
+        fitting = on_named_gpu(planned)
+        if isinstance(fitting, RequestError) or not rests or engine.ram is not None:
+            return fitting
+        return planned if planned.claims().disk is None else replace(planned, ram=within(ram))
 
     return request
 
 
-def _split_neurons(
-    resolved: Resolved, request: Callable[..., PlanRequest], hardware: Hardware
-) -> Resolved | str:
-    """A plan that places single neurons; the reason if that is slower than the CPU alone."""
+def _split_neurons(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError | str:
+    """A plan that places single neurons; the reason if that is slower than the CPU alone; the error where they do not
+    fit."""
     from powerinfer.placement.budget import gib
     from powerinfer.placement.disk import better_densely, within
     from powerinfer.placement.plan import make_plan
 
-    plan = make_plan(request(hardware))
+    plan = make_plan(request)
     name, ram, engine = plan.request.model.name, plan.request.ram, resolved.engine
     if engine.ram is None and ram is not None and plan.on_disk is not None:
         plan = make_plan(replace(plan.request, ram=within(ram)))
@@ -205,7 +216,7 @@ def _split_neurons(
     if not plan.fits and engine.disk != "none" and engine.selector == "auto":
         selection = select(resolved.checkpoint, engine, "--vram and --ram do not hold all neurons")
         without = replace(resolved, selection=selection)
-        dense = _whole_layers(without, model_of(without), hardware)
+        dense = _whole_layers(without, model_of(without), request.hardware)
         if isinstance(dense, Resolved) and (disk is None or better_densely(dense.placement.disk, disk)):
             return dense
     if not plan.fits and disk is None:
@@ -214,7 +225,7 @@ def _split_neurons(
             reads = "--disk none forbids to read them"
         enough = [offer.bytes for offer in plan.helps if offer.flag == "--ram"]
         needed = max(enough) if engine.disk == "none" else min(enough)
-        raise RequestError(
+        return RequestError(
             f"the neurons of {name} do not fit in --vram and --ram, and {reads}: give --ram {gib(needed)}, or more "
             "--vram"
         )
@@ -233,50 +244,55 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     return replace(placed, device=replace(resolved.device, why=why))
 
 
-def _split_experts(
-    resolved: Resolved, request: Callable[..., PlanRequest], hardware: Hardware
-) -> Resolved | str:
-    """A plan that places experts; the reason if that is slower than the CPU alone."""
+def _split_experts(resolved: Resolved, request: PlanRequest, streams: bool = True) -> Resolved | RequestError | str:
+    """A plan that places experts; the reason if that is slower than the CPU alone; the error where they do not fit.
+    streams: with buffers for long prompts, where there is room."""
+    from powerinfer.placement.plan import plan_if_any
+
+    plan = plan_if_any(request)
+    if isinstance(plan, RequestError) or plan.claims.slots is None:
+        return plan if isinstance(plan, RequestError) else plan.reasons[0]
+    placed = with_plan(resolved, plan).placed(scratch=request.scratch)
+    return placed if streams else placed.placed(staging=0)
+
+
+def _experts_as_saved(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError | str:
+    """The plan of `_split_experts` by what held at an earlier start."""
     from powerinfer.hybrid.memory_trial import experts_memory
-    from powerinfer.placement.plan import make_plan
 
-    if resolved.placement.scratch is None:
-        saved = experts_memory(resolved).find()
-        resolved = resolved.placed(scratch=None if saved is None else saved.result.working)
-    plan = make_plan(request(hardware, resolved.placement.scratch))
-    return plan.reasons[0] if plan.claims.slots is None else with_plan(resolved, plan)
+    saved = experts_memory(resolved, request).find()
+    if saved is None:
+        return _split_experts(resolved, request)
+    return _split_experts(resolved, replace(request, scratch=saved.result.working), saved.result.streams)
 
 
-def with_other_experts(resolved: Resolved, scratch: int) -> Resolved:
-    """The same with experts placed by that much working memory on the GPU. RequestError where no layer is left there,
-    or RAM does not hold the others, and they may not stay on disk."""
+def with_other_experts(resolved: Resolved, scratch: int) -> Resolved | RequestError:
+    """The same with experts placed by that much working memory on the GPU, and the policy that suits them; the error
+    where no layer is left there, or RAM does not hold the others, and they may not stay on disk."""
     from powerinfer.hardware.measure import measured
+    from powerinfer.hybrid.expert_policy import with_policy
 
     model = model_of(resolved)
-    request = _planned(resolved, model)
     hardware = measured(resolved.engine, gpu=resolved.gpu, types=model.rated_types)
-    placed = _split_experts(resolved.placed(scratch=scratch), request, hardware)
-    if isinstance(placed, str):
-        raise RequestError(placed)
-    engine, placed = resolved.engine, replace(placed, policy=resolved.policy, vram=resolved.vram)
-    if not resolved.placement.staging:  # left out before, or not needed
-        placed = placed.placed(staging=0)
-    short = placed.placement.disk is not None or (engine.ram is not None and needs(placed).ram > engine.ram)
-    if short and engine.expert_policy == "auto" and placed.policy.name != "static":
-        return replace(placed, policy=Policy("static", "others need more RAM than there is"))
-    return placed
+    request = _planned(resolved, model)(hardware, scratch)
+    if isinstance(request, RequestError):
+        return request
+    before = resolved.placement
+    left_out = before.plan is not None and before.staging < before.plan.staging
+    placed = _split_experts(resolved, request, streams=not left_out)
+    return with_policy(placed) if isinstance(placed, Resolved) else RequestError(placed)
 
 
-def with_fewer_layers(resolved: Resolved) -> Resolved | None:
+def with_fewer_layers(resolved: Resolved) -> Resolved | RequestError | None:
     """The same without the head on the GPU or, if that is not there, with one layer less, of layers that are there as a
-    whole. None if one layer is left. RequestError if --ram does not hold the rest."""
+    whole. None if one layer is left; the error if --ram does not hold the rest."""
     from powerinfer.hardware.measure import measured
 
     layers = resolved.placement.layers - (not resolved.placement.head)
     if not layers:
         return None
     hardware = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE)
-    return demand(within_ram(resolved.placed(layers=layers, head=False), model_of(resolved), hardware))
+    return within_ram(resolved.placed(layers=layers, head=False), model_of(resolved), hardware)
 
 
 def estimated_scratch(resolved: Resolved) -> int:

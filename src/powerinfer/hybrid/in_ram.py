@@ -42,7 +42,7 @@ def place_in_ram(resolved: Resolved) -> Resolved:
         selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
     total, kv = ram_bytes(model, engine, selection), kv_bytes(model, engine)
     if total <= ram:
-        return replace(resolved, selection=selection).placed(kv_room=ram - total + kv if ram else None)
+        return replace(resolved, selection=selection).placed(kv_room=ram - total + kv)
     if engine.disk == "none":
         raise _too_little_ram(resolved, selection, model, total)
     return demand(place_on_disk(resolved, model, ram, whole=total)).placed(kv_room=kv)

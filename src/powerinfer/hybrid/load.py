@@ -8,6 +8,7 @@ placed by the working memory that was measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
-from powerinfer.hybrid.resolve import NOT_USED, without_gpu
-from powerinfer.hybrid.resolved import Policy, Resolved
+from powerinfer.hybrid.resolve import NOT_USED, permitted, without_gpu
+from powerinfer.hybrid.resolved import Placement, Policy, Resolved
 from powerinfer.kernels import cpu as cpu_kernels
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
@@ -90,17 +91,13 @@ def _after(problem: GpuMemoryError, resolved: Resolved, failures: int, say: Say)
     again if there is none."""
     from powerinfer.hybrid.vram import smaller
 
-    may_leave = resolved.engine.gpu == "auto" and not resolved.engine.adjust
-    less = None
-    try:
-        less = smaller(resolved, problem.lacking, failures)
-    except RequestError:  # with less there RAM, or the GPU, does not hold the rest
-        if not may_leave:
-            raise
-    if less is not None:
+    less = smaller(resolved, problem.lacking, failures)
+    if isinstance(less, Resolved):
+        less = permitted(less)
+    if isinstance(less, Resolved):
         return less
-    if not may_leave:
-        raise problem
+    if resolved.engine.gpu != "auto" or isinstance(permitted(replace(resolved, placement=Placement())), RequestError):
+        raise problem if less is None else less
     say(NOT_USED.format(problem))
     return without_gpu(resolved, str(problem))
 
@@ -148,15 +145,17 @@ def load_split(
     assert not placement.head or placement.layers == config.n_layers
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
-    gpu = streamed = None
-    disk = open_tier(resolved, say)
-    share = MemoryShare(device)
-    cpu = CpuExecutor(config, engine, rotary, first_layer=placement.layers, pages=placement.pages, disk=disk)
-    cpu.in_experts = selection.in_experts
-    if spared:
-        _, why = cpu_kernels.choose_threads(0)
-        cpu.choices.threads = Choice(engine.threads, f"{why}, less {spared} for the GPU's driver")
-    try:
+    streamed = None
+    with ExitStack() as opened:
+        disk = open_tier(resolved, say)
+        share = MemoryShare(device)
+        opened.callback(share.end)
+        cpu = CpuExecutor(config, engine, rotary, first_layer=placement.layers, pages=placement.pages, disk=disk)
+        opened.callback(cpu.close)
+        cpu.in_experts = selection.in_experts
+        if spared:
+            _, why = cpu_kernels.choose_threads(0)
+            cpu.choices.threads = Choice(engine.threads, f"{why}, less {spared} for the GPU's driver")
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
                 config,
@@ -168,19 +167,16 @@ def load_split(
                 split=split is not None,
                 share=share,
             )
+            opened.callback(gpu.close)
             if stage is not None:
                 streamed = StreamedLayers(cpu, gpu, stage)
             where: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
             wire(cpu, checkpoint, progress, gpu, neurons=selection, **where)
-    except BaseException:
-        if gpu is not None:
-            gpu.close()
-        share.end()
-        cpu.close()
-        raise
-    checkpoint.finish()
-    checkpoint.release()
-    return SplitExecutor(cpu, gpu, streamed, resolved.device.why)
+        checkpoint.finish()
+        checkpoint.release()
+        executor = SplitExecutor(cpu, gpu, streamed, resolved.device.why)
+        opened.pop_all()  # the executor closes them
+    return executor
 
 
 def _load_beside_gpu(
@@ -295,7 +291,6 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     working memory that was measured."""
     from powerinfer.hybrid.beside_gpu import estimated_scratch, with_other_experts
     from powerinfer.hybrid.experts import Copier, ExpertSparsity
-    from powerinfer.hybrid.memory_trial import Working, experts_memory
     from powerinfer.hybrid.vram import measured_scratch
 
     if resolved.policy.name is None:
@@ -306,24 +301,40 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     executor, split, used = _split_of_experts(resolved, copier, loading)
     scratch = resolved.placement.scratch
     try:
-        working = measured_scratch(resolved, split, used)
-        if working is not None and resolved.engine.expert_policy != "auto":  # its choice is of these
-            executor.close()
-            experts_memory(resolved).keep(Working(working, working))
-            return with_other_experts(resolved, working)
-        if scratch is not None and scratch < estimated_scratch(resolved):
-            executor.tell("since memory was measured")
-        sparsity = ExpertSparsity(executor, split.ffns, name)
-        sparsity.clear()  # counts of the measurements
+        auto = resolved.engine.expert_policy == "auto"  # its choice is of these
+        working = None if auto else measured_scratch(resolved, split, used)
+        if working is None:
+            if scratch is not None and scratch < estimated_scratch(resolved):
+                executor.tell("since memory was measured")
+            sparsity = ExpertSparsity(executor, split.ffns, name)
+            sparsity.clear()  # counts of the measurements
+            _keep_memory(resolved)
     except BaseException:
         executor.close()
         raise
+    if working is not None:
+        executor.close()
+        other = with_other_experts(resolved, working)
+        return other if isinstance(other, Resolved) else resolved.placed(scratch=estimated_scratch(resolved))
     if copier is not None:
         copier.on = True
     executor.choices.experts = Choice(name, resolved.policy.why)
     inside = ", exact (neurons inside them, too)" * resolved.selection.in_experts
     executor.choices.selector = Choice(sparsity.selector, "experts on both devices", inside)
     return executor, sparsity
+
+
+def _keep_memory(resolved: Resolved) -> None:
+    """Save what experts were placed by, unless that is the estimate, and always was."""
+    from powerinfer.hybrid.memory_trial import ExpertsMemory, experts_memory
+
+    placement = resolved.placement
+    assert placement.plan is not None
+    trial = experts_memory(resolved, placement.plan.request)
+    saved = trial.find()
+    used = ExpertsMemory(placement.scratch, streams=placement.staging == placement.plan.staging)
+    if used != (ExpertsMemory() if saved is None else saved.result):
+        trial.keep(used)
 
 
 def _split_of_experts(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.trials import split_trial
+from powerinfer.placement.budget import budgets, layers_that_fit
 from powerinfer.sparsity.trials import Subject, Trial
 
 if TYPE_CHECKING:
     from powerinfer.hybrid.resolved import Resolved
-    from powerinfer.placement.plan import Plan
+    from powerinfer.placement.plan import Plan, PlanRequest
 
 MARGIN = 8
 """Where neurons move, this part of the measured working memory (an eighth) stays free."""
@@ -25,34 +26,52 @@ class Working:
     measured: Annotated[int, Between(0, 1 << 50)]
 
 
+@dataclass(frozen=True)
+class ExpertsMemory:
+    """The memory that experts were placed by in a load that succeeded. working: bytes of working memory, None: the
+    estimate; streams: buffers for long prompts did not have to be left out."""
+
+    working: Annotated[int, Between(0, 1 << 50)] | None = None
+    streams: bool = True
+
+
 MEMORY = Subject("working memory", Working)
+EXPERTS_MEMORY = Subject("working memory of experts", ExpertsMemory)
 
 
 def neurons_memory(resolved: Resolved, plan: Plan) -> Trial[Working]:
     """The trial of the working memory that neurons of a model are placed by, and of what was measured with that;
     `--retrial` measures again. A folder that cannot be written is no failure: later starts measure again."""
-    from powerinfer.placement.plan import GPU_ACCOUNTING
-
-    request, gpu = plan.request, plan.request.hardware.gpu
-    assert gpu is not None
-    facts = {
-        "vram": gpu.memory_bytes if request.vram is None else request.vram,
-        "reserved": gpu.reserved_bytes,
+    facts = _facts(plan.request) | {
         "layers": f"{plan.claims.gpu_layers} {plan.claims.gpu_head}",
-        "profile": request.profile.digest,
-        "policy": request.policy,
-        "work": request.workload,
+        "profile": plan.request.profile.digest,
+        "policy": plan.request.policy,
         "staging": plan.claims.staging,
         "passes": plan.claims.passes,
-        "accounting": GPU_ACCOUNTING,
-        "margin": MARGIN,
     }
     return split_trial(MEMORY, resolved, facts)
 
 
-def experts_memory(resolved: Resolved) -> Trial[Working]:
-    """The trial of the working memory that experts of a model are placed by: what was measured or, where that did not
-    hold, the estimate. It does not depend on --vram."""
-    engine = resolved.engine
-    sizes = engine.context, engine.max_batch, engine.prefill_chunk, engine.kv_type, engine.threads
-    return split_trial(MEMORY, resolved, {"experts": engine.expert_policy, "work": sizes, "margin": MARGIN})
+def experts_memory(resolved: Resolved, request: PlanRequest) -> Trial[ExpertsMemory]:
+    """The trial of the working memory that experts of a model are placed by: of the layers that are on the GPU by the
+    estimate."""
+    model, hardware, work = request.model, request.hardware, replace(request.workload, scratch=None)
+    vram, _ = budgets(hardware, request.vram, request.ram)
+    layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=False)
+    facts = _facts(request) | {"layers": f"{layers} {head}", "experts": resolved.engine.expert_policy}
+    return split_trial(EXPERTS_MEMORY, resolved, facts)
+
+
+def _facts(request: PlanRequest) -> dict[str, object]:
+    """Facts that the working memory of any model depends on."""
+    from powerinfer.placement.plan import GPU_ACCOUNTING
+
+    gpu = request.hardware.gpu
+    assert gpu is not None
+    return {
+        "vram": gpu.memory_bytes if request.vram is None else request.vram,
+        "reserved": gpu.reserved_bytes,
+        "work": replace(request.workload, scratch=None),
+        "accounting": GPU_ACCOUNTING,
+        "margin": MARGIN,
+    }

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from powerinfer.errors import GpuMemoryError, demand
+from powerinfer.errors import GpuMemoryError, RequestError, demand
 from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.hybrid.beside_gpu import estimated_scratch, with_fewer_layers, with_other_experts
-from powerinfer.hybrid.memory_trial import MARGIN, Working, experts_memory
+from powerinfer.hybrid.memory_trial import MARGIN
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.kernels.gpu import FEW
 from powerinfer.neurons import Tier
@@ -36,19 +36,19 @@ _LACKING = 256 << 20
 """Bytes to leave out if the device ran out of memory, since what is lacking is unknown; doubled each time."""
 
 
-def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | None:
+def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | RequestError | None:
     """The same with less on the GPU, once that ran out of memory: fewer neurons; or no buffers for long prompts; or
-    fewer experts, or layers. None: nothing is left to leave out.
+    fewer experts, or layers. None: nothing is left to leave out; the error where RAM does not hold what would leave.
 
     lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
     placement, lacking = resolved.placement, lacking or _LACKING << failures
     if placement.neurons is not None:
         held = _held(placement.neurons)
-        less = demand(with_less_vram(placement.neurons, min(lacking, held)) if held else None)
+        less = with_less_vram(placement.neurons, min(lacking, held)) if held else None
         rests = resolved.engine.disk != "none"
-        if less is None or not (less.loads if rests else less.fits):
-            return None
+        if not isinstance(less, Plan) or not (less.loads if rests else less.fits):
+            return less if isinstance(less, RequestError) else None
         return resolved.placed(plan=less, disk=less.on_disk if rests else None)
     if placement.staging:
         return resolved.placed(staging=0)
@@ -59,7 +59,6 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | N
     estimate = estimated_scratch(resolved)
     scratch = placement.scratch
     if scratch is not None and scratch < estimate:  # what was measured, now or at an earlier start, does not hold
-        experts_memory(resolved).keep(Working(estimate, estimate))
         return with_other_experts(resolved, estimate)
     assert placement.plan is not None
     spare, model = max(0, placement.plan.claims.gpu_left), placement.plan.request.model

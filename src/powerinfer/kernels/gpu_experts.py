@@ -138,11 +138,6 @@ def _slots(tensor: RawTensor, index: Indices, device: Any) -> Weight:
     return gpu.upload(RawTensor(tensor.type, (n * rows, cols), tensor.data), device, row_map)
 
 
-def slot_bytes(tensors: Sequence[tuple[str, int, int]]) -> int:
-    """Bytes on a device of an expert with matrices of that (type, rows, columns)."""
-    return sum(gpu.weight_bytes(*one) for one in tensors)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The router
 

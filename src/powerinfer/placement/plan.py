@@ -183,10 +183,9 @@ class PlanRequest:
         """The part of the model that the GPU has."""
         return Division(claims.gpu_layers, claims.gpu_head, claims.slots, self.cached, self.hardware.host_bytes)
 
-    def in_memory(self) -> None:
-        """RequestError, with the minimum, where a GPU is used and something would stay on disk."""
-        work = self.workload
-        demand(claim(self.model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached))
+    def claims_without_disk(self) -> Claims | RequestError:
+        """The claims; the error, with the minimum, where a GPU is used and something would stay on disk."""
+        return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
 
     def settled(self) -> PlanRequest:
         """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the

@@ -10,7 +10,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
 from powerinfer.devices.wanted import wanted_gpu
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, demand
 from powerinfer.hardware.cards import described_machine, typical_card
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
@@ -92,12 +92,13 @@ class Subject:
         return made.settled()
 
 
-def on_named_gpu(request: PlanRequest) -> PlanRequest:
-    """The same request; RequestError, with the smallest budget that does, if no layer fits on its machine's GPU."""
+def on_named_gpu(request: PlanRequest) -> PlanRequest | RequestError:
+    """The same request; the error, with the smallest budget that does, if no layer fits on its machine's GPU."""
     vram, _ = budgets(request.hardware, request.vram, request.ram)
-    if vram and not request.claims().gpu_layers:
-        raise no_layer_fits(request.model, request.hardware, request.workload, vram)
-    return request
+    claims = request.claims_if_any() if vram else None
+    if claims is None or isinstance(claims, RequestError):
+        return request if claims is None else claims
+    return request if claims.gpu_layers else no_layer_fits(request.model, request.hardware, request.workload, vram)
 
 
 def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
@@ -164,7 +165,7 @@ def plan_request(
 
     def request(hardware: Hardware) -> PlanRequest:
         made = subject.request(hardware if subject.model.fingerprint else _as_large(hardware, engine), engine, planning)
-        return made if gpu is None or engine.gpu == "auto" else on_named_gpu(made)
+        return made if gpu is None or engine.gpu == "auto" else demand(on_named_gpu(made))
 
     machine = described(planning, engine, is_shape=not subject.model.fingerprint)
     if machine is not None:
