@@ -36,7 +36,7 @@ from powerinfer.hardware.description import Disk
 BLOCK = 4096
 LONGEST = 64 << 10  # bytes of a joined read
 CURVE = Disk({4096: 0.31, 16384: 0.81, 65536: 1.63, 262144: 2.16, 1 << 20: 2.71, 4 << 20: 2.50})
-"""GB/s of the disk of docs/disk.md, as it was measured with dReLU."""
+"""GB/s of the disk of docs/benchmarks.md, as it was measured with dReLU."""
 
 Fired = NDArray[np.bool_]
 Order = NDArray[np.int64]

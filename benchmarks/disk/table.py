@@ -1,4 +1,5 @@
-"""Write the tables and the plots of docs/disk.md from the newest results of compare.py: of the peer, and of predictors.
+"""Write the tables of disks in docs/benchmarks.md, and the plots, from the newest results of compare.py: of the peer,
+and of predictors.
 
     python -m benchmarks.disk.table [--check]     --check: only say whether the tables are up to date
 
@@ -298,7 +299,7 @@ def tables() -> dict[str, str | None]:
     }
 
 
-PAGES = {ROOT / "docs/disk.md": tables}
+PAGES = {ROOT / "docs/benchmarks.md": tables}
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGES, lambda: (result := latest(PEER, LABELS)) and draw(result))

@@ -1,4 +1,4 @@
-"""Write the tables and plots of docs/hybrid.md from the newest result of compare.py that has the ablation, of a GPU.
+"""Write tables and plots of docs/benchmarks.md from the newest result of compare.py that has the ablation, of a GPU.
 
     python -m benchmarks.hybrid.table [--check]                 --check: only say whether they are up to date
     python -m benchmarks.hybrid.table FILE [--plots FOLDER]     print the tables of another result
@@ -23,7 +23,7 @@ from benchmarks.lib.programs import OURS
 from benchmarks.lib.results import RESULTS, of_kind
 from benchmarks.lib.tables import distinct, items, origin, paragraphs, processor, table, update
 
-PAGE = ROOT / "docs/hybrid.md"
+PAGE = ROOT / "docs/benchmarks.md"
 STEP_NAMES = {
     "dense": "whole layers, dense",
     "layers": "neurons, in turns",

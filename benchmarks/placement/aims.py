@@ -1,7 +1,7 @@
 """What the GPU path is to reach, row by row: nothing of it is measured; where it can say something, a simulation.
 
     python -m benchmarks.placement.aims             simulates; writes benchmarks/results/placement-aims-DATE.json
-    python -m benchmarks.placement.aims_table       writes the table of docs/hybrid.md from it
+    python -m benchmarks.placement.aims_table       writes the table of docs/benchmarks.md from it
 
 Decode steps of one request are simulated (simulate.py) for the paper's two machines, with whole models and their real
 memory, as `placement.compare paper` does, with the plan's placement and with a random one of the same room.

@@ -1,4 +1,4 @@
-"""Write the table of aims in docs/hybrid.md from the newest results of aims.py, and of a GPU where there are some.
+"""Write the table of aims in docs/benchmarks.md from the newest results of aims.py, and of a GPU where there are some.
 
 python -m benchmarks.placement.aims_table [--check]     --check: only say whether the table is up to date
 """
@@ -239,7 +239,7 @@ def tables() -> dict[str, str | None]:
     return {"aims table": result and aims_table(result)}
 
 
-PAGES = {ROOT / "docs/hybrid.md": tables}
+PAGES = {ROOT / "docs/benchmarks.md": tables}
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGES)

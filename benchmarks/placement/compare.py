@@ -12,7 +12,7 @@ Three parts, all of described models with assumed power laws, so nothing but thi
   paper     the machines of the paper with their real memory, beside the paper's own figures; steps also simulated,
             neuron by neuron (simulate.py)
 
-Writes benchmarks/results/placement-DATE.json; table.py makes the tables of docs/plan.md from it.
+Writes benchmarks/results/placement-DATE.json; table.py makes the tables of docs/benchmarks.md from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the tables of docs/plan.md from the newest results of compare.py.
+"""Write the tables of plans in docs/benchmarks.md from the newest results of compare.py.
 
 python -m benchmarks.placement.table [--check]     --check: only say whether the tables are up to date
 """
@@ -95,7 +95,7 @@ def tables() -> dict[str, str | None]:
     return {f"{part} table": result and makers[part](result) for part, result in results.items()}
 
 
-PAGES = {ROOT / "docs/plan.md": tables}
+PAGES = {ROOT / "docs/benchmarks.md": tables}
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGES)

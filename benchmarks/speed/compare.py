@@ -111,7 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--kind",
         default="speed",
-        help="of the result: experts for the table of docs/experts.md, speed-beside for a machine beside the first",
+        help="of the result: experts for the table of docs/benchmarks.md, speed-beside for a machine beside the first",
     )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/KIND-DATE.json")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Write the benchmark tables of docs/benchmarks.md and docs/experts.md, and the short one of the README.
+"""Write the benchmark tables of docs/benchmarks.md, and the short one of the README.
 
 python -m benchmarks.speed.table [--check]     --check: only say whether all are up to date (exit status 1: not)
 """
@@ -194,8 +194,7 @@ def _experts_on(documents: list[dict[str, Any]]) -> str:
 
 
 PAGES = {
-    ROOT / "docs/experts.md": lambda: {"expert figures": experts_table()},
-    ROOT / "docs/benchmarks.md": lambda: {"benchmark table": benchmark_table()},
+    ROOT / "docs/benchmarks.md": lambda: {"benchmark table": benchmark_table(), "expert figures": experts_table()},
     ROOT / "README.md": lambda: {"speed table": short_table(newest_speed())},
 }
 
