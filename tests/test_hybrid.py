@@ -52,7 +52,7 @@ from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
-from powerinfer.hybrid.units import trades  # noqa: E402
+from powerinfer.hybrid.terms import trades  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import NeuronPlacement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
@@ -630,7 +630,7 @@ def test_only_clear_differences_are_swapped() -> None:
     assert len(leave) == len(come) == 0
     assert len(trades(fired, np.array([], np.int32), cold)[0]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("powerinfer.hybrid.units.NOISE", 0.0)
+        patch.setattr("powerinfer.hybrid.terms.NOISE", 0.0)
         assert len(trades(fired, hot, np.array([3], np.int32))[0]) == 1
 
 

@@ -82,11 +82,11 @@ MUTATIONS = [
     ),
     Mutation(
         "with a plan's seconds for its parts a step takes what the plan says, by clocks of a device that works later",
-        "src/powerinfer/hybrid/units.py",
+        "src/powerinfer/hybrid/terms.py",
         "        operators = self._gpu_sums()\n        if self._asks_cpu:\n"
-        '            operators.append(self._host_operator(f"cold {self.units}", self._sum_cold, self._join_cold))\n',
+        '            operators.append(self._host_operator(f"cold {self.terms}", self._sum_cold, self._join_cold))\n',
         "        operators = []\n        if self._asks_cpu:\n"
-        '            operators.append(self._host_operator(f"cold {self.units}", self._sum_cold, self._join_cold))\n'
+        '            operators.append(self._host_operator(f"cold {self.terms}", self._sum_cold, self._join_cold))\n'
         "        operators += self._gpu_sums()\n        if self._asks_cpu:\n",
         "tests/test_timeline.py -k both_parts",
     ),
@@ -120,7 +120,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a model that was closed holds neither memory nor threads",
-        "src/powerinfer/hybrid/units.py",
+        "src/powerinfer/hybrid/terms.py",
         'for name in ("_gpu_part", "_cpu_part",',
         'for name in ("_gpu_part",',
         "tests/test_hybrid.py -k closing_frees",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
     from powerinfer.hybrid.resolved import Resolved
-    from powerinfer.hybrid.units import HybridUnits
+    from powerinfer.hybrid.terms import HybridTerms
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of tokens to try, until streaming is faster."""
@@ -82,7 +82,7 @@ def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
 def settle(
     stage: Stage,
     executor: SplitExecutor,
-    ffns: Sequence[HybridUnits],
+    ffns: Sequence[HybridTerms],
     resolved: Resolved,
     sample: Callable[[], Sequence[int]],
     progress: Progress = silent,
@@ -124,7 +124,7 @@ def _settle(
     executor.choices.prefill = outcome.result.told(what).add(f", {outcome.origin}")
 
 
-def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridUnits], sample: Sequence[int]) -> Crossing:
+def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms], sample: Sequence[int]) -> Crossing:
     """Time the layer that has most on the CPU, both ways. The stage is off afterwards."""
     import torch
 
@@ -191,7 +191,7 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
     return find([*(size for size in SIZES if size < most), most], seconds)
 
 
-def _inputs(executor: SplitExecutor, ffn: HybridUnits, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _inputs(executor: SplitExecutor, ffn: HybridTerms, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The residual stream and the input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
     seen: list[tuple[Tensor, Tensor]] = []
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)

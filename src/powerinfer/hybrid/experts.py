@@ -1,4 +1,4 @@
-"""FFNs whose units are experts, see units.py: the router, on the GPU, selects a few for each token.
+"""FFNs whose terms are experts, see terms.py: the router, on the GPU, selects a few for each token.
 
 An expert is on one device, unless a policy exchanges those on the GPU: then the CPU has all. A token's experts are
 added up in their order, on each device by itself. Where experts are placed changes how the sum is rounded and, for
@@ -34,7 +34,7 @@ from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
-from powerinfer.hybrid.units import HybridUnits, Split, SplitSparsity
+from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
@@ -94,10 +94,10 @@ class Copier:
         self._pool.shutdown()
 
 
-class HybridExperts(HybridUnits):
+class HybridExperts(HybridTerms):
     """The FFN of one layer of `GpuLayers` over experts."""
 
-    units = "experts"
+    terms = "experts"
     most = 2
     _freed = (
         "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_latents", "_slots", "_biases",
@@ -512,7 +512,7 @@ class HybridExperts(HybridUnits):
         self.recent_tokens += tokens
 
     def collect(self) -> Counter[str]:
-        """Sums as of `HybridUnits`, and copied: experts copied to the GPU beside steps."""
+        """Sums as of `HybridTerms`, and copied: experts copied to the GPU beside steps."""
         tokens = steps = jobs = 0
         for each, calls, had, *_ in self._taken_calls():
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had

@@ -1,4 +1,4 @@
-"""FFNs whose units are neurons, see units.py: a predictor may select some of them, on the GPU.
+"""FFNs whose terms are neurons, see terms.py: a predictor may select some of them, on the GPU.
 
 If no cold neuron is selected the CPU computes nothing; if a layer has no cold neurons nothing is sent.
 """
@@ -25,7 +25,7 @@ from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.bundle_file import BundleFile
 from powerinfer.hybrid.parts import CpuNeurons, GpuNeurons, RestingNeurons
-from powerinfer.hybrid.units import HybridUnits, Split
+from powerinfer.hybrid.terms import HybridTerms, Split
 from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
@@ -62,10 +62,10 @@ class _GpuPredictor:
         self.order = order
 
 
-class HybridFfn(HybridUnits):
+class HybridFfn(HybridTerms):
     """The FFN of one layer of `GpuLayers` over neurons. Counters are of steps of up to `NEURON_TOKENS` tokens."""
 
-    units = "neurons"
+    terms = "neurons"
     most = 512
     _freed = ("_predictor", "_bundles")
 

@@ -34,7 +34,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 
 
 def permitted(resolved: Resolved) -> Resolved | RequestError:
-    """The same; the error where its options move units that its placement does not move."""
+    """The same; the error where its options move neurons or experts that its placement does not move."""
     engine, placement = resolved.engine, resolved.placement
     moving = engine.expert_policy not in ("static", "auto")
     if engine.adjust and moving:

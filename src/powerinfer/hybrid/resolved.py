@@ -43,7 +43,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of every unit of a model.
+    """The place of every part of a model.
 
     layers, head: the first layers, with their KV cache, and the head are on the GPU. plan: places their neurons or
     experts, None: these layers are dense. staging: bytes of a buffer through which the others stream for long prompts,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.hybrid.ffn import HybridFfn
-from powerinfer.hybrid.units import SplitSparsity, shares
+from powerinfer.hybrid.terms import SplitSparsity, shares
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor

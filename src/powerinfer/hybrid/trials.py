@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.resolved import Resolved
-    from powerinfer.hybrid.units import HybridUnits
+    from powerinfer.hybrid.terms import HybridTerms
 
 R = TypeVar("R")
 
@@ -45,7 +45,7 @@ def settled(
     return outcome
 
 
-def hot_counts(ffns: Sequence[HybridUnits]) -> str:
+def hot_counts(ffns: Sequence[HybridTerms]) -> str:
     """The number of neurons, or experts, of each layer on the GPU, as a fact of a key."""
     return " ".join(str(len(ffn.hot)) for ffn in ffns)
 

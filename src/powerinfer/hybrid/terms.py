@@ -1,16 +1,16 @@
-"""FFNs that are split over units, neurons or experts: hot ones on the GPU, cold ones on the CPU, at the same time.
+"""FFNs that are split over terms, neurons or experts: hot ones on the GPU, cold ones on the CPU, at the same time.
 
 For each layer of a step:
 
-    GPU   attention ... n | x and selection out | sum of the hot units            | + sum of the cold ones ...
-    CPU                     wait                | sum of the cold units    | back
+    GPU   attention ... n | x and selection out | sum of the hot terms            | + sum of the cold ones ...
+    CPU                     wait                | sum of the cold terms    | back
 
-The GPU selects units, by a predictor or the router, so both devices agree on them. One transfer starts the CPU, which
+The GPU selects terms, by a predictor or the router, so both devices agree on them. One transfer starts the CPU, which
 returns one vector per token. In a step of few tokens the GPU calls the CPU; in others, where the GPU cannot, and where
-reads from disk may fail, the host acts twice: it records an event after the copy, and sums the cold units. For a long
-prompt the GPU computes the cold units too, and the CPU none: see devices/stage.py.
+reads from disk may fail, the host acts twice: it records an event after the copy, and sums the cold terms. For a long
+prompt the GPU computes the cold terms too, and the CPU none: see devices/stage.py.
 
-An FFN is a sum over its units, so where they are placed changes only how the sum is rounded.
+An FFN is a sum over its terms, so where they are placed changes only how the sum is rounded.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
 
 ENOUGH = 128
-"""Tokens that a layer must have computed recently before its units are swapped."""
+"""Tokens that a layer must have computed recently before its terms are swapped."""
 
 NOISE = 3.0
-"""Standard deviations by which a cold unit must have been used more often than the hot one that it replaces."""
+"""Standard deviations by which a cold term must have been used more often than the hot one that it replaces."""
 
 
-class HybridUnits(ABC):
-    """The FFN of one layer of `GpuLayers`, its units on two devices.
+class HybridTerms(ABC):
+    """The FFN of one layer of `GpuLayers`, its terms on two devices.
 
-    hot, cold: int32, the units on the GPU and on the CPU, ascending. on_input: called in steps in which the CPU may
+    hot, cold: int32, the terms on the GPU and on the CPU, ascending. on_input: called in steps in which the CPU may
     have work, and which are launched, with the residual stream and the input of gate and up, both float32 [T, d_model]
-    on the GPU. recent: float64 [units], the tokens that used each, of recent_tokens.
+    on the GPU. recent: float64 [terms], the tokens that used each, of recent_tokens.
     """
 
-    units: str
+    terms: str
     most: int
     """Units swapped at a time: the swap happens between requests, which wait for it."""
     hot: Indices
@@ -63,7 +63,7 @@ class HybridUnits(ABC):
     """Attributes with memory, beside the parts."""
 
     def __init__(self, layer: int, layers: GpuLayers, stage: Stage | None) -> None:
-        """stage: streams cold units to the GPU for long prompts."""
+        """stage: streams cold terms to the GPU for long prompts."""
         assert layers.link is not None
         self.layer = layer
         self.stage = stage
@@ -82,7 +82,7 @@ class HybridUnits(ABC):
     @property
     @abstractmethod
     def cold_bytes(self) -> int:
-        """Bytes of RAM for the cold units."""
+        """Bytes of RAM for the cold terms."""
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class HybridUnits(ABC):
         return []
 
     def begin(self) -> list[Operator]:
-        """Select units, and send the CPU its input, see `FfnParts`."""
+        """Select terms, and send the CPU its input, see `FfnParts`."""
         operators = self._selection()
         if self._asks_cpu:
             operators.append(self._operator("copy out", self._send))
@@ -106,7 +106,7 @@ class HybridUnits(ABC):
         """Add the sums of both parts, see `FfnParts`."""
         operators = self._gpu_sums()
         if self._asks_cpu:
-            operators.append(self._host_operator(f"cold {self.units}", self._sum_cold, self._join_cold))
+            operators.append(self._host_operator(f"cold {self.terms}", self._sum_cold, self._join_cold))
             operators.append(self._operator("add", self._add_cold))
         return operators
 
@@ -136,11 +136,11 @@ class HybridUnits(ABC):
 
     @abstractmethod
     def _compute_cold(self, step: Step) -> None:
-        """Write the CPU's sum to the link's buffer; zeros if no cold unit is selected."""
+        """Write the CPU's sum to the link's buffer; zeros if no cold term is selected."""
 
     @abstractmethod
     def _stream_cold(self, step: Step) -> None:
-        """Add the sum of the cold units, some of which are on the GPU at a time."""
+        """Add the sum of the cold terms, some of which are on the GPU at a time."""
 
     def _operator(self, kind: str, run: Callable[[Step], None]) -> Operator:
         return Operator(kind, self.layer, run)
@@ -150,7 +150,7 @@ class HybridUnits(ABC):
         return Operator(kind, self.layer, run, False, called if self._callable else None)
 
     def _streams(self, step: Step) -> bool:
-        """Whether the GPU computes the cold units too."""
+        """Whether the GPU computes the cold terms too."""
         return self.stage is not None and self.stage.takes(len(step.x))
 
     def _send(self, step: Step) -> None:
@@ -185,7 +185,7 @@ class HybridUnits(ABC):
         if not self._streams(step):
             self._compute_cold(step)
             return
-        with span(self._layers.trace, "gpu", f"streamed {self.units}", self.layer):
+        with span(self._layers.trace, "gpu", f"streamed {self.terms}", self.layer):
             self._stream_cold(step)
 
     def _wait(self) -> None:
@@ -201,7 +201,7 @@ class HybridUnits(ABC):
 
     @abstractmethod
     def collect(self) -> Counter[str]:
-        """Sums since the last `clear`: tokens, steps, jobs (steps in which the CPU had work); over the tokens, units
+        """Sums since the last `clear`: tokens, steps, jobs (steps in which the CPU had work); over the tokens, terms
         used on the GPU (hot) and on the CPU (cold), and neurons of which some may be left out, and those of them that
         fired (active). `recent` is up to date then."""
 
@@ -211,14 +211,14 @@ class HybridUnits(ABC):
 
     @abstractmethod
     def suspend(self, on: bool) -> None:
-        """Begin or end to compute units whole that a selector could leave out, or leave out a part of."""
+        """Begin or end to compute terms whole that a selector could leave out, or leave out a part of."""
 
     @abstractmethod
     def swap(self, leave: Indices, come: Indices) -> None:
-        """Exchange units on the GPU for the same number on the CPU."""
+        """Exchange terms on the GPU for the same number on the CPU."""
 
     def trade(self) -> int:
-        """Swap units that have become hot for those that have cooled, by `recent`, which is halved. Returns how many.
+        """Swap terms that have become hot for those that have cooled, by `recent`, which is halved. Returns how many.
         Raises what `swap` does."""
         self.collect()
         if self.recent_tokens < ENOUGH:
@@ -231,15 +231,15 @@ class HybridUnits(ABC):
         return len(come)
 
 
-U = TypeVar("U", bound=HybridUnits)
+U = TypeVar("U", bound=HybridTerms)
 
 
 def trades(used: NDArray[np.float64], hot: Indices, cold: Indices, limit: int | None = None) -> tuple[Indices, Indices]:
-    """(units of `hot` to move to the CPU, the same number of `cold` to move to the GPU), largest difference first.
+    """(terms of `hot` to move to the CPU, the same number of `cold` to move to the GPU), largest difference first.
 
-    used: float64 [units], tokens that used each recently. The coldest hot unit is compared with the hottest cold one,
+    used: float64 [terms], tokens that used each recently. The coldest hot term is compared with the hottest cold one,
     and so on. The standard deviation of a count is its square root, so a difference below `NOISE` roots of the sum is
-    ignored: equally hot units are not swapped back and forth.
+    ignored: equally hot terms are not swapped back and forth.
     """
     leave = hot[np.argsort(used[hot], kind="stable")][:limit]
     come = cold[np.argsort(-used[cold], kind="stable")][:limit]
@@ -251,7 +251,7 @@ def trades(used: NDArray[np.float64], hot: Indices, cold: Indices, limit: int | 
 
 
 def shares(sums: Counter[str]) -> dict[str, Any]:
-    """A part of a report, of what `HybridUnits.collect` gives."""
+    """A part of a report, of what `HybridTerms.collect` gives."""
     used = sums["hot"] + sums["cold"]
     return {
         "tokens": sums["tokens"],
@@ -264,7 +264,7 @@ def shares(sums: Counter[str]) -> dict[str, Any]:
 class Split(Generic[U]):
     """The split of a model's FFNs: makes that of each of the GPU's layers when it is wired (`load_split`).
 
-    ffns: made so far; stage: streams cold units to the GPU for long prompts.
+    ffns: made so far; stage: streams cold terms to the GPU for long prompts.
     """
 
     ffns: list[U]
@@ -280,13 +280,13 @@ class Split(Generic[U]):
 
 
 class SplitSparsity(Sparsity, Generic[U]):
-    """Statistics of a model whose FFNs are split between a GPU and the CPU, and swaps of their units."""
+    """Statistics of a model whose FFNs are split between a GPU and the CPU, and swaps of their terms."""
 
     def __init__(self, executor: SplitExecutor, ffns: Sequence[U]) -> None:
         """ffns: of the executor's split layers."""
         self.ffns = ffns
         self.stage = next((ffn.stage for ffn in ffns if ffn.stage is not None), None)
-        self.traded = 0  # units moved to the GPU since the model was loaded
+        self.traded = 0  # terms moved to the GPU since the model was loaded
         self._executor = executor
         self._turn = 0
 
@@ -300,9 +300,9 @@ class SplitSparsity(Sparsity, Generic[U]):
         return layers, totals
 
     def _report(self, layers: list[dict[str, Any]], totals: Counter[str]) -> dict[str, Any]:
-        """Per layer and in all: hot, cold: units on the GPU and on the CPU; tokens; active_fraction: of the neurons,
-        those that fired; gpu_share: of the units used, those on the GPU; jobs: share of the steps in which the CPU had
-        work; traded: units swapped onto the GPU between requests."""
+        """Per layer and in all: hot, cold: terms on the GPU and on the CPU; tokens; active_fraction: of the neurons,
+        those that fired; gpu_share: of the terms used, those on the GPU; jobs: share of the steps in which the CPU had
+        work; traded: terms swapped onto the GPU between requests."""
         tokens = max((layer["tokens"] for layer in layers), default=0)
         sums = shares(totals) | {"tokens": tokens, "traded": self.traded}
         return {"selector": self.selector, "layers": layers, **sums}
@@ -313,7 +313,7 @@ class SplitSparsity(Sparsity, Generic[U]):
             ffn.clear()
 
     def adjust(self) -> bool:
-        """Swap units of one layer, the next in turn with enough recent tokens, if the difference is clear."""
+        """Swap terms of one layer, the next in turn with enough recent tokens, if the difference is clear."""
         for _ in self.ffns:
             ffn = self.ffns[self._turn]
             self._turn = (self._turn + 1) % len(self.ffns)
@@ -325,7 +325,7 @@ class SplitSparsity(Sparsity, Generic[U]):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context in which no unit is left out that fires."""
+        """A context in which no term is left out that fires."""
         self._suspend(True)
         try:
             yield
