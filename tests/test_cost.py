@@ -21,7 +21,7 @@ from powerinfer.config import (
     RopeConfig,
     uniform,
 )
-from powerinfer.hardware.description import EVERY, SIZES_ALONE, load
+from powerinfer.hardware.description import ALL_TYPES, SIZES_ALONE, load
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
 from powerinfer.placement.plan import make_plan
@@ -196,7 +196,7 @@ class Rates(dict[str, float]):
     """A table that is asked for nothing that it lacks."""
 
     def __contains__(self, kind: object) -> bool:
-        assert super().__contains__(kind) or kind not in EVERY.dense, kind
+        assert super().__contains__(kind) or kind not in ALL_TYPES.dense, kind
         return super().__contains__(kind)
 
 
@@ -217,12 +217,12 @@ def test_a_plan_reads_the_rates_of_its_types_alone(shape: str, dtype: str | None
     subject, machine = shape_subject(shape, dtype, selector), load("pc-high")
     types, gpu = subject.model.rated_types, machine.gpu
     assert gpu is not None and types.dense
-    whole = {kind: 100.0 + 10 * at for at, kind in enumerate(sorted(EVERY.dense))}
+    whole = {kind: 100.0 + 10 * at for at, kind in enumerate(sorted(ALL_TYPES.dense))}
     fast, rows = replace(gpu, dense_gb_s=whole, head_gb_s=whole), {kind: gpu.row_ns[kind] for kind in types.rows}
     dense = Rates({kind: whole[kind] for kind in types.dense})
     bundles = Rates({kind: gpu.bundle_gb_s[kind] for kind in types.rows})
     few = replace(fast, dense_gb_s=dense, head_gb_s=dense, bundle_gb_s=bundles, row_ns=rows)
-    assert few.lacks(types) == SIZES_ALONE and (dtype == "q4_1" or few.lacks(EVERY) != SIZES_ALONE)
+    assert few.lacks(types) == SIZES_ALONE and (dtype == "q4_1" or few.lacks(ALL_TYPES) != SIZES_ALONE)
     engine = EngineConfig(vram=vram << 30, ram=64 << 30, context=2048)
     machines = [replace(machine, gpu=device, key={"cpu": "this"}) for device in (few, fast)]
     requests = [subject.request(one, engine, PlanConfig()) for one in machines]

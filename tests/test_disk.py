@@ -333,7 +333,7 @@ def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
     """Those that stay on the CPU as a whole."""
     pytest.importorskip("torch")
     from powerinfer.hybrid.load import load_split
-    from powerinfer.hybrid.resolved import Device, Placement, Resolved
+    from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu
     from powerinfer.placement.disk import DiskPlan
 
     path = tiny_gguf("llama").write(tmp_path / "m.gguf")
@@ -342,7 +342,7 @@ def test_layers_beside_a_gpu_are_read_from_disk(tmp_path: Path) -> None:
     found = []
     for disk in (None, plan):
         resolved = Resolved(
-            open_checkpoint(path), ENGINE, device=Device("cpu"), placement=Placement(1, pages=8, disk=disk)
+            open_checkpoint(path), ENGINE, device=UsedGpu("cpu"), placement=Placement(1, pages=8, disk=disk)
         )
         executor = load_split(resolved)
         found.append([executor.forward(batch).copy() for batch in steps(executor.vocab_size)])

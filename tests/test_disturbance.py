@@ -140,8 +140,8 @@ def test_a_disturbed_measurement_is_marked_and_repeated(
     taken(1.25)
     first = measure.measure_and_keep(ONE, say=said.append, effort=LITTLE)
     assert first.disturbed == 1.25 and len(said) == 1 and "took 1.2 cores" in said[0]
-    assert load(measure.kept_at(first.key)) == first == measure.known(ONE), "used while the machine stays busy"
+    assert load(measure.kept_at(first.key)) == first == measure.saved_hardware(ONE), "used while the machine stays busy"
     taken(0.0)
-    assert measure.known(ONE) is None
+    assert measure.saved_hardware(ONE) is None
     second = measure.measure_and_keep(ONE, say=said.append, effort=LITTLE)
-    assert second.disturbed == 0 and len(said) == 1 and measure.known(ONE) == second
+    assert second.disturbed == 0 and len(said) == 1 and measure.saved_hardware(ONE) == second

@@ -50,7 +50,7 @@ from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.parts import GpuNeurons  # noqa: E402
-from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
@@ -127,7 +127,7 @@ def loaded(path: Path, quantize: str | None, plan: Plan) -> Iterator[tuple[Any, 
     placement = plan.placement(plan.request.profile)
     split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors, stage=stage)
     whole = Placement(plan.claims.gpu_layers, plan.claims.gpu_head, plan, pages=pages)
-    resolved = Resolved(checkpoint, engine, selection, Device(device_name()), whole)
+    resolved = Resolved(checkpoint, engine, selection, UsedGpu(device_name()), whole)
     executor = load_split(resolved, split, stage=stage if plan.claims.passes else None)
     try:
         yield executor, split.ffns
@@ -232,7 +232,7 @@ def check_dense_layers(path: Path, tmp_path: Path, kv_type: str, layers: int, he
     planned = on_gpu(model, load("pc-low"), work, Division(layers, head), dense=True)
     checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
     placement = Placement(layers, head, pages=pages)
-    executor = load_split(Resolved(checkpoint, engine, device=Device(device_name()), placement=placement))
+    executor = load_split(Resolved(checkpoint, engine, device=UsedGpu(device_name()), placement=placement))
     try:
         for when in steps(executor):
             held = {part: nbytes for part, nbytes in held_on_gpu(executor, []).items() if nbytes}
@@ -267,7 +267,7 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
     model, engine = checkpoint_model(open_checkpoint(path)), EngineConfig(**OPTIONS)
     split = ExpertSplit([np.arange(n, dtype=np.int32) for n in model.n_experts])
     placement = Placement(2, True, pages=-(-CONTEXT // cpu.PAGE))
-    executor = load_split(Resolved(open_checkpoint(path), engine, device=Device("cpu"), placement=placement), split)
+    executor = load_split(Resolved(open_checkpoint(path), engine, device=UsedGpu("cpu"), placement=placement), split)
     try:
         most = passed(executor, tmp_path) + executor.gpu.memory()["scratch"]
     finally:
@@ -688,11 +688,11 @@ def test_options_hold_when_a_load_is_tried_again(
             LLM(card.path, **options | moved)
     monkeypatch.setattr(Model, "gpu_scratch", lambda *_: 0)
     plan = make_plan(request_of(wide, None, 24))
-    split = Resolved(open_checkpoint(wide), EngineConfig(**OPTIONS, gpu="auto", adjust=True), device=Device("cpu"))
+    split = Resolved(open_checkpoint(wide), EngineConfig(**OPTIONS, gpu="auto", adjust=True), device=UsedGpu("cpu"))
     split = split.placed(layers=plan.claims.gpu_layers, plan=plan)
     monkeypatch.setattr(vram, "smaller", lambda resolved, *_: resolved.placed(disk="some neurons"))
     with pytest.raises(RequestError, match="some of them rest on disk: leave it out"):
-        hybrid_load._after(GpuMemoryError("out of memory"), split, 0, lambda _: None)
+        hybrid_load._smaller_load(GpuMemoryError("out of memory"), split, 0, lambda _: None)
 
 
 def test_a_load_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,7 +706,7 @@ def test_a_load_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def failing(*_: Any, **__: Any) -> None:
         raise ModelError("a tensor is left over")
 
-    one = Resolved(checkpoint, EngineConfig(**OPTIONS), device=Device("cpu"), placement=Placement(1))
+    one = Resolved(checkpoint, EngineConfig(**OPTIONS), device=UsedGpu("cpu"), placement=Placement(1))
     for owner, name, left in ((cpu_device, "CpuExecutor", {"share"}), (checkpoint, "finish", {"share", "gpu"})):
         ended.clear()
         with monkeypatch.context() as patch:

@@ -46,7 +46,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa:
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
@@ -64,7 +64,7 @@ def engine_of(**options: Any) -> EngineConfig:
 
 def on_gpu(layers: int = LAYERS, head: bool = False, pages: int | None = None) -> dict[str, Any]:
     """The part of a model that is on the test's device."""
-    return {"device": Device(device_name()), "placement": Placement(layers, head, pages=pages)}
+    return {"device": UsedGpu(device_name()), "placement": Placement(layers, head, pages=pages)}
 
 
 def everything() -> dict[str, Any]:
@@ -474,7 +474,7 @@ class Halves:
             about = config.activation, config.threshold
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 
-    def before(self) -> list[Operator]:
+    def ahead(self) -> list[Operator]:
         return []
 
     def begin(self) -> list[Operator]:

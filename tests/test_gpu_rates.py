@@ -269,9 +269,9 @@ def test_a_gpu_is_kept_beside_the_cpu(cache: Path, rates: GpuRates, monkeypatch:
     for what, value in (("GPU_METHOD", 99), ("METHOD", 99)):
         with monkeypatch.context() as patch:
             patch.setattr(measure, what, value)
-            assert measure.known(ONE, "cpu") is None
+            assert measure.saved_hardware(ONE, "cpu") is None
     monkeypatch.setattr(gpu_rates, "gpu_name", lambda name: "another card")
-    assert measure.known(ONE, "cpu") is None and measure.known(ONE) == alone
+    assert measure.saved_hardware(ONE, "cpu") is None and measure.saved_hardware(ONE) == alone
 
 
 def test_layers_as_a_whole_need_no_rates(cache: Path, rates: GpuRates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,14 +284,14 @@ def test_layers_as_a_whole_need_no_rates(cache: Path, rates: GpuRates, monkeypat
         sizes = measure.measured(ONE, gpu="cpu", types=SIZES_ALONE)
         assert sizes.host_bytes == 678 and sizes.gpu is not None and not sizes.gpu.dense_gb_s
         assert measure.measured(ONE, gpu="cpu", types=SIZES_ALONE).cpu == sizes.cpu
-    assert measure.known(ONE, "cpu") is None and measure.known(ONE) is None
+    assert measure.saved_hardware(ONE, "cpu") is None and measure.saved_hardware(ONE) is None
     monkeypatch.setattr(measure, "measure", lambda *_: replace(load("pc-low"), key=measure.machine_key(ONE)))
     monkeypatch.setattr(gpu_rates, "STAND_IN", LITTLE)
     monkeypatch.setattr(gpu_rates, "host_bytes", None)
     few = RatedTypes(frozenset({"F16"}))
     found = measure.measured(ONE, gpu="cpu", types=few)
     assert found.cpu == load("pc-low").cpu and found.host_bytes == 678 and {*found.gpu.dense_gb_s} == {"F16"}  # type: ignore[union-attr]
-    assert measure.known(ONE, "cpu", few) is not None and measure.known(ONE, "cpu") is None
+    assert measure.saved_hardware(ONE, "cpu", few) is not None and measure.saved_hardware(ONE, "cpu") is None
     with pytest.raises(PowerInferError, match=r"gpu\.dense_gb_s lacks BF16: `powerinfer measure` measures it"):
         load(measure.kept_at(found.key))
 
@@ -326,7 +326,7 @@ def test_what_another_process_has_measured_meanwhile_stays(cache: Path, monkeypa
 
     monkeypatch.setattr(gpu_rates, "gpu_rates", slow)
     measure.measured(ONE, gpu="cpu", types=RatedTypes(frozenset({"F16"})))
-    found = measure.known(ONE, "cpu", RatedTypes(frozenset({"F16", "Q8_0"}), frozenset({"Q4_0"})))
+    found = measure.saved_hardware(ONE, "cpu", RatedTypes(frozenset({"F16", "Q8_0"}), frozenset({"Q4_0"})))
     assert found is not None and found.gpu is not None and {*found.gpu.dense_gb_s} == {"F16", "Q8_0"}
     other = replace(found, gpu=replace(found.gpu, dense_gb_s={"BF16": 1.0}))
     assert {*measure.joined(other, replace(found, disturbed=1.0)).gpu.dense_gb_s} == {"BF16"}  # type: ignore[union-attr]
@@ -368,7 +368,8 @@ def test_torch_is_not_imported_where_there_is_no_driver(cache: Path) -> None:
         "import sys\nfrom powerinfer.hybrid import load, resolve\nfrom powerinfer.runtime import engine\n"
         "assert not {'powerinfer.kernels.gpu', 'powerinfer.devices.gpu'} & set(sys.modules)\n"
         "from powerinfer.config import EngineConfig\nfrom powerinfer.hardware import measure\n"
-        "assert measure.gpu_beside(EngineConfig(), print) is None\nassert measure.known(EngineConfig()) is None\n"
+        "assert measure.gpu_beside(EngineConfig(), print) is None\n"
+        "assert measure.saved_hardware(EngineConfig()) is None\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -158,7 +158,7 @@ class Halves:
             about = s.activation, s.threshold, limits, products
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *biases, *about))
 
-    def before(self) -> list[Operator]:
+    def ahead(self) -> list[Operator]:
         return []
 
     def begin(self) -> list[Operator]:

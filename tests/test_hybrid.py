@@ -50,7 +50,7 @@ from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hybrid import ffn as hybrid  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.hybrid.terms import trades  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
@@ -92,7 +92,7 @@ def split(
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
     parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
-    resolved = Resolved(checkpoint, engine, selection, Device(device_name()), Placement(gpu_layers, whole))
+    resolved = Resolved(checkpoint, engine, selection, UsedGpu(device_name()), Placement(gpu_layers, whole))
     executor = load_split(resolved, parts, stage=stage if passes else None)
     try:
         yield executor, parts.ffns
@@ -291,7 +291,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     engine = EngineConfig(threads=1, context=families.CONTEXT, kv_type="f32", prefill_chunk=families.TOKENS)
     selection = Selection("all", "a test")
     whole = Placement(config.n_layers, True)
-    executor = load_split(Resolved(checkpoint, engine, selection, Device(device_name()), whole))
+    executor = load_split(Resolved(checkpoint, engine, selection, UsedGpu(device_name()), whole))
     try:
         assert np.abs(split_calls(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
     finally:

@@ -68,11 +68,11 @@ def test_sane_figures(cache: Path) -> None:
 
 
 def test_kept_and_taken_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measure.known(ONE) is None
+    assert measure.saved_hardware(ONE) is None
     first = measure.measure_and_keep(ONE, effort=LITTLE)
     (path,) = cache.iterdir()
     assert path == measure.kept_at(first.key) and path.name.startswith("hardware-")
-    assert load(path) == first == measure.known(ONE)
+    assert load(path) == first == measure.saved_hardware(ONE)
     monkeypatch.setattr(measure, "measure", None)  # would be called
     assert measure.measured(ONE) == first
 
@@ -85,9 +85,9 @@ def test_another_engine_or_machine_is_measured_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, what: str, value: object
 ) -> None:
     machine = keep_something(ONE)
-    assert measure.known(ONE) == machine
+    assert measure.saved_hardware(ONE) == machine
     monkeypatch.setattr(measure, what, value)
-    assert measure.known(ONE) is None
+    assert measure.saved_hardware(ONE) is None
 
 
 def test_memory_that_grew_is_not_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +104,15 @@ def test_memory_that_grew_is_not_measured_again(cache: Path, monkeypatch: pytest
 def test_another_build_or_cpu(cache: Path, monkeypatch: pytest.MonkeyPatch, where: object, what: str) -> None:
     keep_something(ONE)
     monkeypatch.setattr(where, what, lambda: "another")
-    assert measure.known(ONE) is None
+    assert measure.saved_hardware(ONE) is None
 
 
 def test_threads_and_instruction_sets_have_files_of_their_own(cache: Path) -> None:
     keep_something(ONE)
-    assert measure.known(EngineConfig(threads=3)) is None
-    assert measure.known(EngineConfig(threads=1, isa="scalar")) is None
+    assert measure.saved_hardware(EngineConfig(threads=3)) is None
+    assert measure.saved_hardware(EngineConfig(threads=1, isa="scalar")) is None
     keep_something(EngineConfig(threads=3))
-    assert measure.known(ONE) is not None and len(list(cache.iterdir())) == 2
+    assert measure.saved_hardware(ONE) is not None and len(list(cache.iterdir())) == 2
 
 
 def keep_something(engine: EngineConfig) -> description.Hardware:
@@ -127,10 +127,10 @@ def test_a_damaged_file_counts_as_none(cache: Path, text: str) -> None:
     keep_something(ONE)
     (path,) = cache.iterdir()
     path.write_text(text)
-    assert measure.known(ONE) is None
+    assert measure.saved_hardware(ONE) is None
     path.unlink()
     path.mkdir()
-    assert measure.known(ONE) is None
+    assert measure.saved_hardware(ONE) is None
 
 
 @pytest.mark.parametrize("where", ["fsync", "replace", "write"])
@@ -148,7 +148,7 @@ def test_figures_that_cannot_be_kept(cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setenv("POWERINFER_CACHE", str(cache))
     assert len(said) == 1 and "no space left" in said[0]
-    assert len(list(cache.iterdir())) == 1 and measure.known(ONE) == kept
+    assert len(list(cache.iterdir())) == 1 and measure.saved_hardware(ONE) == kept
 
 
 def test_interrupted_while_measuring(cache: Path) -> None:

@@ -144,7 +144,7 @@ def test_inspect_describes_it(model: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("vram", ["0", "2GiB"])
 def test_whole_layers_are_placed(model: Path, vram: str) -> None:
     found = resolve(open_checkpoint(model), EngineConfig(gpu="cpu", vram=0 if vram == "0" else 2 << 30, context=64))
-    assert found.placement.plan is None and found.selection.bundles is None and WHY in found.selection.why
+    assert found.placement.plan is None and found.selection.bundles is None and WHY in found.selection.reason
     assert found.placement.layers == (0 if vram == "0" else LAYERS)
 
 

@@ -234,9 +234,9 @@ def test_when_nothing_is_tried(room: EngineConfig, tmp_path: Path) -> None:
     }
     for why, engine in reasons.items():
         found = resolve(open_checkpoint(path), engine)
-        assert found.policy.name == "static" and why in found.policy.why, why
+        assert found.policy.name == "static" and why in found.policy.reason, why
     converted = resolve(open_checkpoint(f64_experts(tmp_path)), replace(room, expert_policy="auto"))
-    assert converted.policy.name == "static" and "need experts as a GGUF file has them" in converted.policy.why
+    assert converted.policy.name == "static" and "need experts as a GGUF file has them" in converted.policy.reason
     alone = resolve(open_checkpoint(path), replace(BASE, gpu="none", expert_policy="auto"))
     assert alone.placement.experts is None and alone.policy.name == "static"
     other = resolve(open_checkpoint(path), replace(room, expert_policy="auto", context=32))
@@ -295,7 +295,7 @@ def test_a_choice_holds_where_memory_is_short(
     auto, path = replace(room, expert_policy="auto"), tmp_path / "m.gguf"
     ram = needs(resolve(open_checkpoint(path), room)).ram
     monkeypatch.setattr(system, "available_memory", lambda: ram)
-    assert "not tried" in resolve(open_checkpoint(path), auto).policy.why
+    assert "not tried" in resolve(open_checkpoint(path), auto).policy.reason
     monkeypatch.setattr(system, "available_memory", lambda: 0)
     assert resolve(open_checkpoint(path), auto).policy.name is None, "unknown"
     slow({"static": 4, "lru": 3, "lfu": 5, "dynamic": 5})

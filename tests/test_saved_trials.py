@@ -27,7 +27,7 @@ from powerinfer.runtime.engine import LLM
 from powerinfer.sparsity import trials
 from powerinfer.sparsity.selection import Selection
 from powerinfer.sparsity.selector_trial import SELECTORS, TimedLayer, TimedLayers, Way
-from powerinfer.sparsity.trials import LIMIT, MAX_TRIALS, Key, Subject, Trial, by_turns, conditions, read_trials
+from powerinfer.sparsity.trials import LIMIT, MAX_TRIALS, Key, Trial, TrialSubject, conditions, read_trials, take_turns
 
 SIZES = [1, 2, 4, 8]
 KEY: Key = {"cpu": "one", "sizes": "1 2 4 8"}
@@ -108,9 +108,9 @@ class Answer:
 
 def test_subjects_share_the_file(tmp_path: Path) -> None:
     """Trials of one do not push those of another out, and a result of another form is none."""
-    one, other = Subject("one", Answer), Subject("other", Answer)
+    one, other = TrialSubject("one", Answer), TrialSubject("other", Answer)
 
-    def trial(subject: Subject[Any], key: str = "a") -> Trial[Any]:
+    def trial(subject: TrialSubject[Any], key: str = "a") -> Trial[Any]:
         return Trial(subject, checkpoint(tmp_path / "m"), EngineConfig(), {"key": key})
 
     keep(tmp_path)
@@ -121,7 +121,7 @@ def test_subjects_share_the_file(tmp_path: Path) -> None:
     assert numbers == list(range(MAX_TRIALS + 1, 1, -1))
     assert [result.number for _, result in read_trials(saved(tmp_path).path, other)] == [-1]
     assert found(tmp_path) == LAYERS
-    assert trial(Subject("one", TimedLayers), "9").find() is None and trial(one, "9").find() is not None
+    assert trial(TrialSubject("one", TimedLayers), "9").find() is None and trial(one, "9").find() is not None
 
 
 def test_a_file_of_many_subjects_takes_no_time(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_file_of_many_subjects_takes_no_time(tmp_path: Path) -> None:
 def test_a_trial_that_fails(tmp_path: Path, error: BaseException, forgives: bool) -> None:
     """It is tried again at the next start; where it is forgiven, the fallback stays then, and where it is not forgiven
     but did not outlive its process."""
-    subject = Subject("one", Answer, Answer(0), forgives)
+    subject = TrialSubject("one", Answer, Answer(0), forgives)
 
     def trial() -> Trial[Answer]:
         return Trial(subject, checkpoint(tmp_path / "m"), EngineConfig(), {})
@@ -165,7 +165,7 @@ def test_a_trial_that_fails(tmp_path: Path, error: BaseException, forgives: bool
 
 
 def read_numbers(trial: Trial[Answer]) -> list[int]:
-    return [result.number for _, result in read_trials(trial.path, Subject("one", Answer))]
+    return [result.number for _, result in read_trials(trial.path, TrialSubject("one", Answer))]
 
 
 def test_ways_take_turns() -> None:
@@ -175,7 +175,7 @@ def test_ways_take_turns() -> None:
         seen.append((way, turn))
         return len(seen)
 
-    assert by_turns("abc", 3, measure, warm_up=1) == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
+    assert take_turns("abc", 3, measure, warm_up=1) == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
     assert seen == [("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1), ("a", 1), ("c", 2), ("a", 2), ("b", 2)]
 
 

@@ -73,7 +73,7 @@ def test_auto_answers_the_same_everywhere(
         name, why = choose(checkpoint, engine)
         assert name == ("exact" if packed and activation != "silu" else "all")
         found = resolve(checkpoint, engine)
-        assert (found.selection.selector, found.selection.why) == (name, why)
+        assert (found.selection.selector, found.selection.reason) == (name, why)
         assert (found.selection.bundles is None) == (name == "all")
         assert document(capsys, "inspect", "-m", str(path))["choices"]["selector"] == f"{name} ({why})"
         told = loaded(path)

@@ -40,7 +40,7 @@ from powerinfer.hardware.description import load  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
-from powerinfer.hybrid.resolved import Policy, Resolved, needs  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved, UsedPolicy, needs  # noqa: E402
 from powerinfer.hybrid.vram import smaller  # noqa: E402
 from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
@@ -335,7 +335,7 @@ def planned(path: Path, hot: int, ram: int = 0, quantize: str | None = None, **o
     vram = every.vram - cold * model.expert_bytes(0)[0]
     whole = resolve(checkpoint, replace(engine, vram=vram))
     assert whole.placement.experts is not None and whole.placement.disk is None
-    needed = needs(replace(whole.placed(staging=0), policy=Policy(whole.policy.name or "static"))).ram
+    needed = needs(replace(whole.placed(staging=0), policy=UsedPolicy(whole.policy.name or "static"))).ram
     return resolve(open_checkpoint(path, quantize), replace(engine, vram=vram, ram=needed - ram)) if ram else whole
 
 
@@ -374,7 +374,7 @@ def test_what_may_not_stay_on_disk_is_refused_before_the_machine_is_measured(
     vram, ram = engine.vram - machine.gpu.reserved_bytes, engine.ram - machine.host_bytes  # not known before
     engine = replace(engine, vram=vram, ram=ram, disk="none")
     monkeypatch.setattr(measure, "measured", MEASURED)
-    monkeypatch.setattr(measure, "known", lambda *_: None)
+    monkeypatch.setattr(measure, "saved_hardware", lambda *_: None)
     monkeypatch.setattr(measure, "measure_and_keep", lambda *_, **__: pytest.fail("it was measured"))
     for less in (ram, MIB):
         with pytest.raises(RequestError, match=r"needs at least .* of RAM \+ VRAM: give --ram"):
@@ -405,7 +405,7 @@ def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
     fewer = smaller(at_most, 1)
     assert isinstance(fewer, Resolved) and fewer.placement.disk is not None
-    auto = replace(at_most, engine=replace(at_most.engine, expert_policy="auto"), policy=Policy(None))
+    auto = replace(at_most, engine=replace(at_most.engine, expert_policy="auto"), policy=UsedPolicy(None))
     tried = smaller(auto, 1)
     assert isinstance(tried, Resolved) and tried.policy.name == "static"
     assert tried.placement.disk == fewer.placement.disk
@@ -418,7 +418,7 @@ def test_the_policy_is_tried_again_with_other_experts(large: Path) -> None:
     """That of a trial holds for the experts that were on the GPU then."""
     auto = planned(large, 20, expert_policy="auto", trial=True).placed(staging=0)
     assert auto.policy.name is None
-    fewer = smaller(replace(auto, policy=Policy("lru", "chosen by a trial")), 1)
+    fewer = smaller(replace(auto, policy=UsedPolicy("lru", "chosen by a trial")), 1)
     assert isinstance(fewer, Resolved) and fewer.policy.name is None
 
 
@@ -497,7 +497,7 @@ def test_free_memory_is_the_budget_where_it_does_not_hold_them(large: Path, monk
 def test_policies_over_experts_that_are_on_disk(large: Path) -> None:
     """`auto` tries none; one that is asked for has all experts there, and memory for some."""
     resolved = planned(large, 20, 12 * MIB, trial=True, expert_policy="auto")
-    assert resolved.policy.name == "static" and "from disk" in resolved.policy.why
+    assert resolved.policy.name == "static" and "from disk" in resolved.policy.reason
     resolved = planned(large, 20, 6 * MIB, expert_policy="lru")
     assert resolved.policy.name == "lru" and resolved.placement.disk is not None
     executor, sparsity = load_resolved(resolved, list)

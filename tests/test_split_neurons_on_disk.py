@@ -312,7 +312,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = load("pc-high")
     machine = replace(machine, cpu=replace(machine.cpu, threads=ENGINE.threads))
     monkeypatch.setattr("powerinfer.hardware.measure.measured", lambda *_, **__: machine)
-    monkeypatch.setattr("powerinfer.hardware.measure.known", lambda *_, **__: machine)
+    monkeypatch.setattr("powerinfer.hardware.measure.saved_hardware", lambda *_, **__: machine)
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def test_without_predictors_neurons_or_whole_layers_are_on_disk(
         monkeypatch.setattr("powerinfer.placement.plan.APART", apart)
         auto = planned(path, less, short, selector="auto")
         assert auto.placement.plan is None and auto.selection.bundles is None and 0 < auto.placement.layers < 16
-        assert auto.selection.why.startswith("--vram and --ram do not hold all neurons")
+        assert auto.selection.reason.startswith("--vram and --ram do not hold all neurons")
         assert auto.placement.disk is not None and needs(auto).ram <= (auto.engine.ram or 0)
 
 

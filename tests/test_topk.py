@@ -28,7 +28,7 @@ from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
-from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.request import model_subject  # noqa: E402
@@ -143,7 +143,7 @@ def test_whole_layers_on_a_gpu(device: str, tmp_path: Path) -> None:
     wanted = truth(checkpoint)
     for layers, head in ((1, False), (2, True)):
         engine = EngineConfig(threads=1, context=128, kv_type="f32")
-        placed = Device(device), Placement(layers, head)
+        placed = UsedGpu(device), Placement(layers, head)
         executor = load_split(Resolved(checkpoint, engine, Selection("all", "a test"), *placed))
         try:
             assert np.abs(split_calls(executor, TOKENS[0]) - wanted[0]).max() < 1e-3 * np.abs(wanted[0]).max()

@@ -42,7 +42,7 @@ from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.hardware.description import load as load_hardware  # noqa: E402
 from powerinfer.hybrid.ffn import NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolved import Device, Placement, Resolved  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
@@ -237,7 +237,7 @@ def test_exact_skips_neurons_where_they_are_zero(packed: Path, tokens: Any, trut
 def test_whole_layers_on_a_gpu(
     device: str, tmp_path: Path, tokens: Any, truth: Any, allowed: float, layers: int
 ) -> None:
-    on_gpu: dict[str, Any] = {"device": Device(device), "placement": Placement(layers, layers == 4)}
+    on_gpu: dict[str, Any] = {"device": UsedGpu(device), "placement": Placement(layers, layers == 4)}
     executor = load_split(Resolved(checkpoint(tmp_path), engine_of(), **on_gpu))
     try:
         check_answers(executor, tokens, truth, allowed)
@@ -254,7 +254,7 @@ def test_neurons_split_between_gpu_and_cpu(
     selection = Selection("exact", "a test", (), bundles)
     for layers in (2, 4):
         parts = NeuronSplit(bundles, placed(CONFIG, share))
-        resolved = Resolved(checkpoint(packed), engine_of(), selection, Device(device), Placement(layers, layers == 4))
+        resolved = Resolved(checkpoint(packed), engine_of(), selection, UsedGpu(device), Placement(layers, layers == 4))
         executor = load_split(resolved, parts)
         try:
             check_answers(executor, tokens, truth, allowed)

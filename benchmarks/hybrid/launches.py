@@ -42,7 +42,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.hybrid.load import load_split
 from powerinfer.hybrid.parts import CpuNeurons
-from powerinfer.hybrid.resolved import Device, Placement, Resolved
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu
 from powerinfer.kernels import cpu
 from powerinfer.models import load
 from powerinfer.neurons import NeuronPlacement, Tier
@@ -115,7 +115,7 @@ def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
     placement = NeuronPlacement(config.ffn_sizes, 1, tuple(tiers))
     split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
     whole = Placement(config.n_layers, True, pages=pages)
-    resolved = Resolved(checkpoint, engine, selection, Device(arguments.gpu), whole)
+    resolved = Resolved(checkpoint, engine, selection, UsedGpu(arguments.gpu), whole)
     executor = load_split(resolved, split)
     try:
         yield executor

@@ -274,7 +274,7 @@ def _load(model: Path, engine: EngineConfig, policy: str) -> tuple[LLM, Plan | N
     checkpoint = open_checkpoint(model)
     resolved = resolve(checkpoint, engine)
     if resolved.device.gpu is None:
-        raise RuntimeError(f"the GPU is not used: {resolved.device.why}")
+        raise RuntimeError(f"the GPU is not used: {resolved.device.reason}")
     plan = resolved.placement.neurons
     if plan is not None and policy == "layers":
         plan = whole_layers(plan)

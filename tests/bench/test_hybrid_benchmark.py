@@ -191,9 +191,9 @@ def test_rates_that_were_disturbed_are_kept_between_jobs(tmp_path: Path, monkeyp
     disturbed = replace(load("pc-low"), gpu=None, disturbed=1.0, key=measure.machine_key(engine))
     save(disturbed, measure.kept_at(disturbed.key))
     monkeypatch.setattr(measure, "quiet", lambda: True)
-    assert measure.known(engine) is None
+    assert measure.saved_hardware(engine) is None
     with worker.rates_once():
-        assert measure.known(engine) == disturbed
+        assert measure.saved_hardware(engine) == disturbed
 
 
 def test_a_program_that_hangs_is_ended() -> None:

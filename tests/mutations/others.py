@@ -8,8 +8,8 @@ MUTATIONS = [
     Mutation(
         "every kind of layer on a GPU, dense or as parts, computes what the reference does",
         "src/powerinfer/devices/gpu_layer.py",
-        "return [*before, *begin, *self._before, *finish]",
-        "return [*before, *self._before, *begin, *finish]",
+        "return [*ahead, *begin, *self._before, *finish]",
+        "return [*ahead, *self._before, *begin, *finish]",
         "tests/test_gpu_wiring.py",
     ),
     Mutation(

@@ -198,7 +198,8 @@ def _resolved(
     if placement.layers:
         layers = f"{placement.layers} of {checkpoint.config.n_layers} layers"
         gpu = f"{layers}{' and the head' * placement.head} on {resolved.gpu}"
-    chosen = {"selector": str(Choice(selection.selector, selection.why)), "gpu": str(Choice(gpu, resolved.device.why))}
+    reasons = {"selector": Choice(selection.selector, selection.reason), "gpu": Choice(gpu, resolved.device.reason)}
+    chosen = {name: str(choice) for name, choice in reasons.items()}
     memory = needs(resolved)._asdict() | {"disk": 0}
     if placement.disk is not None and disk is not None:
         chosen["disk"] = disk.about.why

@@ -31,12 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep
+    from powerinfer.hardware.measure import gpu_beside, kept_at, measure_and_keep, saved_hardware
 
     engine = config_from(args, EngineConfig)
     begin = time.perf_counter()
     gpu = gpu_beside(engine, out.note)
-    cached = None if args.force else known(engine, gpu)
+    cached = None if args.force else saved_hardware(engine, gpu)
     hardware = cached
     if hardware is None:
         with Bar() as bar:

@@ -122,12 +122,12 @@ def _measured() -> Hardware | None:
     """The description of this machine, if it has been measured."""
     from powerinfer.config import EngineConfig
     from powerinfer.errors import PowerInferError
-    from powerinfer.hardware.measure import gpu_beside, known
+    from powerinfer.hardware.measure import gpu_beside, saved_hardware
     from powerinfer.progress import silent
 
     engine = EngineConfig()
     try:
-        return known(engine, gpu_beside(engine, silent))
+        return saved_hardware(engine, gpu_beside(engine, silent))
     except PowerInferError:
         return None
 

@@ -15,8 +15,9 @@ class FfnParts(Protocol):
     Its operators are asked for again after `GpuLayers.changed`.
     """
 
-    def before(self) -> Sequence[Operator]:
-        """Before attention: what follows from step.x as the layer gets it. These write to no tensor of the step."""
+    def ahead(self) -> Sequence[Operator]:
+        """Operators ahead of attention: what follows from step.x as the layer gets it. These write to no tensor of the
+        step."""
         ...
 
     def begin(self) -> Sequence[Operator]:
@@ -78,17 +79,17 @@ class GpuLayer:
         """All of them, in the order in which they run."""
         if self._ffn is None:
             return self._before
-        before, begin = self._ffn.parts.before(), [self._ffn.read, *self._ffn.parts.begin()]
+        ahead, begin = self._ffn.parts.ahead(), [self._ffn.read, *self._ffn.parts.begin()]
         finish = [*self._ffn.parts.finish(), *self._ffn.after]
         if self.parallel:  # attention and its projection run while other devices compute their parts
-            return [*before, *begin, *self._before, *finish]
-        return [*before, *self._before, *begin, *finish, *self._behind]
+            return [*ahead, *begin, *self._before, *finish]
+        return [*ahead, *self._before, *begin, *finish, *self._behind]
 
     def ffn_operators(self) -> list[Operator]:
         """Those of the FFN of parts alone, one after another."""
         assert self._ffn is not None
         own = self._ffn
-        return [*own.parts.before(), own.read, *own.parts.begin(), *own.parts.finish(), *own.after]
+        return [*own.parts.ahead(), own.read, *own.parts.begin(), *own.parts.finish(), *own.after]
 
     def close(self) -> None:
         """Free what the operators hold; no step follows."""

@@ -99,7 +99,7 @@ class _Neurons:
         if config.size % BUNDLE_GROUP:  # of the last group, which has fewer, a copy without gaps
             self._parts.append(gather(layout, groups, index[full * BUNDLE_GROUP :]))
 
-    def before(self) -> list[Operator]:
+    def ahead(self) -> list[Operator]:
         return []
 
     def begin(self) -> list[Operator]:

@@ -137,14 +137,14 @@ def memory_rate(text: str) -> tuple[str, float]:
 
     RequestError for another text.
     """
-    found = re.fullmatch(r"(lp)?ddr([345])(x?)[-_ ]?(\d{3,5})(?:x(\d{1,2}))?", text.strip().lower())
-    channels = int(found[5] or 2) if found else 0
-    if found is None or not 800 <= int(found[4]) <= 12800 or not 1 <= channels <= _MOST_CHANNELS:
+    match = re.fullmatch(r"(lp)?ddr([345])(x?)[-_ ]?(\d{3,5})(?:x(\d{1,2}))?", text.strip().lower())
+    channels = int(match[5] or 2) if match else 0
+    if match is None or not 800 <= int(match[4]) <= 12800 or not 1 <= channels <= _MOST_CHANNELS:
         raise RequestError(
             f"--memory {shown(text)}: not a kind of RAM such as ddr4-3200 or ddr5-5600; ddr5-4800x8 has eight channels"
         )
-    name = f"{(found[1] or '').upper()}DDR{found[2]}{found[3].upper()}-{found[4]}"
-    return f"{channels} channels of {name}", int(found[4]) * 8 * channels / 1000
+    name = f"{(match[1] or '').upper()}DDR{match[2]}{match[3].upper()}-{match[4]}"
+    return f"{channels} channels of {name}", int(match[4]) * 8 * channels / 1000
 
 
 def described_machine(
@@ -155,8 +155,8 @@ def described_machine(
     RequestError for a card, or a kind of RAM, that is not known.
     """
     base = load("pc-16gb")  # its disk, system and fixed times
-    name, about = (None, None) if card is None or card.strip().lower() == NONE else find_card(card)
-    kind = memory or (_OLD_RAM if about is not None and about.year < _DDR5 else _NEW_RAM)
+    name, published = (None, None) if card is None or card.strip().lower() == NONE else find_card(card)
+    kind = memory or (_OLD_RAM if published is not None and published.year < _DDR5 else _NEW_RAM)
     if ram == 0:
         raise RequestError("--ram is the memory of the described PC: more than 0")
     ram, threads = ram or RAM, threads or CORES
@@ -170,19 +170,20 @@ def described_machine(
     source = f"As published: {modules} ({gb_s:.4g} GB/s)"
     guessed = "" if memory else f"{kind}, as --memory does not say; "
     assumed = f"{guessed}{threads} cores; {_ASSUMED}"
-    if name is None or about is None:
+    if name is None or published is None:
         title = f"a PC without a GPU, {ram / 2**30:.3g} GiB of {kind.upper()}"
         return Hardware(title, source, cpu, disk=base.disk, assumed=assumed)
     assert base.gpu is not None
-    gpu = _with_rates(base.gpu, DENSE * about.gb_s, ROWS * about.gb_s, CACHED * about.gb_s)
-    mxfp4 = min(DENSE * about.gb_s, MXFP4_GB_S * about.sms * about.ghz)
-    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=about.gib << 30)
+    gpu = _with_rates(base.gpu, DENSE * published.gb_s, ROWS * published.gb_s, CACHED * published.gb_s)
+    mxfp4 = min(DENSE * published.gb_s, MXFP4_GB_S * published.sms * published.ghz)
+    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=published.gib << 30)
     gpu = replace(gpu, dense_gb_s={**gpu.dense_gb_s, "MXFP4": mxfp4})
-    bus = about.lanes * _LANE_GB_S[about.pcie]
-    own = f"NVIDIA {name} ({about.gib} GB, {about.gb_s:g} GB/s), PCIe {about.pcie}.0 x{about.lanes} ({bus:.3g} GB/s)"
+    bus = published.lanes * _LANE_GB_S[published.pcie]
+    figures = f"NVIDIA {name} ({published.gib} GB, {published.gb_s:g} GB/s), "
+    figures += f"PCIe {published.pcie}.0 x{published.lanes} ({bus:.3g} GB/s)"
     return Hardware(
         f"a PC with {name}, {ram / 2**30:.3g} GiB of {kind.upper()}",
-        f"{source}; {own}",
+        f"{source}; {figures}",
         cpu,
         gpu,
         base.disk,
@@ -212,6 +213,6 @@ def _with_rates(device: Device, dense: float, rows: float, cached: float) -> Dev
 
 def typical_card(vram: int) -> str:
     """The name of the card of `TYPICAL` with the least memory that has so many bytes, else of the largest."""
-    known = cards()
-    fits = [name for name in TYPICAL if known[name].gib << 30 >= vram]
-    return min(fits, key=lambda name: known[name].gib) if fits else TYPICAL[-1]
+    published = cards()
+    fits = [name for name in TYPICAL if published[name].gib << 30 >= vram]
+    return min(fits, key=lambda name: published[name].gib) if fits else TYPICAL[-1]

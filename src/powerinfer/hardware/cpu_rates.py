@@ -56,7 +56,7 @@ class Effort:
 FULL = Effort()
 
 FRACTIONS = (0.02, 0.1, 0.5)
-"""Of the neurons of sparse FFNs, those that fire."""
+"""Shares of the neurons of sparse FFNs that fire."""
 
 WAYS = ("exact", "predicted")
 
@@ -106,7 +106,7 @@ def fit_cache(sizes: Sequence[int], gains: Sequence[float]) -> tuple[int, float]
     return round(best), gain
 
 
-class _Steps:
+class _TimedSteps:
     """Steps of one token with an executor, and the seconds of its operators in each."""
 
     def __init__(self, executor: CpuExecutor, tokens: int = 1, logits: bool = False) -> None:
@@ -120,9 +120,9 @@ class _Steps:
         """Decode a token; seconds of the step beside layers and heads."""
         begin = time.perf_counter()
         self.executor.forward(self.batch(token))
-        whole = time.perf_counter() - begin
+        rest = time.perf_counter() - begin
         self.read()
-        return whole - sum(seconds for kind, seconds in self._last() if kind != "embed")
+        return rest - sum(seconds for kind, seconds in self._last() if kind != "embed")
 
     def read(self) -> None:
         """Take the operators' seconds as those of a step."""
@@ -160,7 +160,7 @@ class _SparseLayer:
     group: FitGroup
 
 
-class _SparseSteps(_Steps):
+class _SparseSteps(_TimedSteps):
     """The same of sparse FFNs, with the rows and bytes that they read."""
 
     def __init__(self, executor: CpuExecutor, layers: Sequence[_SparseLayer]) -> None:
@@ -191,7 +191,7 @@ class _SparseSteps(_Steps):
 
 
 @dataclass(frozen=True)
-class _Neurons:
+class _RatedNeurons:
     """Gated neurons of one type; predictor: its inner and outer matrix."""
 
     layout: BundleLayout
@@ -235,13 +235,13 @@ class _CpuSamples(Samples):
         self._engine = replace(EngineConfig(), threads=engine.threads, isa=engine.isa, max_batch=1)
         self._stack = stack
         self._pack_gb_s = 0.0
-        self._wide = self._of_all_types()
-        self._narrow = self._of_narrow_layers()
-        self._attention = self._of_attention()
-        self._sparse = [self._of_sparse_ffns(shape) for shape in effort.rows]
+        self._wide = self._sample_of_types()
+        self._narrow = self._narrow_sample()
+        self._attention = self._attention_sample()
+        self._sparse = [self._sparse_sample(shape) for shape in effort.rows]
 
     def rates(self) -> dict[str, Any]:
-        """As of `cpu_rates`."""
+        """Measure, as `cpu_rates` says."""
         self._run_in_turn()
         effort = self._effort
         d_model, d_ff = effort.wide
@@ -260,7 +260,7 @@ class _CpuSamples(Samples):
             for group, seconds in fit.fixed.items():
                 extra.append(1e6 * seconds - group.dense_bytes / (1e3 * dense[group.dense_type]) - op_us)
         attention, kv_bytes = float(median(self._attention.seconds("attention"))), effort.context * _KV_BYTES
-        step_us, size, gain = self._of_warm_steps(narrow)
+        step_us, size, gain = self._warm_rates(narrow)
         return {
             "dense_gb_s": {name: figure(rate) for name, rate in dense.items()},
             "head_gb_s": {name: figure(rate) for name, rate in head.items()},
@@ -307,7 +307,7 @@ class _CpuSamples(Samples):
                 return
             yield
 
-    def _of_warm_steps(self, cold: float) -> tuple[float, int, float]:
+    def _warm_rates(self, cold: float) -> tuple[float, int, float]:
         """(step_us, cache_bytes, cache_gain): from step after step of the narrow layers, and of the first of them.
         cold: seconds of such a layer from memory."""
         self.tick()
@@ -329,7 +329,7 @@ class _CpuSamples(Samples):
 
     # ------------------------------------------------------------ samples
 
-    def _of_all_types(self) -> _Steps:
+    def _sample_of_types(self) -> _TimedSteps:
         """A layer and a head of each type."""
         d_model, vocab = self._effort.wide[0], self._effort.vocab
         executor = self._executor(self.config(self._effort.wide, len(_TYPES), vocab=vocab))
@@ -345,9 +345,9 @@ class _CpuSamples(Samples):
             self._pack_gb_s = max(self._pack_gb_s, nbytes / (time.perf_counter() - begin) / 1e9)
         for matrix in heads:
             executor.head(self._norm(executor), matrix)
-        return _Steps(executor, logits=True)
+        return _TimedSteps(executor, logits=True)
 
-    def _of_narrow_layers(self) -> _Steps:
+    def _narrow_sample(self) -> _TimedSteps:
         """Layers of Q8_0 as large in all as any cache that is looked for."""
         self.tick()
         d_model = self._effort.narrow[0]
@@ -355,9 +355,9 @@ class _CpuSamples(Samples):
         executor = self._executor(self.config(self._effort.narrow, layers, vocab=_FEW))
         square, up, down, _ = self._parts("Q8_0", self._effort.narrow)
         wire(executor, d_model, range(layers), [square] * 3, square, [up, up, down])
-        return _Steps(executor)
+        return _TimedSteps(executor)
 
-    def _of_attention(self) -> _Steps:
+    def _attention_sample(self) -> _TimedSteps:
         """Attention over keys and values of the usual type, four heads of queries to one of keys."""
         self.tick()
         d_model, layers, tokens = 128, _ATTENTION_LAYERS, self._effort.context
@@ -368,18 +368,18 @@ class _CpuSamples(Samples):
         wire(executor, d_model, range(layers), [q, kv, kv], out, [square] * 3)
         for layer in range(layers):
             executor.cached(layer)[:] = 40  # bytes of small numbers: memory that nobody has written is not read
-        return _Steps(executor, tokens)
+        return _TimedSteps(executor, tokens)
 
-    def _of_sparse_ffns(self, shape: tuple[int, int]) -> _SparseSteps:
+    def _sparse_sample(self, shape: tuple[int, int]) -> _SparseSteps:
         """A sparse FFN of each type, way and fraction."""
         kinds = [(name, way, fraction) for name in RATED_ROWS for way in WAYS for fraction in FRACTIONS]
-        made = {name: self._neurons(name, shape) for name in RATED_ROWS}
+        samples = {name: self._neurons(name, shape) for name in RATED_ROWS}
         config = self.config(shape, len(kinds), 1, 1, _FEW)
-        layers = [replace(config.layers[0], ffn=FfnConfig(made[name].gate.shape[0], "relu")) for name, *_ in kinds]
+        layers = [replace(config.layers[0], ffn=FfnConfig(samples[name].gate.shape[0], "relu")) for name, *_ in kinds]
         executor = self._executor(replace(config, layers=tuple(layers)))
         unused = {}  # by how many neurons there are: matrices of a small type, which the ways do not read
         for layer, (name, way, fraction) in enumerate(kinds):
-            neurons = made[name]
+            neurons = samples[name]
             n = neurons.gate.shape[0]
             if n not in unused:
                 unused[n] = [executor.matrix(self._matrix("Q4_0", *size)) for size in ((n, shape[0]), (shape[0], n))]
@@ -387,16 +387,16 @@ class _CpuSamples(Samples):
             gate = executor.matrix(neurons.gate) if way == "exact" else up
             executor.ffn(layer, self._norm(executor), gate, up, down)
             neurons.attach(executor.ffns[layer], way, fraction)
-        return _SparseSteps(executor, [_SparseLayer(name, made[name].group(way)) for name, way, _ in kinds])
+        return _SparseSteps(executor, [_SparseLayer(name, samples[name].group(way)) for name, way, _ in kinds])
 
-    def _neurons(self, name: str, shape: tuple[int, int]) -> _Neurons:
+    def _neurons(self, name: str, shape: tuple[int, int]) -> _RatedNeurons:
         """Random neurons of a type: half as many of floats, which are larger."""
         self.tick()
         d_model, n = shape
         n //= 1 + (name in FLOAT_TYPES)
         layout, bundles = self.bundles(name, (d_model, n), cpu.choose_threads(self._engine.threads)[0])
         predictor = self.normal("Q8_0", _RANK, d_model), self.normal("Q8_0", n, _RANK)
-        return _Neurons(layout, bundles, self.normal(name, n, d_model), predictor)
+        return _RatedNeurons(layout, bundles, self.normal(name, n, d_model), predictor)
 
     def _executor(self, config: ModelConfig, pages: int = 1) -> CpuExecutor:
         """An executor with an embedding, whose operators are timed; the caller wires the rest."""

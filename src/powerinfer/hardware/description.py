@@ -44,20 +44,20 @@ class RatedTypes:
     rows: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, dense: Iterable[str], rows: Iterable[str]) -> RatedTypes:
+    def rated(cls, dense: Iterable[str], rows: Iterable[str]) -> RatedTypes:
         """The types that are measured for these: all where a GPU has other types, which count as the slowest."""
         types = frozenset(dense)
-        return cls(types if types <= EVERY.dense else EVERY.dense, frozenset(map(_rated_as, rows)))
+        return cls(types if types <= ALL_TYPES.dense else ALL_TYPES.dense, frozenset(map(_rated_as, rows)))
 
 
-EVERY = RatedTypes(frozenset(GPU_TYPES), frozenset(RATED_ROWS))
+ALL_TYPES = RatedTypes(frozenset(GPU_TYPES), frozenset(RATED_ROWS))
 """All types that are measured."""
 
 TABLES = ("dense_gb_s", "head_gb_s", "bundle_gb_s", "row_ns")
 """Fields of a `Device` by weight type."""
 
 SIZES_ALONE = RatedTypes()
-"""What placing layers as a whole reads."""
+"""Sizes alone, as placing layers as a whole reads."""
 
 
 def _rated_as(kind: str) -> str:
@@ -196,8 +196,8 @@ class Disk:
     def gap(self, size: int) -> int:
         """Bytes between two reads of `size` bytes up to which one read of all of it takes no longer than both, in whole
         blocks."""
-        each, gap = self.seconds(size), 0
-        while gap < _MOST_GAP and self.seconds(2 * size + gap + _BLOCK) <= 2 * each:
+        seconds, gap = self.seconds(size), 0
+        while gap < _MOST_GAP and self.seconds(2 * size + gap + _BLOCK) <= 2 * seconds:
             gap += _BLOCK
         return gap
 
@@ -270,10 +270,10 @@ def _read_whole(path: Path) -> Hardware:
     """The description in a file, which must have the rates of all types."""
     hardware = read(path)
     for name, device, types in _devices(hardware):
-        for table, every in zip(TABLES, (types, types, RATED_ROWS, RATED_ROWS), strict=True):
+        for table, required in zip(TABLES, (types, types, RATED_ROWS, RATED_ROWS), strict=True):
             rates = getattr(device, table)
-            if (lacking := sorted(set(every) - rates.keys())) and OTHER not in rates:
-                described = OTHER if every is types else lacking[0]
+            if (lacking := sorted(set(required) - rates.keys())) and OTHER not in rates:
+                described = OTHER if required is types else lacking[0]
                 mend = f"{lacking[0]}: `powerinfer measure` measures it" if hardware.key else described
                 raise ModelError(f"{path}: {name}.{table} lacks {mend}")
     return hardware
@@ -300,17 +300,17 @@ def save(hardware: Hardware, path: Path) -> None:
         raise PowerInferError(f"cannot write {path} ({error.strerror or error})") from error
 
 
-def _refuse_absurd(hardware: Hardware, where: str) -> None:
+def _refuse_absurd(hardware: Hardware, source: str) -> None:
     """ModelError for inconsistent figures."""
     for name, device, _ in _devices(hardware):
         if device.reserved_bytes > device.memory_bytes:
-            raise ModelError(f"{where}: {name}.reserved_bytes is more than {name}.memory_bytes")
+            raise ModelError(f"{source}: {name}.reserved_bytes is more than {name}.memory_bytes")
         dense = (*NATIVE_TYPES, OTHER)
         for table, allowed in zip(TABLES, (dense, dense, RATED_ROWS, RATED_ROWS), strict=True):
             for kind in sorted(getattr(device, table).keys() - set(allowed)):
-                raise ModelError(f"{where}: {name}.{table} has {shown(kind)}, which is no weight type there")
+                raise ModelError(f"{source}: {name}.{table} has {shown(kind)}, which is no weight type there")
     if hardware.gpu is not None and hardware.copy_gb_s < 1e-9:
-        raise ModelError(f"{where}: a machine with a GPU needs copy_gb_s")
+        raise ModelError(f"{source}: a machine with a GPU needs copy_gb_s")
 
 
 def _devices(hardware: Hardware) -> list[tuple[str, Device, Iterable[str]]]:

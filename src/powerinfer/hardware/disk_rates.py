@@ -40,9 +40,9 @@ def disk_rates(folder: Path, nbytes: int, seconds: float, progress: Progress = s
             if not (reads.direct or hasattr(os, "posix_fadvise")):
                 return None
             rates = {}
-            for done, each in enumerate(SIZES):
+            for done, read_size in enumerate(SIZES):
                 progress("measuring the disk", done, len(SIZES))
-                rates[each] = float(f"{_rate(reads, fd, size, each, seconds) / 1e9:.4g}")
+                rates[read_size] = float(f"{_rate(reads, fd, size, read_size, seconds) / 1e9:.4g}")
             latency = _latency(reads, fd, size, seconds)
     except OSError:
         return None
@@ -79,25 +79,25 @@ def _fill(fd: int, nbytes: int) -> int:
     return written
 
 
-def _places(reads: Reads, fd: int, size: int, each: int) -> Iterator[int]:
+def _places(reads: Reads, fd: int, size: int, nbytes: int) -> Iterator[int]:
     """Offsets in random order, again and again; what the system's cache has is forgotten first."""
-    places = list(range(0, size - each + 1, each))
+    places = list(range(0, size - nbytes + 1, nbytes))
     while True:
-        random.Random(each).shuffle(places)
+        random.Random(nbytes).shuffle(places)
         if not reads.direct:
             os.posix_fadvise(fd, 0, size, os.POSIX_FADV_DONTNEED)
         yield from places
 
 
-def _rate(reads: Reads, fd: int, size: int, each: int, seconds: float) -> float:
+def _rate(reads: Reads, fd: int, size: int, nbytes: int, seconds: float) -> float:
     """Bytes a second of reads of `each` bytes, READERS or 32 MiB of them under way."""
-    together = max(1, min(READERS, _AHEAD // each) // _TICKETS)
-    places, memory = _places(reads, fd, size, each), own_pages(_TICKETS * together * each)
+    together = max(1, min(READERS, _AHEAD // nbytes) // _TICKETS)
+    places, memory = _places(reads, fd, size, nbytes), own_pages(_TICKETS * together * nbytes)
     tickets: deque[int] = deque()
     begin, waited, number = time.perf_counter(), 0, 0
     while not waited or time.perf_counter() < begin + seconds:
         first = number % _TICKETS * together
-        wanted = [(0, place, each, (first + i) * each) for i, place in enumerate(islice(places, together))]
+        wanted = [(0, place, nbytes, (first + i) * nbytes) for i, place in enumerate(islice(places, together))]
         tickets.append(reads.begin(wanted, memory))
         number += 1
         if len(tickets) == _TICKETS:
@@ -106,17 +106,17 @@ def _rate(reads: Reads, fd: int, size: int, each: int, seconds: float) -> float:
     end = time.perf_counter()
     for ticket in tickets:
         reads.wait(ticket)
-    return waited * together * each / (end - begin)
+    return waited * together * nbytes / (end - begin)
 
 
 def _latency(reads: Reads, fd: int, size: int, seconds: float) -> float:
     """Seconds of the smallest read alone."""
-    each = SIZES[0]
-    places, memory = _places(reads, fd, size, each), own_pages(each)
-    taken: list[float] = []
+    nbytes = SIZES[0]
+    places, memory = _places(reads, fd, size, nbytes), own_pages(nbytes)
+    times: list[float] = []
     end = time.perf_counter() + seconds
-    while not taken or time.perf_counter() < end:
+    while not times or time.perf_counter() < end:
         begin = time.perf_counter()
-        reads.wait(reads.begin([(0, next(places), each, 0)], memory))
-        taken.append(time.perf_counter() - begin)
-    return median(taken)
+        reads.wait(reads.begin([(0, next(places), nbytes, 0)], memory))
+        times.append(time.perf_counter() - begin)
+    return median(times)

@@ -30,7 +30,7 @@ from powerinfer.devices.streams import Event, streams_of
 from powerinfer.devices.torch_device import MemoryShare, choose_device, current, gpu_failures
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.description import (
-    EVERY,
+    ALL_TYPES,
     NO_GPU,
     RATED_ROWS,
     SIZES_ALONE,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GpuEffort:
-    """How much is computed. sample_bytes: weights of a sample, more than the device's caches hold."""
+    """Sizes of the measurements. sample_bytes: weights of a sample, more than the device's caches hold."""
 
     sample_bytes: int
     wide: tuple[int, int]  # d_model, d_ff
@@ -125,7 +125,7 @@ def free_memory(name: str) -> int:
 
 def gpu_rates(
     name: str,
-    types: RatedTypes = EVERY,
+    types: RatedTypes = ALL_TYPES,
     before: GpuRates | None = None,
     effort: GpuEffort | None = None,
     progress: Progress = silent,
@@ -184,17 +184,17 @@ def host_bytes(name: str) -> int:
 
     Measured in a separate process, since this one may have loaded some of it.
     """
-    own = os.pathsep.join(path for path in sys.path if path)
+    paths = os.pathsep.join(path for path in sys.path if path)
     call = f"from powerinfer.hardware import gpu_rates; print(gpu_rates._host_bytes_here({name!r}))"
     try:
-        told = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-c", call],
             capture_output=True,
             timeout=_MOST_WAIT,
             check=True,
-            env={**os.environ, "PYTHONPATH": own},
+            env={**os.environ, "PYTHONPATH": paths},
         )
-        return max(0, int(told.stdout.split()[-1]))
+        return max(0, int(child.stdout.split()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return _HOST_BYTES
 
@@ -253,8 +253,8 @@ class _GpuSamples(Samples):
         self.tick()
         few, many = self._effort.layers
         times = [self._step_seconds(self._dense("Q8_0", self._effort.narrow, layers)) for layers in (few, many)]
-        each = max(0.0, times[1] - times[0]) / (many - few)
-        return 1e6 * each / _LAYER_OPERATORS, 1e6 * max(0.0, times[0] - few * each)
+        per_layer = max(0.0, times[1] - times[0]) / (many - few)
+        return 1e6 * per_layer / _LAYER_OPERATORS, 1e6 * max(0.0, times[0] - few * per_layer)
 
     def dense(self, kind: str, op_us: float, step_us: float) -> float:
         """GB/s of layers of one type."""
@@ -268,11 +268,11 @@ class _GpuSamples(Samples):
 
     def _dense(self, kind: str, shape: tuple[int, int], layers: int) -> GpuLayers:
         d_model, d_ff = shape
-        made = self._layers(shape, layers)
+        sample = self._layers(shape, layers)
         parts = ((d_model, d_model), (d_ff, d_model), (d_model, d_ff))
         square, up, down = (self.normal(kind, *part) for part in parts)
-        wire(made, d_model, range(layers), [square] * 3, square, [up, up, down])
-        return made
+        wire(sample, d_model, range(layers), [square] * 3, square, [up, up, down])
+        return sample
 
     def head(self, kind: str) -> float:
         """GB/s of the output head: one tall matrix."""
@@ -287,16 +287,16 @@ class _GpuSamples(Samples):
         """Attention over keys and values of the usual type, four heads of queries to one of keys: far, less near."""
         self.tick()
         heads, kv_heads, d_model = 32, 8, 128
-        each = 2 * 2 * kv_heads * HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
+        token_bytes = 2 * 2 * kv_heads * HEAD_DIM  # bytes that a token has in a layer: keys and values in F16
         far = self._effort.context // cpu.PAGE * cpu.PAGE
-        layers = max(1, round(self._effort.sample_bytes / 2 / (far * each)))
-        made = self._layers((d_model, d_model), layers, heads, kv_heads, far)
+        layers = max(1, round(self._effort.sample_bytes / 2 / (far * token_bytes)))
+        sample = self._layers((d_model, d_model), layers, heads, kv_heads, far)
         q, kv = (self.normal("F16", rows * HEAD_DIM, d_model) for rows in (heads, kv_heads))
         out = self.normal("F16", d_model, heads * HEAD_DIM)
-        wire(made, d_model, range(layers), [q, kv, kv], out)
-        near = self._step_seconds(made, cpu.PAGE - 1, close=False)
-        whole = self._step_seconds(made, far - 1)
-        return layers * (far - cpu.PAGE) * each / max(whole - near, 0.1 * whole) / 1e9
+        wire(sample, d_model, range(layers), [q, kv, kv], out)
+        near = self._step_seconds(sample, cpu.PAGE - 1, close=False)
+        total = self._step_seconds(sample, far - 1)
+        return layers * (far - cpu.PAGE) * token_bytes / max(total - near, 0.1 * total) / 1e9
 
     # ------------------------------------------------------------ neurons
 
@@ -348,8 +348,8 @@ class _GpuSamples(Samples):
         """Neurons from bundles, in the types that `pack` makes of this one."""
         n = shape[1]
         layout, bundles = self.bundles(kind, shape, cpu.choose_threads(0)[0])
-        every = np.arange(n, dtype=np.int32)
-        return layout, gpu.resident(layout, bundles, every, self._device, self.config(shape, 1).layers[0].neurons)
+        numbers = np.arange(n, dtype=np.int32)
+        return layout, gpu.resident(layout, bundles, numbers, self._device, self.config(shape, 1).layers[0].neurons)
 
     def split(self, op_us: float, step_us: float, gb_s: float) -> tuple[float, float]:
         """(sparse_us, sync_us): extra time of a layer for a sparse FFN, and for an exchange with an idle CPU."""
@@ -363,15 +363,15 @@ class _GpuSamples(Samples):
         fired = torch.zeros(neurons.n, dtype=torch.int64, device=self._device)
         times = []
         for exchange in (False, True):
-            made = self._layers(shape, layers, split=True)
-            wire(made, shape[0], range(layers), [square] * 3, square)
+            sample = self._layers(shape, layers, split=True)
+            wire(sample, shape[0], range(layers), [square] * 3, square)
             for layer in range(layers):
-                norm = made.norm(np.ones(shape[0], np.float32))
-                made.split_ffn(layer, norm, _Sample(made, layer, neurons, threshold, fired, exchange))
-            times.append(self._step_seconds(made))
+                norm = sample.norm(np.ones(shape[0], np.float32))
+                sample.split_ffn(layer, norm, _Sample(sample, layer, neurons, threshold, fired, exchange))
+            times.append(self._step_seconds(sample))
         read = neurons.nbytes * (1 + 2 * _FEW_FIRE) / 3  # gate, and the firing rows of up and down
-        each = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
-        return max(0.0, each), max(0.0, 1e6 * (times[1] - times[0]) / layers)
+        sparse_us = (1e6 * times[0] - step_us) / layers - _LAYER_OPERATORS * op_us - read / (1e3 * gb_s)
+        return max(0.0, sparse_us), max(0.0, 1e6 * (times[1] - times[0]) / layers)
 
     # ------------------------------------------------------------ copies
 
@@ -380,10 +380,10 @@ class _GpuSamples(Samples):
         import torch
 
         self.tick()
-        here = self._streams.pinned(self._effort.copy_bytes, torch.uint8)
-        there = torch.zeros(len(here), dtype=torch.uint8, device=self._device)
-        ways = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
-        return len(here) / max(self._seconds([way]) for way in ways) / 1e9
+        pinned = self._streams.pinned(self._effort.copy_bytes, torch.uint8)
+        copied = torch.zeros(len(pinned), dtype=torch.uint8, device=self._device)
+        ways = (lambda: copied.copy_(pinned, non_blocking=True), lambda: pinned.copy_(copied, non_blocking=True))
+        return len(pinned) / max(self._seconds([way]) for way in ways) / 1e9
 
     # ------------------------------------------------------------ samples
 
@@ -418,10 +418,10 @@ class _GpuSamples(Samples):
 
     def _step_seconds(self, layers: GpuLayers, position: int = 0, close: bool = True) -> float:
         """A step of one token from x in to x out, median."""
-        one, zero = np.full(1, position, np.int32), np.zeros(1, np.int32)
+        positions, zero = np.full(1, position, np.int32), np.zeros(1, np.int32)
         pages = np.arange(layers.n_pages, dtype=np.int32)[None]
         x = self._random.standard_normal((1, layers.d_model), np.float32)
-        batch = Batch(zero, one, zero, pages, zero[:0])
+        batch = Batch(zero, positions, zero, pages, zero[:0])
         try:
             times = list(self._paced(lambda: layers.run(batch, x)))
         finally:
@@ -437,15 +437,15 @@ class _GpuSamples(Samples):
             record = self._streams.recorder() if gpu.which(self._input(1, 1)) == "triton" else None
             if record is None:
                 return median(self._paced(lambda: self._finished(_all(calls)))) / len(calls)
-            every = [call for _ in range(-(-_RECORDED // len(calls))) for call in calls]
+            repeated = [call for _ in range(-(-_RECORDED // len(calls))) for call in calls]
             for _ in range(_WARM_UP):
                 self._finished(_all(calls))
-            run = record(_all(every))
+            run = record(_all(repeated))
             first, last = (self._streams.event(timed=True) for _ in range(2))
             times = []
-            for _ in self._paced(lambda: self._finished(lambda: _between(first, run, last))):
+            for _ in self._paced(lambda: self._finished(lambda: _run_between(first, run, last))):
                 times.append(1e-3 * first.elapsed_time(last))
-            return median(times) / len(every)
+            return median(times) / len(repeated)
 
     def _finished(self, run: Callable[[], Any]) -> None:
         run()
@@ -464,7 +464,7 @@ class _GpuSamples(Samples):
             yield time.perf_counter() - last
 
 
-def _between(first: Event, run: Callable[[], Any], last: Event) -> None:
+def _run_between(first: Event, run: Callable[[], Any], last: Event) -> None:
     first.record()
     run()
     last.record()
@@ -487,8 +487,8 @@ def _copy(neurons: gpu.Neurons) -> gpu.Neurons:
         scales = None if weight.scales is None else weight.scales.clone()
         return replace(weight, data=weight.data.clone(), scales=scales)
 
-    own = {name: other(getattr(neurons, name)) for name in ("gate", "up", "down")}
-    return replace(neurons, **own, shared=None if neurons.shared is None else neurons.shared.clone())
+    copies = {name: other(getattr(neurons, name)) for name in ("gate", "up", "down")}
+    return replace(neurons, **copies, shared=None if neurons.shared is None else neurons.shared.clone())
 
 
 @dataclass(frozen=True)
@@ -503,7 +503,7 @@ class _Sample:
     fired: Tensor
     exchange: bool
 
-    def before(self) -> list[Operator]:
+    def ahead(self) -> list[Operator]:
         """Nothing."""
         return []
 
@@ -514,8 +514,8 @@ class _Sample:
         link = self._link
         send = Operator("copy out", self.layer, lambda step: link.send(len(step.x), 0))
         call = link.empty_call()
-        own = Operator("mark", self.layer, lambda _: link.mark(), False, lambda _: link.begin(call))
-        return [send, own]
+        call_operator = Operator("mark", self.layer, lambda _: link.mark(), False, lambda _: link.begin(call))
+        return [send, call_operator]
 
     def finish(self) -> list[Operator]:
         """Add the neurons' sum, and the CPU's, where there is an exchange."""

@@ -20,7 +20,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
 from powerinfer.hardware.description import (
-    EVERY,
+    ALL_TYPES,
     OTHER,
     SIZES_ALONE,
     Device,
@@ -54,16 +54,17 @@ def measured(
     say: Say = silent,
     gpu: str | None = None,
     check: Callable[[Hardware], object] = silent,
-    types: RatedTypes = EVERY,
+    types: RatedTypes = ALL_TYPES,
 ) -> Hardware:
-    """This machine: the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of engine.
+    """Describe this machine: by the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of
+    engine.
 
     gpu: its name, None: without; beside one automatic threads are fewer (`cpu.beside_gpu`). check: called with
     `memories` before anything is measured, and may raise. types: whose rates on the GPU are read.
     PowerInferError if the GPU cannot be used.
     """
     engine = engine or EngineConfig()
-    hardware = known(engine, gpu, types)
+    hardware = saved_hardware(engine, gpu, types)
     if hardware is None:
         check(memories(engine, gpu))
         hardware = measure_and_keep(engine, progress, say, gpu=gpu, types=types)
@@ -71,7 +72,7 @@ def measured(
 
 
 def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
-    """This machine's memories, for what depends on bytes alone; all of its rates are 1.
+    """Describe this machine's memories, for what depends on bytes alone; all of its rates are 1.
 
     What the GPU's driver and libraries take of either memory is not known before it is measured, and counts as nothing.
     """
@@ -94,9 +95,9 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
 
-    name, why = wanted_gpu(engine)
+    name, reason = wanted_gpu(engine)
     if name is None and engine.vram:
-        say(UNUSED_VRAM.format(why))
+        say(UNUSED_VRAM.format(reason))
     if name is not None:
         try:
             choose_device(name)
@@ -108,7 +109,7 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
     return name
 
 
-def known(engine: EngineConfig, gpu: str | None = None, types: RatedTypes = EVERY) -> Hardware | None:
+def saved_hardware(engine: EngineConfig, gpu: str | None = None, types: RatedTypes = ALL_TYPES) -> Hardware | None:
     """The saved result for this machine; None if there is none, or it is outdated or lacks one of these types.
 
     None, too, if other programs disturbed the measuring and the machine is quiet now.
@@ -126,10 +127,10 @@ def known(engine: EngineConfig, gpu: str | None = None, types: RatedTypes = EVER
 
 
 def _saved(engine: EngineConfig, gpu: str | None) -> Hardware | None:
-    """`known`, with the types that it has."""
+    """`saved_hardware`, with the types that it has."""
     key = machine_key(engine, gpu)
     hardware = _read(kept_at(key))
-    if hardware is None or _of_rates(hardware.key) != _of_rates(key) or (hardware.disturbed and quiet()):
+    if hardware is None or _sizeless(hardware.key) != _sizeless(key) or (hardware.disturbed and quiet()):
         return None
     if hardware.key != key:
         memory, used = _memory_now()
@@ -157,14 +158,14 @@ def measure_and_keep(
     effort: Effort = FULL,
     gpu: str | None = None,
     again: bool = False,
-    types: RatedTypes = EVERY,
+    types: RatedTypes = ALL_TYPES,
 ) -> Hardware:
     """Measure and save; with a GPU the rates that are saved are taken over, unless `again`.
 
     If the result cannot be saved, `say` is called with the reason.
     """
     engine = cpu.beside_gpu(engine, gpu)
-    hardware = None if gpu is None or again else known(engine)
+    hardware = None if gpu is None or again else saved_hardware(engine)
     if hardware is None and (gpu is None or types != SIZES_ALONE):
         hardware = measure(engine, progress, effort)
         _keep(hardware, say)
@@ -205,7 +206,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def joined(hardware: Hardware, saved: Hardware | None) -> Hardware:
     """A machine, and the rates on its GPU that only `saved` has, if it was measured as undisturbed."""
-    if hardware.gpu is None or saved is None or saved.gpu is None or _of_rates(saved.key) != _of_rates(hardware.key):
+    if hardware.gpu is None or saved is None or saved.gpu is None:
+        return hardware
+    if _sizeless(saved.key) != _sizeless(hardware.key):
         return hardware
     if saved.disturbed > hardware.disturbed:
         return hardware
@@ -227,11 +230,11 @@ def _with_gpu(
     before = None
     if saved is not None and saved.gpu is not None:
         before, types = GpuRates(saved.gpu, saved.sync_us, saved.copy_gb_s), saved.gpu.lacks(types)
-    with Disturbance() as others:
+    with Disturbance() as disturbance:
         rates = gpu_rates(gpu, types, before, progress=progress)
     return replace(
         alone,
-        disturbed=max(alone.disturbed, _disturbed(others) if types != SIZES_ALONE else 0.0),
+        disturbed=max(alone.disturbed, _disturbed(disturbance) if types != SIZES_ALONE else 0.0),
         gpu=rates.device,
         sync_us=rates.sync_us,
         copy_gb_s=rates.copy_gb_s,
@@ -240,8 +243,8 @@ def _with_gpu(
     )
 
 
-def _disturbed(others: Disturbance) -> float:
-    return round(others.cores, 3) if others.disturbed else 0.0
+def _disturbed(disturbance: Disturbance) -> float:
+    return round(disturbance.cores, 3) if disturbance.disturbed else 0.0
 
 
 def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
@@ -262,7 +265,7 @@ def machine_key(engine: EngineConfig, gpu: str | None = None) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items()}
 
 
-def _of_rates(key: Mapping[str, str]) -> dict[str, str]:
+def _sizeless(key: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in key.items() if name != MEMORY}
 
 
@@ -282,9 +285,9 @@ def measure(engine: EngineConfig, progress: Progress = silent, effort: Effort = 
     """Measure this machine without a GPU; about five seconds. PowerInferError if too little memory is free."""
     key = machine_key(engine)
     memory, used = _memory_now()
-    with Disturbance() as others:
+    with Disturbance() as disturbance:
         rates = cpu_rates(engine, effort, progress)
     name, threads = cpu_name() or "CPU", int(key["threads"])
     device = Device(name=name, memory_bytes=memory, reserved_bytes=used, threads=threads, **rates)
     disk = disk_rates(cache_folder(), effort.disk_bytes, effort.disk_seconds, progress)
-    return Hardware("this machine", SOURCE, device, disk=disk, key=key, disturbed=_disturbed(others))
+    return Hardware("this machine", SOURCE, device, disk=disk, key=key, disturbed=_disturbed(disturbance))

@@ -20,7 +20,7 @@ from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.progress import Progress
 
 FRACTIONS = (0.02, 0.1, 0.25, 0.5)
-"""Of the neurons of sparse FFNs, those that fire."""
+"""Shares of the neurons of sparse FFNs that fire."""
 
 HEAD_DIM = 64
 
@@ -28,12 +28,12 @@ _DISTINCT = 256  # rows of random weights, repeated to the height of a matrix
 
 
 class Samples:
-    """Makes random weights, one sample after another, and reports how many are done. what, total: for `progress`."""
+    """Makes random weights, one sample after another, and reports how many are done. name, total: for `progress`."""
 
-    def __init__(self, what: str, total: int, context: int, progress: Progress) -> None:
+    def __init__(self, name: str, total: int, context: int, progress: Progress) -> None:
         """context: tokens that the sample models take."""
         self._random = np.random.default_rng(1)
-        self._what = what
+        self._name = name
         self._total = total
         self._context = context
         self._progress = progress
@@ -41,7 +41,7 @@ class Samples:
 
     def tick(self) -> None:
         """Another sample begins."""
-        self._progress(self._what, self._done, self._total)
+        self._progress(self._name, self._done, self._total)
         self._done += 1
 
     def config(
@@ -73,8 +73,8 @@ class Samples:
 
     def _blocks(self, kind: str, rows: int, cols: int) -> Bytes:
         """Rows of any codes, uint8 [rows, row_bytes]."""
-        about = block_type(kind)
-        blocks = self._random.integers(0, 256, (rows, cols // about.block, about.nbytes), np.uint8)
+        block = block_type(kind)
+        blocks = self._random.integers(0, 256, (rows, cols // block.block, block.nbytes), np.uint8)
 
         def filled(scale: float) -> Bytes:
             for at in WEIGHT_TYPES[kind].halves:
@@ -109,13 +109,13 @@ def wire(
     ffn: Sequence[RawTensor] = (),
 ) -> None:
     """Wire layers, each with its own copies of these matrices. ffn: gate, up and down; (): the caller adds FFNs."""
-    ones = np.ones(d_model, np.float32)
+    weight = np.ones(d_model, np.float32)
     for layer in layers:
-        builder.attention(layer, builder.norm(ones), [builder.matrix(one) for one in qkv])
+        builder.attention(layer, builder.norm(weight), [builder.matrix(one) for one in qkv])
         builder.project(layer, builder.matrix(out))
         if ffn:
             gate, up, down = (builder.matrix(one) for one in ffn)
-            builder.ffn(layer, builder.norm(ones), gate, up, down)
+            builder.ffn(layer, builder.norm(weight), gate, up, down)
 
 
 # ---------------------------------------------------------------- fits

@@ -17,8 +17,8 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.hardware.description import SIZES_ALONE
 from powerinfer.hybrid.in_ram import place_on_disk, placed_within, profile_of, shortened
 from powerinfer.hybrid.resolved import (
-    Device,
     Resolved,
+    UsedGpu,
     experts_said,
     model_of,
     needs,
@@ -48,23 +48,23 @@ def place_beside_gpu(
     choose_device(gpu)
     selection = _split_selection(checkpoint, engine, selection)
     spared, engine = cpu.spared_cores(engine.threads, gpu), cpu.beside_gpu(engine, gpu)
-    resolved = Resolved(checkpoint, engine, selection, Device(gpu, spared=spared))
+    resolved = Resolved(checkpoint, engine, selection, UsedGpu(gpu, spared=spared))
     model = model_of(resolved)
     resolved = resolved.placed(pages=pages_of(model, engine))
     if not any(model.n_experts) and selection.bundles is None:
-        whole = partial(_whole_layers, resolved, model)
+        place = partial(_whole_layers, resolved, model)
         hardware = measured(
-            engine, progress, gpu=gpu, check=lambda memories: demand(whole(memories)), types=SIZES_ALONE
+            engine, progress, gpu=gpu, check=lambda memories: demand(place(memories)), types=SIZES_ALONE
         )
-        placed: Resolved | str = demand(whole(hardware))
+        placed: Resolved | str = demand(place(hardware))
     else:
         request = _planned(resolved, model)
         types = model.rated_types
         hardware = measured(
             engine, progress, gpu=gpu, check=lambda memories: demand(request(memories)).claims(), types=types
         )
-        place = _experts_as_saved if any(model.n_experts) else _split_neurons
-        outcome = place(resolved, demand(request(hardware)))
+        split = _experts_as_saved if any(model.n_experts) else _split_neurons
+        outcome = split(resolved, demand(request(hardware)))
         placed = outcome if isinstance(outcome, str) else demand(outcome)
     assert hardware.gpu is not None
     if isinstance(placed, str) or engine.vram is None:
@@ -78,11 +78,11 @@ def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Se
 
     if selection.bundles is None:
         return selection
-    whole = checkpoint.config.why_not_split
-    if whole is not None:
+    reason = checkpoint.config.why_not_split
+    if reason is not None:
         if engine.selector != "auto":
-            raise RequestError(f"--selector {engine.selector}: {whole}: leave out --selector, or use --gpu none")
-        return select(checkpoint, engine, whole)
+            raise RequestError(f"--selector {engine.selector}: {reason}: leave out --selector, or use --gpu none")
+        return select(checkpoint, engine, reason)
     profile = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if profile.exists():
         return selection
@@ -104,12 +104,12 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     layers, head, staging = whole_layers(model, hardware, work, vram)
     if not layers:
         return no_layer_fits(model, hardware, work, vram, dense=True)
-    device = replace(resolved.device, why=f"whole layers ({resolved.selection.why})")
+    device = replace(resolved.device, reason=f"whole layers ({resolved.selection.reason})")
     placed = replace(resolved, device=device).placed(layers=layers, head=head, staging=staging)
-    return within_ram(placed, model, hardware)
+    return fit_in_ram(placed, model, hardware)
 
 
-def within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
+def fit_in_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
     """The same within --ram or the free memory, without the buffers for long prompts or with what that does not hold on
     disk, where layers are on the GPU as a whole; the error if --ram does not hold the rest."""
     from powerinfer.placement.budget import gib
@@ -126,9 +126,9 @@ def within_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved
         return resolved.placed(disk=None)
     if engine.disk != "none" and not placement.head:
         return place_on_disk(resolved, model, ram, host_bytes)
-    held = "layer" if layers == 1 else f"{layers} layers"
+    layers_text = "layer" if layers == 1 else f"{layers} layers"
     return RequestError(
-        f"{model.name} needs {gib(needed)} of RAM beside the {held} that --vram holds: give --ram "
+        f"{model.name} needs {gib(needed)} of RAM beside the {layers_text} that --vram holds: give --ram "
         f"{gib(needed)}, or more --vram"
     )
 
@@ -237,11 +237,11 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     claims = plan.claims
     placed = resolved.placed(layers=claims.gpu_layers, head=claims.gpu_head, plan=plan, staging=plan.staging)
     if claims.slots is None:
-        why = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
+        reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
     else:
-        why = experts_said(placed.placement.experts or (), sum(plan.request.model.n_experts))
+        reason = experts_said(placed.placement.experts or (), sum(plan.request.model.n_experts))
         placed = placed.placed(disk=claims.disk)
-    return replace(placed, device=replace(resolved.device, why=why))
+    return replace(placed, device=replace(resolved.device, reason=reason))
 
 
 def _split_experts(resolved: Resolved, request: PlanRequest, streams: bool = True) -> Resolved | RequestError | str:
@@ -292,7 +292,7 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | RequestError | None:
     if not layers:
         return None
     hardware = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE)
-    return within_ram(resolved.placed(layers=layers, head=False), model_of(resolved), hardware)
+    return fit_in_ram(resolved.placed(layers=layers, head=False), model_of(resolved), hardware)
 
 
 def estimated_scratch(resolved: Resolved) -> int:

@@ -23,7 +23,7 @@ from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.trials import finished, settled, split_trial
 from powerinfer.kernels.gpu import FEW
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.trials import Subject
+from powerinfer.sparsity.trials import TrialSubject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,14 +56,14 @@ class Crossing:
     least: Annotated[int, Between(FEW + 1, 1 << 40)] | None
     tried: tuple[tuple[int, float, float], ...]
 
-    def told(self, what: str) -> Choice[str]:
-        """The choice of a device for long prompts, with its reason; what: is in RAM."""
+    def choice(self, cold: str) -> Choice[str]:
+        """The choice of a device for long prompts, with its reason. cold: what is in RAM, for people."""
         times = ", ".join(f"{tokens}: {1e3 * cpu:.3g} and {1e3 * gpu:.3g} ms" for tokens, cpu, gpu in self.tried)
-        who = f"the CPU computes {what}" if self.least is None else f"{what} stream from {self.least} tokens"
-        return Choice(who, f"a layer with the CPU and streamed, by tokens: {times}")
+        value = f"the CPU computes {cold}" if self.least is None else f"{cold} stream from {self.least} tokens"
+        return Choice(value, f"a layer with the CPU and streamed, by tokens: {times}")
 
 
-CROSSINGS = Subject("prompts", Crossing)
+CROSSINGS = TrialSubject("prompts", Crossing)
 
 
 def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
@@ -92,9 +92,9 @@ def settle(
     sample: the token ids of a text; the KV cache must be empty. Notes the result in the executor's choices.
     PowerInferError if the GPU fails or runs out of memory.
     """
-    what = "cold neurons" if executor.streamed is None else "cold neurons and the layers in RAM"
+    cold = "cold neurons" if executor.streamed is None else "cold neurons and the layers in RAM"
     facts = {"cold": max(ffn.cold_bytes for ffn in ffns)}
-    _settle(stage, executor, what, facts, resolved, lambda: measured(stage, executor, ffns, sample()), progress)
+    _settle(stage, executor, cold, facts, resolved, lambda: measured(stage, executor, ffns, sample()), progress)
 
 
 def settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress = silent) -> None:
@@ -108,7 +108,7 @@ def settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progres
 def _settle(
     stage: Stage,
     executor: SplitExecutor,
-    what: str,
+    cold: str,
     facts: Mapping[str, object],
     resolved: Resolved,
     measure: Callable[[], Crossing],
@@ -118,10 +118,10 @@ def _settle(
     sizes = {"buffer": stage.nbytes, "tokens": executor.max_tokens}
     outcome = settled(split_trial(CROSSINGS, resolved, {**facts, **sizes}), resolved, measure, "prompts", progress)
     if outcome is None:
-        executor.choices.prefill = Choice(f"the CPU computes {what}", "--no-trial: nothing was measured")
+        executor.choices.prefill = Choice(f"the CPU computes {cold}", "--no-trial: nothing was measured")
         return
     stage.least = outcome.result.least
-    executor.choices.prefill = outcome.result.told(what).add(f", {outcome.origin}")
+    executor.choices.prefill = outcome.result.choice(cold).add(f", {outcome.origin}")
 
 
 def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms], sample: Sequence[int]) -> Crossing:
@@ -133,14 +133,14 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms],
 
     with current(device), torch.inference_mode():
         inputs = _inputs(executor, ffn, sample)
-        operators = [*ffn.before(), *ffn.begin(), *ffn.finish()]
+        operators = [*ffn.ahead(), *ffn.begin(), *ffn.finish()]
 
         def seconds(tokens: int, streamed: bool) -> float:
             stage.least = 0 if streamed else None
             assert executor.gpu.link is not None
-            some = torch.arange(tokens, device=device) % len(inputs[0])
-            x, read = inputs[0][some], executor.gpu.link.read(tokens)
-            read.copy_(inputs[1][some])
+            rows = torch.arange(tokens, device=device) % len(inputs[0])
+            x, read = inputs[0][rows], executor.gpu.link.read(tokens)
+            read.copy_(inputs[1][rows])
             step = Step(x, read, read, read, read, read, read)  # only x and read are used
 
             def run() -> None:
@@ -165,7 +165,7 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
     take does not depend on the numbers."""
     streamed, cpu = executor.streamed, executor.cpu
     assert streamed is not None
-    own = max(streamed.spans, key=lambda one: one.nbytes)
+    largest = max(streamed.spans, key=lambda one: one.nbytes)
     random = np.random.default_rng(0)
 
     def seconds(tokens: int, streams: bool) -> float:
@@ -178,10 +178,10 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
         def run() -> float:
             begin = time.perf_counter()
             if streams:
-                streamed.run(batch, x, [*own.operators] * _CALLS)
+                streamed.run(batch, x, [*largest.operators] * _CALLS)
             else:
                 for _ in range(_CALLS):
-                    cpu.run_part(batch, own.first, own.last)
+                    cpu.run_part(batch, largest.first, largest.last)
             return (time.perf_counter() - begin) / _CALLS
 
         run()
@@ -193,15 +193,15 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
 
 def _inputs(executor: SplitExecutor, ffn: HybridTerms, sample: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The residual stream and the input of the layer's neurons in a step of a text, float32 [tokens, d_model]."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    inputs: list[tuple[Tensor, Tensor]] = []
     count = min(FEW, executor.max_tokens, executor.n_pages * executor.page_size)
     places = np.arange(count, dtype=np.int32)
     pages = np.arange(-(-count // executor.page_size), dtype=np.int32)[None]
     tokens = np.resize(np.asarray(sample or [0], np.int32), count)
-    ffn.on_input = lambda x, read: seen.append((x.clone(), read.clone()))
+    ffn.on_input = lambda x, read: inputs.append((x.clone(), read.clone()))
     try:
         with executor.gpu.launched():
             executor.forward(Batch(tokens, places, np.zeros(count, np.int32), pages, np.empty(0, np.int32)))
     finally:
         ffn.on_input = None
-    return seen[0]
+    return inputs[0]

@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
-    """What of a model stays on disk, its files open; None: nothing. say: told what is read. ModelError if the files
-    cannot be read."""
+    """The part of a model that stays on disk, its files open; None: there is none. say: told what is read. ModelError
+    if the files cannot be read."""
     plan = resolved.placement.disk
     if plan is None:
         return None
     checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
     files = [*checkpoint.files, *([] if bundles is None else [bundles.file])]
     places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
-    direct, why = _direct(resolved, plan, files)
+    direct, reason = _direct(resolved, plan, files)
     policy = resolved.engine.disk_policy
-    known = _frequencies(resolved) if plan.about.experts else None
-    about = replace(plan.about, direct=direct, policy=policy, neuron_policy=policy, frequencies=known)
+    frequencies = _frequencies(resolved) if plan.about.experts else None
+    on_disk = replace(plan.about, direct=direct, policy=policy, neuron_policy=policy, frequencies=frequencies)
     reads = read_files(files, direct)
     if reads.direct and plan.about.neurons and (gap := _gap(resolved)) is not None:
         reads.gap = gap
     if direct and not reads.direct:
-        why = "through the system's cache: this file system cannot do without"
+        reason = "through the system's cache: this file system cannot do without"
     speed, helps = disk_speed(resolved) if reads.direct else "", disk_helps(resolved)
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
-    about = replace(about, why=f"{plan.why}{speed}; {reads.engine}, {why}{helps}")
-    return DiskTier(about, files, [place for place in places if place is not None], reads)
+    on_disk = replace(on_disk, why=f"{plan.why}{speed}; {reads.engine}, {reason}{helps}")
+    return DiskTier(on_disk, files, [place for place in places if place is not None], reads)
 
 
 def _gap(resolved: Resolved) -> int | None:
     """Bytes between two neurons up to which this machine's disk reads them at once; None: it was not measured."""
-    from powerinfer.hardware.measure import known
+    from powerinfer.hardware.measure import saved_hardware
 
-    hardware, selection = known(resolved.engine), resolved.selection
+    hardware, selection = saved_hardware(resolved.engine), resolved.selection
     if hardware is None or hardware.disk is None or selection.bundles is None:
         return None
-    whole = selection.selector == "predicted"
-    each = max(layout.pitch - (0 if whole else layout.gate_bytes) for layout in selection.bundles.layouts)
-    return hardware.disk.gap(each + Reads.ALIGN)
+    predicted = selection.selector == "predicted"
+    nbytes = max(layout.pitch - (0 if predicted else layout.gate_bytes) for layout in selection.bundles.layouts)
+    return hardware.disk.gap(nbytes + Reads.ALIGN)
 
 
 def _frequencies(resolved: Resolved) -> Frequencies | None:
-    """How often each expert is selected; None: no profile says it."""
+    """Shares of the tokens that select each expert; None: no profile says them."""
     from powerinfer.formats.expert_files import open_expert_profile
     from powerinfer.formats.prepared import EXPERTS, PreparedFile
 
@@ -70,7 +70,7 @@ def _direct(resolved: Resolved, plan: DiskPlan, files: Sequence[MappedFile]) -> 
     asked = resolved.engine.disk
     if asked != "auto":
         return asked == "direct", f"{asked}: asked for with --disk"
-    size, held = sum(file.size for file in files), sum(plan.held.values())
-    if held + size < available_memory():
+    size, planned = sum(file.size for file in files), sum(plan.held.values())
+    if planned + size < available_memory():
         return False, "through the system's cache, which has room for the files beside --ram"
     return True, "past the system's cache, which has no room for the files beside --ram and would fetch them in vain"

@@ -34,11 +34,11 @@ def disk_speed(resolved: Resolved) -> str:
 
 def _request(resolved: Resolved) -> PlanRequest | None:
     """The request for a plan of the model as it is placed, on the CPU alone."""
-    from powerinfer.hardware.measure import known
+    from powerinfer.hardware.measure import saved_hardware
     from powerinfer.placement.request import Subject, even_profile, expert_subject
 
     engine, disk = resolved.engine, resolved.placement.disk
-    hardware = known(engine)
+    hardware = saved_hardware(engine)
     if disk is None or hardware is None or hardware.disk is None or disk.ram > hardware.cpu.memory_bytes:
         return None
     model, profile = model_of(resolved), profile_of(resolved) if disk.about.neurons else None
@@ -71,14 +71,14 @@ def disk_helps(resolved: Resolved) -> str:
         context = whole_context(resolved, model, ram)
         flags += [] if context is None else [f"--context {context}"]
     helps = f"; {' or '.join(flags)} would leave room for all of it" if flags else ""
-    nbytes = _by_predictors(resolved)
+    nbytes = _predicted_bytes(resolved)
     if nbytes is not None:
         less = gib(nbytes) if nbytes else "none"
         helps += f"; --selector predicted would read {less} of these, with answers that are not exact"
     return helps
 
 
-def _by_predictors(resolved: Resolved) -> int | None:
+def _predicted_bytes(resolved: Resolved) -> int | None:
     """Bytes of dense weights that a step reads with --selector predicted; None: there are no predictors, or that is
     more than half of what it reads now. `auto` is exact, or dense, so it is for the user to choose them."""
     checkpoint, engine = resolved.checkpoint, resolved.engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from powerinfer.hybrid.policy_trial import chosen, policy_trial
-from powerinfer.hybrid.resolved import Policy, Resolved, needs
+from powerinfer.hybrid.resolved import Resolved, UsedPolicy, needs
 from powerinfer.placement.budget import gib
 
 
@@ -17,23 +17,23 @@ def with_policy(resolved: Resolved) -> Resolved:
         return resolved
     if engine.expert_policy != "auto":
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
-        return replace(resolved, policy=Policy(engine.expert_policy, asked))
+        return replace(resolved, policy=UsedPolicy(engine.expert_policy, asked))
     from powerinfer.system import available_memory
 
-    tried = replace(resolved, policy=Policy(None))
+    tried = replace(resolved, policy=UsedPolicy(None))
     needed = needs(tried).ram
-    why = _why_static(resolved, needed)
-    if why is not None:
-        return replace(resolved, policy=Policy("static", why))
+    reason = _static_reason(resolved, needed)
+    if reason is not None:
+        return replace(resolved, policy=UsedPolicy("static", reason))
     # Only a trial depends on the memory that is free at the moment: else bits would change from run to run.
     room = not 0 < available_memory() < needed
     outcome = policy_trial(tried).find(anew=room)
     if outcome is not None:
-        return replace(resolved, policy=Policy(*chosen(outcome)))
-    return tried if room else replace(resolved, policy=Policy("static", f"{_others_need(needed)}: not tried"))
+        return replace(resolved, policy=UsedPolicy(*chosen(outcome)))
+    return tried if room else replace(resolved, policy=UsedPolicy("static", f"{_needed_text(needed)}: not tried"))
 
 
-def _why_static(resolved: Resolved, needed: int) -> str | None:
+def _static_reason(resolved: Resolved, needed: int) -> str | None:
     """The reason for leaving experts where they are; None: others may be tried. needed: bytes of RAM of these."""
     checkpoint, engine, experts = resolved.checkpoint, resolved.engine, resolved.placement.experts
     assert experts is not None
@@ -48,11 +48,11 @@ def _why_static(resolved: Resolved, needed: int) -> str | None:
     if not checkpoint.path.is_file() or not _experts_in_file(resolved):
         return "others need experts as a GGUF file has them, without --quantize or types IQ1 to IQ3"
     if engine.ram is not None and needed > engine.ram:
-        return _others_need(needed)
+        return _needed_text(needed)
     return None if engine.trial else "--no-trial: nothing was measured"
 
 
-def _others_need(nbytes: int) -> str:
+def _needed_text(nbytes: int) -> str:
     return f"others need all experts in RAM too, {gib(nbytes)} with all else"
 
 

@@ -68,14 +68,14 @@ class Copier:
         ready.record(streams.current())
         self._side = side = self._side or streams.stream()
 
-        def beside() -> Event:
+        def copy_aside() -> Event:
             with streams.active(), streams.on(side):
                 side.wait_event(ready)
                 copy()
                 done.record(side)
             return done
 
-        return self._pool.submit(beside)
+        return self._pool.submit(copy_aside)
 
     def finish(self, streams: Streams, copying: Future[Event]) -> bool:
         """The GPU waits for a copy before what it is given next. Raises what the first copy that fails raised; then
@@ -333,7 +333,7 @@ class HybridExperts(HybridTerms):
         """Not where a policy looks at every step, nor where reads from disk fail by themselves."""
         return self._disk is None and (self._copier is None or self._copier.policy.name == "static")
 
-    def before(self) -> list[Operator]:
+    def ahead(self) -> list[Operator]:
         """Select experts where the router reads the layer's input, and send the CPU the selection."""
         if not self.config.early_router:
             return []
@@ -404,13 +404,13 @@ class HybridExperts(HybridTerms):
 
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
-        own = *self._link.experts(len(step.x), self.top_k), self._slots
+        routing = *self._link.experts(len(step.x), self.top_k), self._slots
         if self._latents is None:
-            gpu_experts.expert_sum(self._gpu_part, step.read, *own, step.target)
+            gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target)
             step.normed = None
         else:
             before, behind = self._latents
-            step.add_part(behind(gpu_experts.expert_sum(self._gpu_part, before(step.read), *own)))
+            step.add_part(behind(gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing)))
 
     def _add_shared(self, step: Step) -> None:
         assert self._shared is not None and step.read is not None
@@ -585,11 +585,11 @@ class ExpertSplit(Split[HybridExperts]):
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 
-    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: ExpertWeights) -> HybridExperts:
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, weights: ExpertWeights) -> HybridExperts:
         """PowerInferError if a device runs out of memory."""
-        ffn = HybridExperts(self, cpu, layers, layer, given)
+        ffn = HybridExperts(self, cpu, layers, layer, weights)
         if self.ffns and self.ffns[-1].layer == layer - 1:
-            ffn.foresee(cpu, self.ffns[-1], given.router)
+            ffn.foresee(cpu, self.ffns[-1], weights.router)
         self.ffns.append(ffn)
         return ffn
 

@@ -313,7 +313,7 @@ class NeuronSplit(Split[HybridFfn]):
     ffns: list[HybridFfn] = field(default_factory=list)
     kind: type = FfnConfig
 
-    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: FfnVectors) -> HybridFfn:
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, vectors: FfnVectors) -> HybridFfn:
         """PowerInferError if a device runs out of memory."""
-        self.ffns.append(HybridFfn(self, cpu, layers, layer, given))
+        self.ffns.append(HybridFfn(self, cpu, layers, layer, vectors))
         return self.ffns[-1]

@@ -1,4 +1,4 @@
-"""How a GPU sums a layer's neurons for one token: by a kernel for each stage, or by a fused one. Tried at load.
+"""The kernels by which a GPU sums a layer's neurons for one token: one for each stage, or a fused one. Tried at load.
 
 The fused kernel leaves the memory idle less often, and has fewer rows on their way (kernels/triton_fused.py); what is
 faster depends on the GPU and on the layers. So once the neurons are where they stay, some tokens of a text are decoded
@@ -25,7 +25,7 @@ from powerinfer.hybrid.policy_trial import GAIN
 from powerinfer.hybrid.trials import decode_one, hot_counts, settled, split_trial
 from powerinfer.kernels import gpu
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastest
+from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, fastest, take_turns
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.resolved import Resolved
 
 STEPS = 8
-"""That are timed at a time."""
+"""Steps that are timed at a time."""
 ROUNDS = 6
-"""Of both ways."""
+"""Rounds of both ways."""
 
-_WHY = 1 << 10  # characters
+_PROBLEM = 1 << 10  # characters
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Kernel:
     fused: bool
     staged_s: Annotated[float, Between(0, 1e6)] = 0.0
     fused_s: Annotated[float, Between(0, 1e6)] = 0.0
-    problem: Annotated[str, Length(_WHY)] = ""
+    problem: Annotated[str, Length(_PROBLEM)] = ""
 
 
-KERNELS = Subject("neuron kernels", Kernel, fallback=Kernel(fused=False))
+KERNELS = TrialSubject("neuron kernels", Kernel, fallback=Kernel(fused=False))
 
 
 def fuses(executor: SplitExecutor) -> bool:
@@ -102,9 +102,9 @@ class Fusion:
     def _take(self, outcome: Outcome[Kernel]) -> None:
         kernel, self._settled = outcome.result, True
         self._fuse(kernel.fused)
-        who = "a fused kernel" if kernel.fused else "a kernel for each stage"
+        value = "a fused kernel" if kernel.fused else "a kernel for each stage"
         times = f"{1e3 * kernel.fused_s:.3g} ms a step fused, {1e3 * kernel.staged_s:.3g} otherwise"
-        self._executor.choices.neurons = Choice(f"{who} for one token", outcome.reason(kernel.problem or times))
+        self._executor.choices.neurons = Choice(f"{value} for one token", outcome.reason(kernel.problem or times))
 
     def _fuse(self, on: bool) -> None:
         self._fused = on
@@ -126,17 +126,17 @@ class Fusion:
             except (PowerInferError, RuntimeError) as error:  # Triton's compiler raises both
                 if not fused:
                     raise  # nor does anything else run
-                problem = _why(error)
+                problem = _problem_text(error)
                 return math.inf
 
         with current(executor.gpu.device):
-            rounds = by_turns((False, True), ROUNDS, seconds)
+            rounds = take_turns((False, True), ROUNDS, seconds)
         if problem:
             return Kernel(False, problem=problem)
         return Kernel(fastest(rounds, False, GAIN), median(rounds[False]), median(rounds[True]))
 
     def _seconds(self, tokens: np.ndarray) -> float:
-        """Of a step, once steps are recorded."""
+        """Seconds of a step, once steps are recorded."""
         for _ in range(UNRECORDED):
             decode_one(self._executor, tokens[0], 0)
         begin = time.perf_counter()
@@ -145,6 +145,6 @@ class Fusion:
         return (time.perf_counter() - begin) / len(tokens)
 
 
-def _why(error: Exception) -> str:
-    """Without what would help if there were no other way."""
-    return f"fused: {(str(error).splitlines() or [type(error).__name__])[0].partition(';')[0]}"[:_WHY]
+def _problem_text(error: Exception) -> str:
+    """The failure, without what would help if there were no other way."""
+    return f"fused: {(str(error).splitlines() or [type(error).__name__])[0].partition(';')[0]}"[:_PROBLEM]

@@ -35,7 +35,7 @@ def place_in_ram(resolved: Resolved) -> Resolved:
         return resolved
     model = model_of(resolved)
     if ram is None:
-        return _within_free_memory(resolved, model, free)
+        return _fit_in_free_memory(resolved, model, free)
     dense = engine.disk == "none" or ram_bytes(model, engine) <= ram
     bundled = selection.bundles is not None and engine.selector == "auto"
     if bundled and dense and ram_bytes(model, engine, selection) > ram:
@@ -45,25 +45,25 @@ def place_in_ram(resolved: Resolved) -> Resolved:
         return replace(resolved, selection=selection).placed(kv_room=ram - total + kv)
     if engine.disk == "none":
         raise _too_little_ram(resolved, selection, model, total)
-    return demand(place_on_disk(resolved, model, ram, whole=total)).placed(kv_room=kv)
+    return demand(place_on_disk(resolved, model, ram, needed=total)).placed(kv_room=kv)
 
 
-def _within_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
+def _fit_in_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
     """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
     asked for takes memory as it fills, so little of it counts. RequestError if a container holds not even that."""
     from powerinfer.placement.disk import within
 
     engine = resolved.engine
     short = shortened(engine, model)
-    whole = ram_bytes(model, short)
-    if whole <= free:
+    needed = ram_bytes(model, short)
+    if needed <= free:
         return resolved
 
     def place(ram: int) -> Resolved | RequestError:
         placed = place_on_disk(replace(resolved, engine=short), model, ram)
         return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
 
-    return demand(placed_within(place, model, None if engine.disk == "none" else within(free), whole) or resolved)
+    return demand(placed_within(place, model, None if engine.disk == "none" else within(free), needed) or resolved)
 
 
 def shortened(engine: EngineConfig, model: Model) -> EngineConfig:
@@ -72,27 +72,27 @@ def shortened(engine: EngineConfig, model: Model) -> EngineConfig:
 
 
 def placed_within(
-    place: Callable[[int], Resolved | RequestError], model: Model, ram: int | None, whole: int
+    place: Callable[[int], Resolved | RequestError], model: Model, ram: int | None, needed: int
 ) -> Resolved | RequestError | None:
     """The outcome of `place` with `ram`, None: nothing may stay on disk. Where that is too little a container gets what
     takes least memory; elsewhere, and where it holds all of the model, None: the system may still find the memory.
 
-    The error where a container does not hold the least: it would kill the process. whole: bytes that hold the model.
+    The error where a container does not hold the least: it would kill the process. needed: bytes that hold the model.
     """
     from powerinfer.placement.budget import gib
     from powerinfer.system import container_memory
 
-    least, limit = whole, container_memory()
+    least, limit = needed, container_memory()
     placed = None if ram is None else place(ram)  # another error: parts of this model cannot stay on disk
     if isinstance(placed, Resolved):
         return placed
     if isinstance(placed, RamError):
-        least = min(whole, placed.least)
-    if limit is None or whole <= limit:
+        least = min(needed, placed.least)
+    if limit is None or needed <= limit:
         return None
-    if least < whole and least <= limit:
+    if least < needed and least <= limit:
         return place(least)
-    disk = "" if least == whole else " even if its weights stay on disk"
+    disk = "" if least == needed else " even if its weights stay on disk"
     return RamError(
         f"{model.name} needs {gib(least)} of RAM{disk}, and this container leaves it {gib(limit)}: give the container "
         "more memory, or a lower --context or --prefill-chunk, or take a smaller model",
@@ -101,20 +101,20 @@ def placed_within(
 
 
 def place_on_disk(
-    resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, whole: int | None = None
+    resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, needed: int | None = None
 ) -> Resolved | RequestError:
     """The same with what does not fit into `ram` on disk; the error if the rest does not fit. `auto` does not use
-    bundles then, nor where dense weights are read in less time. host_bytes: of a GPU's libraries; whole: bytes that
+    bundles then, nor where dense weights are read in less time. host_bytes: of a GPU's libraries; needed: bytes that
     hold the model."""
     from powerinfer.placement.disk import better_densely
 
-    placed = _planned_on_disk(resolved, model, ram, host_bytes, whole)
+    placed = _planned_on_disk(resolved, model, ram, host_bytes, needed)
     if resolved.selection.bundles is None or resolved.engine.selector != "auto":
         return placed
 
-    def densely(why: str) -> Resolved | RequestError:
-        dense = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, why))
-        fits = None if whole is None else ram_bytes(model, resolved.engine)
+    def densely(reason: str) -> Resolved | RequestError:
+        dense = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, reason))
+        fits = None if needed is None else ram_bytes(model, resolved.engine)
         return _planned_on_disk(dense, model, ram, host_bytes, fits)
 
     if isinstance(placed, RequestError):
@@ -124,12 +124,12 @@ def place_on_disk(
         return placed
     if dense.placement.disk is not None:
         return dense
-    why = "RAM does not hold bundles beside the dense weights"
-    return replace(dense, selection=replace(dense.selection, why=why))
+    reason = "RAM does not hold bundles beside the dense weights"
+    return replace(dense, selection=replace(dense.selection, reason=reason))
 
 
 def _planned_on_disk(
-    resolved: Resolved, model: Model, ram: int, host_bytes: int, whole: int | None
+    resolved: Resolved, model: Model, ram: int, host_bytes: int, needed: int | None
 ) -> Resolved | RequestError:
     from powerinfer.placement.budget import Division
     from powerinfer.placement.disk import plan_disk
@@ -139,7 +139,7 @@ def _planned_on_disk(
     threads, _ = cpu.choose_threads(engine.threads)
     division = Division(resolved.placement.layers, host_bytes=host_bytes)
     profile = profile_of(resolved) if bundled else None
-    plan = plan_disk(model, work, ram, threads, division, bundled=bundled, whole=whole, profile=profile)
+    plan = plan_disk(model, work, ram, threads, division, bundled=bundled, whole=needed, profile=profile)
     if isinstance(plan, RequestError):
         return plan
     return resolved.placed(disk=plan if plan.about.anything else None)

@@ -19,8 +19,8 @@ from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
-from powerinfer.hybrid.resolve import NOT_USED, permitted, without_gpu
-from powerinfer.hybrid.resolved import Placement, Policy, Resolved
+from powerinfer.hybrid.resolve import NOT_USED, on_cpu_alone, permitted
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy
 from powerinfer.kernels import cpu as cpu_kernels
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.experts import Copier, ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.models.blocks import SplitFfns
-    from powerinfer.placement.experts import Policy as ExpertPolicy
+    from powerinfer.placement.experts import Policy
     from powerinfer.placement.plan import Plan
 
 Sample = Callable[[], Sequence[int]]
@@ -65,7 +65,7 @@ def load_resolved(
         try:
             outcome = _load_beside_gpu(resolved, loading, first, failures)
         except GpuMemoryError as error:
-            resolved = _after(error, resolved, failures, say)
+            resolved = _smaller_load(error, resolved, failures, say)
             failures += 1
         else:
             if not isinstance(outcome, Resolved):
@@ -86,7 +86,7 @@ def _once(say: Say) -> Say:
     return tell
 
 
-def _after(problem: GpuMemoryError, resolved: Resolved, failures: int, say: Say) -> Resolved:
+def _smaller_load(problem: GpuMemoryError, resolved: Resolved, failures: int, say: Say) -> Resolved:
     """The load to try once the GPU ran out of memory: with less there or, with `--gpu auto`, without it. The problem
     again if there is none."""
     from powerinfer.hybrid.vram import smaller
@@ -99,7 +99,7 @@ def _after(problem: GpuMemoryError, resolved: Resolved, failures: int, say: Say)
     if resolved.engine.gpu != "auto" or isinstance(permitted(replace(resolved, placement=Placement())), RequestError):
         raise problem if less is None else less
     say(NOT_USED.format(problem))
-    return without_gpu(resolved, str(problem))
+    return on_cpu_alone(resolved, str(problem))
 
 
 def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
@@ -107,10 +107,10 @@ def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
     from powerinfer.sparsity.attach import attach
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    how: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
+    options: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
     disk = open_tier(resolved, loading.say)
-    executor = load(checkpoint, engine, loading.progress, resolved.placement.kv_room, disk=disk, **how)
-    executor.choices.gpu = Choice(None, resolved.device.why)
+    executor = load(checkpoint, engine, loading.progress, resolved.placement.kv_room, disk=disk, **options)
+    executor.choices.gpu = Choice(None, resolved.device.reason)
     try:
         return executor, attach(executor, checkpoint, engine, selection, loading.sample, loading.progress)
     except BaseException:
@@ -154,8 +154,8 @@ def load_split(
         opened.callback(cpu.close)
         cpu.in_experts = selection.in_experts
         if spared:
-            _, why = cpu_kernels.choose_threads(0)
-            cpu.choices.threads = Choice(engine.threads, f"{why}, less {spared} for the GPU's driver")
+            _, reason = cpu_kernels.choose_threads(0)
+            cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
             gpu = GpuLayers(
                 config,
@@ -170,11 +170,11 @@ def load_split(
             opened.callback(gpu.close)
             if stage is not None:
                 streamed = StreamedLayers(cpu, gpu, stage)
-            where: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
-            wire(cpu, checkpoint, progress, gpu, neurons=selection, **where)
+            parts: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
+            wire(cpu, checkpoint, progress, gpu, neurons=selection, **parts)
         checkpoint.finish()
         checkpoint.release()
-        executor = SplitExecutor(cpu, gpu, streamed, resolved.device.why)
+        executor = SplitExecutor(cpu, gpu, streamed, resolved.device.reason)
         opened.pop_all()  # the executor closes them
     return executor
 
@@ -218,8 +218,8 @@ def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progre
     if executor.streamed is not None and executor.streamed.spans:
         settle_layers(executor, resolved, progress)
     else:
-        why = "no room, or no long steps, to stream them"
-        executor.choices.prefill = Choice("the CPU computes the layers in RAM", why)
+        reason = "no room, or no long steps, to stream them"
+        executor.choices.prefill = Choice("the CPU computes the layers in RAM", reason)
 
 
 def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tight: bool) -> Loaded:
@@ -258,8 +258,8 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
             _settle_prompts(executor, resolved, split, loading.sample, loading.progress)
             return False
 
-        held, measured = hold_budget(executor, resolved, split, earlier=earlier, tight=tight, settle=settle)
-        plan = held.placement.neurons
+        filled, measured = hold_budget(executor, resolved, split, earlier=earlier, tight=tight, settle=settle)
+        plan = filled.placement.neurons
         assert plan is not None
         if measured is not None and (earlier is None or plan is not start):
             memory.keep(Working(plan.claims.gpu["scratch"], measured))
@@ -318,7 +318,7 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
         return other if isinstance(other, Resolved) else resolved.placed(scratch=estimated_scratch(resolved))
     if copier is not None:
         copier.on = True
-    executor.choices.experts = Choice(name, resolved.policy.why)
+    executor.choices.experts = Choice(name, resolved.policy.reason)
     inside = ", exact (neurons inside them, too)" * resolved.selection.in_experts
     executor.choices.selector = Choice(sparsity.selector, "experts on both devices", inside)
     return executor, sparsity
@@ -366,7 +366,7 @@ def _split_of_experts(
     return executor, split, used
 
 
-def _tried_policies(resolved: Resolved, loading: Loading) -> Policy:
+def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
     """The policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
     from powerinfer.hybrid.experts import Copier
     from powerinfer.hybrid.policy_trial import chosen, measured, policy_trial
@@ -374,29 +374,29 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> Policy:
     trial = policy_trial(resolved)
     earlier = trial.find()
     if earlier is not None:
-        return Policy(*chosen(earlier))
+        return UsedPolicy(*chosen(earlier))
     make = partial(_policy, resolved)
     copier = Copier(make("static"))
     executor, split, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
     try:
         sample, progress = loading.sample(), loading.progress
-        return Policy(*chosen(trial.run(lambda: measured(executor, split.ffns, make, sample, copier, progress))))
+        return UsedPolicy(*chosen(trial.run(lambda: measured(executor, split.ffns, make, sample, copier, progress))))
     finally:
         executor.close()
 
 
-def _policy(resolved: Resolved, name: str) -> ExpertPolicy:
+def _policy(resolved: Resolved, name: str) -> Policy:
     """The policy of a name, of which the GPU at first has the experts of the plan."""
     from powerinfer.placement.experts import make_policy
 
-    every, experts = resolved.checkpoint.config.experts, resolved.placement.experts
+    routed, experts = resolved.checkpoint.config.experts, resolved.placement.experts
     assert experts is not None
-    slots = {layer: len(experts[layer]) for layer in every if layer < resolved.placement.layers}
-    sizes = {layer: every[layer].n_experts for layer in slots}
-    known = resolved.placement.frequencies or {
-        layer: np.full(n, every[layer].router.top_k / n) for layer, n in sizes.items()
+    slots = {layer: len(experts[layer]) for layer in routed if layer < resolved.placement.layers}
+    sizes = {layer: routed[layer].n_experts for layer in slots}
+    frequencies = resolved.placement.frequencies or {
+        layer: np.full(n, routed[layer].router.top_k / n) for layer, n in sizes.items()
     }
-    return make_policy(name, slots, sizes, {layer: known[layer] for layer in slots})
+    return make_policy(name, slots, sizes, {layer: frequencies[layer] for layer in slots})
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:
@@ -439,18 +439,18 @@ def _settle_prompts(
     placement = resolved.placement
     if placement.neurons is not None and placement.disk is not None and split.stage is not None:
         split.stage.least = FEW + 1  # the CPU would read what is cold once for each FEW tokens
-        what = "what is cold, some of it from disk, streams"
-        executor.choices.prefill = Choice(f"{what} from {FEW + 1} tokens, which reads it once")
+        cold = "what is cold, some of it from disk, streams"
+        executor.choices.prefill = Choice(f"{cold} from {FEW + 1} tokens, which reads it once")
         return
     if split.stage is not None and all(ffn.stage is not None for ffn in split.ffns):
         settle(split.stage, executor, split.ffns, resolved, sample, progress)
     else:
-        why = "no room, or no long steps, to stream them"
+        reason = "no room, or no long steps, to stream them"
         if placement.disk is not None and placement.neurons is None:
-            why = "it reads from disk"
+            reason = "it reads from disk"
         if split.stage is not None:
-            why = "they are not as a GGUF file has them"
-        executor.choices.prefill = Choice("the CPU computes what is cold", why)
+            reason = "they are not as a GGUF file has them"
+        executor.choices.prefill = Choice("the CPU computes what is cold", reason)
     if (
         placement.neurons is not None
         and executor.streamed is None

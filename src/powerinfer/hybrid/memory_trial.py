@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.trials import split_trial
 from powerinfer.placement.budget import budgets, layers_that_fit
-from powerinfer.sparsity.trials import Subject, Trial
+from powerinfer.sparsity.trials import Trial, TrialSubject
 
 if TYPE_CHECKING:
     from powerinfer.hybrid.resolved import Resolved
     from powerinfer.placement.plan import Plan, PlanRequest
 
 MARGIN = 8
-"""Where neurons move, this part of the measured working memory (an eighth) stays free."""
+"""The part of the measured working memory (an eighth) that stays free where neurons move."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ExpertsMemory:
     streams: bool = True
 
 
-MEMORY = Subject("working memory", Working)
-EXPERTS_MEMORY = Subject("working memory of experts", ExpertsMemory)
+MEMORY = TrialSubject("working memory", Working)
+EXPERTS_MEMORY = TrialSubject("working memory of experts", ExpertsMemory)
 
 
 def neurons_memory(resolved: Resolved, plan: Plan) -> Trial[Working]:

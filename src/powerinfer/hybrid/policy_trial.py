@@ -1,4 +1,4 @@
-"""Which policy over experts (placement/experts.py) decodes fastest with this model on this machine: tried, and saved.
+"""The policy over experts (placement/experts.py) that decodes fastest with a model on this machine: tried, and saved.
 
 `--expert-policy auto`: before a model is used, a short text is decoded under each policy, whole steps of the whole
 model, the same tokens for each. Policies take turns, a block of steps at a time, and each finds its experts on the GPU
@@ -22,7 +22,7 @@ from powerinfer.formats.json_file import Between, Length
 from powerinfer.hybrid.trials import decode_one, finished, split_trial
 from powerinfer.placement.experts import EXPERT_POLICIES, Policy
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.trials import Outcome, Subject, Trial, by_turns, fastest
+from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, fastest, take_turns
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
@@ -43,16 +43,16 @@ Name = Literal["static", "lru", "lfu", "dynamic"]
 
 @dataclass(frozen=True)
 class TimedPolicies:
-    """The choice of a policy. seconds: of a step, medians; why: there is no measurement."""
+    """The choice of a policy. seconds: of a step, medians; reason: there is no measurement."""
 
     policy: Name
     seconds: Annotated[dict[str, Annotated[float, Between(0, 1e6)]], Length(len(EXPERT_POLICIES))] = field(
         default_factory=dict
     )
-    why: Annotated[str, Length(200)] = ""
+    reason: Annotated[str, Length(200)] = ""
 
 
-POLICIES = Subject("expert policies", TimedPolicies, fallback=TimedPolicies("static"), forgives=True)
+POLICIES = TrialSubject("expert policies", TimedPolicies, fallback=TimedPolicies("static"), forgives=True)
 
 
 def measured(
@@ -70,7 +70,7 @@ def measured(
     """
     size = min(BLOCK, executor.n_pages * executor.page_size // ROUNDS)
     if not size:
-        return TimedPolicies("static", why="the context is too short for a trial")
+        return TimedPolicies("static", reason="the context is too short for a trial")
     policies = {name: make(name) for name in EXPERT_POLICIES}
     tokens = np.resize(np.asarray(sample or [0], np.int32), size * ROUNDS)
     device = executor.gpu.device
@@ -92,7 +92,7 @@ def measured(
         return (finished(device) - begin) / size
 
     with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
-        seconds = by_turns(get_args(Name), ROUNDS, block, WARM_UP)
+        seconds = take_turns(get_args(Name), ROUNDS, block, WARM_UP)
     progress("trial of policies", ROUNDS, ROUNDS)
     return TimedPolicies(fastest(seconds, "static", GAIN), {name: median(own) for name, own in seconds.items()})
 
@@ -119,4 +119,4 @@ def chosen(outcome: Outcome[TimedPolicies]) -> tuple[str, str]:
     """The policy to use, and why."""
     result = outcome.result
     times = ", ".join(f"{1e3 * own:.3g} ms with {name}" for name, own in result.seconds.items())
-    return result.policy, outcome.reason(result.why or f"a step takes {times}")
+    return result.policy, outcome.reason(result.reason or f"a step takes {times}")

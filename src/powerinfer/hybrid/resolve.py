@@ -1,4 +1,4 @@
-"""How a model is loaded: selector, prepared files, placement and devices, decided once before its weights are read."""
+"""The decision how a model is loaded: selector, prepared files, placement, devices, once before weights are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.hybrid.resolved import Device, Resolved
+from powerinfer.hybrid.resolved import Resolved, UsedGpu
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import select
 
@@ -52,7 +52,7 @@ def _placed(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, sa
     from powerinfer.hybrid.in_ram import place_in_ram
 
     selection = select(checkpoint, engine)
-    name, why = wanted_gpu(engine)
+    name, reason = wanted_gpu(engine)
     if name is not None:
         from powerinfer.hybrid.beside_gpu import place_beside_gpu
 
@@ -64,20 +64,20 @@ def _placed(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, sa
             placed = str(error)
         if isinstance(placed, Resolved):
             return placed
-        why = placed
-        say(NOT_USED.format(why))
+        reason = placed
+        say(NOT_USED.format(reason))
     elif engine.vram:
-        say(UNUSED_VRAM.format(why))
+        say(UNUSED_VRAM.format(reason))
     elif engine.gpu == "auto" and engine.vram is None and lacks_torch():
-        say(NOT_USED.format(why))
-    return place_in_ram(Resolved(checkpoint, engine, selection, Device(why=why)))
+        say(NOT_USED.format(reason))
+    return place_in_ram(Resolved(checkpoint, engine, selection, UsedGpu(reason=reason)))
 
 
-def without_gpu(resolved: Resolved, why: str) -> Resolved:
-    """The same on the CPU alone. why: the reason, for people. RequestError if --ram is too little for that."""
+def on_cpu_alone(resolved: Resolved, reason: str) -> Resolved:
+    """The same on the CPU alone. reason: for people. RequestError if --ram is too little for that."""
     from powerinfer.hybrid.in_ram import place_in_ram
 
     checkpoint, engine = resolved.checkpoint, resolved.engine
     if resolved.device.spared:
         engine = replace(engine, threads=0)
-    return place_in_ram(Resolved(checkpoint, engine, select(checkpoint, engine), Device(why=why)))
+    return place_in_ram(Resolved(checkpoint, engine, select(checkpoint, engine), UsedGpu(reason=reason)))

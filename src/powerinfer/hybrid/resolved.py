@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Device:
-    """The device beside the CPU. gpu: its name (`choose_device`), None: there is none; why: the reason, for people.
+class UsedGpu:
+    """The device beside the CPU. gpu: its name (`choose_device`), None: there is none; reason: for people.
     spared: cores that automatic threads leave to the GPU's driver; the options have the threads that remain."""
 
     gpu: str | None = None
-    why: str = ""
+    reason: str = ""
     spared: int = 0
 
 
 @dataclass(frozen=True)
-class Policy:
+class UsedPolicy:
     """The policy that says which experts the GPU has: a name of `placement.experts.EXPERT_POLICIES`, None: a trial
-    chooses when the model is loaded; why: the reason, for people."""
+    chooses when the model is loaded; reason: for people."""
 
     name: str | None = "static"
-    why: str = "the default"
+    reason: str = "the default"
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class Placement:
 
     @property
     def frequencies(self) -> Frequencies | None:
-        """How often each expert is selected; None: not known."""
+        """Shares of the tokens that select each expert; None: not known."""
         return None if self.plan is None else self.plan.request.frequencies
 
     @property
     def experts(self) -> tuple[Indices, ...] | None:
-        """For each layer the experts on the GPU, frequent ones first; None: the model has none, or they are not
+        """The experts of each layer on the GPU, frequent ones first; None: the model has none, or they are not
         split."""
         if self.plan is None or self.plan.claims.slots is None:
             return None
-        known = self.frequencies
+        frequencies = self.frequencies
 
         def hot(layer: int, n: int) -> Indices:
-            unknown = known is None or layer not in known
-            order = np.arange(n) if known is None or unknown else np.argsort(-known[layer], kind="stable")[:n]
-            return order.astype(np.int32)
+            if frequencies is None or layer not in frequencies:
+                return np.arange(n, dtype=np.int32)
+            return np.argsort(-frequencies[layer], kind="stable")[:n].astype(np.int32)
 
         return tuple(hot(layer, n) for layer, n in enumerate(self.plan.claims.slots))
 
@@ -98,9 +98,9 @@ class Resolved:
     checkpoint: Checkpoint
     engine: EngineConfig
     selection: Selection = DENSE
-    device: Device = Device()
+    device: UsedGpu = UsedGpu()
     placement: Placement = Placement()
-    policy: Policy = Policy()
+    policy: UsedPolicy = UsedPolicy()
     vram: int | None = None
 
     @property
@@ -210,6 +210,6 @@ def pages_of(model: Model, engine: EngineConfig) -> int:
     return -(-context_of(model, engine) // cpu.PAGE)
 
 
-def experts_said(experts: Sequence[Indices], every: int) -> str:
+def experts_said(experts: Sequence[Indices], total: int) -> str:
     """The number of experts on the GPU, for people."""
-    return f"{sum(map(len, experts))} of {every} experts"
+    return f"{sum(map(len, experts))} of {total} experts"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.trials import hot_counts, settled, split_trial
-from powerinfer.sparsity.trials import Subject, by_turns, fastest
+from powerinfer.sparsity.trials import TrialSubject, fastest, take_turns
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
@@ -33,11 +33,11 @@ class Caller:
     waited: Annotated[float, Between(0, 1e6)]
 
 
-CALLERS = Subject("steps", Caller)
+CALLERS = TrialSubject("steps", Caller)
 
 
 def settle(executor: SplitExecutor, split: NeuronSplit | ExpertSplit, resolved: Resolved, copies: bool = False) -> None:
-    """Where the GPU can call the CPU, choose who acts, by an earlier trial or now; the cache must be empty. copies:
+    """Choose who acts, by an earlier trial or now, where the GPU can call the CPU; the cache must be empty. copies:
     experts are copied beside steps. PowerInferError when the device fails."""
     if not executor.gpu.calls:
         return
@@ -55,7 +55,7 @@ def settle(executor: SplitExecutor, split: NeuronSplit | ExpertSplit, resolved: 
 def measured(executor: SplitExecutor) -> Caller:
     """Time steps of a token both ways, by turns."""
     with executor.cpu.awake():
-        seconds = by_turns((True, False), ROUNDS, lambda calls, _: executor.gpu.step_seconds(calls, STEPS))
+        seconds = take_turns((True, False), ROUNDS, lambda calls, _: executor.gpu.step_seconds(calls, STEPS))
     return Caller(fastest(seconds, True, GAIN), *(median(seconds[calls]) for calls in (True, False)))
 
 

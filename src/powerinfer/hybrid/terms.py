@@ -90,7 +90,7 @@ class HybridTerms(ABC):
 
     # ---------------------------------------------------------------- a step
 
-    def before(self) -> list[Operator]:
+    def ahead(self) -> list[Operator]:
         """Operators before attention, see `FfnParts`."""
         return []
 

@@ -13,7 +13,7 @@ from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.hardware.gpu_rates import software
 from powerinfer.progress import Progress, silent
-from powerinfer.sparsity.trials import Outcome, Subject, Trial, conditions
+from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, conditions
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def split_trial(subject: Subject[R], resolved: Resolved, facts: Mapping[str, object]) -> Trial[R]:
+def split_trial(subject: TrialSubject[R], resolved: Resolved, facts: Mapping[str, object]) -> Trial[R]:
     """A trial beside a GPU. facts: what its result depends on, beside the model, the options and both devices."""
     checkpoint, engine = resolved.checkpoint, resolved.engine
     key = conditions(checkpoint, engine, resolved.selection) | software(resolved.gpu)
@@ -33,14 +33,14 @@ def split_trial(subject: Subject[R], resolved: Resolved, facts: Mapping[str, obj
 
 
 def settled(
-    trial: Trial[R], resolved: Resolved, measure: Callable[[], R], what: str, progress: Progress = silent
+    trial: Trial[R], resolved: Resolved, measure: Callable[[], R], name: str, progress: Progress = silent
 ) -> Outcome[R] | None:
-    """The outcome of an earlier trial, or of one now; None: there is none, with `--no-trial`. what: it tries, for
-    people. PowerInferError if the GPU fails, or runs out of memory."""
+    """The outcome of an earlier trial, or of one now; None: there is none, with `--no-trial`. name: what it
+    tries, for people. PowerInferError if the GPU fails, or runs out of memory."""
     outcome = trial.find()
     if outcome is None and resolved.engine.trial:
-        progress(f"trial of {what}", 0, 1)
-        with gpu_failures(f"trying {what}", "give less --vram"):
+        progress(f"trial of {name}", 0, 1)
+        with gpu_failures(f"trying {name}", "give less --vram"):
             outcome = trial.run(measure)
     return outcome
 

@@ -44,8 +44,8 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
     """
     placement, lacking = resolved.placement, lacking or _LACKING << failures
     if placement.neurons is not None:
-        held = _held(placement.neurons)
-        less = with_less_vram(placement.neurons, min(lacking, held)) if held else None
+        hot_bytes = _hot_bytes(placement.neurons)
+        less = with_less_vram(placement.neurons, min(lacking, hot_bytes)) if hot_bytes else None
         rests = resolved.engine.disk != "none"
         if not isinstance(less, Plan) or not (less.loads if rests else less.fits):
             return less if isinstance(less, RequestError) else None
@@ -106,7 +106,7 @@ def hold_budget(
         filled = fill(plan, used, _lacking(used, split, vram), earlier, tight=tight)
         if filled is not None:
             if not filled.loads:
-                problem = _over_budget(_lacking(used, split, vram), vram)
+                problem = _budget_error(_lacking(used, split, vram), vram)
                 short = "--ram does not hold the neurons that would make room there"
                 raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
             resolved = resolved.placed(plan=filled)
@@ -115,7 +115,7 @@ def hold_budget(
     while True:
         lacking = _lacking(used, split, vram)
         if lacking > 0:
-            raise _over_budget(lacking, vram)
+            raise _budget_error(lacking, vram)
         if not settle():
             break
         used = _rehearsal(executor, resolved, split)
@@ -149,7 +149,7 @@ def _lacking(used: int | None, split: Split | None, vram: int | None) -> int:
     return used + (0 if split is None else neuron_bytes(split)) - vram
 
 
-def _over_budget(lacking: int, vram: int | None) -> GpuMemoryError:
+def _budget_error(lacking: int, vram: int | None) -> GpuMemoryError:
     vram, lacking = vram or 0, max(0, lacking)
     return GpuMemoryError(
         f"the model takes {gib(lacking + vram)} of the GPU's memory, and --vram leaves it {gib(vram)}: give "
@@ -158,7 +158,7 @@ def _over_budget(lacking: int, vram: int | None) -> GpuMemoryError:
     )
 
 
-def _held(plan: Plan) -> int:
+def _hot_bytes(plan: Plan) -> int:
     """Bytes of neurons on the GPU."""
     return sum(plan.choice.gpu) * GROUP * plan.request.model.gpu_neuron
 
@@ -170,7 +170,7 @@ def _margin(plan: Plan, used: int | None) -> int:
 def _with_fewer(plan: Plan, lacking: int, margin: int) -> Plan | None:
     """The plan with `lacking` fewer bytes of neurons on the GPU, and with `margin` fewer still if there are that many
     and RAM holds them; None if there are not even `lacking`."""
-    less = with_less_vram(plan, min(lacking + margin, max(lacking, _held(plan))))
+    less = with_less_vram(plan, min(lacking + margin, max(lacking, _hot_bytes(plan))))
     return less if isinstance(less, Plan) and less.loads else demand(with_less_vram(plan, lacking))
 
 

@@ -48,8 +48,8 @@ class SplitFfns(Protocol):
 
     kind: type
 
-    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, given: Any) -> FfnParts:
-        """given: by the kind's wiring (`OwnFfn`). A bias of down is added by the layer."""
+    def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, weights: Any, /) -> FfnParts:
+        """weights: of the kind's wiring (`OwnFfn`). A bias of down is added by the layer."""
         ...
 
 

@@ -131,7 +131,7 @@ class Model:
         layers = (*self.attention, *self.ffn, *self.experts, *self.beside, *self.predictors)
         weights = (self.head, *self.projections, *(weight for layer in layers for weight in layer))
         rows = set() if any(self.n_experts) else {layout.gate_type for layout in self.bundles}
-        return RatedTypes.of({weight.gpu_type for weight in weights} | rows, rows)
+        return RatedTypes.rated({weight.gpu_type for weight in weights} | rows, rows)
 
     def expert_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of an expert on a GPU and in panels; 0 where there are none."""

@@ -175,7 +175,7 @@ def steps(work: Work) -> Iterator[tuple[str, Step]]:
 
 def measure(work: Work, progress: Progress) -> StepOutcome:
     from powerinfer.hardware.description import load
-    from powerinfer.hardware.measure import gpu_beside, kept_at, known, measure_and_keep, memories
+    from powerinfer.hardware.measure import gpu_beside, kept_at, measure_and_keep, memories, saved_hardware
     from powerinfer.placement.request import described
 
     if work.planning.described:  # not a machine as large as --ram, which is a budget of the profile, too
@@ -184,7 +184,7 @@ def measure(work: Work, progress: Progress) -> StepOutcome:
         work.hardware = machine[0] if work.planning.hardware is None else load(work.planning.hardware)
         return _not_needed(f"the plan is for {work.hardware.name}")
     gpu = gpu_beside(work.engine, work.say)
-    cached = None if work.force else known(work.engine, gpu)
+    cached = None if work.force else saved_hardware(work.engine, gpu)
     if cached is None:
         work.hardware = memories(work.engine, gpu)
         check_bytes(work)

@@ -132,7 +132,8 @@ def verdict_of(prepared: Findings) -> str | None:
         return verdict(sections.gain_of(measured), "Sparse decoding of the FFNs", basis)
     if plan is None or plan.selector == "all" or not plan.predicted.dense_tok_s:
         return None
-    return verdict(plan.predicted.decode_tok_s / plan.predicted.dense_tok_s, how=f"on {plan.hardware}, as estimated")
+    ratio = plan.predicted.decode_tok_s / plan.predicted.dense_tok_s
+    return verdict(ratio, condition=f"on {plan.hardware}, as estimated")
 
 
 def _lacking(prepared: Findings) -> Section:

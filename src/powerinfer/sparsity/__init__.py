@@ -1,4 +1,4 @@
-"""How the layers of a loaded model decode: every neuron, or those that a selector finds."""
+"""The decoding of a loaded model's layers: every neuron, or those that a selector finds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SplitFfn(Protocol):
 
 
 class Sparsity:
-    """How the layers of a model decode, and statistics of it. This base class: all layers are dense.
+    """The ways in which the layers of a model decode, and statistics of them. This base class: all layers are dense.
 
     selector: its name; stage: what the CPU's part of a model passes through to a GPU in long prompts, None: none does.
     """
@@ -57,7 +57,7 @@ class Sparsity:
         return dense
 
     def way(self, layer: int) -> str:
-        """How a layer computes one token: "dense", "exact" or "predicted"."""
+        """The way in which a layer computes one token: "dense", "exact" or "predicted"."""
         return "dense"
 
     def split(self) -> Mapping[int, SplitFfn]:

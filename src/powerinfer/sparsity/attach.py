@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class CpuSparsity(Sparsity):
-    """Of a model on the CPU whose layers have bundles beside their dense weights. verdicts: of the layers."""
+    """Statistics of a model on the CPU whose layers have bundles beside dense weights. verdicts: of the layers."""
 
     def __init__(self, selector: str, executor: CpuExecutor, verdicts: list[Verdict]) -> None:
         self.selector = selector
@@ -53,18 +53,18 @@ class CpuSparsity(Sparsity):
             counts["neurons"] = counts["tokens"] * sizes[layer]
             for name in totals:
                 totals[name] += counts[name]
-            own = _rates(counts)
-            computed += sizes[layer] * (own["active_fraction"] if counts["tokens"] else 1)
+            rates = _rates(counts)
+            computed += sizes[layer] * (rates["active_fraction"] if counts["tokens"] else 1)
             dense_bytes += nbytes
-            own |= {} if counts["tokens"] else {"bytes_per_token": nbytes}
-            layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **own})
-        whole = _rates(totals)
+            rates |= {} if counts["tokens"] else {"bytes_per_token": nbytes}
+            layers.append({"layer": layer, "ways": verdict.ways, "reason": verdict.reason, **rates})
+        total = _rates(totals)
         for name in ("tokens", "sampled"):  # every layer computed the same ones
-            whole[name] = max(layer[name] for layer in layers)
-        if whole["tokens"]:
-            whole["bytes_per_token"] = sum(layer["bytes_per_token"] for layer in layers)
-        whole |= {"computed_fraction": computed / sum(sizes), "dense_bytes_per_token": dense_bytes}
-        return {"selector": self.selector, "layers": layers, **whole}
+            total[name] = max(layer[name] for layer in layers)
+        if total["tokens"]:
+            total["bytes_per_token"] = sum(layer["bytes_per_token"] for layer in layers)
+        total |= {"computed_fraction": computed / sum(sizes), "dense_bytes_per_token": dense_bytes}
+        return {"selector": self.selector, "layers": layers, **total}
 
     def _counts(self, layer: int) -> dict[str, int]:
         ffn = self.executor.ffns[layer]
@@ -103,7 +103,7 @@ class CpuSparsity(Sparsity):
 
 
 class NeuronsInExperts(Sparsity):
-    """Of a model whose experts, or some of them, are computed by neuron; selector: `exact` or `predicted`."""
+    """Statistics of a model in which experts, or some, are computed by neuron; selector: `exact` or `predicted`."""
 
     def __init__(self, selector: str, executor: CpuExecutor) -> None:
         self.selector = selector
@@ -111,19 +111,19 @@ class NeuronsInExperts(Sparsity):
         self._layers = executor.expert_ffns
 
     def report(self) -> dict[str, Any]:
-        """As of `CpuSparsity`, of the layers of experts; fractions are of the neurons of the selected experts."""
+        """Report as `CpuSparsity` does, of layers of experts; fractions are of the neurons of the selected experts."""
         counts = {layer: ffn.counts() for layer, ffn in self._layers.items()}
         ways = {"ways": {"1": self.selector, "32": self.selector}, "reason": ASKED}
         layers = [{"layer": layer, **ways, **_rates(own)} for layer, own in counts.items()]
         totals = {name: sum(own[name] for own in counts.values()) for name in (*_COUNTED, "neurons")}
-        whole = _rates(totals)
+        total = _rates(totals)
         for name in ("tokens", "sampled"):
-            whole[name] = max(layer[name] for layer in layers)
-        if whole["tokens"]:
-            whole["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
+            total[name] = max(layer[name] for layer in layers)
+        if total["tokens"]:
+            total["bytes_per_token"] = sum(layer["bytes_per_token"] or 0 for layer in layers)
         dense_bytes = sum(ffn.nbytes for ffn in self._layers.values())
-        whole |= {"computed_fraction": whole["active_fraction"], "dense_bytes_per_token": dense_bytes}
-        return {"selector": self.selector, "layers": layers, **whole}
+        total |= {"computed_fraction": total["active_fraction"], "dense_bytes_per_token": dense_bytes}
+        return {"selector": self.selector, "layers": layers, **total}
 
     def way(self, layer: int) -> str:
         return self.selector if layer in self._layers else "dense"
@@ -146,8 +146,8 @@ class NeuronsInExperts(Sparsity):
     def bytes_per_token(self, dense: int | None) -> int | None:
         if dense is None:
             return None
-        every = [(ffn.counts(), ffn.nbytes) for ffn in self._layers.values()]
-        return round(dense + sum(own["bytes"] / own["tokens"] - whole for own, whole in every if own["tokens"]))
+        counted = [(ffn.counts(), ffn.nbytes) for ffn in self._layers.values()]
+        return round(dense + sum(own["bytes"] / own["tokens"] - whole for own, whole in counted if own["tokens"]))
 
 
 _COUNTED = ("tokens", "active", "candidates", "bytes", "sampled_tokens", "sampled_active", "sampled_found")
@@ -179,10 +179,10 @@ def attach(
     sample: returns the token ids of a text, for the trial. Notes the result in `executor.choices`.
     """
     if selection.in_experts:
-        executor.choices.selector = Choice(f"{selection.selector} inside experts", selection.why)
+        executor.choices.selector = Choice(f"{selection.selector} inside experts", selection.reason)
         return NeuronsInExperts(selection.selector, executor)
     if selection.bundles is None:
-        executor.choices.selector = Choice("all", selection.why)
+        executor.choices.selector = Choice("all", selection.reason)
         return Sparsity()
     if executor.disk is not None and not executor.disk.about.neurons:
         if engine.selector != "auto":
@@ -218,8 +218,9 @@ def attach(
     sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
     alone = Counter(verdict.ways["1"] for verdict in verdicts)
     tally = "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(alone.items()))
-    where = "" if sparse == layers - alone["dense"] else ", of some batch sizes"
-    executor.choices.selector = Choice(f"{name} in {sparse} of {layers} layers{where}", f"{selection.why}; {tally}")
+    sizes_text = "" if sparse == layers - alone["dense"] else ", of some batch sizes"
+    sparse_layers = f"{name} in {sparse} of {layers} layers{sizes_text}"
+    executor.choices.selector = Choice(sparse_layers, f"{selection.reason}; {tally}")
     sparsity = CpuSparsity(name, executor, verdicts)
     sparsity.clear()  # counts of the trial
     return sparsity
@@ -251,11 +252,11 @@ def _attach_resting(
     for done, layer in enumerate(slots):
         ffn, layout, groups = executor.ffns[layer], bundles.layouts[layer], bundles.layers[layer]
         predictor = None if selection.predictors is None else selection.predictors(layer)
-        whole = predictor is not None
-        own = neuron_slots(disk, layout, groups, all_neurons[layer], slots[layer], whole=whole, memory=memory)
+        entire = predictor is not None
+        stored = neuron_slots(disk, layout, groups, all_neurons[layer], slots[layer], whole=entire, memory=memory)
         bundles.file.release(groups)
-        neurons = ffn.add_resting(own, threshold=selection.threshold(layer), predictor=predictor)
-        disk.add_neurons(layer, own.slots, neurons, None if profile is None else profile.fraction(layer))
+        neurons = ffn.add_resting(stored, threshold=selection.threshold(layer), predictor=predictor)
+        disk.add_neurons(layer, stored.slots, neurons, None if profile is None else profile.fraction(layer))
         progress("loading neurons", done + 1, len(slots))
     disk.fill()
     if name == "predicted" and disk.about.prefetch and disk.reads.direct:
@@ -266,15 +267,15 @@ def _attach_resting(
     sizes = (1, executor.neuron_tokens)
     verdicts = forced(rests, way, sizes, "neurons are read from disk", "RAM does not hold its bundles")
     apply(executor, verdicts)
-    kept = f"{disk.about.neuron_policy} over {'the profile' if profile else 'what was used'}"
-    why = f"{selection.why}; their neurons are on disk, RAM has some: {kept}"
-    executor.choices.selector = Choice(f"{name} in {sum(rests)} of {layers} layers", why)
+    hot = f"{disk.about.neuron_policy} over {'the profile' if profile else 'what was used'}"
+    reason = f"{selection.reason}; their neurons are on disk, RAM has some: {hot}"
+    executor.choices.selector = Choice(f"{name} in {sum(rests)} of {layers} layers", reason)
     return CpuSparsity(name, executor, verdicts)
 
 
 DENSE_ABOVE = {"F16": 0.7, "BF16": 0.7, "Q8_0": 0.52, "Q4_0": 0.52, "Q4_1": 0.52}
-"""By type of gate: the share of firing neurons from which on reading up and down sequentially is faster than reading
-the rows of those that fire (docs/selectors.md)."""
+"""Shares of firing neurons, by type of gate, from which on reading up and down sequentially is faster than reading the
+rows of those that fire (docs/selectors.md)."""
 
 
 def _load(
@@ -292,15 +293,15 @@ def _load(
     wanted = list(range(len(bundles.layers)))
     if verdicts is not None:
         wanted = [layer for layer in wanted if {*verdicts[layer].ways.values()} != {"dense"}]
-    whole = selection.predictors is not None  # else gates are computed from the matrices
-    each = [rows.nbytes for rows in bundles.layers] if whole else bundles.apart_bytes
-    sizes = [each[layer] for layer in wanted]
+    entire = selection.predictors is not None  # else gates are computed from the matrices
+    nbytes = [rows.nbytes for rows in bundles.layers] if entire else bundles.apart_bytes
+    sizes = [nbytes[layer] for layer in wanted]
     with ThreadPoolExecutor(2) as pool:  # one thread cannot use the full memory bandwidth
         layers: Iterable[Bytes | ApartBundles]
         if sum(sizes) >= available_memory() * 3 // 4:  # a copy cannot be reclaimed: leave a quarter to others
             layers = (bundles.layers[layer] for layer in wanted)  # read from the mapped file, as it has them
             executor.mapped.append(bundles.file)
-        elif whole:
+        elif entire:
             layers = pool.map(bundles.copied, wanted)
         else:  # in one piece: a layer may be too small for huge pages
             memory = np.split(own_pages(max(1, sum(sizes))), np.cumsum(sizes))

@@ -1,4 +1,4 @@
-"""Which neurons decode computes: the selector, why it was chosen, and the prepared files that it uses.
+"""The selection of neurons that decode computes: the selector, why it was chosen, and the prepared files that it uses.
 
     all        every neuron
     exact      those whose gate fires: the dense answer, if inactive gates are exactly zero
@@ -35,14 +35,14 @@ ASKED = "asked for"
 class Selection:
     """A selector, by its name, with the data that it needs.
 
-    why: the reason, for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
+    reason: for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
     layer, None: the selector has none; files: the prepared files in use. in_experts: it selects neurons inside experts,
     for which only predictors are prepared, of in_experts_bytes.
     """
 
     selector: str
-    why: str
+    reason: str
     thresholds: tuple[float, ...] = ()
     bundles: BundleFile | None = None
     predictors: Callable[[int], Weights] | None = None
@@ -59,14 +59,14 @@ DENSE = Selection("all", ASKED)
 """Every neuron is computed."""
 
 
-def check_neurons(config: ModelConfig, what: str) -> None:
-    """RequestError if the model has FFNs whose neurons are not told apart. what: needs them; the error begins so."""
+def check_neurons(config: ModelConfig, user: str) -> None:
+    """RequestError if the model has FFNs whose neurons are not separable. user: what needs them, for people."""
     if config.experts and config.why_whole is not None:
         needs = "" if config.why_whole_experts else ", and --selector exact needs nothing prepared"
         needs = needs if config.why_not_predicted else f"{needs}, predicted only `powerinfer train`"
-        raise RequestError(f"{what}: not for models of experts, which run as they are{needs}")
+        raise RequestError(f"{user}: not for models of experts, which run as they are{needs}")
     if config.why_whole is not None:
-        raise RequestError(f"{what}: {config.why_whole}; the model runs with --selector all")
+        raise RequestError(f"{user}: {config.why_whole}; the model runs with --selector all")
 
 
 def check_experts(selector: str, checkpoint: Checkpoint) -> None:
@@ -75,16 +75,16 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
 
     config = checkpoint.config
     if selector not in ("exact", "predicted"):
-        others = "all" if config.why_whole_experts else "exact or all"
-        raise RequestError(f"selector {selector}: not inside experts so far; use --selector {others}")
+        selectors = "all" if config.why_whole_experts else "exact or all"
+        raise RequestError(f"selector {selector}: not inside experts so far; use --selector {selectors}")
     if config.why_whole_experts is not None:
         raise RequestError(f"selector {selector}: {config.why_whole_experts}; the model runs with --selector all")
     if selector == "predicted" and config.why_not_predicted is not None:
         raise RequestError(f"selector predicted: {config.why_not_predicted}; use --selector exact or all")
-    for layer, about in enumerate(layer.ffn for layer in config.layers):
-        if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
+    for layer, ffn in enumerate(layer.ffn for layer in config.layers):
+        if not isinstance(ffn, ExpertsConfig) or ffn.why_whole is not None:
             continue
-        of_rows = about.matrices[1:] if selector == "exact" else about.matrices
+        of_rows = ffn.matrices[1:] if selector == "exact" else ffn.matrices
         kinds = {name: checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in of_rows}
         for name, kind in kinds.items():
             allowed = DOWN_TYPES if name == "down" else ROW_TYPES
@@ -113,11 +113,11 @@ def check_suited(selector: str, config: ModelConfig) -> None:
         return
     other = "exact" if config.partly_rectified else "threshold"
     if selector == "exact":
-        why = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
+        reason = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
     else:
         unsuited = config.activations_never_zero or config.activations
-        why = f"no predictor can select neurons of the activation {unsuited}: use --selector {other}"
-    raise RequestError(f"selector {selector}: {why}")
+        reason = f"no predictor can select neurons of the activation {unsuited}: use --selector {other}"
+    raise RequestError(f"selector {selector}: {reason}")
 
 
 def auto(
@@ -159,36 +159,37 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     """
     from powerinfer.formats.bundle_file import open_bundles
 
-    name, why = choose(checkpoint, engine, lacking)
+    name, reason = choose(checkpoint, engine, lacking)
     if (name, engine.selector) == ("all", "auto"):
-        return Selection(name, why)
+        return Selection(name, reason)
     if name != "all" and any(isinstance(layer.ffn, ExpertsConfig) for layer in checkpoint.config.layers):
         check_experts(name, checkpoint)
         _thresholds(checkpoint, engine, name)
-        found = Selection(name, why, in_experts=True)
-        return found if name == "exact" else _with_predictors(found, checkpoint, engine)
+        selection_inside = Selection(name, reason, in_experts=True)
+        return selection_inside if name == "exact" else _with_predictors(selection_inside, checkpoint, engine)
     if name != "all":
         check_neurons(checkpoint.config, f"selector {name}")
     thresholds = _thresholds(checkpoint, engine, name)
     if name == "all":
-        return Selection(name, why)
+        return Selection(name, reason)
     check_suited(name, checkpoint.config)
     bundles = open_bundles(checkpoint, engine.prepared, cpu.bundle_row_bytes)
-    selection = Selection(name, why, thresholds, bundles, files=(bundles.path,))
+    selection = Selection(name, reason, thresholds, bundles, files=(bundles.path,))
     return _with_predictors(selection, checkpoint, engine) if name == "predicted" else selection
 
 
 def _thresholds(checkpoint: Checkpoint, engine: EngineConfig, selector: str) -> tuple[float, ...]:
-    """Of each layer: --threshold X, or those that `profile` calibrated. RequestError if missing or superfluous."""
-    given = engine.threshold
+    """The threshold of each layer: --threshold X, or those that `profile` calibrated. RequestError if missing or
+    superfluous."""
+    threshold = engine.threshold
     if selector != "threshold":
-        if given is not None:
+        if threshold is not None:
             raise RequestError(f"--threshold goes with --selector threshold, not with {selector}")
         return ()
-    if given is not None:
-        if not 0 < given < float("inf"):
+    if threshold is not None:
+        if not 0 < threshold < float("inf"):
             raise RequestError("--selector threshold needs --threshold X, a positive number")
-        return (given,) * checkpoint.config.n_layers
+        return (threshold,) * checkpoint.config.n_layers
     place = PreparedFile(PROFILE, checkpoint, engine.prepared)
     if not place.exists():
         raise RequestError(
@@ -204,23 +205,23 @@ def _thresholds(checkpoint: Checkpoint, engine: EngineConfig, selector: str) -> 
 
 
 def _with_predictors(selection: Selection, checkpoint: Checkpoint, engine: EngineConfig) -> Selection:
-    """With the trained predictors, or those in the model's file."""
+    """The selection with the trained predictors, or those in the model's file."""
     from powerinfer.formats.predictor_file import open_predictor
 
     threshold = checkpoint.predictor_threshold
     if threshold is not None and not PreparedFile(PREDICTOR, checkpoint, engine.prepared).exists():
 
-        def own(layer: int) -> Weights:
+        def included(layer: int) -> Weights:
             inner, outer = (checkpoint.take(f"layers.{layer}.predictor_{end}") for end in ("in", "out"))
             return Predictor(inner.shape[0], threshold, 0), inner, outer
 
-        return replace(selection, predictors=own)
+        return replace(selection, predictors=included)
     file = open_predictor(checkpoint, engine.prepared)
 
     def trained(layer: int) -> Weights:
         file.file.check()
-        one = file.layers[layer]
-        return one.predictor, one.inner, one.outer
+        matrices = file.layers[layer]
+        return matrices.predictor, matrices.inner, matrices.outer
 
     nbytes = file.nbytes if selection.in_experts else 0
     return replace(selection, predictors=trained, files=(*selection.files, file.path), in_experts_bytes=nbytes)

@@ -14,7 +14,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.json_file import Between, Length
 from powerinfer.progress import Progress
-from powerinfer.sparsity.trials import Subject, by_turns, read_trials, trials_file
+from powerinfer.sparsity.trials import TrialSubject, read_trials, take_turns, trials_file
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
@@ -55,20 +55,20 @@ class TimedLayers:
         return [Verdict(layer.ways, layer.seconds, earlier) for layer in self.layers]
 
 
-SELECTORS = Subject("selectors", TimedLayers, tries=3)
+SELECTORS = TrialSubject("selectors", TimedLayers, tries=3)
 
 
 @dataclass(frozen=True)
 class Verdict(TimedLayer):
-    """How a layer decodes, and why. seconds: if they were measured."""
+    """The ways in which a layer decodes, and why. seconds: if they were measured."""
 
     earlier: bool = False  # a saved result was used
-    why_untried: str = "asked for: --no-trial"
+    untried_reason: str = "asked for: --no-trial"
 
     @property
     def reason(self) -> str:
         if not self.seconds:
-            return self.why_untried
+            return self.untried_reason
         times = ", ".join(f"{way} {1e6 * value:.0f} us" for way, value in self.seconds.items())
         return f"one token: {times}" + ", measured earlier (trials.json)" * self.earlier
 
@@ -112,13 +112,17 @@ def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
 
 
 def forced(
-    skips: Sequence[bool], way: Way, sizes: Sequence[int], why: str = Verdict.why_untried, why_dense: str | None = None
+    skips: Sequence[bool],
+    way: Way,
+    sizes: Sequence[int],
+    reason: str = Verdict.untried_reason,
+    dense_reason: str | None = None,
 ) -> list[Verdict]:
     """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does;
-    why: the reason for either, or for those that do."""
+    reason: for either, or for those that do."""
     sparse, dense = (
-        Verdict({str(size): one for size in sizes}, why_untried=reason)
-        for one, reason in ((way, why), ("dense", why_dense or why))
+        Verdict({str(size): kind for size in sizes}, untried_reason=text)
+        for kind, text in ((way, reason), ("dense", dense_reason or reason))
     )
     return [sparse if some else dense for some in skips]
 
@@ -134,29 +138,29 @@ def measured(
 
     Leaves the executor's ways undefined. The KV cache must be empty.
     """
-    every: list[Way] = ["dense", *ways]
+    tried: list[Way] = ["dense", *ways]
     layers = executor.config.n_layers
-    taken: list[dict[str, Way]] = [{} for _ in range(layers)]
+    fastest_ways: list[dict[str, Way]] = [{} for _ in range(layers)]
     seconds: list[dict[Way, float]] = []
     for done, size in enumerate(sizes):
         progress("trial of selectors", done, len(sizes))
-        times = _seconds(executor, every, size, sample)
+        times = _seconds(executor, tried, size, sample)
         for layer in range(layers):
-            own = {way: times[way][layer] for way in every}
-            best = min(ways, key=lambda way: own[way])
-            taken[layer][str(size)] = best if own[best] < GAIN * own["dense"] else "dense"
+            times_of_layer = {way: times[way][layer] for way in tried}
+            best = min(ways, key=lambda way: times_of_layer[way])
+            fastest_ways[layer][str(size)] = best if times_of_layer[best] < GAIN * times_of_layer["dense"] else "dense"
             if size == sizes[0]:
-                seconds.append({way: round(value, 9) for way, value in own.items()})
+                seconds.append({way: round(value, 9) for way, value in times_of_layer.items()})
     progress("trial of selectors", len(sizes), len(sizes))
-    return TimedLayers([TimedLayer(*one) for one in zip(taken, seconds, strict=True)])
+    return TimedLayers([TimedLayer(*one) for one in zip(fastest_ways, seconds, strict=True)])
 
 
 def _seconds(executor: CpuExecutor, ways: Sequence[Way], size: int, sample: Sequence[int]) -> dict[Way, list[float]]:
     """Way -> median seconds of each layer's FFN in a step of `size` sequences."""
     tokens = np.resize(np.asarray(sample or [0], np.int32), size * (PROMPT + len(ways) * ROUNDS)).reshape(size, -1)
     pages = np.arange(size, dtype=np.int32)[:, None]
-    each, places = np.arange(size, dtype=np.int32), count(PROMPT)
-    rows = np.repeat(each, PROMPT)
+    sequences, places = np.arange(size, dtype=np.int32), count(PROMPT)
+    rows = np.repeat(sequences, PROMPT)
     positions = np.tile(np.arange(PROMPT, dtype=np.int32), size)
     nothing = np.empty(0, np.int32)
     prompt = np.ascontiguousarray(tokens[:, :PROMPT].reshape(-1))
@@ -169,10 +173,10 @@ def _seconds(executor: CpuExecutor, ways: Sequence[Way], size: int, sample: Sequ
             executor.ffns[layer].set_ways({size: way})
         at = next(places)
         executor.forward(
-            Batch(np.ascontiguousarray(tokens[:, at]), np.full(size, at, np.int32), each, pages, nothing)
+            Batch(np.ascontiguousarray(tokens[:, at]), np.full(size, at, np.int32), sequences, pages, nothing)
         )
         return executor.ffn_seconds()
 
     with executor.timed():
-        taken = by_turns(ways, ROUNDS, step, warm_up=1)
-    return {way: [median(times) for times in zip(*steps, strict=True)] for way, steps in taken.items()}
+        rounds = take_turns(ways, ROUNDS, step, warm_up=1)
+    return {way: [median(times) for times in zip(*steps, strict=True)] for way, steps in rounds.items()}

@@ -57,7 +57,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Subject(Generic[R]):
+class TrialSubject(Generic[R]):
     """The question that a trial answers. result: the dataclass of an answer, checked when it is read.
 
     fallback: saved while the trial runs, so that a process that does not outlive it is not caught again; None: nothing
@@ -91,24 +91,24 @@ class Outcome(Generic[R]):
         """Text on when it was measured, and where it is."""
         if self.seconds is None:
             return f"measured earlier ({self.path})"
-        return f"measured in {self.seconds:.2f} s{self._kept}"
+        return f"measured in {self.seconds:.2f} s{self._saved_text}"
 
     def reason(self, measured: str) -> str:
         """Text on why it was chosen, by what was measured, and where it is."""
-        how = f", chosen earlier ({self.path})" if self.seconds is None else self._kept
-        return f"{self.problem or measured}{how}"
+        origin = f", chosen earlier ({self.path})" if self.seconds is None else self._saved_text
+        return f"{self.problem or measured}{origin}"
 
     @property
-    def _kept(self) -> str:
-        others = f" while others took {self.disturbed:.1f} cores (repeated at a start when they do not)"
-        kept = f"kept in {self.path}" if self.unsaved is None else f"cannot be kept: {self.unsaved}"
-        return f"{others if self.disturbed else ''}, {kept}"
+    def _saved_text(self) -> str:
+        disturbance = f" while others took {self.disturbed:.1f} cores (repeated at a start when they do not)"
+        place = f"kept in {self.path}" if self.unsaved is None else f"cannot be kept: {self.unsaved}"
+        return f"{disturbance if self.disturbed else ''}, {place}"
 
 
 class Trial(Generic[R]):
     """A subject under the conditions of a key, for a model that is being loaded."""
 
-    def __init__(self, subject: Subject[R], checkpoint: Checkpoint, engine: EngineConfig, key: Key) -> None:
+    def __init__(self, subject: TrialSubject[R], checkpoint: Checkpoint, engine: EngineConfig, key: Key) -> None:
         self.path = trials_file(checkpoint, engine.prepared)
         self._subject = subject
         self._key = key
@@ -133,9 +133,9 @@ class Trial(Generic[R]):
         runs: list[tuple[float, R]] = []
         try:
             while len(runs) < subject.tries and (not runs or runs[-1][0]):
-                with Disturbance() as others:
+                with Disturbance() as disturbance:
                     result = measure()
-                runs.append((round(others.cores, 3) if others.disturbed else 0.0, result))
+                runs.append((round(disturbance.cores, 3) if disturbance.disturbed else 0.0, result))
         except BaseException as error:
             if subject.fallback is not None and not subject.forgives:
                 self._write(None)
@@ -176,7 +176,7 @@ class Trial(Generic[R]):
 # ---------------------------------------------------------------- trying
 
 
-def by_turns(ways: Sequence[W], rounds: int, measure: Callable[[W, int], M], warm_up: int = 0) -> dict[W, list[M]]:
+def take_turns(ways: Sequence[W], rounds: int, measure: Callable[[W, int], M], warm_up: int = 0) -> dict[W, list[M]]:
     """Results of `measure(way, round)` by way, of all rounds but the first `warm_up`. Each round begins with another
     way, so that none always has the machine as the same other one left it."""
     results: dict[W, list[M]] = {way: [] for way in ways}
@@ -246,7 +246,7 @@ class Entry:
     problem: Annotated[str, Length(_PROBLEM)] = ""
 
 
-def read_trials(path: Path, subject: Subject[R]) -> Iterator[tuple[Entry, R]]:
+def read_trials(path: Path, subject: TrialSubject[R]) -> Iterator[tuple[Entry, R]]:
     """The valid trials of a subject in a file, with their results, the newest first."""
     for _, entry in _entries(path):
         if entry.subject == subject.name:
@@ -255,7 +255,7 @@ def read_trials(path: Path, subject: Subject[R]) -> Iterator[tuple[Entry, R]]:
 
 
 def _entries(path: Path) -> list[tuple[dict[str, Any], Entry]]:
-    """(as it was written, checked) of each entry of a file; none if it is not a file of that kind."""
+    """Pairs (as it was written, checked) of each entry of a file; none if it is not a file of that kind."""
     try:
         entries = of_kind(parse_json(read_limited(path, LIMIT), str(path)), KIND, FORMAT, str(path)).get(KIND)
     except PowerInferError:

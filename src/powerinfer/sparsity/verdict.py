@@ -11,12 +11,12 @@ def worth_it(ratio: float) -> bool:
     return ratio > 1 / GAIN
 
 
-def verdict(ratio: float, what: str = "Sparse decoding", how: str = "here") -> str:
-    """The sentence. ratio: of sparse to dense speed; what: was compared; how: the ratio is known."""
-    said = f"{what} is {ratio:.2f} x as fast as dense {how}"
+def verdict(ratio: float, subject: str = "Sparse decoding", condition: str = "here") -> str:
+    """The sentence. ratio: of sparse to dense speed; subject: what was compared; condition: of the ratio."""
+    text = f"{subject} is {ratio:.2f} x as fast as dense {condition}"
     if worth_it(ratio):
-        return f"{said}: worth it."
-    return f"{said}: not worth it. It is on larger models in which fewer neurons fire; `powerinfer demo` shows one."
+        return f"{text}: worth it."
+    return f"{text}: not worth it. It is on larger models in which fewer neurons fire; `powerinfer demo` shows one."
 
 
 def no_gain(config: ModelConfig) -> str:
