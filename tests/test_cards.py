@@ -21,7 +21,6 @@ from powerinfer.placement import estimates
 from powerinfer.placement.estimates import (
     LARGER,
     Estimate,
-    by_whole_layers,
     catalogue_shape,
     estimate,
     offer,
@@ -160,10 +159,8 @@ def test_a_context_leaves_the_weights_where_they_are() -> None:
     def fits(context: int) -> bool:
         model = described_model(find_shape("qwen3-8b").config, "q4_k_m")
         profile = assumed_profile(EVEN, model.config.ffn_sizes)
-        whole = by_whole_layers(
-            PlanRequest(model, profile, PC, context=context, chunk=512, requests=8, selector="all")
-        )
-        return whole is not None and whole.head and whole.layers == model.config.n_layers
+        claims = PlanRequest(model, profile, PC, context=context, chunk=512, requests=8, selector="all").claims()
+        return claims.whole and claims.gpu_head and claims.gpu_layers == model.config.n_layers
 
     found = estimate("qwen3-8b", "Q4_K_M", PC)
     assert found is not None and found.context == 8192 and fits(8192) and not fits(16384)

@@ -22,7 +22,7 @@ from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
-from powerinfer.placement.plan import Plan, PlanRequest, make_plan, read_plan, save_plan
+from powerinfer.placement.plan import Plan, PlanRequest, kept_document, make_plan, save_plan
 from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model
@@ -136,9 +136,8 @@ def test_frequent_experts_come_first() -> None:
 def test_a_saved_plan_is_found_again(tmp_path: Path) -> None:
     request = request_of(cut("olmoe-1b-7b"), 2 * GIB, insist=True)
     made = make_plan(request)
-    save_plan(made, tmp_path)
-    again = read_plan(tmp_path, request)
-    assert again is not None and again.claims.slots == made.claims.slots and again.choice.mass == made.choice.mass
+    document = made.document(save_plan(made, tmp_path))
+    assert kept_document(tmp_path, request) == document
 
 
 @pytest.mark.parametrize("card", ["pc-8gb", "pc-16gb"])

@@ -12,7 +12,6 @@ import pytest
 from powerinfer.placement.experts import (
     EXPERT_POLICIES,
     Policy,
-    fewer_slots,
     make_policy,
     replay,
     slots_by_frequency,
@@ -190,15 +189,6 @@ def test_slots_in_least_time() -> None:
             plain = slots_by_frequency(frequencies, given[2], budget)
             evenly = slots_evenly(dict.fromkeys(range(3), 5), given[2], budget)
             assert taken(found) <= 1.002 * min(taken(plain), taken(evenly))
-
-
-def test_slots_of_layers_that_are_not_whole_go_first() -> None:
-    assert fewer_slots({0: 8, 1: 8, 2: 4}, {0: 8, 1: 8, 2: 8}) == {0: 8, 1: 8, 2: 1}
-    assert fewer_slots({0: 8, 1: 8, 2: 1}, {0: 8, 1: 8, 2: 8}) == {0: 8, 1: 6, 2: 0}
-    assert fewer_slots({0: 40, 1: 40}, {0: 64, 1: 64}) == {0: 35, 1: 35}
-    assert fewer_slots({0: 1, 1: 0}, {0: 8, 1: 8}) == {0: 0, 1: 0}
-    many = fewer_slots(dict.fromkeys(range(48), 9), dict.fromkeys(range(48), 128))
-    assert sum(many.values()) == 48 * 9 * 7 // 8 and set(many.values()) == {7, 8}
 
 
 def test_slots_evenly() -> None:

@@ -19,7 +19,7 @@ from powerinfer.formats.profile_file import open_profile
 from powerinfer.hardware.description import load
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Tier
-from powerinfer.placement.plan import PlanRequest, make_plan, read_plan, save_plan
+from powerinfer.placement.plan import PlanRequest, kept_document, make_plan, save_plan
 from powerinfer.placement.shapes import checkpoint_model, described_model
 
 SIZES = (FF, FF // 3)  # 96 and 32: one group of bundles, and a few
@@ -85,9 +85,8 @@ def test_a_plan_places_each_layers_neurons(model: Path, policy: str, tmp_path: P
         assert {tier: len(part) for tier, part in placement.by_tier(layer).items()} == neurons
     if plan.claims.gpu_layers and policy in ("time", "random"):  # the others have a least number of groups a layer
         assert any(neurons[Tier.GPU] for neurons in plan.neurons)
-    save_plan(plan, tmp_path)
-    kept = read_plan(tmp_path, request)
-    assert kept is not None and kept.neurons == plan.neurons and kept.bytes == plan.bytes
+    document = plan.document(save_plan(plan, tmp_path))
+    assert kept_document(tmp_path, request) == document and document.bytes == plan.bytes
 
 
 def test_a_described_model_has_predictors_of_each_layers_size(model: Path) -> None:

@@ -28,7 +28,7 @@ from powerinfer.hybrid.resolve import resolve
 from powerinfer.kernels import cpu
 from powerinfer.models.blocks import FFNS
 from powerinfer.models.builder import vector
-from powerinfer.placement.plan import PlanRequest, make_plan, read_plan, save_plan
+from powerinfer.placement.plan import PlanRequest, kept_document, make_plan, save_plan
 from powerinfer.placement.request import model_subject
 
 TITLE = "linear map, 0.5 of it a token"
@@ -164,9 +164,8 @@ def test_a_plan_counts_it(model: Path, vram: int | None, tmp_path: Path, kind: s
     assert (plan.claims.gpu_layers == 0) == (vram == 0) and sum(held.values()) >= whole
     assert [sum(neurons.values()) for neurons in plan.neurons] == list(request.model.config.ffn_sizes)
     assert plan.fits and all(part >= 0 for layer in plan.choice.layer_seconds for part in layer.values())
-    save_plan(plan, tmp_path)
-    again = read_plan(tmp_path, request)
-    assert again is not None and again.bytes == plan.bytes
+    document = plan.document(save_plan(plan, tmp_path))
+    assert kept_document(tmp_path, request) == document and document.bytes == plan.bytes
     lazy = make_plan(_with_share(request, kind, 0.0))
     assert lazy.choice.seconds < plan.choice.seconds
 

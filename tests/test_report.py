@@ -76,7 +76,6 @@ def a_plan(**changes: Any) -> dict[str, Any]:
         },
         "reasons": ["8 neurons a layer are on disk"],
         "helps": [{"what": "all of it in RAM", "flag": "--ram", "bytes": 3 << 30, "within_machine": False}],
-        "groups": {"size": 32, "gpu": [2, 2], "kept": [3, 3]},
         "path": None,
     }
     return document | changes

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
-from powerinfer.errors import RequestError
+from powerinfer.errors import RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
-    from powerinfer.placement.estimates import with_whole_layers
-    from powerinfer.placement.plan import make_plan, save_plan
+    from powerinfer.placement.plan import place, save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
 
     if args.names:
@@ -88,23 +87,22 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if planning.card is not None and args.model is None and args.shape is None:
         _check_catalogue(args)
         return _catalogue(planning, engine, out)
-    place: Path | None = None
+    folder: Path | None = None
     if args.shape is None and planning.described:
         _plan_from_catalogue(args, out)
     if args.shape is None:
         checkpoint = open_model(args.model, engine, out)
-        place = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
+        folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
     else:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
-    plan = make_plan(request)
-    saved = None if place is None else save_plan(plan, place)
+    plan = demand(place(request))
+    saved = None if folder is None else save_plan(plan, folder)
     machine = request.hardware.assumed if planning.hardware is None else ""
     assumed = [*subject.assumed, *([EMULATED] if request.insist else []), *([machine] if machine else [])]
     document = replace(plan.document(saved), assumed=assumed)
-    document = with_whole_layers(plan, document)
     _show(plan, document, out)
     out.document(document.json())
     return 0

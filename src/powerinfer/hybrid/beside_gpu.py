@@ -15,7 +15,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.hardware.description import SIZES_ALONE
-from powerinfer.hybrid.in_ram import place_on_disk, placed_within, profile_of, shortened
+from powerinfer.hybrid.in_ram import dense_request, placed_within, profile_of, shortened
 from powerinfer.hybrid.resolved import (
     Resolved,
     UsedGpu,
@@ -112,25 +112,19 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
 def fit_in_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
     """The same within --ram or the free memory, without the buffers for long prompts or with what that does not hold on
     disk, where layers are on the GPU as a whole; the error if --ram does not hold the rest."""
-    from powerinfer.placement.budget import gib
-
-    engine, placement, ram = resolved.engine, resolved.placement, resolved.engine.ram
-    layers, host_bytes = placement.layers, hardware.host_bytes
-    if ram is None:
+    if resolved.engine.ram is None:
         return _layers_in_free_memory(resolved, model, hardware)
-    needed, buffers = _layers_in_ram(resolved, model, engine, host_bytes)
-    if needed + buffers <= ram:
-        return resolved.placed(disk=None)
-    resolved = resolved.placed(staging=0)
-    if needed <= ram:
-        return resolved.placed(disk=None)
-    if engine.disk != "none" and not placement.head:
-        return place_on_disk(resolved, model, ram, host_bytes)
-    layers_text = "layer" if layers == 1 else f"{layers} layers"
-    return RequestError(
-        f"{model.name} needs {gib(needed)} of RAM beside the {layers_text} that --vram holds: give --ram "
-        f"{gib(needed)}, or more --vram"
-    )
+    return _layers_in(resolved, model, hardware, resolved.engine.ram)
+
+
+def _layers_in(resolved: Resolved, model: Model, hardware: Hardware, ram: int) -> Resolved | RequestError:
+    """The same within so much RAM."""
+    engine, placement = resolved.engine, resolved.placement
+    request = dense_request(resolved, model, hardware, ram)
+    claims = request.claims_of_layers(placement.layers, placement.head, placement.staging, engine.disk != "none")
+    if isinstance(claims, RequestError):
+        return claims
+    return resolved.placed(staging=claims.staging, disk=claims.disk)
 
 
 def _layers_in_ram(resolved: Resolved, model: Model, engine: EngineConfig, host_bytes: int) -> tuple[int, int]:
@@ -158,7 +152,7 @@ def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware)
         return resolved.placed(disk=None)
 
     def place(ram: int) -> Resolved | RequestError:
-        placed = place_on_disk(replace(resolved, engine=short), model, ram, hardware.host_bytes)
+        placed = _layers_in(replace(resolved, engine=short), model, hardware, ram)
         return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
 
     stays = engine.disk == "none" or resolved.placement.head
@@ -247,9 +241,9 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
 def _split_experts(resolved: Resolved, request: PlanRequest, streams: bool = True) -> Resolved | RequestError | str:
     """A plan that places experts; the reason if that is slower than the CPU alone; the error where they do not fit.
     streams: with buffers for long prompts, where there is room."""
-    from powerinfer.placement.plan import plan_if_any
+    from powerinfer.placement.plan import place
 
-    plan = plan_if_any(request)
+    plan = place(request)
     if isinstance(plan, RequestError) or plan.claims.slots is None:
         return plan if isinstance(plan, RequestError) else plan.reasons[0]
     placed = with_plan(resolved, plan).placed(scratch=request.scratch)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.hybrid.in_ram import place_on_disk, profile_of, shortened, whole_context
+from powerinfer.hybrid.in_ram import placed_in, profile_of, shortened, whole_context
 from powerinfer.hybrid.resolved import Resolved, model_of, ram_bytes
 from powerinfer.sparsity.selection import select
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def disk_speed(resolved: Resolved) -> str:
     """The speed of decoding, as `powerinfer plan` says it; "" if the machine, or how often neurons fire, is not
     known."""
-    from powerinfer.placement.plan import plan_if_any
+    from powerinfer.placement.plan import place
     from powerinfer.placement.plan_document import rate
 
     placement = resolved.placement
@@ -27,7 +27,7 @@ def disk_speed(resolved: Resolved) -> str:
         read = None if placement.plan is None else placement.plan.from_disk
     else:
         request = _request(resolved)
-        plan = None if request is None else plan_if_any(request)
+        plan = None if request is None else place(request)
         read = None if plan is None or isinstance(plan, RequestError) else plan.from_disk
     return "" if read is None else f", about {rate(1 / read.seconds)} tokens/s"
 
@@ -107,5 +107,5 @@ def _on_disk(resolved: Resolved) -> DiskPlan | None:
     """The plan with another selector, within the same RAM; None where that is too little, or nothing stays on disk."""
     disk = resolved.placement.disk
     assert disk is not None
-    placed = place_on_disk(resolved, model_of(resolved), disk.ram, disk.host_bytes)
+    placed = placed_in(resolved, model_of(resolved), disk.ram)
     return None if isinstance(placed, RequestError) else placed.placement.disk

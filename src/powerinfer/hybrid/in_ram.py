@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RamError, RequestError, demand
-from powerinfer.hybrid.resolved import Resolved, context_of, kv_bytes, model_of, ram_bytes, workload
+from powerinfer.hybrid.resolved import Resolved, context_of, division_of, kv_bytes, model_of, ram_bytes, workload
 from powerinfer.kernels import cpu
 from powerinfer.sparsity.selection import DENSE, Selection, select
 
 if TYPE_CHECKING:
+    from powerinfer.hardware.description import Hardware
     from powerinfer.neurons import Profile
+    from powerinfer.placement.plan import PlanRequest
     from powerinfer.placement.shapes import Model
 
 SHORT = 256
@@ -29,23 +31,20 @@ def place_in_ram(resolved: Resolved) -> Resolved:
     not use bundles if the model fits without them. RequestError where --ram does not hold the least."""
     from powerinfer.system import available_memory
 
-    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    checkpoint, engine = resolved.checkpoint, resolved.engine
     ram, free = engine.ram, available_memory()
     if ram is None and not 0 < free < _MOST_GROWTH * checkpoint.file_bytes:
         return resolved
     model = model_of(resolved)
     if ram is None:
         return _fit_in_free_memory(resolved, model, free)
-    dense = engine.disk == "none" or ram_bytes(model, engine) <= ram
-    bundled = selection.bundles is not None and engine.selector == "auto"
-    if bundled and dense and ram_bytes(model, engine, selection) > ram:
-        selection = select(checkpoint, engine, "--ram does not hold bundles beside the dense weights")
-    total, kv = ram_bytes(model, engine, selection), kv_bytes(model, engine)
+    placed = demand(placed_in(resolved, model, ram))
+    total, kv = ram_bytes(model, engine, placed.selection), kv_bytes(model, engine)
     if total <= ram:
-        return replace(resolved, selection=selection).placed(kv_room=ram - total + kv)
+        return placed.placed(kv_room=ram - total + kv)
     if engine.disk == "none":
-        raise _too_little_ram(resolved, selection, model, total)
-    return demand(place_on_disk(resolved, model, ram, needed=total)).placed(kv_room=kv)
+        raise _too_little_ram(resolved, placed.selection, model, total)
+    return placed.placed(kv_room=kv)
 
 
 def _fit_in_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
@@ -60,7 +59,7 @@ def _fit_in_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved
         return resolved
 
     def place(ram: int) -> Resolved | RequestError:
-        placed = place_on_disk(replace(resolved, engine=short), model, ram)
+        placed = placed_in(replace(resolved, engine=short), model, ram)
         return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
 
     return demand(placed_within(place, model, None if engine.disk == "none" else within(free), needed) or resolved)
@@ -100,49 +99,41 @@ def placed_within(
     )
 
 
-def place_on_disk(
-    resolved: Resolved, model: Model, ram: int, host_bytes: int = 0, needed: int | None = None
-) -> Resolved | RequestError:
-    """The same with what does not fit into `ram` on disk; the error if the rest does not fit. `auto` does not use
-    bundles then, nor where dense weights are read in less time. host_bytes: of a GPU's libraries; needed: bytes that
-    hold the model."""
-    from powerinfer.placement.disk import better_densely
-
-    placed = _planned_on_disk(resolved, model, ram, host_bytes, needed)
-    if resolved.selection.bundles is None or resolved.engine.selector != "auto":
-        return placed
-
-    def densely(reason: str) -> Resolved | RequestError:
-        dense = replace(resolved, selection=select(resolved.checkpoint, resolved.engine, reason))
-        fits = None if needed is None else ram_bytes(model, resolved.engine)
-        return _planned_on_disk(dense, model, ram, host_bytes, fits)
-
-    if isinstance(placed, RequestError):
-        return densely("RAM does not hold what bundles on disk need")
-    dense, disk = densely("dense weights are read in less time than single neurons"), placed.placement.disk
-    if isinstance(dense, RequestError) or disk is None or not better_densely(dense.placement.disk, disk):
-        return placed
-    if dense.placement.disk is not None:
-        return dense
-    reason = "RAM does not hold bundles beside the dense weights"
-    return replace(dense, selection=replace(dense.selection, reason=reason))
+def placed_in(resolved: Resolved, model: Model, ram: int) -> Resolved | RequestError:
+    """The same on the CPU alone with what does not fit into `ram` on disk; the error if the rest does not fit. `auto`
+    may do without bundles (`PlanRequest.settled`). With `--disk none` nothing is on disk, and it may not fit."""
+    engine, rests = resolved.engine, resolved.engine.disk != "none"
+    request = ram_request(resolved, model, ram)
+    settled, why = request.settled(rests, "RAM" if engine.ram is None else "--ram")
+    if settled is not request:
+        resolved = replace(resolved, selection=select(resolved.checkpoint, engine, why))
+    if not rests:
+        return resolved
+    claims = settled.claims_if_any()
+    return claims if isinstance(claims, RequestError) else resolved.placed(disk=claims.disk)
 
 
-def _planned_on_disk(
-    resolved: Resolved, model: Model, ram: int, host_bytes: int, needed: int | None
-) -> Resolved | RequestError:
-    from powerinfer.placement.budget import Division
-    from powerinfer.placement.disk import plan_disk
+def ram_request(resolved: Resolved, model: Model, ram: int) -> PlanRequest:
+    """The request for the place of a model on the CPU alone."""
+    from powerinfer.hardware.description import Hardware, unmeasured
 
-    engine, bundled = resolved.engine, resolved.selection.bundles is not None
-    work = workload(model, engine, resolved.selection.selector if bundled else "all")
-    threads, _ = cpu.choose_threads(engine.threads)
-    division = Division(resolved.placement.layers, host_bytes=host_bytes)
-    profile = profile_of(resolved) if bundled else None
-    plan = plan_disk(model, work, ram, threads, division, bundled=bundled, whole=needed, profile=profile)
-    if isinstance(plan, RequestError):
-        return plan
-    return resolved.placed(disk=plan if plan.about.anything else None)
+    selection, ram = resolved.selection, max(0, ram - resolved.selection.in_experts_bytes)
+    made = dense_request(resolved, model, Hardware("this machine", "", unmeasured()), ram)
+    if selection.bundles is None:
+        return made
+    profile, chosen = profile_of(resolved), resolved.engine.selector == "auto"
+    made = replace(made, selector=selection.selector, chosen=chosen, profiled=profile is not None)
+    return made if profile is None else replace(made, profile=profile)
+
+
+def dense_request(resolved: Resolved, model: Model, hardware: Hardware, ram: int) -> PlanRequest:
+    """The request for the place of a model on a machine within so much RAM, if every neuron is computed."""
+    from powerinfer.placement.request import Subject, even_profile
+
+    threads, _ = cpu.choose_threads(resolved.engine.threads)
+    own = replace(hardware.cpu, threads=threads, memory_bytes=max(hardware.cpu.memory_bytes, ram))
+    engine = replace(resolved.engine, ram=ram, gpu=resolved.device.gpu or "none")
+    return Subject(model, even_profile(model), "all").request(replace(hardware, cpu=own), engine)
 
 
 def profile_of(resolved: Resolved) -> Profile | None:
@@ -158,19 +149,21 @@ def profile_of(resolved: Resolved) -> Profile | None:
 
 def whole_context(placed: Resolved, model: Model, ram: int) -> int | None:
     """The longest context, in whole pages, with which nothing stays on disk; None where nothing does, or where that is
-    too short to be suggested. placed: by `place_on_disk`, within so much RAM."""
+    too short to be suggested. placed: within so much RAM."""
+    from powerinfer.placement.budget import in_ram
+
     engine, selection, placement = placed.engine, placed.selection, placed.placement
     if placement.disk is None:
         return None
-    host_bytes = placement.disk.host_bytes
+    division = division_of(placed) if placement.layers else None
 
     def too_long(pages: int) -> bool:
         shorter = replace(engine, context=pages * cpu.PAGE)
+        if division is not None:
+            return sum(in_ram(model, workload(model, shorter), division).values()) > ram
         if engine.selector != "auto" and selection.bundles is not None:
             return ram_bytes(model, shorter, selection) > ram
-        if not placement.layers and ram_bytes(model, shorter) <= ram:
-            return False
-        dense = place_on_disk(replace(placed, engine=shorter, selection=DENSE), model, ram, host_bytes)
+        dense = placed_in(replace(placed, engine=shorter, selection=DENSE), model, ram)
         return isinstance(dense, RequestError) or dense.placement.disk is not None
 
     context = context_of(model, engine)

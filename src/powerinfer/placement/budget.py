@@ -5,12 +5,13 @@ are exact; a GPU's working memory is an estimate from above with a stated margin
 really takes is measured once it is there (`hybrid/vram.py`).
 
 Priority on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
-(attention runs where its cache is) and its predictor; the output head; what is left is for hot neurons. The
-layers that do not fit run on the CPU as a whole. A small part of the room for neurons is used for buffers that stream
-those in RAM, and these layers, to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds
-runtime, working memory, the embedding and every dense part that is not on the GPU; what is left is for the other
-neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where RAM does
-not hold all of it, or not the experts that a GPU does not have, `disk.plan_disk` says what stays on disk.
+(attention runs where its cache is) and its predictor, or its FFN where every neuron is computed; the output head; what
+is left is for hot neurons. The layers that do not fit run on the CPU as a whole. A small part of the room for neurons
+is used for buffers that stream those in RAM, and these layers, to the GPU for long prompts (devices/stage.py), if every
+neuron still fits. RAM holds runtime, working memory, the embedding and every dense part that is not on the GPU; what is
+left is for the other neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for
+prompts; where RAM does not hold all of it, or not the experts that a GPU does not have, `disk.plan_disk` says what
+stays on disk.
 """
 
 from __future__ import annotations
@@ -150,6 +151,11 @@ class Claims:
     cpu_gate: int = 0
     passes: bool = False
     buffered: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Layers are on the GPU as a whole, and no experts: nothing is split."""
+        return self.gpu_layers > 0 and not self.bundles and self.slots is None
 
     def without_buffers(self) -> Claims:
         """The same without buffers for long prompts."""
@@ -372,9 +378,10 @@ def claim(
     cached: bool = False,
     disk: bool = False,
 ) -> Claims | RequestError:
-    """Place the dense parts, and experts. Without a layer on a GPU, and with `disk` of a model of experts, less than
-    nothing may be left of RAM. Returns the error, with the minimum, if they do not fit into RAM and VRAM together;
-    RequestError for budgets beyond the machine's.
+    """Place the dense parts, whole layers where every neuron is computed, and experts. Without a layer on a GPU, and
+    with `disk` of whole layers, less than nothing may be left of RAM. Returns the error, with the minimum, if they do
+    not fit into RAM and VRAM together; RequestError for budgets beyond the machine's.
+
     frequencies: how often each expert is selected, None: not known; cached: RAM has those on the GPU too."""
     vram, ram = budgets(hardware, vram, ram)
     if any(model.n_experts):
@@ -383,6 +390,11 @@ def claim(
             return _too_large(model, found.gpu, found.cpu, ram, hardware)
         if found is not None:
             return found
+        vram = 0
+    elif work.selector == "all":
+        whole = whole_layers(model, hardware, work, vram)
+        if whole[0]:
+            return claim_layers(model, hardware, work, (vram, ram), whole, disk)
         vram = 0
     layers, head = layers_that_fit(model, hardware, work, vram)
     if not layers:
@@ -409,11 +421,41 @@ def claim(
     return Claims(layers, head, *held, pitch, True, False, staging, passes=passes, buffered=buffered)
 
 
+def claim_layers(
+    model: Model,
+    hardware: Hardware,
+    work: Workload,
+    limits: tuple[int, int],
+    placed: tuple[int, bool, int],
+    disk: bool = False,
+) -> Claims | RequestError:
+    """The first layers on the GPU as a whole, at least one, the head, and a buffer that streams the others if RAM has
+    room for it; placed: as `whole_layers` gives them. The error if RAM does not hold the others: with `disk` less than
+    nothing may be left, unless the head is on the GPU. limits: VRAM and RAM."""
+    (vram, ram), (layers, head, staging) = limits, placed
+    division = Division(layers, head, host_bytes=hardware.host_bytes)
+    gpu, cpu = on_gpu(model, hardware, work, division, dense=True), in_ram(model, work, division)
+    gpu_left, left = vram - sum(gpu.values()), ram - sum(cpu.values())
+    streamed = streamed_in_ram(model, work, layers, staging)
+    staging = staging if streamed <= left else 0
+    if staging:
+        passing = streamed_on_gpu(model, work, layers, 0)
+        gpu, cpu = gpu | {"passing": passing}, cpu | {"passing": streamed - staged_in_ram(staging)}
+        gpu_left, left = gpu_left - staged_on_gpu(staging) - passing, left - streamed
+    if left < 0 and (head or not disk):
+        needed, held = gib(sum(cpu.values())), "layer" if layers == 1 else f"{layers} layers"
+        return RequestError(
+            f"{model.name} needs {needed} of RAM beside the {held} that --vram holds: give --ram {needed}, or more "
+            "--vram"
+        )
+    return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, passes=staging > 0)
+
+
 def _passing(model: Model, work: Workload, layers: int, room: int, left: int) -> tuple[int, int, int] | None:
     """Bytes of a staging buffer through which the layers behind the first `layers` stream, too, and what that takes
     beside buffers on the GPU and in RAM; None: there are none, or there is no room for it. room: bytes on the GPU, with
     those that groups of neurons would share: without neurons there nothing is shared."""
-    if layers == model.config.n_layers or work.selector == "all" or work.chunk <= kernels.FEW:
+    if layers == model.config.n_layers or work.chunk <= kernels.FEW:
         return None
     beside = streamed_on_gpu(model, work, layers, 0, dense=False)
     limit = max(0, room - beside) // (PASSED * staged_on_gpu(1))
@@ -519,7 +561,7 @@ def _staging(model: Model, work: Workload, gpu_left: int, left: int) -> int:
     """Bytes of a staging buffer: the most with which all neurons still fit. 0 if no prompt needs one."""
     sizes = [-(-size // GROUP) for size in model.config.ffn_sizes]
     gpu_group, ram_group = GROUP * model.gpu_neuron, GROUP * model.bundle.pitch
-    if work.selector == "all" or work.chunk <= kernels.FEW:
+    if work.chunk <= kernels.FEW:
         return 0
     limit = gpu_left // (STAGED * staged_on_gpu(1))
     while size := buffer_bytes(model.bundle, model.config.widest_ffn, limit):

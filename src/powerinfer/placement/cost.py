@@ -308,14 +308,23 @@ def expert_seconds(
 
 
 def split_experts(
-    cpu: Device, gpu: Device, model: Model, reads: Mapping[int, ExpertsRead], layers: int, groups: int, sync: float
+    cpu: Device,
+    gpu: Device,
+    model: Model,
+    reads: Mapping[int, ExpertsRead],
+    layers: int,
+    groups: int,
+    batch: int,
+    sync: float,
 ) -> FfnTime:
     """FFNs of the first layers, [layers, groups + 1], that do not depend on groups of neurons. reads: of those that
     have experts; others are on the GPU as a whole."""
     times = np.zeros((3, layers, groups + 1))
     for layer in range(layers):
-        times[0, layer] = matrix_seconds(gpu, model.beside[layer], False) + 1e-6 * gpu.op_us
-        if (read := reads.get(layer)) is not None:
+        beside, read = matrix_seconds(gpu, model.beside[layer], False), reads.get(layer)
+        share = model.config.layers[layer].ffn.share_read(batch) if read is None else 1.0
+        times[0, layer] = share * beside + 1e-6 * gpu.op_us
+        if read is not None:
             n = model.n_experts[layer]
             times[0, layer] += read.hot / n * matrix_seconds(gpu, model.experts[layer], False) + 2e-6 * gpu.op_us
             times[1, layer] = read.cold / n * matrix_seconds(cpu, model.experts[layer], True)

@@ -80,8 +80,7 @@ these."""
 class DiskPlan:
     """about: what stays on disk; held: bytes in RAM by use, which fit; streamed: bytes that every step reads; resting:
     bytes of what stays on disk, by use. reading: bytes in order that a disk reads in the time of all that a step is
-    expected to read, small reads among them; None: how often neurons fire is not known. ram: the budget; host_bytes:
-    those of a GPU's libraries in it."""
+    expected to read, small reads among them; None: how often neurons fire is not known. ram: the budget."""
 
     about: OnDisk
     held: Footprint
@@ -89,7 +88,6 @@ class DiskPlan:
     resting: Footprint = field(default_factory=dict)
     reading: float | None = None
     ram: int = 0
-    host_bytes: int = 0
 
     @property
     def why(self) -> str:
@@ -221,7 +219,7 @@ class _Budget:
         profile: Profile | None,
     ) -> None:
         self._model, self._work, self._ram, self._experts = model, work, ram, experts
-        self._first, self._host_bytes = division.layers, division.host_bytes
+        self._first = division.layers
         self.table = 0 if "embed" in model.converted else model.tables  # mapped: the system may take its pages
         self._neurons = neurons = _neurons(model, work, threads) if bundled else {}
         self.held = in_ram(model, work, division)
@@ -315,7 +313,7 @@ class _Budget:
         reading: float | None = None if neurons else dense
         if self._hottest:
             reading = dense + self._hottest.read(for_neurons)
-        return DiskPlan(about, held, dense, self._resting(streamed), reading, self._ram, self._host_bytes)
+        return DiskPlan(about, held, dense, self._resting(streamed), reading, self._ram)
 
     def _resting(self, streamed: Sequence[Unit]) -> Footprint:
         """Bytes on disk by use."""

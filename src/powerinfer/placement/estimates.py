@@ -13,16 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from powerinfer.errors import PowerInferError
+from powerinfer.errors import PowerInferError, demand
 from powerinfer.formats.catalogue import CatalogueModel, Download, catalogue
 from powerinfer.formats.catalogue_names import short_name
-from powerinfer.hardware.description import Device, Hardware
+from powerinfer.hardware.description import Hardware
 from powerinfer.neurons import Profile
-from powerinfer.placement.budget import Division, budgets, in_ram, layers_that_fit, on_gpu, whole_layers
-from powerinfer.placement.cost import attention_seconds, end_seconds, matrix_seconds
+from powerinfer.placement.budget import Division, budgets, in_ram, layers_that_fit, on_gpu
 from powerinfer.placement.mixes import read_dtype
-from powerinfer.placement.plan import Plan, PlanRequest, make_plan
-from powerinfer.placement.plan_document import Help, PlanDocument
+from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import Model, described_model, find_shape, shape_names
@@ -39,18 +37,6 @@ LARGER = 30.0
 _REQUESTS = 8  # that decode together, as the engine's own default
 _CHUNK = 512
 _KEPT = 0.9  # of the experts on the GPU that a longer context may not take away
-
-
-@dataclass(frozen=True)
-class WholeLayers:
-    """Layers on a GPU as a whole, the first ones, and the output head; the others are in RAM. seconds, layer_seconds:
-    of a token; fits: RAM holds them."""
-
-    layers: int
-    head: bool
-    seconds: float
-    layer_seconds: tuple[float, ...]
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -161,115 +147,30 @@ def estimate(shape: str, quantisation: str | None, hardware: Hardware, context: 
         model, profile, hardware, context=context, chunk=_CHUNK, requests=_REQUESTS, selector="all"
     )
     try:
-        return _of_experts(request) if any(model.n_experts) else _of_dense(request)
+        plan = demand(place(request))
+        return Estimate(1 / plan.choice.seconds, _context(request), *_where(plan))
     except PowerInferError:
         return None
 
 
-def _of_dense(request: PlanRequest) -> Estimate:
-    model = request.model
-    whole = by_whole_layers(request)
-    if whole is None or not whole.fits:
-        plan = make_plan(replace(request, vram=0))
-        seconds, disk = plan.choice.seconds, plan.claims.disk is not None
-        where = "RAM, disk" if disk else "RAM"
-        return Estimate(1 / seconds, _context(request), "disk" if disk else "ram", where)
-    every = model.config.n_layers
-    place = "gpu" if whole.layers == every and whole.head else "split"
-    where = "GPU" if place == "gpu" else f"{whole.layers} of {every} layers GPU, RAM"
-    if whole.layers == every and not whole.head:
-        where = "GPU, output head RAM"
-    return Estimate(1 / whole.seconds, _context(request), place, where)
-
-
-def _of_experts(request: PlanRequest) -> Estimate:
-    plan, model = make_plan(request), request.model
-    claims, every = plan.claims, sum(model.n_experts)
-    if claims.slots is None:
-        disk = claims.disk is not None
-        place, where = ("disk", "RAM, experts disk") if disk else ("ram", "RAM")
-    else:
-        share = 100 * sum(claims.slots) // every
+def _where(plan: Plan) -> tuple[str, str]:
+    """`place` and `where` of an estimate."""
+    claims, config = plan.claims, plan.request.model.config
+    experts, disk = sum(plan.request.model.n_experts), claims.disk is not None
+    if not claims.gpu_layers:
+        return ("disk", "RAM, experts disk" if experts else "RAM, disk") if disk else ("ram", "RAM")
+    every, others = claims.gpu_layers == config.n_layers, ", RAM, disk" if disk else ", RAM"
+    if experts:
+        share = 100 * sum(claims.slots or ()) // experts
+        there = f"{'' if every else f'{claims.gpu_layers} layers, '}{share} % of experts GPU"
         whole = share == 100 and claims.gpu_head
-        place = "disk" if claims.disk is not None else "gpu" if whole else "split"
-        layers = "" if claims.gpu_layers == model.config.n_layers else f"{claims.gpu_layers} layers, "
-        others = ", RAM, disk" if place == "disk" else ", RAM"
-        where = "GPU" if place == "gpu" else f"{layers}{share} % of experts GPU{others}"
-    return Estimate(1 / plan.choice.seconds, _context(request), place, where)
-
-
-def by_whole_layers(request: PlanRequest) -> WholeLayers | None:
-    """The placement of a load without bundles, of a model without experts: whole layers on the GPU. None: none fits."""
-    model, hardware, work = request.model, request.hardware, replace(request.workload, selector="all")
-    gpu, cpu = hardware.gpu, hardware.cpu
-    vram, ram = budgets(hardware, request.vram, request.ram)
-    layers, head, _ = whole_layers(model, hardware, work, vram)
-    if gpu is None or not layers:
-        return None
-    seconds = 1e-6 * (cpu.step_us + 2 * hardware.sync_us)
-    each = tuple(
-        _layer_seconds(gpu if layer < layers else cpu, request, layer, layer >= layers)
-        for layer in range(model.config.n_layers)
-    )
-    seconds += sum(each)
-    seconds += end_seconds(gpu if head else cpu, model, not head)
-    if head:
-        seconds += 4 * request.batch * model.config.vocab_size / (1e9 * hardware.copy_gb_s)
-    needed = sum(in_ram(model, work, Division(layers, head, host_bytes=hardware.host_bytes)).values())
-    return WholeLayers(layers, head, seconds, each, needed <= ram)
-
-
-def with_whole_layers(plan: Plan, document: PlanDocument) -> PlanDocument:
-    """The document of what a load places, where that is layers as a whole: of dense models of which every neuron is
-    computed. The plan's own where all neurons are on one device, or RAM does not hold the other layers."""
-    request, model, claims = plan.request, plan.request.model, plan.claims
-    split = claims.gpu_layers and claims.slots is None and any(layer.cpu for layer in document.layers)
-    whole = by_whole_layers(request) if split and request.selector == "all" else None
-    if whole is None or not whole.fits:
-        return document
-    work, tok_s = request.workload, request.batch / whole.seconds
-    division = Division(whole.layers, whole.head, host_bytes=request.hardware.host_bytes)
-    held, rest = on_gpu(model, request.hardware, work, division, dense=True), in_ram(model, work, division)
-    read = [sum(one.stored for one in (*model.attention[at], *model.ffn[at])) for at in range(model.config.n_layers)]
-    there = sum(read[: whole.layers]) + whole.head * model.head.stored
-    sizes, share = document.sizes, sum(document.sizes[: whole.layers]) / max(1, sum(document.sizes))
-    layers = [
-        replace(layer, gpu=size, cpu=0, mass_on_gpu=1.0, seconds={"other": seconds})
-        if layer.layer < whole.layers
-        else replace(layer, gpu=0, cpu=size, mass_on_gpu=0.0, seconds={"other": seconds})
-        for layer, size, seconds in zip(document.layers, sizes, whole.layer_seconds, strict=True)
-    ]
-    why = f"{whole.layers} of {model.config.n_layers} layers are on the GPU as a whole: a load does not split them"
-    every = sum(on_gpu(model, request.hardware, work, Division(model.config.n_layers, True), dense=True).values())
-    gpu = request.hardware.gpu
-    assert gpu is not None
-    return replace(
-        document,
-        policy="layers",
-        optimal=None,
-        mass_on_gpu=share,
-        work_on_gpu=there / (sum(read) + model.head.stored),
-        bytes={"gpu": _some(held), "cpu": _some(rest), "disk": {}},
-        activations={"gpu": share, "cpu": 1 - share, "disk": 0.0},
-        gpu_layers=whole.layers,
-        layers=layers,
-        predicted=replace(
-            document.predicted, decode_tok_s=tok_s, ms_per_token=1e3 / tok_s, dense_tok_s=tok_s, policies={}
-        ),
-        reasons=[why],
-        helps=[Help("all layers on the GPU", "--vram", every, every <= gpu.memory_bytes)],
-    )
-
-
-def _some(held: dict[str, int]) -> dict[str, int]:
-    return {use: n for use, n in held.items() if n}
-
-
-def _layer_seconds(device: Device, request: PlanRequest, layer: int, panels: bool) -> float:
-    attention = attention_seconds(
-        device, request.model, layer, request.kv_type, request.past, request.batch, panels, ffn=False
-    )
-    return attention + matrix_seconds(device, request.model.ffn[layer], panels) + 1e-6 * device.op_us
+    else:
+        there = "GPU, output head" if every else f"{claims.gpu_layers} of {config.n_layers} layers GPU"
+        others = " RAM" if every else others
+        whole = every and claims.gpu_head
+    if whole and not disk:
+        return "gpu", "GPU"
+    return "disk" if disk else "split", there + others
 
 
 def _context(request: PlanRequest) -> int:

@@ -201,21 +201,6 @@ def slots_in_least_time(
     return {layer: best[layer] for layer in frequencies}
 
 
-def fewer_slots(slots: Mapping[int, int], experts: Mapping[int, int]) -> dict[int, int]:
-    """An eighth fewer, at least one: of layers with slots for some of their experts, those with most first; then of
-    those with slots for all, the last ones first."""
-    kept, lacking = dict(slots), -(-sum(slots.values()) // 8)
-    some = [layer for layer, n in slots.items() if n < experts[layer]]
-    for _ in range(min(lacking, sum(slots[layer] for layer in some))):
-        kept[max(some, key=lambda layer: (kept[layer], layer))] -= 1
-    lacking -= sum(slots.values()) - sum(kept.values())
-    for layer in sorted((layer for layer in slots if layer not in some), reverse=True):
-        less = min(slots[layer], lacking)
-        kept[layer] -= less
-        lacking -= less
-    return kept
-
-
 def slots_evenly(experts: Mapping[int, int], nbytes: Mapping[int, int], budget: int) -> dict[int, int]:
     """The same number in every layer, as far as its experts go, and one more in the first where some is left."""
     slots = dict.fromkeys(experts, 0)

@@ -3,9 +3,10 @@
     plan = make_plan(PlanRequest(model, profile, hardware, vram=8 << 30, ram=16 << 30))
     placement = plan.placement(profile)
 
-The dense parts claim their room first (`budget.py`); the neurons share what is left, as a policy decides (`solver.py`)
-by what they cost (`cost.py`). A plan is kept beside the model as plan-KEY.json, under a key of all it depends on, so
-another budget, context, machine, profile or version is another plan.
+The dense parts claim their room first (`budget.py`), whole layers where every neuron is computed, and experts with
+them; single neurons share what is left, as a policy decides (`solver.py`) by what they cost (`cost.py`). A plan is kept
+beside the model as plan-KEY.json, under a key of all it depends on, so another budget, context, machine, profile or
+version is another plan.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from powerinfer.placement.budget import (
     Workload,
     budgets,
     claim,
+    claim_layers,
     gib,
     in_ram,
     least_ram,
@@ -65,7 +67,6 @@ from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
     FORMAT,
     Budgets,
-    Groups,
     Help,
     LayerPlan,
     PlanDocument,
@@ -105,7 +106,8 @@ class PlanRequest:
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
-    room for bundles beside dense matrices. scratch, moves: as of `Workload`.
+    room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves: as of
+    `Workload`.
     """
 
     model: Model
@@ -127,6 +129,7 @@ class PlanRequest:
     cached: bool = False
     hits: Hits | None = None
     chosen: bool = False
+    profiled: bool = True
     scratch: int | None = None
     moves: bool = False
 
@@ -160,8 +163,18 @@ class PlanRequest:
         """The claims; the error where the budgets are too small."""
         model, work = self.model, self.workload
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
-        if isinstance(claims, RequestError):
-            return claims
+        return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
+
+    def claims_of_layers(self, layers: int, head: bool, staging: int, rests: bool = True) -> Claims | RequestError:
+        """The claims of the first layers, at least one, as a whole, with a buffer that streams the others. The error
+        where RAM does not hold these, and they do not stay on disk (rests: they may, unless the GPU has the head)."""
+        limits = budgets(self.hardware, self.vram, self.ram)
+        claims = claim_layers(self.model, self.hardware, self.workload, limits, (layers, head, staging), rests)
+        return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
+
+    def _rest_on_disk(self, claims: Claims) -> Claims | RequestError:
+        """The claims with what RAM does not hold on disk; the error where it does not hold the least."""
+        model, work = self.model, self.workload
         _, ram = budgets(self.hardware, self.vram, self.ram)
         whole = least_ram(model, work)
         if claims.cpu_left >= 0 if claims.gpu_layers else ram >= whole:
@@ -172,7 +185,8 @@ class PlanRequest:
             disk = plan_disk(model, work, ram, threads, self.division(claims), whole=sum(claims.cpu.values()))
         else:
             bundled = self.selector != "all"
-            disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=self.profile)
+            profile = self.profile if self.profiled else None
+            disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=profile)
         if isinstance(disk, RequestError):
             return disk
         left = ram - sum(disk.held.values())
@@ -187,22 +201,32 @@ class PlanRequest:
         """The claims; the error, with the minimum, where a GPU is used and something would stay on disk."""
         return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
 
-    def settled(self) -> PlanRequest:
-        """The same with the selector that a load without a GPU takes: `auto` uses no bundles where RAM holds only the
-        dense matrices, or not what bundles on disk need beside them, or where dense matrices are read in less time."""
+    def settled(self, rests: bool = True, ram: str = "RAM") -> tuple[PlanRequest, str]:
+        """The same with the selector that a load without a GPU takes, and the reason, for people, if that is another:
+        `auto` uses no bundles where RAM holds only the dense matrices, or not what bundles on disk need beside them, or
+        where dense matrices are read in less time. rests: weights may stay on disk; ram: what people call the budget.
+        """
         if not self.chosen or self.selector == "all":
-            return self
-        dense = replace(self, selector="all", chosen=False)
-        bundled = self.claims_if_any()
-        if isinstance(bundled, RequestError):
-            return self if self.hardware.gpu is not None and self.vram != 0 else dense
-        if bundled.disk is None:
-            return self
+            return self, ""
+        dense, bundled = replace(self, selector="all", chosen=False), self.claims_if_any()
+        known = None if isinstance(bundled, RequestError) else bundled
+        beside = self.hardware.gpu is not None and self.vram != 0 if known is None else known.gpu_layers > 0
+        _, budget = budgets(self.hardware, self.vram, self.ram)
+        both, alone = (least_ram(self.model, one.workload) for one in (self, dense))
+        if beside or budget >= both:
+            return self, ""
+        if budget >= alone or not rests:
+            return dense, f"{ram} does not hold bundles beside the dense weights"
+        if known is None:
+            return dense, f"{ram} does not hold what bundles on disk need"
         other = dense.claims_if_any()
-        if isinstance(other, RequestError):
-            return self
-        beaten = not bundled.gpu_layers and better_densely(other.disk, bundled.disk)
-        return dense if other.disk is None or beaten else self
+        if isinstance(other, RequestError) or known.disk is None:
+            return self, ""
+        if other.disk is None:
+            return dense, f"{ram} does not hold bundles beside the dense weights"
+        if better_densely(other.disk, known.disk):
+            return dense, "dense weights are read in less time than single neurons"
+        return self, ""
 
     def vram_for(self, groups: int = 0) -> int:
         """Bytes of VRAM for all dense parts and that number of groups of neurons, buffers for cold ones included."""
@@ -242,7 +266,7 @@ class PlanRequest:
             "group": GROUP,
             "ram_method": RAM_ACCOUNTING,
         }
-        own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits")
+        own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits", "profiled")
         for name, known in (("experts", self.frequencies), ("hits", self.hits)):
             if known is not None:
                 pairs = sorted((layer, each.tobytes()) for layer, each in known.items())
@@ -386,7 +410,7 @@ class Plan:
         request = self.request
         if request.selector == "all":
             return request.batch / self.choice.seconds
-        dense = plan_if_any(replace(request, selector="all", policy="time"))
+        dense = place(replace(request, selector="all", policy="time"))
         return None if isinstance(dense, RequestError) else request.batch / dense.choice.seconds
 
     @property
@@ -449,7 +473,7 @@ class Plan:
             quantize=request.model.quantize,
             weight_type=request.model.weight_type,
             profile=request.profile.digest,
-            policy=request.policy,
+            policy="layers" if self.claims.whole else request.policy,
             selector=request.selector,
             budgets=Budgets(vram, ram),
             context=request.context,
@@ -490,7 +514,6 @@ class Plan:
             reasons=list(self.reasons),
             helps=list(self.helps),
             hardware=request.hardware.name,
-            groups=Groups(GROUP, list(choice.gpu), list(choice.kept)),
             path=None if path is None else str(path),
         )
 
@@ -499,16 +522,19 @@ class Plan:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Make the plan. RequestError if the budgets are too small for the dense part, or for the model without a disk."""
-    return demand(plan_if_any(request))
+    """`place`, whose error is raised."""
+    return demand(place(request))
 
 
-def plan_if_any(request: PlanRequest) -> Plan | RequestError:
-    """The plan; the error where the budgets are too small."""
+def place(request: PlanRequest) -> Plan | RequestError:
+    """The place of whole layers, neurons and experts, for a load and for `powerinfer plan`. The error if the budgets
+    are too small for the dense part, or for the model without a disk."""
     plan = _split_plan(request)
-    if isinstance(plan, RequestError) or request.policy != "time" or not plan.claims.gpu_layers or request.insist:
+    if isinstance(plan, RequestError) or request.policy != "time" or request.insist:
         return plan
-    alone = plan_if_any(replace(request, vram=0).settled())
+    if not plan.claims.gpu_layers or plan.claims.whole:
+        return plan
+    alone = place(replace(request, vram=0).settled()[0])
     if isinstance(alone, RequestError) or alone.choice.seconds >= plan.choice.seconds:
         return plan
     slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
@@ -607,6 +633,8 @@ def with_working_memory(plan: Plan, nbytes: int) -> Plan | RequestError | None:
 def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLICIES) -> Plan:
     """Place the neurons into the memory that the dense parts leave. policies: those to solve, the request's own too."""
     tables = {False: _tables(request, claims, _orders(request, "time"))}
+    if claims.whole:
+        policies = (request.policy,)
     shuffled = claims.gpu_layers and "random" in policies
     tables[True] = _tables(request, claims, _orders(request, "random")) if shuffled else tables[False]
     others: dict[str, Choice] = {}
@@ -615,7 +643,7 @@ def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLI
     others = {policy: others[policy] for policy in policies}
     choice = others[request.policy]
     helps = _helps(request, claims, choice, tables[False])
-    return Plan(request, claims, choice, others, _reasons(request, claims, choice), helps)
+    return Plan(request, claims, choice, {} if claims.whole else others, _reasons(request, claims, choice), helps)
 
 
 def _from_disk(request: PlanRequest, claims: Claims, disk: DiskPlan) -> Plan | RequestError:
@@ -653,9 +681,8 @@ def _from_disk(request: PlanRequest, claims: Claims, disk: DiskPlan) -> Plan | R
 
 
 def _with_reads(plan: Plan, disk: DiskPlan) -> Plan:
-    """A plan of experts on a GPU and in RAM, with the time that reading the others takes."""
+    """A plan of experts or layers on a GPU and in RAM, with the time that reading the others takes."""
     request, claims, choice = plan.request, plan.claims, plan.choice
-    assert claims.slots is not None
     if request.hardware.disk is None:
         unknown = f"a step reads {disk.why}; {request.hardware.name} describes no disk, so the estimate is without that"
         return replace(plan, reasons=(*plan.reasons, unknown))
@@ -664,6 +691,7 @@ def _with_reads(plan: Plan, disk: DiskPlan) -> Plan:
         seconds = own["other"] + max(own["gpu"], own["cpu"] + own["sync"])
         found = OnGpu(seconds)
         if layer in reads:
+            assert claims.slots is not None
             with_ram = claims.slots[layer] + disk.about.experts.get(layer, 0)
             beside = replace(claims, slots=(*claims.slots[:layer], with_ram, *claims.slots[layer + 1 :]))
             missed = request.experts_read(beside)[layer].cold
@@ -726,12 +754,12 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
         cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
     devices = [gpu if gpu is not None and layer < first else cpu for layer in range(layers)]
-    split_experts = [claims.slots is not None and layer < first for layer in range(layers)]
+    whole_ffn = [not claims.bundles and layer < first for layer in range(layers)]
     attention = np.array([
         cost.attention_seconds(
-            device, model, layer, request.kv_type, request.past, request.batch, panels=device is cpu, ffn=not split
+            device, model, layer, request.kv_type, request.past, request.batch, panels=device is cpu, ffn=not whole
         )
-        for layer, (device, split) in enumerate(zip(devices, split_experts, strict=True))
+        for layer, (device, whole) in enumerate(zip(devices, whole_ffn, strict=True))
     ])  # fmt: skip
     parallel = np.array([layer.parallel for layer in config.layers])
     beside_attention = np.where(parallel, attention, 0.0)  # the CPU's neurons do not wait for attention
@@ -767,16 +795,16 @@ def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> 
 
 
 def _ffn_time(request: PlanRequest, claims: Claims, expected: cost.Expected, cpu: Device, way: str) -> cost.FfnTime:
-    """The time of FFNs on a way, split where the GPU has the layer."""
+    """The time of FFNs on a way: of the GPU's layers split by neurons or experts, or there as a whole."""
     model, gpu, first = request.model, request.hardware.gpu, claims.gpu_layers
     ffn, sync = cost.cpu_time(cpu, expected, model, way, claims.panels), 1e-6 * request.hardware.sync_us
     if gpu is None or not first:
         return ffn
-    if claims.slots is None:
+    if claims.bundles:
         split = cost.split_time(cpu, gpu, expected, model, way, sync)
     else:
         reads, groups = request.experts_read(claims), expected.sums.shape[1] - 1
-        split = cost.split_experts(cpu, gpu, model, reads, first, groups, sync)
+        split = cost.split_experts(cpu, gpu, model, reads, first, groups, request.batch, sync)
     for total, part in ((ffn.gpu, split.gpu), (ffn.cpu, split.cpu), (ffn.sync, split.sync)):
         total[:first] = part[:first]
     return ffn
@@ -885,6 +913,10 @@ def _placed(
 ) -> tuple[solver.Numbers, solver.Numbers, bool | None, float]:
     """(groups of each layer on the GPU, groups kept in memory, whether that is optimal, seconds) of a policy."""
     layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
+    if not claims.bundles:  # then the dense parts are all that is placed
+        proven = (policy in ("time", "ilp") and not claims.whole) or None
+        there = np.where(np.arange(layers) < claims.gpu_layers * claims.whole, groups, 0)
+        return there, np.full(layers, groups), proven, 0.0
     room, ram = _capacities(request, claims)
     if policy == "time":
         solved = [others[name] for name in ("ilp", "greedy") if name in others]
@@ -956,9 +988,14 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
     model, first = request.model, claims.gpu_layers
     reads = request.experts_read(claims)
     attention = []
+    if claims.whole:
+        of_neurons = of_all_neurons = 0.0
     for layer, own in enumerate(model.attention):
         held: float = sum(one.stored for one in own)
-        if layer in reads:  # and what the CPU reads of the layer's experts
+        if claims.whole:
+            share = model.config.layers[layer].ffn.share_read(request.batch)
+            held += share * sum(one.stored for one in model.ffn[layer])
+        elif layer in reads:  # and what the CPU reads of the layer's experts
             held += sum(one.stored for one in model.beside[layer]) + reads[layer].hot * model.expert_bytes(layer)[0]
             of_all_neurons += reads[layer].cold * model.expert_bytes(layer)[0]
         else:
@@ -989,6 +1026,10 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
     reasons = []
     if not claims.gpu_layers:
         reasons.append(_why_no_gpu(request))
+    elif claims.whole and not claims.gpu_head:
+        every = "the output head does not fit" if claims.gpu_layers == config.n_layers else "a load does not split them"
+        held = f"{claims.gpu_layers} of {config.n_layers} layers"
+        reasons.append(f"{held} are on the GPU as a whole: {every}")
     elif claims.gpu_layers < config.n_layers:
         reasons.append(
             f"attention and KV cache of {claims.gpu_layers} of {config.n_layers} layers fit on the GPU; "
@@ -996,7 +1037,7 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
         )
     elif not claims.gpu_head:
         reasons.append("attention of all layers is on the GPU; the output head does not fit")
-    if not claims.bundles:
+    if not claims.bundles and not claims.whole:
         reasons.append(_what_is_read(request, claims))
     if claims.bundles:
         each = zip(config.ffn_sizes, choice.kept, request.model.bundles, strict=True)
@@ -1010,8 +1051,6 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
                 reasons.append(f"{size} of neurons stay on disk and are read when they are selected")
             elif claims.slots_beside:
                 reasons.append(f"{size} of neurons stay on disk and are read when they fire; RAM has their gates")
-            elif request.selector == "all":
-                reasons.append(f"{size} of neurons fit into neither memory, and a load places whole layers instead")
             else:
                 refused = "places whole layers instead" if request.chosen else "is refused"
                 gates = "" if request.selector == "predicted" else ", and the gates of those of the other layers"
@@ -1056,18 +1095,18 @@ def _what_is_read(request: PlanRequest, claims: Claims) -> str:
 
 def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables) -> tuple[Help, ...]:
     """The next budgets at which more fits."""
-    model, hardware, layers = request.model, request.hardware, request.model.config.n_layers
+    model, hardware, layers, work = request.model, request.hardware, request.model.config.n_layers, request.workload
     vram, _ = budgets(hardware, request.vram, request.ram)
     helps = []
-    if hardware.gpu is not None and vram and any(model.n_experts):
+    if hardware.gpu is not None and vram and (any(model.n_experts) or work.selector == "all"):
         of_ram: tuple[Help, ...] = ()
         if claims.disk is not None:
-            needed = sum(in_ram(model, request.workload, request.division(claims)).values())
+            needed = sum(in_ram(model, work, request.division(claims)).values())
             of_ram = (Help("everything in memory", "--ram", needed, needed <= hardware.cpu.memory_bytes),)
-        return _helps_of_experts(request, vram, hardware.gpu.memory_bytes) + of_ram
+        return _helps_of_layers(request, vram, hardware.gpu.memory_bytes) + of_ram
     if hardware.gpu is not None and vram:
-        dense = model, hardware, request.workload
-        what = "attention, KV cache and predictors" if request.workload.predicted else "attention and KV cache"
+        dense = model, hardware, work
+        what = "attention, KV cache and predictors" if work.predicted else "attention and KV cache"
         goals = [(f"{what} of all layers on the GPU", sum(on_gpu(*dense, Division(layers)).values()))]
         goals.append(("the output head on the GPU", sum(on_gpu(*dense, Division(layers, True)).values())))
         for share in (0.5, 0.8, 1.0):
@@ -1085,14 +1124,17 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     return tuple(helps)
 
 
-def _helps_of_experts(request: PlanRequest, vram: int, most: int) -> tuple[Help, ...]:
-    """The same for a model of experts, in VRAM. most: that of the machine."""
+def _helps_of_layers(request: PlanRequest, vram: int, most: int) -> tuple[Help, ...]:
+    """The same for layers as a whole, with experts or without, in VRAM. most: that of the machine."""
     model, layers = request.model, request.model.config.n_layers
 
     def needed(head: bool, share: float) -> int:
         division = Division(layers, head, tuple(math.ceil(share * n) for n in model.n_experts))
         return sum(on_gpu(model, request.hardware, request.workload, division, dense=True).values())
 
+    if not any(model.n_experts):
+        every = needed(True, 0.0)
+        return (Help("all layers on the GPU", "--vram", every, every <= most),) if every > vram else ()
     goals = [("attention and KV cache of all layers on the GPU", needed(False, 0.0))]
     goals.append(("the output head on the GPU", needed(True, 0.0)))
     for share in (0.25, 0.5, 0.75, 1.0):
@@ -1131,87 +1173,12 @@ def save_plan(plan: Plan, folder: Path) -> Path:
     return path
 
 
-def read_plan(folder: Path, request: PlanRequest) -> Plan | None:
-    """The saved plan of exactly this request, without the other policies; None if there is none.
-
-    ModelError for a file that is not a plan within the request's budgets.
-    """
-    found = _read(folder, request)
-    return None if found is None else found[0]
-
-
 def kept_document(folder: Path, request: PlanRequest) -> PlanDocument | None:
-    """The document of the same plan."""
-    found = _read(folder, request)
-    return None if found is None else found[1]
-
-
-def _read(folder: Path, request: PlanRequest) -> tuple[Plan, PlanDocument] | None:
+    """The document of exactly this request's plan; None if there is none. ModelError for a file that is none."""
     path = plan_path(folder, request)
     if not path.is_file():
         return None
     document = read_plan_document(path)
-    try:
-        return _of_document(document, request), document
-    except ValueError as error:
-        why = f"not the plan that its name says ({error}); `powerinfer plan` makes it again"
-        raise ModelError(f"{path}: {why}") from None
-
-
-def _of_document(document: PlanDocument, request: PlanRequest) -> Plan:
-    """The plan of this request; ValueError if the document is not one. Only checked fields are used."""
-    profile = request.profile
     if document.key != request.key:
-        raise ValueError("another key")
-    used = document.gpu_layers
-    claims = (request if used else replace(request, vram=0).settled()).claims()
-    if used != claims.gpu_layers:
-        raise ValueError("other layers on the GPU")
-    _check_groups(document, request)
-    gpu, kept = document.groups.gpu, document.groups.kept
-    rests = any(n * GROUP < size for n, size in zip(kept, profile.sizes, strict=True))
-    if document.loads and rests and _may_rest(request, claims):
-        with_slots, _ = _claims_with_slots(request, claims)
-        if with_slots is None or not _are_kept(request, with_slots, gpu, kept):
-            raise ValueError("more than --ram holds")
-        claims = with_slots
-    _check_room(request, claims, gpu, kept)
-    choice = Choice(
-        gpu=tuple(gpu),
-        kept=tuple(kept),
-        layer_seconds=tuple(one.seconds for one in document.layers),
-        seconds=document.predicted.ms_per_token * request.batch / 1e3,
-        mass=tuple(one.mass_on_gpu for one in document.layers),
-        mass_on_gpu=document.mass_on_gpu,
-        work_on_gpu=document.work_on_gpu,
-        optimal=document.optimal,
-        solve_s=document.solve_s,
-    )
-    return Plan(request, claims, choice, {}, (), ())
-
-
-def _check_groups(document: PlanDocument, request: PlanRequest) -> None:
-    """ValueError unless the layers of the document have these groups."""
-    layers, groups, used = request.profile.n_layers, _groups(request), document.gpu_layers
-    gpu, kept = document.groups.gpu, document.groups.kept
-    if document.groups.size != GROUP:
-        raise ValueError("groups of another size")
-    if not len(gpu) == len(kept) == len(document.layers) == layers:
-        raise ValueError("another number of layers")
-    for layer in range(layers):
-        if not (gpu[layer] <= (groups if layer < used else 0) and gpu[layer] <= kept[layer] <= groups):
-            raise ValueError(f"layer {layer} does not have such groups")
-        if document.layers[layer].seconds.keys() != set(SECONDS):
-            raise ValueError(f"other times of layer {layer}")
-
-
-def _check_room(request: PlanRequest, claims: Claims, gpu: Sequence[int], kept: Sequence[int]) -> None:
-    """ValueError unless the budgets hold the groups."""
-    disk, everything = claims.disk, claims.cpu_neuron * request.model.config.n_neurons
-    on_gpu, in_ram = sum(gpu) * GROUP * request.model.gpu_neuron, (sum(kept) - sum(gpu)) * GROUP * claims.cpu_neuron
-    in_memory = None if disk is None or claims.gpu_layers else disk.kept(request.profile.sizes)
-    if in_memory is not None and list(kept) != [n // GROUP for n in in_memory]:
-        raise ValueError("other neurons in memory")
-    counts = claims.bundles and not claims.slots_beside
-    if on_gpu > claims.gpu_left or (counts and in_ram > claims.cpu_left < everything):
-        raise ValueError("more than the budgets hold")
+        raise ModelError(f"{path}: not the plan that its name says (another key); `powerinfer plan` makes it again")
+    return document

@@ -49,15 +49,6 @@ class Budgets:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Of each layer's groups of `size` neurons: how many the GPU holds, and how many GPU and RAM together."""
-
-    size: Count
-    gpu: list[Count]
-    kept: list[Count]
-
-
-@dataclass(frozen=True)
 class PolicyResult:
     """The result of a policy. optimal: whether it is proven optimal; None: the policy has no optimum."""
 
@@ -132,7 +123,6 @@ class PlanDocument:
     reasons: list[Text]
     helps: list[Help]
     hardware: Text
-    groups: Groups
     path: Text | None = None
     loads: bool = True
     assumed: list[Text] = dataclasses.field(default_factory=list)

@@ -89,7 +89,7 @@ class Subject:
             hits=self.hits,
             chosen=self.chosen,
         )
-        return made.settled()
+        return made.settled()[0]
 
 
 def on_named_gpu(request: PlanRequest) -> PlanRequest | RequestError:
