@@ -105,8 +105,8 @@ void test_convolve(const PiKernels* kernels) {
       const Floats bias = exact(r.normals(n));
       const bool biased = tokens % 2;
       Floats out = x, to((size_t)(before * n), NOT), pieces = x, state = from;
-      kernels->delta.convolve(out.data(), n, tokens, w.data(), biased ? bias.data() : nullptr, n, taps, from.data(),
-                              to.data(), n, n);
+      kernels->convolve(out.data(), n, tokens, w.data(), biased ? bias.data() : nullptr, n, taps, from.data(),
+                        to.data(), n, n);
       const auto at = [&](int64_t t, int64_t c) {
         return t < 0 ? from[(size_t)((before + t) * n + c)] : x[(size_t)(t * n + c)];
       };
@@ -128,8 +128,8 @@ void test_convolve(const PiKernels* kernels) {
       Check same(name + ", in pieces, in place");
       for (int64_t t = 0; t < tokens; t++)
         for (int64_t c = 0; c < n; c += 16)
-          kernels->delta.convolve(pieces.data() + t * n + c, n, 1, w.data() + c, biased ? bias.data() + c : nullptr, n,
-                                  taps, state.data() + c, state.data() + c, n, 16);
+          kernels->convolve(pieces.data() + t * n + c, n, 1, w.data() + c, biased ? bias.data() + c : nullptr, n, taps,
+                            state.data() + c, state.data() + c, n, 16);
       for (size_t i = 0; i < out.size(); i++) same.same(pieces[i], out[i], (int64_t)i);
       for (size_t i = 0; i < to.size(); i++) same.same(state[i], to[i], (int64_t)i);
     }

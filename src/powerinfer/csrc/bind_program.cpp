@@ -97,6 +97,12 @@ void hidden_states(Program& p, Ints rows, OutFloats2 out) {
   p.hidden_states(rows.data(), (int64_t)rows.shape(0), out.data());
 }
 
+int convolution_activation(const std::string& name) {
+  const int act = index_of(ACTIVATIONS, PI_N_ACTS, name, "activation");
+  require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "behind a convolution: silu, relu or relu2");
+  return act;
+}
+
 void bind_operators(nb::class_<Program>& program) {
   program
       .def(
@@ -143,11 +149,19 @@ void bind_operators(nb::class_<Program>& program) {
             require(matrices.size() == 6 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
                     "Gated DeltaNet has six matrices");
             Vector all(taps.data(), taps.data() + taps.size());
-            const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
-            require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "behind a convolution: silu, relu or relu2");
-            p.delta_net({layer, state, norm_of(norm), matrices[0], matrices[1], matrices[2], matrices[3], matrices[4],
-                         matrices[5], std::move(all), vector_of(decay), vector_of(dt_bias), out_norm, key_heads, tiled,
-                         act});
+            const int act = convolution_activation(activation);
+            p.delta_net({{layer, state, norm_of(norm), std::move(all), {}, act},
+                         matrices[0],
+                         matrices[1],
+                         matrices[2],
+                         matrices[3],
+                         matrices[4],
+                         matrices[5],
+                         vector_of(decay),
+                         vector_of(dt_bias),
+                         out_norm,
+                         key_heads,
+                         tiled});
           },
           "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "taps"_a, "decay"_a, "dt_bias"_a, "out_norm"_a,
           "key_heads"_a, "tiled"_a, "activation"_a,
@@ -168,23 +182,19 @@ void bind_operators(nb::class_<Program>& program) {
                     "Mamba2 has three matrices");
             require(biases.size() == 3 && of_heads.size() == 3,
                     "Mamba2 has three biases, and a, d and the step's bias");
-            const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
-            require(act == PI_SILU || act == PI_RELU || act == PI_RELU2, "behind a convolution: silu, relu or relu2");
+            const int act = convolution_activation(activation);
             std::vector<Norm> norms;
             for (const Norm* one : out_norms) norms.push_back(norm_of(one));
             const GateNorm kind = norms.empty() ? GateNorm::NONE : gated ? GateNorm::PRODUCT : GateNorm::BEFORE;
-            p.mamba({layer,
-                     state,
+            Vector all(taps.data(), taps.data() + taps.size());
+            p.mamba({{layer, state, norm_of(norm), std::move(all), vector_of(taps_bias), act},
                      at,
-                     norm_of(norm),
                      matrices[0],
                      matrices[1],
                      matrices[2],
                      vector_of(biases[0]),
                      vector_of(biases[1]),
                      vector_of(biases[2]),
-                     Vector(taps.data(), taps.data() + taps.size()),
-                     vector_of(taps_bias),
                      vector_of(of_heads[0]),
                      vector_of(of_heads[1]),
                      vector_of(of_heads[2]),
@@ -193,8 +203,7 @@ void bind_operators(nb::class_<Program>& program) {
                      scales.first,
                      scales.second,
                      kind,
-                     std::move(norms),
-                     act});
+                     std::move(norms)});
           },
           "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "biases"_a, "taps"_a, "taps_bias"_a.none(), "of_heads"_a,
           "steps"_a, "scales"_a, "out_norms"_a, "gated"_a, "activation"_a, "at"_a = 0,

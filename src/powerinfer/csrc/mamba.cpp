@@ -5,40 +5,38 @@
 
 #include <algorithm>
 
-#include "program.h"
-
 namespace {
+
+int64_t to_decay(const States::Layer& layer) { return pi_round_up(layer.heads, PI_LANES); }
+
+std::vector<InputProduct> products(const MambaSpec& spec, const States::Layer& layer) {
+  return {{spec.xbc, spec.xbc_bias, layer.channels, 0, false, "x, B and C"},
+          {spec.dt, spec.dt_bias, layer.heads, layer.channels, false, "dt"},
+          {spec.gate, spec.gate_bias, layer.heads * layer.value_dim, 0, true, "the gate"}};
+}
+
+GatedNorm gated_norm(const MambaSpec& spec, const States::Layer& layer) {
+  const int64_t parts = std::max((int64_t)spec.out_norms.size(), (int64_t)1);
+  return {spec.kind, spec.out_norms, parts, layer.heads * layer.value_dim / parts, 0, spec.at, spec.gate_scale};
+}
 
 // A row of the program's `qkv` holds x, B and C, then the step and the decay of the heads, then the products of C with B
 // of the chunk's tokens, of each group; `attended` the gate, then what the layer gives.
-class Mamba : public Op {
+class Mamba : public Recurrent {
  public:
-  Mamba(MambaSpec spec, const States::Layer& layer)
-      : spec_(std::move(spec)),
-        layer_(layer),
-        width_(layer.heads * layer.value_dim),
-        to_b_(width_),
-        to_c_(width_ + layer.key_heads * layer.key_dim),
-        to_decay_(pi_round_up(layer.heads, PI_LANES)),
+  Mamba(const MambaSpec& spec, const States::Layer& layer)
+      : Recurrent(spec, layer, products(spec, layer), gated_norm(spec, layer)),
+        a_(spec.a),
+        d_(spec.d),
+        step_bias_(spec.step_bias),
+        least_step_(spec.least_step),
+        most_step_(spec.most_step),
+        dt_scale_(spec.dt_scale),
+        to_b_(layer.heads * layer.value_dim),
+        to_c_(to_b_ + layer.key_heads * layer.key_dim),
+        to_decay_(to_decay(layer)),
         to_scores_(layer.channels + 2 * to_decay_) {}
   const char* name() const override { return "mamba"; }
-
-  void run(Thread& t, const Step& step) override {
-    Program& p = *t.program;
-    Workspace& w = *p.workspace;
-    project(p, w, t.id, step.tokens);
-    w.pool->barrier();
-    convolve(p, w, t.id, step);
-    gates(p, w, t.id, step.tokens);
-    w.pool->barrier();
-    score(p, w, t.id, step);
-    w.pool->barrier();
-    advance(p, w, t.id, step);
-    w.pool->barrier();
-    keep(p, w, t.id, step);
-    finish(p, w, t.id, step.tokens);
-    w.pool->barrier();
-  }
 
  private:
   // Consecutive tokens of one chunk of a run: the first of them in the step, their number, and those before in the chunk.
@@ -65,30 +63,13 @@ class Mamba : public Op {
       b[j] = p.qkv + (piece.first - piece.before + j) * p.ldqkv + to_b_ + group * layer_.key_dim;
   }
 
-  void project(Program& p, Workspace& w, int thread, int64_t tokens) const {
-    const PiActs* acts =
-        w.prepare(thread, p.residual(0, tokens), spec_.norm, spec_.gate->form() | spec_.xbc->form() | spec_.dt->form());
-    w.product(thread, *spec_.xbc, acts, tokens, {p.qkv, p.ldqkv, false, spec_.xbc_bias});
-    w.product(thread, *spec_.dt, acts, tokens, {p.qkv + layer_.channels, p.ldqkv, false, spec_.dt_bias});
-    w.product(thread, *spec_.gate, acts, tokens, {p.attended + spec_.at, p.lda, false, spec_.gate_bias});
-  }
-
-  // This thread's share of the channels.
-  void convolve(Program& p, Workspace& w, int thread, const Step& step) const {
-    const States& states = *p.states;
+  // This thread's share of the channels; then of the gates.
+  void mix(Program& p, Workspace& w, int thread, const Step& step) const override {
     int64_t begin, end;
     share(layer_.channels, PI_LANES, w.pool->threads(), thread, &begin, &end);
-    if (begin == end) return;
-    for (const Run& run : step.runs) {
-      float* x = p.qkv + run.first * p.ldqkv + begin;
-      const float* from = run.position ? states.convolution(spec_.state, run.read_state) + begin : nullptr;
-      w.kernels->delta.convolve(x, p.ldqkv, run.count, spec_.taps.data() + begin,
-                                spec_.taps_bias.empty() ? nullptr : spec_.taps_bias.data() + begin, layer_.channels,
-                                layer_.tokens + 1, from, states.convolution(spec_.state, run.state) + begin,
-                                layer_.channels, end - begin);
-      for (int64_t i = 0; i < run.count; i++)
-        w.kernels->activate(spec_.activation, 0, x + i * p.ldqkv, nullptr, end - begin);
-    }
+    if (begin < end)
+      for (const Run& run : step.runs) convolve(p, w, run, begin, end);
+    gates(p, w, thread, step.tokens);
   }
 
   // dt becomes the step, beside the decay: this thread's share of the tokens' heads.
@@ -98,10 +79,10 @@ class Mamba : public Op {
     for (int64_t i = begin; i < end; i++) {
       const int64_t h = i % layer_.heads;
       float* row = p.qkv + i / layer_.heads * p.ldqkv + layer_.channels + h;
-      const float x = row[0] * spec_.dt_scale + spec_.step_bias[(size_t)h];
+      const float x = row[0] * dt_scale_ + step_bias_[(size_t)h];
       const float step = x > 20 ? x : log1pf(expf(x));
-      row[0] = step < spec_.least_step ? spec_.least_step : step > spec_.most_step ? spec_.most_step : step;
-      row[to_decay_] = expf(spec_.a[(size_t)h] * row[0]);
+      row[0] = step < least_step_ ? least_step_ : step > most_step_ ? most_step_ : step;
+      row[to_decay_] = expf(a_[(size_t)h] * row[0]);
     }
   }
 
@@ -126,8 +107,10 @@ class Mamba : public Op {
       });
   }
 
-  // This thread's share of the heads.
-  void advance(Program& p, Workspace& w, int thread, const Step& step) const {
+  // Scores, then this thread's share of the heads.
+  void advance(Program& p, Workspace& w, int thread, const Step& step) const override {
+    score(p, w, thread, step);
+    w.pool->barrier();
     const States& states = *p.states;
     int64_t begin, end;
     share(layer_.heads, 1, w.pool->threads(), thread, &begin, &end);
@@ -138,7 +121,7 @@ class Mamba : public Op {
     a.state_dim = layer_.key_dim;
     for (int64_t h = begin; h < end; h++) {
       const int64_t g = h / (layer_.heads / layer_.key_heads);
-      a.d = spec_.d[(size_t)h];
+      a.d = d_[(size_t)h];
       for (const Run& run : step.runs)
         visit_pieces(run, [&](const Piece& piece) {
           float* row = p.qkv + piece.first * p.ldqkv;
@@ -157,7 +140,7 @@ class Mamba : public Op {
   }
 
   // B of the tokens of a chunk that has begun: this thread's share of the runs' groups. All that read them are done.
-  void keep(Program& p, Workspace& w, int thread, const Step& step) const {
+  void keep(Program& p, Workspace& w, int thread, const Step& step) const override {
     const States& states = *p.states;
     int64_t begin, end;
     share((int64_t)step.runs.size() * layer_.key_heads, 1, w.pool->threads(), thread, &begin, &end);
@@ -175,59 +158,28 @@ class Mamba : public Op {
     }
   }
 
-  // attended = norm(y * silu(gate)), or another order: this thread's share of the tokens' parts.
-  void finish(Program& p, Workspace& w, int thread, int64_t tokens) const {
-    const int64_t parts = std::max((int64_t)spec_.out_norms.size(), (int64_t)1), dim = width_ / parts;
-    int64_t begin, end;
-    share(tokens * parts, 1, w.pool->threads(), thread, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t token = i / parts, part = i % parts;
-      float* y = p.qkv + token * p.ldqkv + part * dim;
-      float* gate = p.attended + token * p.lda + spec_.at + part * dim;
-      if (spec_.gate_scale != 1) w.kernels->scale(gate, spec_.gate_scale, dim);
-      if (spec_.kind == GateNorm::BEFORE) spec_.out_norms[(size_t)part].apply(w.kernels, y, y);
-      w.kernels->activate(PI_SILU, 0, gate, y, dim);
-      if (spec_.kind == GateNorm::PRODUCT) spec_.out_norms[(size_t)part].apply(w.kernels, gate, gate);
-    }
-  }
-
-  const MambaSpec spec_;
-  const States::Layer layer_;
-  const int64_t width_, to_b_, to_c_, to_decay_, to_scores_;  // of a row
+  const Vector a_, d_, step_bias_;
+  const float least_step_, most_step_, dt_scale_;
+  const int64_t to_b_, to_c_, to_decay_, to_scores_;  // of a row
 };
 
 }  // namespace
 
 void Program::mamba(MambaSpec spec) {
   check_layer(spec.layer);
-  check(states && spec.state < states->layers.size(), "no such layer in the states");
-  const States::Layer& layer = states->layers[spec.state];
-  const int64_t width = layer.heads * layer.value_dim;
+  const States::Layer& layer = states_layer(*this, spec.state);
+  const int64_t width = layer.heads * layer.value_dim, parts = std::max((int64_t)spec.out_norms.size(), (int64_t)1);
   check(layer.chunked, "the layer of the states is not one of Mamba2");
   check(layer.heads % layer.key_heads == 0, "heads cannot share groups evenly");
-  check(ldqkv >= States::row(layer) && spec.at >= 0 && spec.at % PI_LANES == 0 && lda >= spec.at + width,
-        "the program has no room for rows of the states' layer");
-  const auto check_matrix = [&](const Matrix& m, const Vector& bias, int64_t rows, const char* part) {
-    check(m.rows == rows && m.k == sizes.d_model, std::string("the matrix of ") + part + " has a wrong shape");
-    check_bias(bias, rows, part);
-  };
-  check_matrix(*spec.gate, spec.gate_bias, width, "the gate");
-  check_matrix(*spec.xbc, spec.xbc_bias, layer.channels, "x, B and C");
-  check_matrix(*spec.dt, spec.dt_bias, layer.heads, "dt");
-  check((int64_t)spec.taps.size() == (layer.tokens + 1) * layer.channels &&
-            (spec.taps_bias.empty() || (int64_t)spec.taps_bias.size() == layer.channels),
-        "the convolution has a wrong shape");
+  check(width % parts == 0, "norms do not divide what the heads give evenly");
+  check_bias(spec.gate_bias, width, "the gate");
+  check_bias(spec.xbc_bias, layer.channels, "x, B and C");
+  check_bias(spec.dt_bias, layer.heads, "dt");
   for (const Vector* of_heads : {&spec.a, &spec.d, &spec.step_bias})
     check((int64_t)of_heads->size() == layer.heads,
           "there is not one number of a, d and the step's bias for each head");
   check(spec.least_step < spec.most_step, "the limits of steps are none");
-  check_norm(spec.norm, sizes.d_model, "the attention norm");
-  check(spec.out_norms.empty() == (spec.kind == GateNorm::NONE),
-        "norms behind Mamba2, or none, do not go with their kind");
-  for (const Norm& norm : spec.out_norms)
-    check(norm && (int64_t)(norm.w.size() * spec.out_norms.size()) == width,
-          "the norm behind Mamba2 has a wrong width");
-  for (Vector* bias : {&spec.gate_bias, &spec.xbc_bias, &spec.dt_bias}) *bias = padded(std::move(*bias));
-  std::vector<std::shared_ptr<Matrix>> matrices = {spec.xbc, spec.dt, spec.gate};
-  add(std::make_shared<Mamba>(std::move(spec), layer), std::move(matrices));
+  auto op = std::make_shared<Mamba>(spec, layer);
+  auto matrices = op->check(*this);
+  add(std::move(op), std::move(matrices));
 }

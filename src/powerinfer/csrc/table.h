@@ -274,13 +274,7 @@ struct PiDelta {
 struct PiDeltaKernels {
   // Columns [c0, c1) of the values, multiples of 16.
   void (*rule)(const PiDelta*, int64_t c0, int64_t c1);
-  // x[t] = bias + sum over j of w[j] * x[t - taps + 1 + j] for n channels, a multiple of 16, in place: rows `ld` apart,
-  // w [taps][ldw], bias null for zeros. What precedes the first token is in `from` [taps - 1][lds], null for zeros; the inputs of the last
-  // tokens go to `to`, which may be the same. 2 to PI_MOST_TAPS taps.
-  void (*convolve)(float* x, int64_t ld, int64_t tokens, const float* w, const float* bias, int64_t ldw, int64_t taps,
-                   const float* from, float* to, int64_t lds, int64_t n);
 };
-enum { PI_MOST_TAPS = 8 };
 
 // ---- Mamba2 --------------------------------------------------------------------------------------------------------
 // Tokens of a sequence are computed in chunks, which begin at positions that are multiples of PI_CHUNK: what a token
@@ -315,6 +309,8 @@ struct PiMambaKernels {
   void (*scores)(const float* c, const float* const* b, int64_t n, int64_t state_dim, float* out);
 };
 
+enum { PI_MOST_TAPS = 8 };  // of a convolution
+
 // Panels [p0, p1) of a matrix by the tokens; scratch: pi_linear_scratch.
 typedef void (*PiProduct)(const PiLinear*, const PiActs*, int64_t p0, int64_t p1, int64_t tokens, void* scratch);
 
@@ -341,6 +337,11 @@ struct PiKernels {
   void (*attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
   // The same where a value is the first head_dim numbers of its key.
   void (*latent_attention[PI_N_KV_TYPES])(const PiAttention*, int g, int64_t r0, int64_t r1, float* scratch);
+  // x[t] = bias + sum over j of w[j] * x[t - taps + 1 + j] for n channels, a multiple of 16, in place: rows `ld` apart,
+  // w [taps][ldw], bias null for zeros. What precedes the first token is in `from` [taps - 1][lds], null for zeros; the
+  // inputs of the last tokens go to `to`, which may be the same. 2 to PI_MOST_TAPS taps.
+  void (*convolve)(float* x, int64_t ld, int64_t tokens, const float* w, const float* bias, int64_t ldw, int64_t taps,
+                   const float* from, float* to, int64_t lds, int64_t n);
   PiNeuronKernels neurons;
   PiDeltaKernels delta;
   PiMambaKernels mamba;
