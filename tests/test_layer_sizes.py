@@ -46,7 +46,7 @@ def test_what_is_prepared_has_the_sizes_of_the_layers(model: Path) -> None:
     checkpoint = open_checkpoint(model)
     assert checkpoint.config.ffn_sizes == SIZES
     assert open_profile(checkpoint).sizes == SIZES
-    assert tuple(layer.outer.shape[0] for layer in open_predictor(checkpoint).layers) == SIZES
+    assert tuple(layer.outer.shape[0] for layer in open_predictor(checkpoint).layers.values()) == SIZES
     assert [len(rows) for rows in open_bundles(checkpoint, None, cpu.bundle_row_bytes).layers] == [3, 1]
 
 

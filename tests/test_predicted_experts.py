@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import FF, LAYERS, D, experts_gguf
-from test_expert_neurons import ACTIVATIONS, ALLOWED, TOKENS, far, logits, model
+from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf
+from test_expert_neurons import ACTIVATIONS, ALLOWED, PLAIN, TOKENS, far, logits, model, plain_model
 from test_prepared import describe
 
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
@@ -44,7 +44,7 @@ def opened(path: Path, *, threads: int = 2, level: str | None = None, recall_eve
         threads=threads, context=128, kv_type="f32", prefill_chunk=TOKENS, isa=level, recall_every=recall_every
     )
     file = open_predictor(open_checkpoint(path))
-    own = [(one.predictor, one.inner, one.outer) for one in file.layers]
+    own = {layer: (one.predictor, one.inner, one.outer) for layer, one in file.layers.items()}
     return load(open_checkpoint(path), engine, in_experts=True, predictors=own.__getitem__)
 
 
@@ -304,3 +304,111 @@ def test_the_predictor_of_another_model(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=r"another kind|was made for another model|of no use"):
         open_predictor(open_checkpoint(other))
+
+
+# ---------------------------------------------------------------- without gates, beside a shared one
+
+
+def give_plain_predictors(path: Path, threshold: float = 0.0, kind: str = "F16") -> Path:
+    """The same path, with random predictors of its layers 1 and 2, the first of which has no experts."""
+    rng = np.random.default_rng(5)
+    pair = lambda: tuple(  # noqa: E731
+        rng.standard_normal(shape).astype(np.float32) for shape in ((RANK, D), (PLAIN_EXPERTS * FF + SHARED, RANK))
+    )
+    described = [None, *[Predictor(RANK, threshold, 0)] * 2]
+    write_predictor(open_checkpoint(path), None, kind, described, [pair(), pair()])
+    return path
+
+
+def plain_sum(path: Path, layer: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(what experts and the shared one add to x, candidates, neurons that fire) in float64: the last two bool [tokens,
+    neurons of a token]."""
+    checkpoint, one = open_checkpoint(path), open_predictor(open_checkpoint(path)).layers[layer]
+
+    def weights(name: str) -> np.ndarray:
+        return checkpoint.take(f"layers.{layer}.{name}").float32().astype(np.float64)
+
+    config = checkpoint.config.experts[layer].router
+    n = x / np.sqrt((x**2).mean(1, keepdims=True) + checkpoint.config.norm_eps) * weights("ffn_norm")
+    scores = 1 / (1 + np.exp(-(n @ weights("router").T)))
+    wanted = scores + weights("router_correction_bias")
+    z = np.maximum(x @ one.inner.float32().T, 0) @ one.outer.float32().T >= one.predictor.threshold
+    of_experts, of_shared = z[:, : PLAIN_EXPERTS * FF].reshape(len(x), PLAIN_EXPERTS, FF), z[:, PLAIN_EXPERTS * FF :]
+    up, down, more_up, more_down = map(weights, ("experts_up", "experts_down", "shared_up", "shared_down"))
+    out, candidates, fires = np.zeros_like(x), [], []
+    for token, row in enumerate(n):
+        own = np.sort(np.argsort(-wanted[token])[: config.top_k])
+        share = scores[token, own] / (scores[token, own].sum() if config.normalise else 1) * config.scale
+        h, h_shared = np.maximum(up[own] @ row, 0) ** 2, np.maximum(more_up @ row, 0) ** 2
+        candidates.append(np.concatenate([of_experts[token, own].reshape(-1), of_shared[token]]))
+        fires.append(np.concatenate([h.reshape(-1), h_shared]) != 0)
+        out[token] = np.einsum("edf,ef->d", down[own], h * of_experts[token, own] * share[:, None])
+        out[token] += more_down @ (h_shared * of_shared[token])
+    return out, np.array(candidates), np.array(fires)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 32])
+def test_candidates_without_gates_are_summed(tokens: int, tmp_path: Path) -> None:
+    """Those of the shared expert, too."""
+    path = give_plain_predictors(plain_model(tmp_path, "F16"), threshold=3.0)
+    executor = opened(path, threads=1 + tokens % 3, recall_every=1)
+    for layer in (1, 2):
+        x, found = added(executor, layer, tokens)
+        expected, candidates, fires = plain_sum(path, layer, x)
+        assert far(found, expected) < 1e-4
+        assert 0.2 < candidates.mean() < 0.8 and 0.3 < fires.mean() < 0.7
+        counts = executor.expert_ffns[layer].counts()
+        assert counts["candidates"] == candidates.sum() and counts["active"] == (candidates & fires).sum()
+        assert counts["sampled_active"] == fires.sum() and counts["sampled_found"] == (candidates & fires).sum()
+        assert counts["tokens"] == counts["sampled_tokens"] == tokens and counts["neurons"] == candidates.size
+        if tokens == 1:  # each row once
+            layout, (inner, row) = executor.expert_ffns[layer].layout, executor.expert_ffns[layer].predictor
+            rows = candidates.sum() * layout.gate_bytes + (candidates & fires).sum() * layout.down_bytes
+            assert counts["bytes"] == inner + candidates.size * row + rows
+    executor.close()
+
+
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize(
+    ("kind", "shared"), [*((kind, None) for kind in PLAIN if kind != "MXFP4"), ("Q5_0", "Q8_0"), ("F16", "Q5_1")]
+)
+def test_without_gates_it_is_exact_where_all_are_candidates(
+    kind: str, shared: str | None, step: int, tmp_path: Path
+) -> None:
+    """A shared expert of other types is dense. Prompts have the bits of whole experts, of rows of up, too."""
+    path = give_plain_predictors(plain_model(tmp_path, kind, shared), threshold=-1e5, kind="Q8_0")
+    dense, exact, predicted = whole(path), whole(path, exact=True), opened(path, recall_every=2)
+    assert far(logits(predicted, step), logits(exact, step)) <= ALLOWED.get(kind, 2e-3)
+    for ffn in predicted.expert_ffns.values():
+        counts = ffn.counts()
+        assert counts["candidates"] == counts["neurons"] == TOKENS * (2 * FF + (0 if shared else SHARED))
+        assert counts["sampled_found"] == counts["sampled_active"] > 0
+    assert np.array_equal(logits(predicted, TOKENS), logits(dense, TOKENS))
+    for one in (dense, exact, predicted):
+        one.close()
+
+
+@pytest.mark.parametrize("level", _native.levels())
+def test_without_gates_at_every_level(level: str, tmp_path: Path) -> None:
+    path = give_plain_predictors(plain_model(tmp_path, "Q5_0"), threshold=-1e5, kind="Q8_0")
+    exact, predicted = whole(path, exact=True, level=level), opened(path, level=level)
+    for step in (1, 8):
+        assert far(logits(predicted, step), logits(exact, step)) <= ALLOWED["Q5_0"]
+    for one in (exact, predicted):
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layers": [{"rank": RANK, "threshold": 0.0, "floor": 0}] * 3}, "describes a predictor of layer 0"),
+        ({"layers": [None, None, {"rank": RANK, "threshold": 0.0, "floor": 0}]}, "describes none of layer 1"),
+        ({"layers": [{"rank": RANK, "threshold": 0.0, "floor": 0}] * 2}, "does not describe 3 layers"),
+        ({"neurons": [0, PLAIN_EXPERTS * FF, PLAIN_EXPERTS * FF]}, "states a neurons of"),
+    ],
+)
+def test_files_of_other_layers(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    path = give_plain_predictors(plain_model(tmp_path, "F16"))
+    describe(PreparedFile(PREDICTOR, open_checkpoint(path)), lambda description: description.update(change))
+    with pytest.raises(ModelError, match=why):
+        LLM(path, gpu="none", threads=1, selector="predicted")

@@ -183,10 +183,10 @@ def test_samples_that_are_written_are_read(tmp_path: Path) -> None:
     file = opened(tmp_path)
     assert (file.rows, file.details, file.path) == (ROWS, {"seed": 1}, path)
     assert np.array_equal(file.windows, WINDOWS) and left_in(tmp_path) == ["samples.safetensors"]
-    for (x, active), (of_x, of_active) in zip(file.layers, rows(), strict=True):
+    for (x, active), (of_x, of_active) in zip(file.layers.values(), rows(), strict=True):
         assert x.dtype == np.float16 and np.array_equal(x, of_x.astype(np.float16))
         assert np.array_equal(active, of_active)
-    assert row_bytes(model(tmp_path)) * ROWS == sum(x.nbytes + active.nbytes for x, active in file.layers)
+    assert row_bytes(model(tmp_path)) * ROWS == sum(x.nbytes + active.nbytes for x, active in file.layers.values())
 
 
 def test_values_beyond_f16_are_clipped(tmp_path: Path) -> None:
@@ -289,7 +289,8 @@ def test_a_killed_process_leaves_a_part_for_the_next_one(tmp_path: Path) -> None
     with write_samples(*arguments) as writer:
         assert writer.resumed
         put(writer, 5, ROWS)
-    assert all(np.array_equal(active, of[1]) for (_, active), of in zip(opened(tmp_path).layers, rows(), strict=True))
+    found = opened(tmp_path).layers.values()
+    assert all(np.array_equal(active, of[1]) for (_, active), of in zip(found, rows(), strict=True))
 
 
 @pytest.mark.parametrize("why", ["known", "reserved", "found"])

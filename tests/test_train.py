@@ -136,11 +136,11 @@ def held_out(samples: SamplesFile, layer: int, rows: np.ndarray) -> tuple[np.nda
 def test_few_directions_are_learnt_at_the_smallest_size(model: Path, tmp_path: Path) -> None:
     path = copied(model, tmp_path)
     file = made(path)
-    assert [one.predictor.rank for one in file.layers] == [32, 32]
+    assert [one.predictor.rank for one in file.layers.values()] == [32, 32]
     samples = open_samples(open_checkpoint(path))
     rows = split_rows(samples.rows, samples.windows)
     assert file.training is not None
-    for layer, (one, told) in enumerate(zip(file.layers, file.training["layers"], strict=True)):
+    for layer, (one, told) in enumerate(zip(file.layers.values(), file.training["layers"], strict=True)):
         x, fires = held_out(samples, layer, rows.report)
         named = np.maximum(x @ one.inner.float32().T, 0) @ one.outer.float32().T >= one.predictor.threshold
         recall, candidates = (named & fires).sum() / fires.sum(), named.mean()
@@ -159,7 +159,7 @@ def test_more_directions_need_a_larger_size(tmp_path: Path) -> None:
     """48 directions do not fit into 32 units, and 64 units of the model's 64 dimensions hold them all."""
     path = give_samples(few_directions(tmp_path / "m.gguf", 48))
     file = made(path)
-    assert [one.predictor.rank for one in file.layers] == [64, 64]
+    assert [one.predictor.rank for one in file.layers.values()] == [64, 64]
     assert file.training is not None
     assert all(one["candidate_fraction"] - one["active_fraction"] < 0.08 for one in file.training["layers"])
 
@@ -549,7 +549,7 @@ def test_layers_where_nothing_or_everything_fires(model: Path, tmp_path: Path, e
     path = synthetic(copied(model, tmp_path), np.array(every))
     give_bundles(path)
     file = made(path)
-    assert [one.predictor.rank for one in file.layers] == [32, 32] and file.training is not None
+    assert [one.predictor.rank for one in file.layers.values()] == [32, 32] and file.training is not None
     for one in file.training["layers"]:
         assert one["method"] == "constant" and one["recall"] == one["precision"] == 1
         assert one["candidate_fraction"] == one["active_fraction"] == every

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_files import FF, LAYERS, VOCAB, D, experts_gguf
+from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, VOCAB, D, experts_gguf, mamba_gguf
 from test_prepared import describe, edit_header, left_in
 
 from benchmarks.models.gguf_writer import F32, STRING
@@ -164,7 +164,7 @@ def rewritten(path: Path, change: Callable[[np.ndarray], None]) -> None:
     checkpoint = open_checkpoint(path)
     samples = open_samples(checkpoint)
     with write_samples(checkpoint, None, samples.rows, samples.windows, {}) as writer:
-        for layer, (x, active) in enumerate(samples.layers):
+        for layer, (x, active) in samples.layers.items():
             selected = samples.selected[layer].copy()
             change(selected)
             writer.put(layer, 0, x.astype(np.float32), active, selected)
@@ -226,7 +226,7 @@ def test_few_directions_are_learnt(trained: Path) -> None:
     file, samples = open_predictor(checkpoint), open_samples(checkpoint)
     rows = split_rows(samples.rows, samples.windows)
     assert file.training is not None
-    for layer, (one, told) in enumerate(zip(file.layers, file.training["layers"], strict=True)):
+    for (layer, one), told in zip(file.layers.items(), file.training["layers"], strict=True):
         assert one.outer.shape == (N * FF, one.predictor.rank) and one.predictor.rank == 32
         x, selected = samples.layers[layer][0][rows.report], samples.selected[layer][rows.report]
         fires, named = fires_of(samples, layer)[rows.report], named_by(one, x, selected)
@@ -304,7 +304,7 @@ def test_an_expert_that_few_tokens_had_is_selected_whole(type_name: str, model: 
     file = train(open_checkpoint(path), None, replace(QUICK, type=type_name, steps=40), threads=1).file
     samples = open_samples(open_checkpoint(path))
     assert open_predictor(open_checkpoint(path)).nbytes == file.nbytes
-    for layer, one in enumerate(file.layers):
+    for layer, one in file.layers.items():
         x = samples.layers[layer][0]
         others = named_by(one, x, np.full((len(x), TOP), 2))
         assert named_by(one, x, np.full((len(x), TOP), 3)).all() and not others.all()
@@ -376,3 +376,62 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="never exactly zero"):
         train(checkpoint, None, QUICK)
     assert profile_experts(checkpoint, ENGINE, task(3, rows=0)).samples is None
+
+
+# ---------------------------------------------------------------- without gates, beside a shared one
+
+
+def predictable_plain(folder: Path, directions: int = 3) -> Path:
+    """A tiny model of three layers, of which the first has no FFN; rows of up look at few directions."""
+    builder, rng = mamba_gguf("*EE"), np.random.default_rng(9)
+    for tensor in [one for one in builder.tensors if "exp" in one.name and one.name.endswith("weight")]:
+        builder.tensors.remove(tensor)
+        values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
+        if "up" in tensor.name:
+            looks = rng.standard_normal((directions, D)) / directions**0.5
+            values = (rng.standard_normal((*values.shape[:-1], directions)) @ looks).astype(np.float32)
+        builder.tensor(tensor.name, quantize(values.reshape(-1, values.shape[-1]), "F16"), 1, list(tensor.dims))
+    return builder.write(folder / "m.gguf")
+
+
+def test_neurons_without_gates_are_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the shared expert, too, which every token has; what is told is what a run finds."""
+    from powerinfer.formats.predictor_file import open_predictor
+
+    path = predictable_plain(tmp_path)
+    checkpoint = open_checkpoint(path)
+    profile_experts(checkpoint, ENGINE, task(rows=1800))
+    samples = open_samples(checkpoint)
+    assert sorted(samples.layers) == [1, 2] == list(checkpoint.config.predicted_layers)
+    assert row_bytes(checkpoint) == 2 * (2 * D + (TOP * FF + SHARED) // 8 + 2 * TOP)
+    train(checkpoint, None, QUICK, threads=1)
+    file = open_predictor(checkpoint)
+    rows = split_rows(samples.rows, samples.windows).report
+    assert sorted(file.layers) == [1, 2] and file.training is not None
+    for (layer, one), told in zip(file.layers.items(), file.training["layers"], strict=True):
+        assert one.outer.shape == (PLAIN_EXPERTS * FF + SHARED, one.predictor.rank) and told["layer"] == layer
+        x, selected = samples.layers[layer][0][rows].astype(np.float32), samples.selected[layer][rows].astype(np.int64)
+        scale = np.sqrt((x**2).mean(1, keepdims=True) + checkpoint.config.norm_eps)
+        n = x / scale * checkpoint.take(f"layers.{layer}.ffn_norm").float32()
+        z = np.maximum(x @ one.inner.float32().T, 0) @ one.outer.float32().T >= one.predictor.threshold
+        both = []
+        ups = [checkpoint.take(f"layers.{layer}.{of}_up").float32().reshape(-1, D) for of in ("experts", "shared")]
+        for values in (z, n @ np.concatenate(ups).T > 0):
+            of_experts = values[:, : PLAIN_EXPERTS * FF].reshape(len(x), PLAIN_EXPERTS, FF)
+            own = np.take_along_axis(of_experts, selected[:, :, None], 1).reshape(len(x), -1)
+            both.append(np.concatenate([own, values[:, PLAIN_EXPERTS * FF :]], axis=1))
+        named, fires = both
+        bits = np.unpackbits(samples.layers[layer][1][rows], axis=1, bitorder="little").astype(bool)
+        assert (bits != fires).mean() < 2e-3, "more than x in F16 explains"
+        recall = (named & fires).sum() / fires.sum()
+        assert recall == pytest.approx(told["recall"], abs=2e-3) and recall > 0.97
+        assert named.mean() == pytest.approx(told["candidate_fraction"], abs=2e-3)
+        assert named.mean() - fires.mean() < 0.1
+    text = tmp_path / "text.txt"
+    text.write_text("ab ba " * 40)
+    flags = ["--selector", "predicted", "--file", str(text), "--context", "32", "--gpu", "none", "--json"]
+    assert main(["eval", "agreement", "-m", str(path), *flags]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["recall"] > 0.9 and result["candidate_fraction"] < 0.8 and result["bytes_per_token"] > 0
+    assert main(["inspect", "-m", str(path)]) == 0
+    assert "predictor" in capsys.readouterr().out

@@ -850,7 +850,12 @@ class ExpertsConfig(FfnKind):
 
     @property
     def told_apart(self) -> int:
-        return self.n_experts * self.size if self.prediction_obstacle is None else 0
+        return self.n_experts * self.size + self.predicted_shared if self.why_whole is None else 0
+
+    @property
+    def predicted_shared(self) -> int:
+        """Neurons of the shared expert among which a predictor selects, behind those of the others; 0: it is whole."""
+        return 0 if self.gated or self.shared_size % 32 else self.shared_size
 
     @property
     def why_whole(self) -> str | None:
@@ -862,11 +867,6 @@ class ExpertsConfig(FfnKind):
         if self.bias or self.latents:
             return f"experts {'with biases' if self.bias else 'of latents'} are computed whole"
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
-
-    @property
-    def prediction_obstacle(self) -> str | None:
-        """Reason for which no predictor selects neurons inside experts; None: one can."""
-        return self.why_whole or (None if self.gated else "no predictor selects neurons of experts without a gate")
 
     def share_read(self, tokens: int) -> float:
         missed = (1 - self.router.top_k / self.n_experts) ** tokens  # each token selects anew
@@ -965,18 +965,26 @@ class ModelConfig:
 
     @property
     def why_not_predicted(self) -> str | None:
-        """Why no predictors select inside the experts of every layer; None: they can."""
+        """Why no predictors select inside the experts of every layer with an FFN; None: they can."""
         for at, layer in enumerate(self.layers):
+            if isinstance(layer.ffn, NoFfn):
+                continue
             if not isinstance(layer.ffn, ExpertsConfig):
                 return f"layer {at} has no experts"
-            if layer.ffn.prediction_obstacle is not None:
-                return f"layer {at}: {layer.ffn.prediction_obstacle}"
-        return None
+            if layer.ffn.why_whole is not None:
+                return f"layer {at}: {layer.ffn.why_whole}"
+        return None if self.experts else "there are no experts"
 
     @property
     def told_apart(self) -> tuple[int, ...]:
-        """Of each layer the neurons among which a predictor can select, those of all experts together; 0: none can."""
+        """Of each layer the neurons among which a predictor can select, those of all its experts together and behind
+        them those of its shared one (`ExpertsConfig.predicted_shared`); 0: none can."""
         return tuple(layer.ffn.told_apart for layer in self.layers)
+
+    @property
+    def predicted_layers(self) -> tuple[int, ...]:
+        """The layers that have such neurons."""
+        return tuple(at for at, neurons in enumerate(self.told_apart) if neurons)
 
     @property
     def experts(self) -> dict[int, ExpertsConfig]:

@@ -162,7 +162,8 @@ def _experts(profile: ExpertProfile) -> dict[str, Any]:
 
 
 def _predictor(file: PredictorFile) -> dict[str, Any]:
-    return {"type": file.type, "layers": [layer.predictor for layer in file.layers], "training": file.training}
+    layers = [layer.predictor for layer in file.layers.values()]
+    return {"type": file.type, "layers": layers, "training": file.training}
 
 
 def _bundles(file: BundleFile) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def table(training: Mapping[str, Any] | None) -> list[str]:
         return []
     lines = ["layer  rank  method    recall    precision  candidates  active    svd: recall  candidates"]
     for number, one in enumerate(layers):
-        lines.append(f"{number:>5}  {one['rank']:>4}  {one['method']:<8}  {_shares(one)}")
+        lines.append(f"{one.get('layer', number):>5}  {one['rank']:>4}  {one['method']:<8}  {_shares(one)}")
     means = {name: mean(layers, name) for name in FIGURES}
     rank = round(sum(one["rank"] for one in layers) / len(layers))
     return [*lines, f" mean  {rank:>4}            {_shares(means)}"]

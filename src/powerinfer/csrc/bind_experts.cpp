@@ -68,6 +68,18 @@ void fired_in_experts(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c
     memcpy(out.data() + i * bytes, last.fired.data() + (size_t)last.rows[i] * words, bytes);
 }
 
+void fired_in_shared(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+  Experts::Selected last;
+  {
+    nb::gil_scoped_release release;
+    last = op.recorded();
+  }
+  const size_t tokens = out.shape(0), bytes = out.shape(1), words = tokens ? last.shared.size() / tokens : 0;
+  require(words && tokens * words == last.shared.size() && bytes <= 2 * words,
+          "out has another shape than what was recorded");
+  for (size_t i = 0; i < tokens; i++) memcpy(out.data() + i * bytes, last.shared.data() + i * words, bytes);
+}
+
 Counts expert_counts(const Experts& op) {
   nb::gil_scoped_release release;
   const ExpertStore::Counts all = op.counts();
@@ -196,6 +208,8 @@ void bind_experts(nb::module_& m) {
            "out [tokens * top_k, bytes of an expert's neurons] = the neurons that fired in the last step, a bit each, "
            "in\n"
            "the order of `selected`.")
+      .def("fired_shared", &fired_in_shared, "out"_a.noconvert(),
+           "The same of the shared expert: out [tokens, bytes of its neurons].")
       .def("counts", &expert_counts,
            "As of NeuronSum; sampled_tokens, sampled_active, sampled_found; rows of the predictor's outer read.")
       .def("clear", &Experts::clear, nb::call_guard<nb::gil_scoped_release>(), "Reset the counters.")

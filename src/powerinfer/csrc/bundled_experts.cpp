@@ -22,15 +22,22 @@ ExpertStore::Parts parts_of(const ExpertMatrices& all) {
   return parts;
 }
 
+// Rows of a matrix from `first` on, whole panels.
+Matrix rows_of(const Matrix& all, int64_t first, int64_t rows) {
+  const int64_t p0 = first / PI_LANES;
+  return {all.type, rows, all.k, rows / PI_LANES, all.data + p0 * pi_panel_bytes(all.type, all.k), all.arena};
+}
+
 }  // namespace
 
 BundledExperts::BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace)
     : ExpertStore(all, parts_of(all), std::move(workspace)),
       bundled_(std::move(all.bundled)),
       predictor_(std::move(all.predictor)),
-      out_(predictor_ ? cut(*predictor_->out, experts, neurons) : std::vector<Matrix>()),
+      out_(predictor_ ? cut(rows_of(*predictor_->out, 0, experts * neurons), experts, neurons) : std::vector<Matrix>()),
       recall_every_(all.recall_every),
       shared_(bundled_->bundles->neurons - experts * neurons),
+      shared_out_(predictor_ ? rows_of(*predictor_->out, experts * neurons, shared_) : Matrix()),
       sampled_((size_t)workspace_->pool->threads()) {}
 
 void BundledExperts::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,
@@ -51,7 +58,7 @@ void BundledExperts::product(int thread, const ExpertRows& rows, Part part, size
 
 void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,
                               int64_t top_k, const SharedExpert& shared) {
-  if (predictor_) return sum_predicted(t, rows, piece, top_k);
+  if (predictor_) return sum_predicted(t, rows, piece, top_k, shared);
   list_firing(t, rows, acts, piece.x.tokens, shared);
   workspace_->pool->barrier();
   bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.activations), experts * neurons + shared_, nullptr);
@@ -137,16 +144,18 @@ void BundledExperts::list_shared(Thread& t, ExpertRows& rows, const PiActs* acts
 }
 
 // The neurons that the predictor selects of the experts of up to PI_NEURON_TOKENS tokens.
-void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k) {
+void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k,
+                                   const SharedExpert& shared) {
   const Rows& x = piece.x;
   const bool sampled = recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0;
   list_predicted(t, rows, x, top_k, sampled);
-  const PiActs* acts = workspace_->prepare(t.id, x, piece.norm, bundled_->bundles->forms());
-  if (sampled) sample(t, rows, acts, x.tokens);
-  piece.groups = {rows.expert_weights.data(), experts, neurons};
+  const int forms = bundled_->bundles->forms() | (sampled && shared_ ? shared.neurons->forms() : 0);
+  const PiActs* acts = workspace_->prepare(t.id, x, piece.norm, forms);
+  if (sampled) sample(t, rows, acts, x.tokens, shared);
+  piece.groups = {rows.expert_weights.data(), groups(), neurons};
   bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
   if (t.id != 0) return;
-  predictor_rows_ += (int64_t)rows.active.size() * neurons;
+  predictor_rows_ += (int64_t)rows.active.size() * neurons + shared_;
   recall_.tokens += sampled ? x.tokens : 0;
   for (const Ffn::Recall& recall : sampled_)
     if (sampled) recall_.active += recall.active, recall_.found += recall.found;
@@ -156,12 +165,15 @@ void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece
 // with a barrier.
 void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t k, bool sampled) const {
   NeuronLists& lists = workspace_->lists();
-  const int64_t tokens = x.tokens;
+  const int64_t tokens = x.tokens, ldw = groups();
   int64_t t0, t1;
   share(tokens, 1, workspace_->pool->threads(), t.id, &t0, &t1);
-  std::fill(rows.expert_weights.begin() + t0 * experts, rows.expert_weights.begin() + t1 * experts, 0.0f);
-  for (int64_t j = t0 * k; j < t1 * k; j++)
-    rows.expert_weights[(size_t)(j / k * experts + rows.selected[(size_t)j])] = rows.weights[(size_t)j];
+  for (int64_t i = t0; i < t1; i++) {
+    float* const weights = rows.expert_weights.data() + i * ldw;
+    std::fill(weights, weights + experts, 0.0f);
+    for (int64_t j = i * k; j < (i + 1) * k; j++) weights[rows.selected[(size_t)j]] = rows.weights[(size_t)j];
+    std::fill(weights + experts, weights + ldw, rows.shared_weights[(size_t)i]);
+  }
   const PiActs* hidden = predictor_->hide(t.id, *workspace_, x);
   const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
   const auto select = [&](size_t e, const float* z, int64_t first, const int32_t* listed, int64_t n, int64_t lanes) {
@@ -176,15 +188,42 @@ void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, 
       std::copy(z + i * rows.ldh, z + i * rows.ldh + lanes, lists.z.begin() + token(i) * lists.ldz + first);
   };
   begin_list(t.id);
+  if (shared_) list_predicted_shared(t.id, hidden, tokens);
   list(t.id, rows, out_, inputs, tokens == 1, {0, predictor_->limit()}, [](size_t, float*, int64_t) {}, select);
   workspace_->pool->barrier();
 }
 
+// The same of the shared expert, whose z stays in the lists.
+void BundledExperts::list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const {
+  NeuronLists& lists = workspace_->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  const Columns mine(shared_out_, *workspace_->pool, thread, 2);  // two panels: a group of neurons
+  const int64_t first = experts * neurons;
+  float* const z = lists.z.data() + first;
+  workspace_->linear(thread, shared_out_, NO_BIAS, hidden, z, lists.ldz, tokens, false, mine.p0, mine.p1);
+  int32_t* const listed = own.listed.data() + own.n;
+  const int64_t more = workspace_->kernels->neurons.keep(z + mine.c0, lists.ldz, tokens, mine.n(), 0,
+                                                         predictor_->limit(), (int32_t)(first + mine.c0), listed,
+                                                         own.counts);
+  if (tokens > 1) predictor_->mark(lists, listed, more, tokens);
+  own.n += more;
+}
+
 // How many of the neurons that fire the predictor selected: computes whole experts.
-void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
+                            const SharedExpert& shared) {
   const NeuronLists& lists = workspace_->lists();
   Ffn::Recall& recall = sampled_[(size_t)t.id];
   recall = {};
+  if (shared_) {
+    const Columns mine = shared.neurons->activate(t, acts, tokens, 2);
+    for (int64_t i = 0; i < tokens; i++)
+      for (int64_t c = mine.c0; c < mine.c1; c++) {
+        const bool fires = t.program->gate[i * t.program->ldh + c] != 0.0f;
+        recall.active += fires;
+        recall.found += fires && predictor_->candidate(lists.z[(size_t)(i * lists.ldz + experts * neurons + c)]);
+      }
+  }
   const bool single = tokens == 1;
   multiply(t.id, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, false, nullptr);
   share_panels(t.id, rows, parts_[UP][0].panels, false,

@@ -1,5 +1,5 @@
 // Experts whose neurons are told apart: as bundles, but for their first product (gate, or up without gates), which is of
-// matrices, or, with a predictor, of the bundles, too.
+// matrices, or, with a predictor, of the bundles, too. Behind them may be the neurons of a shared expert without gates.
 #pragma once
 #include "expert_store.h"
 
@@ -29,15 +29,18 @@ class BundledExperts : public ExpertStore {
   const std::vector<Matrix>& first_products() const { return parts_[parts_[GATE].empty() ? UP : GATE]; }
   void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
   void list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
-  void sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k);
+  void sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k, const SharedExpert& shared);
   void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t top_k, bool sampled) const;
-  void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
+  void list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const;
+  void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared);
+  int64_t groups() const { return experts + (shared_ + neurons - 1) / neurons; }  // of neurons with weights of their own
 
   const std::shared_ptr<NeuronSum> bundled_;
   const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
   const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
   const int64_t recall_every_;
-  const int64_t shared_;  // neurons of the shared expert, behind those of the others
+  const int64_t shared_;     // neurons of the shared expert, behind those of the others
+  const Matrix shared_out_;  // their rows of the predictor's
   bool computes_whole_ = false;
   Ffn::Recall recall_ = {};
   std::vector<Ffn::Recall> sampled_;  // of the threads

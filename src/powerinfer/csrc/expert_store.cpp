@@ -29,7 +29,7 @@ ExpertRows::ExpertRows(const Sizes& s)
       begin((size_t)s.experts + 1),
       cost((size_t)s.experts + 1),
       activations(PI_NEURON_TOKENS * s.bundled * 4),
-      expert_weights((size_t)(s.bundled ? PI_NEURON_TOKENS * s.experts : 0)),
+      expert_weights((size_t)(PI_NEURON_TOKENS * s.groups)),
       guessed((size_t)(GUESSED * ldl)),
       panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
   active.reserve((size_t)s.experts);

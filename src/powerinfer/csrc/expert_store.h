@@ -14,8 +14,8 @@ inline const Vector NO_BIAS;
 
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
 // bundled: the neurons of all experts, one expert after another, in place of down and, where there are gates, of up; behind
-// them may be those of a shared expert. The rows of their first product (gate, or up without gates) are read with a
-// predictor, which selects among all of these neurons and takes the matrix' place.
+// them may be those of a shared expert without gates. The rows of their first product (gate, or up without gates) are read
+// with a predictor, which selects among all of these neurons and takes the matrix' place.
 // slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
 // `down` say then what they are alone.
 // latent_in, latent_out: the experts read and give latents, which these matrices make of the input, and the output of; null:
@@ -43,6 +43,7 @@ struct ExpertRows {
   struct Sizes {
     int64_t tokens, experts, top_k, neurons, d_model;
     int64_t bundled;  // neurons of all experts of a layer whose neurons are bundles; 0: there is none
+    int64_t groups;   // of these, experts and as many neurons of the shared one as an expert has
     int threads;
   };
   static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses
@@ -58,7 +59,7 @@ struct ExpertRows {
   std::vector<int32_t> begin, active;       // [experts + 1] first row of each expert; the experts that have rows
   std::vector<int64_t> cost;                // [active + 1] of a unit of work of all those before
   Mapping activations;                      // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
-  std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][experts]
+  std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][groups]
   std::vector<float> guessed;               // logits, [GUESSED][ldl]
   Mapping panels;                           // two for each thread, repacked
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's

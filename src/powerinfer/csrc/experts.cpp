@@ -52,7 +52,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     const int64_t more = b.neurons - n * all.neurons;  // of the shared expert
     check(b.complete() && (more == 0 || more == shared) && b.up.k == d && all.neurons % PI_GROUP == 0,
           "the bundles are of other experts");
-    check(more == 0 || (!b.gated() && !all.predictor), "a shared expert with gates, or a predictor, is no bundle");
+    check(more == 0 || (!b.gated() && more % PI_GROUP == 0), "a shared expert with gates, or broken groups, is no bundle");
     const bool reads_up = b.gated() || all.predictor;
     check((!reads_up || (b.up.stride && repacked_type(b.up.type) >= 0)) && (!b.gated() || b.gate.type == b.up.type) &&
               repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
@@ -98,14 +98,18 @@ void Program::reserve_resting(const ExpertMatrices& all) {
 }
 
 void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
-  ExpertRows::Sizes all{sizes.max_tokens, n, top_k, neurons, sizes.d_model, bundled, workspace->pool->threads()};
+  const int64_t groups = (bundled + neurons - 1) / neurons;
+  ExpertRows::Sizes all{sizes.max_tokens, n, top_k, neurons, sizes.d_model, bundled, groups, workspace->pool->threads()};
   if (expert_rows) {
     const auto& had = expert_rows->sizes;
-    if (had.experts >= n && had.top_k >= top_k && had.neurons >= neurons && had.bundled >= bundled) return;
+    if (had.experts >= n && had.top_k >= top_k && had.neurons >= neurons && had.bundled >= bundled &&
+        had.groups >= groups)
+      return;
     all.experts = std::max(n, had.experts);
     all.top_k = std::max(top_k, had.top_k);
     all.neurons = std::max(neurons, had.neurons);
     all.bundled = std::max(bundled, had.bundled);
+    all.groups = std::max(groups, had.groups);
   }
   expert_rows = std::make_shared<ExpertRows>(all);
 }
@@ -192,6 +196,7 @@ void Experts::run(Thread& t, const Step& step) {
   const bool shared_apart = shared_.neurons && !(leaves_out && store_->has_shared());
   if (shared_apart)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
+  if (shared_apart && records_fired_) keep_shared(t, tokens);
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
   if (leaves_out) {
     store_->sum_some(t, rows, acts, {x, spec_.norm, to, true}, router_.spec.top_k, shared_);
@@ -360,6 +365,18 @@ void Experts::keep(const ExpertRows& rows, int64_t tokens) {
   if (!records_fired_) return;
   recorded_.rows.assign(rows.row_of.begin(), rows.row_of.begin() + n);
   recorded_.fired.assign((size_t)(n * store_->up_panels()), 0);
+  if (shared_.neurons) recorded_.shared.assign((size_t)(tokens * shared_panels()), 0);
+}
+
+// Which neurons of the shared expert fired, whose h the program still has: of this thread's share of the tokens.
+void Experts::keep_shared(const Thread& t, int64_t tokens) {
+  const Program& p = *t.program;
+  const int64_t panels = shared_panels();
+  int64_t begin, end;
+  share(tokens, 1, p.workspace->pool->threads(), t.id, &begin, &end);
+  for (int64_t i = begin; i < end; i++)
+    p.workspace->kernels->neurons.fires(p.gate + i * p.ldh, panels * PI_LANES, 0.0f,
+                                        recorded_.shared.data() + i * panels);
 }
 
 // The weight of the shared expert for each token of this thread's share; a barrier comes before it is used.

@@ -24,6 +24,7 @@ class Experts : public Op {
     bool damaged = false;          // a weight was NaN or infinite
     std::vector<int32_t> rows;     // of `fired`, for each of `experts`
     std::vector<uint16_t> fired;   // [rows][panels of up], a bit for each neuron
+    std::vector<uint16_t> shared;  // the same of the shared expert, [tokens][its panels]
   };
   Selected recorded() const;
   ExpertStore::Counts counts() const;
@@ -54,6 +55,8 @@ class Experts : public Op {
   void expect_guessed(ExpertRows& rows, int64_t tokens);
   void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   void keep(const ExpertRows& rows, int64_t tokens);
+  void keep_shared(const Thread& t, int64_t tokens);
+  int64_t shared_panels() const { return (shared_.neurons->neurons() + PI_LANES - 1) / PI_LANES; }
   void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights);
   template <class P>
   void sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare);

@@ -97,8 +97,8 @@ class ExpertObserver(Protocol):
         ...
 
     def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
-        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, top_k * size /
-        8], of their neurons those that fired, as of `Fired`."""
+        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, (top_k * size +
+        predicted_shared) / 8], of their neurons those that fired, as of `Fired`."""
         ...
 
 
@@ -639,8 +639,7 @@ class CpuExecutor:
         """Experts as bundles, their first product as matrices unless there is a predictor; and what makes the layer's
         FFN of its operator. weights: of the predictor."""
         n, top, size = config.n_experts, config.router.top_k, config.size
-        shared_down = stored.shared[-1] if stored.shared else None
-        of_all, gate, made = self._by_neuron(config, spec, stored.experts(), weights, shared_down)
+        of_all, gate, made = self._by_neuron(config, spec, stored.experts(), weights, stored.shared)
         own, of_gates = made.predictor, 0 if gate is None else gate.nbytes
         more = made.more * made.layout.stride
         return of_all, partial(
@@ -648,7 +647,7 @@ class CpuExecutor:
             sum=made.sum,
             layout=made.layout,
             gate_row=made.layout.gate_bytes if gate is None else of_gates / (n * size),
-            predictor=(0, 0.0) if own is None else (own.inner_nbytes, own.outer_nbytes / (n * size)),
+            predictor=(0, 0.0) if own is None else (own.inner_nbytes, own.outer_nbytes / (n * size + made.more)),
             neurons=top * size + made.more,
             nbytes=(of_gates + made.groups.nbytes - more) * top // n + more + made.more * of_gates // (n * size),
         )
@@ -659,13 +658,15 @@ class CpuExecutor:
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
         weights: Weights | None = None,
-        shared_down: RawTensor | None = None,
+        shared: Sequence[RawTensor] = (),
     ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
-        """The experts, the matrix of their first product, and their bundles. shared_down: of a shared expert, which is
-        in the bundles, too, where its type is that of the others."""
+        """The experts, the matrix of their first product, and their bundles. shared: matrices of a shared expert, which
+        without gates is in the bundles, too, where its types are those of the others."""
         n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
+        if not config.gated and weights is not None:
+            return self._predicted_by_neuron(config, spec, experts, weights, shared)
         if not config.gated:
-            return self._plain_by_neuron(config, spec, experts, shared_down)
+            return self._plain_by_neuron(config, spec, experts, shared[-1] if shared else None)
         each, predictor = iter(experts), self.parts.predictor(weights)
         gate = None if predictor else self._stack(next(each), top)
         of_rows = next(each) if predictor else None
@@ -697,6 +698,35 @@ class CpuExecutor:
         self.bytes_per_token += (rows.nbytes - more * layout.stride) * top // n
         of_all = _native.ExpertMatrices(n, size, spec, None, up, None, bundled=neurons)
         return of_all, up, ByNeuron(neurons, layout, rows, more=more)
+
+    def _predicted_by_neuron(
+        self,
+        config: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        weights: Weights,
+        shared: Sequence[RawTensor],
+    ) -> tuple[_native.ExpertMatrices, None, ByNeuron]:
+        """Experts without gates, up and down as bundles, among which a predictor selects. shared: matrices of a shared
+        expert."""
+        n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
+        up, down = experts
+        of_rows = shared if config.predicted_shared and [one.type for one in shared] == [up.type, down.type] else ()
+        more = config.predicted_shared if of_rows else 0
+        about, inner, outer = weights
+        n_rows = n * size + more
+        own_outer = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
+        own = self.parts.predictor((about, inner, own_outer))
+        assert own is not None
+        layout, rows = bundle(config, self.d_model, None, up, down, self._pool.threads, of_rows)
+        ends = layout.gate_type, layout.down_type, layout.pitch, 0, layout.up_at, layout.down_at
+        native = _native.Bundles(rows, n_rows, self.d_model, None, *ends, spec)
+        neurons = _native.NeuronSum(self._workspace, native)
+        self.bytes_per_token += (rows.nbytes - more * layout.stride) * top // n
+        of_all = _native.ExpertMatrices(
+            n, size, spec, None, None, None, bundled=neurons, predictor=own, recall_every=self._recall_every
+        )
+        return of_all, None, ByNeuron(neurons, layout, rows, own, more)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -953,10 +983,15 @@ class CpuExecutor:
             observer.reads(layer, x)
             at = op.number + 1
             self._run(batch, op.number, at)
-            selected, size = self._selected(layer), self.config.experts[layer].size
-            active = np.empty((selected.size, -(-size // 8)), np.uint8)
-            op.fired(active)
-            observer.fires(layer, selected, active.reshape(tokens, -1))
+            selected, config = self._selected(layer), self.config.experts[layer]
+            own = np.empty((selected.size, -(-config.size // 8)), np.uint8)
+            op.fired(own)
+            active = own.reshape(tokens, -1)
+            if config.predicted_shared:
+                of_shared = np.empty((tokens, config.predicted_shared // 8), np.uint8)
+                op.fired_shared(of_shared)
+                active = np.concatenate((active, of_shared), axis=1)
+            observer.fires(layer, selected, active)
         self._run(batch, at, self._program.size)
 
     def traced(self) -> AbstractContextManager[Trace]:

@@ -1,5 +1,6 @@
 """Experts of the CPU's executor whose neurons are told apart: up and down as bundles, gates as matrices, or, where a
-predictor selects before gates are computed, in the bundles too. Without gates up is the matrix.
+predictor selects before gates are computed, in the bundles too. Without gates up is the matrix, or with a predictor in
+the bundles.
 
 The weights rest once: prompts repack the bundles of an expert, a few panels at a time, for the kernels of matrices.
 """
@@ -32,8 +33,8 @@ DOWN_TYPES = ("F16", "BF16", *ACROSS)
 class ByNeuron:
     """Some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes.
 
-    predictor: selects neurons before gates are computed, which are then in the bundles; None: gates, or without gates
-    up, are a matrix. more: neurons of a shared expert behind all others.
+    predictor: selects neurons before the first product (gates, or without gates up) is computed, whose rows are then in
+    the bundles; None: these are a matrix. more: neurons of a shared expert behind all others.
     """
 
     sum: _native.NeuronSum
@@ -50,7 +51,7 @@ class ExpertFfn:
     op: _native.Experts
     sum: _native.NeuronSum
     layout: BundleLayout
-    gate_row: float  # bytes of a neuron's gate
+    gate_row: float  # bytes of a neuron's first product: gate, or without gates up
     predictor: tuple[int, float]  # bytes of what all experts share of it, and of a neuron; 0: there is none
     neurons: int  # of a token's experts
     nbytes: int  # read for a token where every neuron of its experts is computed
@@ -67,17 +68,28 @@ class ExpertFfn:
 
 
 def bundle(
-    about: ExpertsConfig, d_model: int, gate: RawTensor | None, up: RawTensor, down: RawTensor, threads: int
+    config: ExpertsConfig,
+    d_model: int,
+    gate: RawTensor | None,
+    up: RawTensor,
+    down: RawTensor,
+    threads: int,
+    shared: Sequence[RawTensor] = (),
 ) -> tuple[BundleLayout, Bytes]:
-    """All experts with gates as bundles: uint8 [groups, bytes of a group].
+    """All experts as bundles: uint8 [groups, bytes of a group].
 
     gate, up, down: of all experts, [experts, out, in], of types in `ROW_TYPES`, down of `DOWN_TYPES`; gate: of up's
-    type, None: it stays out.
+    type, None: it stays out, or there is none. shared: up and down of a shared expert without gates, of the types of
+    the others, which comes behind these.
     """
     layout = expert_layout(d_model, up.type, down.type, gate is not None)
-    groups = own_pages(about.n_experts * n_groups(about.size) * layout.group_bytes).reshape(-1, layout.group_bytes)
+    n, more = config.n_experts * n_groups(config.size), n_groups(shared[0].shape[0]) if shared else 0
+    groups = own_pages((n + more) * layout.group_bytes).reshape(-1, layout.group_bytes)
     own = None if gate is None else gate.data
-    _put(layout, groups, own, up.data, down.data.reshape(about.n_experts, d_model, -1), threads)
+    _put(layout, groups[:n], own, up.data, down.data.reshape(config.n_experts, d_model, -1), threads)
+    if shared:
+        own_up, own_down = (one.gathered().data for one in shared)
+        _put(layout, groups[n:], None, own_up, own_down.reshape(1, d_model, -1), threads)
     return layout, groups
 
 
@@ -108,8 +120,8 @@ def rebundle(
 
 
 def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = False) -> BundleLayout:
-    """Layout of neurons of experts with gates, whose up has a type in `ROW_TYPES` and down one in `DOWN_TYPES`; gated:
-    gates, of up's type, are in the bundles, too."""
+    """Layout of neurons of experts whose up has a type in `ROW_TYPES` and down one in `DOWN_TYPES`; gated: gates, of
+    up's type, are in the bundles, too."""
     down_type = ACROSS.get(down_type, down_type)
     up_bytes, _ = cpu.bundle_row_bytes(up_type, d_model)
     return BundleLayout(d_model, gated, up_type, down_type, up_bytes, *cpu.bundle_row_bytes(down_type, d_model))

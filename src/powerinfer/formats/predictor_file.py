@@ -1,8 +1,9 @@
-"""Trained predictors on disk: for each layer `layers.N.in` [rank, d_model] and `layers.N.out` [neurons, rank].
+"""Trained predictors on disk: of each layer `layers.N.in` [rank, d_model] and `layers.N.out` [neurons, rank].
 
-Of a layer of experts the neurons are those of all experts, one expert after another, and the floor is 0. A layer's
-rank, threshold and floor are in the file's description. Weights are F16, BF16, F32, or Q8_0, whose rows of blocks are
-stored as U8 [rows, row_bytes].
+Of a layer of experts the neurons are those of all experts, one expert after another, then those of a shared expert
+without gates, and the floor is 0. A layer's rank, threshold and floor are in the file's description, null for a layer
+without neurons, which has no tensors. Weights are F16, BF16, F32, or Q8_0, whose rows of blocks are stored as U8 [rows,
+row_bytes].
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _PredictorHeader:
     d_model: int
     neurons: list[int]
     type: str
-    layers: list[_LayerDescription]
+    layers: list[_LayerDescription | None]
     training: _Training | None = None
 
 
@@ -85,13 +86,13 @@ class LayerPredictor:
 
 @dataclass(frozen=True)
 class PredictorFile:
-    """The predictors of a model, one a layer, mapped; call `file.check()` before the weights are read.
+    """The predictors of a model, by layer, mapped; call `file.check()` before the weights are read.
 
     training: how they were trained, and their quality, as described in docs/train.md; None if unknown.
     """
 
     type: str
-    layers: tuple[LayerPredictor, ...]
+    layers: dict[int, LayerPredictor]
     file: MappedFile
     training: dict[str, Any] | None = None
 
@@ -103,7 +104,7 @@ class PredictorFile:
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return sum(layer.inner.data.nbytes + layer.outer.data.nbytes for layer in self.layers)
+        return sum(layer.inner.data.nbytes + layer.outer.data.nbytes for layer in self.layers.values())
 
 
 def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> PredictorFile:
@@ -124,8 +125,12 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         raise place.bad(f"holds weights of type {shown(type_name)}, which it cannot")
     if len(header.layers) != config.n_layers:
         raise place.bad(f"does not describe {config.n_layers} layers")
-    layers = []
+    layers = {}
     for layer, stated in enumerate(header.layers):
+        if (stated is None) != (config.told_apart[layer] == 0):
+            raise place.bad(f"describes a predictor of layer {layer}" if stated else f"describes none of layer {layer}")
+        if stated is None:
+            continue
         most = 0 if config.experts else config.told_apart[layer]
         if stated.rank % block or stated.rank > config.d_model or stated.floor > most:
             raise place.bad(
@@ -136,27 +141,27 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         for name, shape in _shapes(config, layer, predictor.rank):
             tensor = place.holds(tensors, name, *_stored(type_name, shape))
             weights.append(RawTensor(type_name, shape, tensor.data))
-        layers.append(LayerPredictor(predictor, *weights))
+        layers[layer] = LayerPredictor(predictor, *weights)
     place.holds_no_more(tensors)
-    if header.training is not None and len(header.training.layers) != config.n_layers:
-        raise place.bad(f"does not tell how {config.n_layers} layers were trained")
-    return PredictorFile(type_name, tuple(layers), file, description.get("training"))
+    if header.training is not None and len(header.training.layers) != len(layers):
+        raise place.bad(f"does not tell how {len(layers)} layers were trained")
+    return PredictorFile(type_name, layers, file, description.get("training"))
 
 
 def write_predictor(
     checkpoint: Checkpoint,
     prepared: str | None,
     type_name: str,
-    layers: Sequence[Predictor],
+    layers: Sequence[Predictor | None],
     weights: Iterable[tuple[Float32, Float32]],
     training: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the predictors of a model; the path of the file.
 
-    layers: one for each layer; weights: of each layer in order, inner [rank, d_model] and outer [neurons, rank],
-    float32, consumed one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for Q8_0, d_model and
-    the ranks must be multiples of 32. training: what `PredictorFile.training` will be, values of JSON. ModelError for
-    values that the type cannot hold, PowerInferError if the file cannot be written.
+    layers: one for each layer, None where it has no neurons; weights: of the others in order, inner [rank, d_model] and
+    outer [neurons, rank], float32, consumed one by one. They are stored in `type_name`, one of `PREDICTOR_TYPES`; for
+    Q8_0, d_model and the ranks must be multiples of 32. training: what `PredictorFile.training` will be, values of
+    JSON. ModelError for values that the type cannot hold, PowerInferError if the file cannot be written.
     """
     config = checkpoint.config
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
@@ -164,10 +169,10 @@ def write_predictor(
         "d_model": config.d_model,
         "neurons": list(config.told_apart),
         "type": type_name,
-        "layers": [{**asdict(one), "threshold": float(one.threshold)} for one in layers],
+        "layers": [one and {**asdict(one), "threshold": float(one.threshold)} for one in layers],
         **({} if training is None else {"training": dict(training)}),
     }
-    names = [list(_shapes(config, n, one.rank)) for n, one in enumerate(layers)]
+    names = [list(_shapes(config, n, one.rank)) for n, one in enumerate(layers) if one is not None]
     tensors = [(name, *_stored(type_name, shape)) for pair in names for name, shape in pair]
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     with place.write(description, tensors) as write:

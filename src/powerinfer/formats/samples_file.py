@@ -6,14 +6,15 @@ of byte i // 8 is neuron i. Rows are in the order of the text, and row r of ever
 [number] holds the first row of each window of text, so that whole windows can be held out.
 
 Of a layer of experts `layers.N.selected` U16 [rows, experts of a token] holds the experts that the token selected,
-ascending, and `layers.N.active` U8 [rows, experts of a token * neurons of an expert / 8] the neurons of these.
+ascending, and `layers.N.active` U8 [rows, experts of a token * neurons of an expert / 8] the neurons of these; behind
+them are those of a shared expert without gates. Layers without neurons have no tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,18 +41,18 @@ class _SamplesHeader:
 class SamplesFile:
     """The samples of a model, mapped; call `file.check()` before they are read.
 
-    layers: for each layer (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only views;
-    of experts active is uint8 [rows, experts of a token * neurons of an expert / 8], and selected has for each layer
-    the experts, uint16 [rows, experts of a token]; else it is empty. windows: int64, the first row of each window,
-    ascending from 0; details: how they were made.
+    layers: of each layer with neurons (x float16 [rows, d_model], active uint8 [rows, ceil(neurons / 8)]), read-only
+    views; of experts active is of the neurons of a token, and selected has of each layer its experts, uint16 [rows,
+    experts of a token]; else it is empty. windows: int64, the first row of each window, ascending from 0; details: how
+    they were made.
     """
 
     rows: int
-    layers: tuple[tuple[NDArray[np.float16], Bytes], ...]
+    layers: dict[int, tuple[NDArray[np.float16], Bytes]]
     windows: NDArray[np.int64]
     details: dict[str, Any]
     file: MappedFile
-    selected: tuple[NDArray[np.uint16], ...] = ()
+    selected: dict[int, NDArray[np.uint16]] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -61,7 +62,8 @@ class SamplesFile:
 
 def row_bytes(checkpoint: Checkpoint) -> int:
     """Bytes that one row takes, of all layers together."""
-    tensors = (one for layer in range(checkpoint.config.n_layers) for one in _layer_tensors(checkpoint, layer, 1))
+    layers = checkpoint.config.predicted_layers
+    tensors = (one for layer in layers for one in _layer_tensors(checkpoint, layer, 1))
     return sum(shape[1] * (1 if dtype == "U8" else 2) for _, dtype, shape in tensors)
 
 
@@ -74,28 +76,30 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     description, tensors, file = place.read()
     header = place.described(_SamplesHeader, description)
     rows = header.rows
-    layers, selected = [], []
-    for layer in range(checkpoint.config.n_layers):
+    layers, selected = {}, {}
+    for layer in checkpoint.config.predicted_layers:
         views = []
         for name, dtype, shape in _layer_tensors(checkpoint, layer, rows):
             tensor = place.holds(tensors, name, dtype, shape)
             if tensor.data.ctypes.data % 2:
                 raise place.bad(f"holds {name} at an odd place")
             views.append(tensor.data)
-        layers.append((views[0].view("<f2").reshape(rows, -1), views[1].reshape(rows, -1)))
-        selected += [one.view("<u2").reshape(rows, -1) for one in views[2:]]
+        layers[layer] = (views[0].view("<f2").reshape(rows, -1), views[1].reshape(rows, -1))
+        if views[2:]:
+            selected[layer] = views[2].view("<u2").reshape(rows, -1)
     windows = tensors.pop("windows", None)
     if windows is None or windows.type != "I64" or len(windows.shape) != 1 or not windows.size:
         raise place.bad("does not say where its windows begin")
     file.check()
-    for (layer, ffn), own in zip(checkpoint.config.experts.items(), selected, strict=True):
+    for layer, own in selected.items():
+        ffn = checkpoint.config.experts[layer]
         if int(own.max()) >= ffn.n_experts or (own[:, 1:] <= own[:, :-1]).any():
             raise place.bad(f"selects no {ffn.router.top_k} different ones of {ffn.n_experts} experts in layer {layer}")
     starts = np.frombuffer(windows.data.tobytes(), "<i8").astype(np.int64)
     if starts[0] != 0 or starts.max() >= rows or (starts[1:] <= starts[:-1]).any():
         raise place.bad("has windows that do not follow one another")
     place.holds_no_more(tensors)
-    return SamplesFile(rows, tuple(layers), starts, header.about, file, tuple(selected))
+    return SamplesFile(rows, layers, starts, header.about, file, selected)
 
 
 class SamplesWriter:
@@ -158,7 +162,7 @@ def check_samples(checkpoint: Checkpoint, prepared: str | None, rows: int, windo
 def _tensors(
     checkpoint: Checkpoint, rows: int, windows: NDArray[np.int64]
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    layers = range(checkpoint.config.n_layers)
+    layers = checkpoint.config.predicted_layers
     tensors = [tensor for layer in layers for tensor in _layer_tensors(checkpoint, layer, rows)]
     return [*tensors, ("windows", "I64", windows.shape)]
 
@@ -171,6 +175,6 @@ def _layer_tensors(checkpoint: Checkpoint, layer: int, rows: int) -> list[tuple[
     top = ffn.router.top_k
     return [
         x,
-        (f"layers.{layer}.active", "U8", (rows, top * ffn.size // 8)),
+        (f"layers.{layer}.active", "U8", (rows, (top * ffn.size + ffn.predicted_shared) // 8)),
         (f"layers.{layer}.selected", "U16", (rows, top)),
     ]

@@ -322,7 +322,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.why_whole is None:
         file = open_predictor(checkpoint, prepared)
         predictors = tuple(
-            _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in enumerate(file.layers)
+            _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in file.layers.items()
         )
         ratios = _selected(file.training) or ratios
     elif checkpoint.predictor_threshold is not None:

@@ -1,7 +1,8 @@
 """The predictor of one layer, fitted to samples of the layer's FFN input and of the neurons that fire.
 
 Of a layer of experts one predictor selects among the neurons of all experts: they share its hidden units. What counts
-is the cells (row, neuron) of the experts that a row selects; an FFN without experts is one group that every row has.
+is the cells (row, neuron) of the experts that a row selects. An expert is a group of neurons, or several where a shared
+expert, which every row has, is no multiple of it; an FFN without experts is one group that every row has.
 
 A predictor is z = out . relu(in . r), r the residual stream before the FFN's norm, and selects the neurons whose z
 reaches a threshold (PowerInfer, arXiv 2312.12456). It has no biases, so it is homogeneous: z(s r) = s z(r) for s > 0.
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ExpertsConfig, FfnConfig, TrainConfig
+from powerinfer.config import ExpertsConfig, FfnConfig, FfnKind, TrainConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, dequantize, quantize
@@ -144,11 +145,11 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     ffn = layer_config.ffn
     assert isinstance(ffn, FfnConfig | ExpertsConfig)
     parts = ["gate", "up"] if ffn.activation == "drelu" else ["gate" if ffn.gated else "up"]
-    of_experts = "experts_" if isinstance(ffn, ExpertsConfig) else ""
+    of = [""] if isinstance(ffn, FfnConfig) else ["experts_", *(["shared_"] if ffn.predicted_shared else [])]
     result = []
     for part in parts:
-        stored = checkpoint.take(f"{name}{of_experts}{part}").float32()
-        weights = np.array(stored, np.float32).reshape(-1, config.d_model)
+        stored = [checkpoint.take(f"{name}{one}{part}").float32().reshape(-1, config.d_model) for one in of]
+        weights = np.concatenate(stored).astype(np.float32, copy=False)
         offset = np.zeros(len(weights), np.float32)
         if checkpoint.has(f"{name}{part}_bias"):
             offset += checkpoint.take(f"{name}{part}_bias").float32()
@@ -207,6 +208,37 @@ class _Cells:
         return products[0] if len(products) == 1 else torch.cat(products)
 
 
+@dataclass(frozen=True, slots=True)
+class _RowGroups:
+    """Groups that each row of a layer of experts has. each: of an expert; groups: of all; shared: of these, those of
+    the shared expert, the last."""
+
+    selected: NDArray[np.uint16]  # experts, [rows, experts of a token]
+    each: int
+    groups: int
+    shared: int
+
+    @property
+    def of_row(self) -> int:
+        """Number of groups of a row."""
+        return int(self.selected.shape[1]) * self.each + self.shared
+
+    def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The groups of some rows, [rows, of_row], in the order of their bits."""
+        experts = self.selected[rows].astype(np.int64)[:, :, None] * self.each + np.arange(self.each)
+        shared = np.broadcast_to(np.arange(self.groups - self.shared, self.groups), (len(rows), self.shared))
+        return np.concatenate((experts.reshape(len(rows), -1), shared), axis=1)
+
+
+def _groups_of(ffn: FfnKind, samples: SamplesFile, layer: int) -> _RowGroups | None:
+    """None: the layer has no experts."""
+    if not isinstance(ffn, ExpertsConfig):
+        return None
+    size = math.gcd(ffn.size, ffn.predicted_shared)
+    each, shared = ffn.size // size, ffn.predicted_shared // size
+    return _RowGroups(samples.selected[layer], each, ffn.n_experts * each + shared, shared)
+
+
 class LayerFit:
     """Makes predictors of any size for one layer.
 
@@ -230,20 +262,20 @@ class LayerFit:
         self._torch = torch
         self._checkpoint = checkpoint
         self._layer = layer
-        selected = samples.selected[layer] if samples.selected else None  # None: there are no experts
         self._x, self._active = samples.layers[layer]
-        self._selected, self._rows = selected, rows
+        self._rows = rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
         self._neurons = checkpoint.config.told_apart[layer]
-        self._groups = 1 if selected is None else checkpoint.config.experts[layer].n_experts
+        self._of_rows = _groups_of(checkpoint.config.layers[layer].ffn, samples, layer)
+        self._groups = 1 if self._of_rows is None else self._of_rows.groups
         self._size = self._neurons // self._groups  # of a group
-        self._cells = self._size * (1 if selected is None else selected.shape[1])  # of a row
+        self._cells = self._size * (1 if self._of_rows is None else self._of_rows.of_row)  # of a row
         self._at_once = max(1, min(_BATCH, _CELLS // self._cells))
         self._two_sided = checkpoint.config.fires_both_ways
         self._had = (
             np.full(1, len(rows.train))
-            if selected is None
-            else np.bincount(selected[rows.train].reshape(-1), minlength=self._groups)
+            if self._of_rows is None
+            else np.bincount(self._of_rows(rows.train).reshape(-1), minlength=self._groups)
         )
         """Training rows that have each group, int64 [groups]."""
         self.frequency = self._counted() / np.maximum(1, self._had).repeat(self._size)
@@ -302,10 +334,11 @@ class LayerFit:
                 )
             bits = np.unpackbits(self._active[part], axis=1, bitorder="little", count=self._cells)
             row_bits = bits[: max(0, len(self._rows.train) - at)]  # training rows come first
-            if self._selected is None:
+            if self._of_rows is None:
                 counts[0] += row_bits.sum(axis=0)
                 continue
-            groups, selected_bits = self._selected[part][: len(row_bits)].reshape(-1), row_bits.reshape(-1, self._size)
+            groups = self._of_rows(np.arange(at, at + len(row_bits))).reshape(-1)
+            selected_bits = row_bits.reshape(-1, self._size)
             for group in np.unique(groups):
                 counts[group] += selected_bits[groups == group].sum(axis=0)
         return counts.reshape(-1)
@@ -318,9 +351,9 @@ class LayerFit:
         places = torch.arange(8, device=self._device, dtype=torch.uint8)
         bits = (packed[:, :, None] >> places) & 1
         fires = bits.reshape(len(rows), -1)[:, : self._cells].bool()
-        if self._selected is None:
+        if self._of_rows is None:
             return x, _Cells([(0, None)], self._size, fires.reshape(-1))
-        selected = self._selected[rows]
+        selected = self._of_rows(rows)
         order = np.argsort(selected.reshape(-1), kind="stable")
         of_row = torch.from_numpy(order // selected.shape[1]).to(self._device)
         counts = np.bincount(selected.reshape(-1), minlength=self._groups)

@@ -176,7 +176,7 @@ class _Work:
         self._type = _type(checkpoint, config)
         self._key = _key(samples, config, self._type)
         self._rows = split_rows(samples.rows, samples.windows)
-        self._points: list[dict[int, Fitted]] = [{} for _ in range(checkpoint.config.n_layers)]
+        self._points: dict[int, dict[int, Fitted]] = {layer: {} for layer in checkpoint.config.predicted_layers}
         self._layer: tuple[int, LayerFit] | None = None
         self._model_bytes = model_bytes(checkpoint)
         self._budget = int(config.share * self._model_bytes)
@@ -184,18 +184,18 @@ class _Work:
         self._done = 0.0
 
     def run(self) -> PredictorFile:
-        ranks = []
-        for layer in range(len(self._points)):
+        ranks = {}
+        for layer in self._points:
             rank = self._search(layer)
             self._point(layer, rank)  # now, while the layer's `LayerFit` is in memory; it may not have been fitted yet
-            ranks.append(rank)
+            ranks[layer] = rank
         lowered = self._lowered(ranks)
-        for layer, rank in enumerate(lowered):
+        for layer, rank in lowered.items():
             self._point(layer, rank)
         self._layer = None
-        short = [n for n, rank in enumerate(lowered) if not self._met(self._points[n][rank])]
+        short = [n for n, rank in lowered.items() if not self._met(self._points[n][rank])]
         if lowered != ranks:
-            changed = sum(a != b for a, b in zip(lowered, ranks, strict=True))
+            changed = sum(lowered[layer] != rank for layer, rank in ranks.items())
             self.notes.append(f"{changed} layers were made smaller to keep {self._config.share:.0%} of the model")
         if short:
             self.notes.append(
@@ -245,13 +245,13 @@ class _Work:
         small, large = (self._points[layer][self._ladder[at]].chosen.lost for at in (before, after))
         return large <= _WORTH * small
 
-    def _lowered(self, ranks: list[int]) -> list[int]:
+    def _lowered(self, ranks: dict[int, int]) -> dict[int, int]:
         """The ranks, lowered until they fit the budget, each time where the expected loss per byte is least."""
-        ranks, nbytes = list(ranks), partial(_bytes, self._checkpoint.config, self._type)
-        total = sum(nbytes(layer, rank) for layer, rank in enumerate(ranks))
+        ranks, nbytes = dict(ranks), partial(_bytes, self._checkpoint.config, self._type)
+        total = sum(nbytes(layer, rank) for layer, rank in ranks.items())
         while total > self._budget:
             steps = []
-            for layer, rank in enumerate(ranks):
+            for layer, rank in ranks.items():
                 below = self._ladder.index(rank) - 1
                 if below >= 0:
                     lower = self._ladder[below]
@@ -297,7 +297,7 @@ class _Work:
 
     def _tell(self, layer: int, points: float) -> None:
         """Estimated progress after that number of ranks of a layer: four are usual."""
-        self._done = max(self._done, layer + 1 - 0.6**points)
+        self._done = max(self._done, list(self._points).index(layer) + 1 - 0.6**points)
         total = 1000 * len(self._points)
         self._progress("training predictors", min(total, int(1000 * self._done)), total)
 
@@ -342,25 +342,25 @@ class _Work:
 
     # ------------------------------------------------------------ the file
 
-    def _write(self, ranks: list[int]) -> PredictorFile:
-        points = [known[rank] for known, rank in zip(self._points, ranks, strict=True)]
-        total = sum(_bytes(self._checkpoint.config, self._type, layer, rank) for layer, rank in enumerate(ranks))
+    def _write(self, ranks: dict[int, int]) -> PredictorFile:
+        config = self._checkpoint.config
+        points = {layer: self._points[layer][rank] for layer, rank in ranks.items()}
+        total = sum(_bytes(config, self._type, layer, rank) for layer, rank in ranks.items())
         training = {
             "key": self._key,
             "recall_target": self._config.recall,
             "lost_target": self._config.lost,
             "type": self._type,
             "seed": self._config.seed,
-            "layers": [_point_document(point) for point in points],
+            "layers": [_point_document(layer, point) for layer, point in points.items()],
             "bytes": total,
             "share_of_model": total / self._model_bytes,
             "trained_tokens": len(self._rows.train),
             "held_out_tokens": len(self._rows.choose) + len(self._rows.report),
         }
-        weights = (self._weights(layer, rank) for layer, rank in enumerate(ranks))
-        write_predictor(
-            self._checkpoint, self._prepared, self._type, [one.predictor for one in points], weights, training
-        )
+        weights = (self._weights(layer, rank) for layer, rank in ranks.items())
+        predictors = [points[layer].predictor if layer in points else None for layer in range(config.n_layers)]
+        write_predictor(self._checkpoint, self._prepared, self._type, predictors, weights, training)
         return open_predictor(self._checkpoint, self._prepared)
 
     def _remove_unfinished(self) -> None:
@@ -370,8 +370,9 @@ class _Work:
                     path.unlink()
 
 
-def _point_document(point: Fitted) -> dict[str, Any]:
+def _point_document(layer: int, point: Fitted) -> dict[str, Any]:
     return {
+        "layer": layer,
         "rank": point.predictor.rank,
         **asdict(point.figures),
         "method": point.method,
@@ -400,7 +401,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
     sizes = {rank: _bytes(checkpoint.config, kind, largest, rank) for rank in rungs}
     total = model_bytes(checkpoint)
     budget = int(config.share * total)
-    least = sum(_bytes(checkpoint.config, kind, layer, rungs[0]) for layer in range(len(neurons)))
+    least = sum(_bytes(checkpoint.config, kind, layer, rungs[0]) for layer in checkpoint.config.predicted_layers)
     if least > budget:
         raise RequestError(
             f"the smallest predictors take {least / 1e6:.2f} MB, more than {config.share:.0%} of the model's "

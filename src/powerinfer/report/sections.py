@@ -204,7 +204,7 @@ def _expert_layers(profile: ExpertProfile) -> Table:
 def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """The section on the predictors; their quality only if the training recorded it."""
     section = Section("Predictors")
-    layers = predictor.layers
+    layers = list(predictor.layers.values())
     ranks = sorted({one.predictor.rank for one in layers})
     widths = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     rows: Rows = {
@@ -245,7 +245,7 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
 
 def _sizes(predictor: PredictorFile) -> list[int]:
     """Bytes of the predictor of each layer."""
-    return [one.inner.data.nbytes + one.outer.data.nbytes for one in predictor.layers]
+    return [one.inner.data.nbytes + one.outer.data.nbytes for one in predictor.layers.values()]
 
 
 # ---------------------------------------------------------------- placements
