@@ -160,11 +160,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "hybrid/disk.py": ["asked != 'auto'"],
     "hybrid/disk_hints.py": ["engine.selector != 'auto'", "engine.selector != 'auto'"],
     "hybrid/expert_policy.py": ["engine.expert_policy != 'auto'"],
-    "hybrid/in_ram.py": [
-        "engine.selector != 'auto'",
-        "engine.selector == 'auto'",
-        "resolved.engine.selector != 'auto'",
-    ],
+    "hybrid/in_ram.py": ["engine.selector != 'auto'", "resolved.engine.selector == 'auto'"],
     "hybrid/load.py": ["resolved.engine.expert_policy == 'auto'", "resolved.engine.gpu != 'auto'"],
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],

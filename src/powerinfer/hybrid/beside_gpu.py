@@ -103,7 +103,7 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     work, (vram, _) = workload(model, engine), budgets(hardware, engine.vram, engine.ram)
     layers, head, staging = whole_layers(model, hardware, work, vram)
     if not layers:
-        return no_layer_fits(model, hardware, work, vram, dense=True)
+        return no_layer_fits(model, hardware, work, vram)
     device = replace(resolved.device, reason=f"whole layers ({resolved.selection.reason})")
     placed = replace(resolved, device=device).placed(layers=layers, head=head, staging=staging)
     return fit_in_ram(placed, model, hardware)
@@ -139,24 +139,16 @@ def _layers_in_ram(resolved: Resolved, model: Model, engine: EngineConfig, host_
 
 def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved | RequestError:
     """The same with what the free memory does not hold on disk; the error if a container holds not even that."""
-    from powerinfer.placement.disk import within
     from powerinfer.system import available_memory
 
-    engine, free = resolved.engine, available_memory()
-    short = shortened(engine, model)
+    free, short = available_memory(), shortened(resolved.engine, model)
     needed, buffers = _layers_in_ram(resolved, model, short, hardware.host_bytes)
     if not 0 < free < needed + buffers:
         return resolved.placed(disk=None)
     resolved = resolved.placed(staging=0)
     if free >= needed:
         return resolved.placed(disk=None)
-
-    def place(ram: int) -> Resolved | RequestError:
-        placed = _layers_in(replace(resolved, engine=short), model, hardware, ram)
-        return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
-
-    stays = engine.disk == "none" or resolved.placement.head
-    return placed_within(place, model, None if stays else within(free), needed) or resolved.placed(disk=None)
+    return placed_within(resolved, model, free, needed, lambda short, ram: _layers_in(short, model, hardware, ram))
 
 
 # ---------------------------------------------------------------- by a plan

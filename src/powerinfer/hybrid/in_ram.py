@@ -48,49 +48,50 @@ def place_in_ram(resolved: Resolved) -> Resolved:
 
 
 def _fit_in_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
-    """The same without --ram: with what the free memory does not hold on disk. The KV cache of a context that was not
-    asked for takes memory as it fills, so little of it counts. RequestError if a container holds not even that."""
-    from powerinfer.placement.disk import within
-
-    engine = resolved.engine
-    short = shortened(engine, model)
-    needed = ram_bytes(model, short)
+    """The same without --ram: with what the free memory does not hold on disk. RequestError if a container holds not
+    even that."""
+    needed = ram_bytes(model, shortened(resolved.engine, model))
     if needed <= free:
         return resolved
-
-    def place(ram: int) -> Resolved | RequestError:
-        placed = placed_in(replace(resolved, engine=short), model, ram)
-        return placed if isinstance(placed, RequestError) else replace(placed, engine=engine)
-
-    return demand(placed_within(place, model, None if engine.disk == "none" else within(free), needed) or resolved)
+    return demand(placed_within(resolved, model, free, needed, lambda short, ram: placed_in(short, model, ram)))
 
 
 def shortened(engine: EngineConfig, model: Model) -> EngineConfig:
-    """The options with a short context where none was asked for."""
+    """The options with a short context where none was asked for: its KV cache takes memory as it fills."""
     return replace(engine, context=engine.context or min(SHORT, model.config.context_length))
 
 
 def placed_within(
-    place: Callable[[int], Resolved | RequestError], model: Model, ram: int | None, needed: int
-) -> Resolved | RequestError | None:
-    """The outcome of `place` with `ram`, None: nothing may stay on disk. Where that is too little a container gets what
-    takes least memory; elsewhere, and where it holds all of the model, None: the system may still find the memory.
+    resolved: Resolved,
+    model: Model,
+    free: int,
+    needed: int,
+    place: Callable[[Resolved, int], Resolved | RequestError],
+) -> Resolved | RequestError:
+    """The outcome of `place`, with a short context, within the free memory, of which the model needs more. Where that
+    is too little a container gets what takes least memory; elsewhere, and where it holds all of the model, nothing is
+    on disk: the system may still find the memory.
 
-    The error where a container does not hold the least: it would kill the process. needed: bytes that hold the model.
+    The error where a container does not hold the least: it would kill the process.
     """
     from powerinfer.placement.budget import gib
+    from powerinfer.placement.disk import within
     from powerinfer.system import container_memory
 
-    least, limit = needed, container_memory()
-    placed = None if ram is None else place(ram)  # another error: parts of this model cannot stay on disk
-    if isinstance(placed, Resolved):
-        return placed
+    engine, least, limit = resolved.engine, needed, container_memory()
+    short = replace(resolved, engine=shortened(engine, model))
+    stays = engine.disk == "none" or resolved.placement.head
+    placed = None if stays else place(short, within(free))  # another error: parts of this model cannot stay on disk
     if isinstance(placed, RamError):
         least = min(needed, placed.least)
+    if not isinstance(placed, Resolved) and least < needed and limit is not None and least <= limit < needed:
+        placed = place(short, least)
+    if isinstance(placed, Resolved):
+        return replace(placed, engine=engine)
     if limit is None or needed <= limit:
-        return None
-    if least < needed and least <= limit:
-        return place(least)
+        return resolved.placed(disk=None)
+    if least < needed and least <= limit and placed is not None:
+        return placed
     disk = "" if least == needed else " even if its weights stay on disk"
     return RamError(
         f"{model.name} needs {gib(least)} of RAM{disk}, and this container leaves it {gib(limit)}: give the container "
@@ -104,9 +105,9 @@ def placed_in(resolved: Resolved, model: Model, ram: int) -> Resolved | RequestE
     may do without bundles (`PlanRequest.settled`). With `--disk none` nothing is on disk, and it may not fit."""
     engine, rests = resolved.engine, resolved.engine.disk != "none"
     request = ram_request(resolved, model, ram)
-    settled, why = request.settled(rests, "RAM" if engine.ram is None else "--ram")
+    settled, reason = request.settled(rests, "RAM" if engine.ram is None else "--ram")
     if settled is not request:
-        resolved = replace(resolved, selection=select(resolved.checkpoint, engine, why))
+        resolved = replace(resolved, selection=select(resolved.checkpoint, engine, reason))
     if not rests:
         return resolved
     claims = settled.claims_if_any()
@@ -118,12 +119,12 @@ def ram_request(resolved: Resolved, model: Model, ram: int) -> PlanRequest:
     from powerinfer.hardware.description import Hardware, unmeasured
 
     selection, ram = resolved.selection, max(0, ram - resolved.selection.in_experts_bytes)
-    made = dense_request(resolved, model, Hardware("this machine", "", unmeasured()), ram)
+    request = dense_request(resolved, model, Hardware("this machine", "", unmeasured()), ram)
     if selection.bundles is None:
-        return made
+        return request
     profile, chosen = profile_of(resolved), resolved.engine.selector == "auto"
-    made = replace(made, selector=selection.selector, chosen=chosen, profiled=profile is not None)
-    return made if profile is None else replace(made, profile=profile)
+    request = replace(request, selector=selection.selector, chosen=chosen, profiled=profile is not None)
+    return request if profile is None else replace(request, profile=profile)
 
 
 def dense_request(resolved: Resolved, model: Model, hardware: Hardware, ram: int) -> PlanRequest:
@@ -131,9 +132,9 @@ def dense_request(resolved: Resolved, model: Model, hardware: Hardware, ram: int
     from powerinfer.placement.request import Subject, even_profile
 
     threads, _ = cpu.choose_threads(resolved.engine.threads)
-    own = replace(hardware.cpu, threads=threads, memory_bytes=max(hardware.cpu.memory_bytes, ram))
+    device = replace(hardware.cpu, threads=threads, memory_bytes=max(hardware.cpu.memory_bytes, ram))
     engine = replace(resolved.engine, ram=ram, gpu=resolved.device.gpu or "none")
-    return Subject(model, even_profile(model), "all").request(replace(hardware, cpu=own), engine)
+    return Subject(model, even_profile(model), "all").request(replace(hardware, cpu=device), engine)
 
 
 def profile_of(resolved: Resolved) -> Profile | None:

@@ -338,10 +338,10 @@ def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
     return [(at, one) for at, one in pairs if isinstance(one, AttentionConfig)]
 
 
-def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False) -> VramError:
-    """The error for a GPU budget too small for one layer, with the smallest that is not. dense: as `on_gpu`."""
+def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> VramError:
+    """The error for a GPU budget too small for one layer, with the smallest that is not."""
     slots = (0,) * model.config.n_layers if any(model.n_experts) else None
-    held = on_gpu(model, hardware, work, Division(1, slots=slots), dense or slots is not None)
+    held = on_gpu(model, hardware, work, Division(1, slots=slots), work.selector == "all" or slots is not None)
     parts = {"working memory": held["scratch"], "driver and libraries": held["runtime"], "KV cache": held["kv"]}
     takes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes)
     return VramError(

@@ -99,16 +99,20 @@ def expected(
     selected: Sequence[float],
     batch: int,
     group: int,
+    every: bool = False,
 ) -> Expected:
     """Expected neurons needed in a step of `batch` tokens, by layer and group: `group` neurons of its `order`.
 
     selected: for each layer, neurons that a predictor selects per neuron that fires. A neuron is needed when some token
-    needs it: 1 - (1 - p) ** batch.
+    needs it: 1 - (1 - p) ** batch. every: all are computed, and only how many there are counts.
     """
     groups = -(-max(profile.sizes) // group)
     starts = np.arange(groups) * group
     sums = np.zeros((profile.n_layers, groups + 1, len(_KINDS)))
     idle = np.ones((profile.n_layers, groups + 1))
+    if every:
+        sums[..., EACH] = np.minimum(np.arange(groups + 1) * group, np.array(profile.sizes)[:, None])
+        return Expected(sums, idle)
     for layer in range(profile.n_layers):
         p = profile.fraction(layer)[order[layer]]
         active, fired, guessed = (

@@ -163,7 +163,8 @@ class _Steps:
         self._way = cost.WAYS[decoding.work.selector][0]
         profile, config = decoding.profile, model.config
         orders = [profile.order(layer) for layer in range(config.n_layers)]
-        self._expected = cost.expected(profile, orders, config, model.selected, self._batch, GROUP)
+        every = self._way == "all"
+        self._expected = cost.expected(profile, orders, config, model.selected, self._batch, GROUP, every)
         self._ffn, self._sparse = (
             cost.cpu_time(device, self._expected, model, way, panels=True).total[:, 0] for way in ("all", self._way)
         )

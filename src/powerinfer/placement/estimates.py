@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from powerinfer.errors import PowerInferError, demand
+from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.catalogue import CatalogueModel, Download, catalogue
 from powerinfer.formats.catalogue_names import short_name
 from powerinfer.hardware.description import Hardware
 from powerinfer.neurons import Profile
-from powerinfer.placement.budget import Division, budgets, in_ram, layers_that_fit, on_gpu
+from powerinfer.placement.budget import Claims
 from powerinfer.placement.mixes import read_dtype
 from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.power_law import assumed_profile
@@ -148,7 +148,7 @@ def estimate(shape: str, quantisation: str | None, hardware: Hardware, context: 
     )
     try:
         plan = demand(place(request))
-        return Estimate(1 / plan.choice.seconds, _context(request), *_where(plan))
+        return Estimate(1 / plan.choice.seconds, _context(request, plan.claims), *_where(plan))
     except PowerInferError:
         return None
 
@@ -173,34 +173,24 @@ def _where(plan: Plan) -> tuple[str, str]:
     return "disk" if disk else "split", there + others
 
 
-def _context(request: PlanRequest) -> int:
-    """Tokens of the longest context, doubled from that of the request, with which the weights stay where they are."""
-    longest, most, base = request.context, request.model.config.context_length, _placed(request)
-    while longest < most:
+def _context(request: PlanRequest, base: Claims) -> int:
+    """Tokens of the longest context, doubled from that of the request, with which the weights stay where `base` has
+    them."""
+    longest, most = request.context, request.model.config.context_length
+    while longest < most and (base.disk is None or base.gpu_layers):  # else it takes memory from weights
         tried = min(2 * longest, most)
-        now = _placed(replace(request, context=tried))
-        if any(n < base[name] * (_KEPT if name == "experts" else 1) for name, n in now.items()):
+        claims = replace(request, context=tried).claims_if_any()
+        if isinstance(claims, RequestError) or not _stays(base, claims):
             break
         longest = tried
     return longest
 
 
-def _placed(request: PlanRequest) -> dict[str, float]:
-    """Numbers that a context which is too long makes smaller: layers and head on the GPU, bytes of experts there,
-    whether RAM holds the rest."""
-    model, hardware, work = request.model, request.hardware, request.workload
-    vram, ram = budgets(hardware, request.vram, request.ram)
-    experts = any(model.n_experts)
-    layers, head = layers_that_fit(model, hardware, work, vram, dense=True, experts=not experts)
-    none = (0,) * model.config.n_layers if experts else None
-    division = Division(layers, head, none, host_bytes=hardware.host_bytes)
-    rest = sum(in_ram(model, work, division).values())
-    there = 0
-    if experts and layers:
-        room = vram - sum(on_gpu(model, hardware, work, division, dense=True).values())
-        there = min(room, sum(n * model.expert_bytes(layer)[0] for layer, n in enumerate(model.n_experts)))
-        rest -= there
-    return {"layers": layers, "head": head, "experts": there, "whole": rest <= ram}
+def _stays(base: Claims, claims: Claims) -> bool:
+    """Whether the weights are where `base` has them, but for a few experts."""
+    layers = claims.gpu_layers >= base.gpu_layers and claims.gpu_head >= base.gpu_head
+    experts = claims.gpu.get("experts", 0) >= _KEPT * base.gpu.get("experts", 0)
+    return layers and experts and (claims.disk is None or base.disk is not None)
 
 
 def offers(hardware: Hardware, context: int = CONTEXT, progress: Progress = silent) -> list[Offer]:

@@ -749,7 +749,9 @@ def _orders(request: PlanRequest, policy: str) -> list[Indices]:
 def _tables(request: PlanRequest, claims: Claims, orders: Sequence[Indices]) -> _Tables:
     model, hardware, selector = request.model, request.hardware, request.goes
     config, cpu, gpu = model.config, hardware.cpu, hardware.gpu
-    expected = cost.expected(request.profile, orders, config, model.selected, request.batch, GROUP)
+    expected = cost.expected(
+        request.profile, orders, config, model.selected, request.batch, GROUP, every=selector == "all"
+    )
     if not claims.gpu_layers:
         cpu = cpu.warm(_step_bytes(request, claims, expected))
     layers, first, groups = config.n_layers, claims.gpu_layers, expected.sums.shape[1] - 1
