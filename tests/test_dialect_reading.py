@@ -72,6 +72,11 @@ TEMPLATES = {
         LINE + "<tool_call>\n<function={{ f.name }}>\n" + ITEMS
         + "<parameter={{ k }}>\n" + TEXT + "\n</parameter>\n" + END + "</function>\n</tool_call>"
     ),
+    "parameters as texts": each(  # Nemotron 3
+        "<tool_call>\n<function={{ f.name }}>\n" + ITEMS
+        + "<parameter={{ k }}>\n{% if v is mapping or (v is sequence and v is not string) %}{{ v | tojson }}{% else %}"
+        + "{{ v }}{% endif %}\n</parameter>\n" + END + "</function>\n</tool_call>\n"
+    ),
     "parameters with attributes": "\n<calls>\n"
     + each(
         '<invoke name="{{ f.name }}">\n' + ITEMS + '<parameter name="{{ k }}">' + TEXT + "</parameter>\n" + END
@@ -141,6 +146,12 @@ EXPECTED: dict[str, dict[str, Any]] = {
                         "name_end": "\n", "key_begin": "<arg_key>", "key_end": "</arg_key>\n<arg_value>",
                         "value_end": "</arg_value>"},
 }  # fmt: skip
+
+
+def test_a_thought_that_a_template_closes_is_no_part_of_calls() -> None:
+    around = AROUND.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}")
+    form = read_dialect(template(TEMPLATES["parameters as texts"], around))
+    assert form == ToolFormat("read", **EXPECTED["parameters in lines"])
 
 
 @pytest.mark.parametrize("name", EXPECTED)

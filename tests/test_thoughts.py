@@ -96,6 +96,15 @@ HUNYUAN = turns(
     "<think:open>{% if reasoning_effort == 'no_think' %}</think:open>{% endif %}",
     "{% set reasoning_effort = reasoning_effort or 'no_think' %}",
 )
+NEMOTRON = turns(
+    "{% if m.reasoning_content and (loop.index0 > last.at or not cut) %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+    "{% else %}<think></think>{% endif %}{{ m.content.split('</think>')[-1] }}",
+    "{{ '<think>\n' if enable_thinking else '<think></think>' }}",
+    "{% set enable_thinking = enable_thinking if enable_thinking is defined else True %}"
+    "{% set cut = truncate_history_thinking if truncate_history_thinking is defined else True %}"
+    "{% set last = namespace(at=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}",
+)
 PLAIN = turns("{{ m.content }}", "")
 
 ON, OFF = Thinking(on=True), Thinking(on=False, budget=0)
@@ -115,6 +124,7 @@ READ: list[tuple[str, str, tuple[str, str], tuple[str, str], dict[str, Any], tup
     ("Gemma", GEMMA, ("<|channel>thought", "<channel|>"), ("", ""), {"enable_thinking": False}, (False, None, False)),
     ("Hunyuan", HUNYUAN, ("<think:open>", "</think:open>"), ("", ""), {"reasoning_effort": "no_think"},
      (False, True, False)),
+    ("Nemotron 3", NEMOTRON, THINK, ("", ""), {"enable_thinking": False}, (True, True, False)),
 ]  # fmt: skip
 
 
@@ -143,6 +153,12 @@ def test_thoughts_of_earlier_turns_are_kept() -> None:
         "clear_thinking": False, "preserve_thinking": True,
     }  # fmt: skip
     assert found.variables(Thinking(keep=False)) == {"clear_thinking": True, "preserve_thinking": False}
+    template, turn = ChatTemplate(NEMOTRON), {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    thoughts = read_thoughts(template)
+    assert thoughts is not None
+    for keep, shown in ((None, False), (True, True), (False, False)):
+        prompt = template.render([USER, turn, USER], **thoughts.variables(Thinking(keep=keep)))[0]
+        assert ("Hm." in prompt) == shown
 
 
 def test_marks_in_the_vocabulary(llm: LLM) -> None:
