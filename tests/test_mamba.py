@@ -289,8 +289,12 @@ def nan(builder: Builder, name: str, value: float) -> Builder:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ssm_a", np.nan), ("ssm_a", 0.5), ("ssm_dt.bias", np.nan), ("ssm_d", np.inf)]
-)
+    ("name", "value"),
+    [
+        ("ssm_a", np.nan), ("ssm_a", 0.5), ("ssm_dt.bias", np.nan), ("ssm_d", np.inf), ("ssm_conv1d.weight", np.nan),
+        ("ssm_conv1d.bias", np.inf),
+    ],
+)  # fmt: skip
 def test_heads_whose_states_are_no_numbers(tmp_path: Path, name: str, value: float) -> None:
     path = nan(mamba_gguf(), f"blk.0.{name}", value).write(tmp_path / "m.gguf")
     with pytest.raises(ModelError, match=r"layers\.0\.mamba_\w+ holds values that are no numbers, or make states grow"):

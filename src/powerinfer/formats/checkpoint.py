@@ -41,6 +41,10 @@ from powerinfer.progress import Progress, silent
 __all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
 
 _QUANTIZE = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+_OF_STATES = (
+    ".mamba_a", ".mamba_d", ".mamba_step_bias", ".mamba_conv", ".mamba_conv_bias", ".delta_decay", ".delta_dt_bias",
+    ".delta_conv",
+)  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -240,8 +244,8 @@ class Checkpoint:
         self._used.add(stored)
         if name.endswith((".threshold", ".product_threshold")):
             self._check_thresholds(name, tensor.gathered().float32())
-        if name.endswith((".mamba_a", ".mamba_d", ".mamba_step_bias")):
-            self._check_steps(name, tensor.gathered().float32())
+        if name.endswith(_OF_STATES):
+            self._check_of_states(name, tensor.gathered().float32())
         if name not in self._targets:
             return tensor.gathered()
         change = convert if stored == name else transpose
@@ -266,9 +270,9 @@ class Checkpoint:
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ModelError(f"{self.path}: tensor {name} holds values that are negative or no numbers")
 
-    def _check_steps(self, name: str, values: Float32) -> None:
+    def _check_of_states(self, name: str, values: Float32) -> None:
         """A state that grew, or was no number once, would stay so for a whole text."""
-        if not np.isfinite(values).all() or (name.endswith("_a") and (values > 0).any()):
+        if not np.isfinite(values).all() or (name.endswith("mamba_a") and (values > 0).any()):
             raise ModelError(f"{self.path}: tensor {name} holds values that are no numbers, or make states grow")
 
     def skip(self, name: str) -> None:
