@@ -41,6 +41,13 @@ MUTATIONS = [
         "tests/test_gpu_delta.py -k 'test_a_step and torch and prompts'",
     ),
     Mutation(
+        "Mamba2 on a GPU computes what float64 does, a token or a prompt at a time; a state passes from piece to piece",
+        "src/powerinfer/kernels/triton_mamba.py",
+        "before = tl.where(begin > 0, write, read)",
+        "before = read",
+        "tests/test_gpu_mamba.py -k 'test_a_step and chunks and prompts'",
+    ),
+    Mutation(
         "layers in RAM give the same answer on a GPU through which their matrices stream: the panels",
         "src/powerinfer/kernels/gpu_panels.py",
         "torch.cat((codes & 15, codes >> 4), dim=-1)",

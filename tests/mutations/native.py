@@ -20,6 +20,20 @@ MUTATIONS = [
         "tests/test_dealt.py",
     ),
     Mutation(
+        "Mamba2 and Gated DeltaNet on the CPU compute what numpy does: the convolution's history",
+        "src/powerinfer/csrc/recurrent.cpp",
+        "    from = to;\n",
+        "",
+        "tests/test_mamba.py tests/test_delta_net.py -k 'numpy'",
+    ),
+    Mutation(
+        "Mamba2 and Gated DeltaNet on the CPU compute what numpy does: the state before a chunk",
+        "src/powerinfer/csrc/mamba.cpp",
+        "a.from = !piece.begins ? a.to : run.position",
+        "a.from = run.position",
+        "tests/test_mamba.py -k numpy",
+    ),
+    Mutation(
         "reads give the file's bytes or fail; what is in slots is what was asked for",
         "src/powerinfer/csrc/reads.cpp",
         "std::min(end, (at / PIECE + 1) * PIECE), needed = stop - at;",
