@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import cleandoc
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -314,14 +314,88 @@ class GatedAttentionConfig(AttentionConfig):
 MIXED_ACTIVATIONS = ("silu", "relu", "relu2")
 
 
-@dataclass(frozen=True)
-class DeltaNetConfig:
-    """Gated DeltaNet (arXiv 2412.06464): linear attention with a state for each sequence, nothing for each token.
+class Uncached:
+    """What a kind of attention that keeps nothing in the cache says of it."""
 
-    A causal convolution over the last `taps` tokens precedes it. Value heads share the query and key heads: in turn
-    (`tiled`: head i has those of head i % n_key_heads), or neighbouring ones those of one. activation: behind the
-    convolution, one of MIXED_ACTIVATIONS.
+    @property
+    def n_kv_heads(self) -> int:
+        return 0
+
+    @property
+    def latents(self) -> int:
+        return 0
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        return None
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+
+class StateKind(Uncached):
+    """A kind of attention that keeps a state for each sequence instead of keys and values for each token.
+
+    A head's state is a matrix [value_dim, key_dim], which a rule changes by a value and a key and reads by a query.
+    Value heads share keys and queries. A causal convolution over the last `taps` tokens precedes the rule; behind it is
+    the activation, one of MIXED_ACTIVATIONS.
     """
+
+    kind: ClassVar[str]  # for people
+    shared: ClassVar[str]  # what keys and queries belong to, for people
+    chunked: ClassVar[bool] = False  # the CPU keeps what the tokens of a chunk that has begun add to the state
+    taps: int
+    activation: str
+    if TYPE_CHECKING:  # a kind has them as fields, or by other names
+
+        @property
+        def n_key_heads(self) -> int: ...
+        @property
+        def key_dim(self) -> int: ...
+        @property
+        def n_value_heads(self) -> int: ...
+        @property
+        def value_dim(self) -> int: ...
+
+    @property
+    def width(self) -> int:
+        """Elements of all value heads of a token."""
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: elements of queries, keys and values together."""
+        return 2 * self.n_key_heads * self.key_dim + self.width
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind} of {self.n_value_heads} heads"
+
+    def row_bytes(self) -> int:
+        """Bytes of queries, keys and values, and of two numbers of each head in whole vectors."""
+        return 4 * (self.channels + 2 * ((self.n_value_heads + 15) // 16 * 16))
+
+    def problem(self) -> str | None:
+        if self.n_value_heads % self.n_key_heads:
+            return f"{self.n_value_heads} heads of {self.kind} cannot share {self.n_key_heads} {self.shared} evenly"
+        if self.key_dim % 16 or self.value_dim % 16:
+            return f"heads of {self.kind} of {self.value_dim} and {self.key_dim} dimensions are no multiples of 16"
+        if not 2 <= self.taps <= 8:
+            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
+        return None
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(StateKind):
+    """Gated DeltaNet (arXiv 2412.06464), linear attention.
+
+    Value heads share the query and key heads: in turn (`tiled`: head i has those of head i % n_key_heads), or
+    neighbouring ones those of one.
+    """
+
+    kind = "Gated DeltaNet"
+    shared = "key heads"
 
     n_key_heads: int
     key_dim: int
@@ -336,42 +410,8 @@ class DeltaNetConfig:
         return self.n_value_heads
 
     @property
-    def n_kv_heads(self) -> int:
-        return 0
-
-    @property
     def head_dim(self) -> int:
         return self.value_dim
-
-    @property
-    def latents(self) -> int:
-        return 0
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        return None
-
-    @property
-    def window(self) -> int | None:
-        return None
-
-    @property
-    def width(self) -> int:
-        """Elements of all value heads of a token."""
-        return self.n_value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: elements of queries, keys and values together."""
-        return 2 * self.n_key_heads * self.key_dim + self.width
-
-    def row_bytes(self) -> int:
-        """Queries, keys and values, the numbers of the gates of each head in whole vectors."""
-        return 4 * (self.channels + 2 * ((self.n_value_heads + 15) // 16 * 16))
-
-    @property
-    def title(self) -> str:
-        return f"Gated DeltaNet of {self.n_value_heads} heads"
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         keys = self.n_key_heads * self.key_dim
@@ -384,28 +424,21 @@ class DeltaNetConfig:
         yield "delta_norm", (self.value_dim,)
         yield "delta_o", (d_model, self.width)
 
-    def problem(self) -> str | None:
-        if self.n_value_heads % self.n_key_heads:
-            return f"{self.n_value_heads} value heads cannot share {self.n_key_heads} key heads evenly"
-        if self.key_dim % 16 or self.value_dim % 16:
-            return f"DeltaNet heads of {self.key_dim} and {self.value_dim} dimensions are no multiples of 16"
-        if not 2 <= self.taps <= 8:
-            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
-        return None
-
 
 @dataclass(frozen=True)
-class Mamba2Config:
-    """Mamba2 (arXiv 2405.21060): a state for each sequence, nothing for each token.
+class Mamba2Config(StateKind):
+    """Mamba2 (arXiv 2405.21060).
 
     A head's state is a matrix [head_dim, state_dim], which `step`, how far time goes on with a token, decides the decay
-    of. `n_groups` of neighbouring heads share what is written to the state and read from it (B and C). A causal
-    convolution over the last `taps` tokens precedes it. step_limits: what a step is clamped to. activation: behind the
-    convolution, one of MIXED_ACTIVATIONS. norm: of what heads give, in `norm_groups` equal parts: "gated", of the
-    product with the activated gate; "before", which the gate multiplies then; "none". bias: of the products with the
-    layer's input and of the output projection. The scales are of the products with the input: of the gate, x, B, C and
-    the step.
+    of. `n_groups` of neighbouring heads share what is written to the state and read from it (B and C). step_limits:
+    what a step is clamped to. norm: of what heads give, in `norm_groups` equal parts: "gated", of the product with the
+    activated gate; "before", which the gate multiplies then; "none". bias: of the products with the layer's input and
+    of the output projection. The scales are of the products with the input: of the gate, x, B, C and the step.
     """
+
+    kind = "Mamba2"
+    shared = "groups"
+    chunked = True
 
     n_heads: int
     head_dim: int
@@ -420,11 +453,7 @@ class Mamba2Config:
     activation: str = "silu"
     scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
-    @property
-    def n_kv_heads(self) -> int:
-        return 0
-
-    # As Gated DeltaNet calls them: B and C are its keys and queries, x are its values.
+    # B and C are keys and queries, x are values.
     @property
     def n_key_heads(self) -> int:
         return self.n_groups
@@ -441,35 +470,9 @@ class Mamba2Config:
     def value_dim(self) -> int:
         return self.head_dim
 
-    @property
-    def latents(self) -> int:
-        return 0
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        return None
-
-    @property
-    def window(self) -> int | None:
-        return None
-
-    @property
-    def width(self) -> int:
-        """Elements of all heads of a token."""
-        return self.n_heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: elements of x, B and C together."""
-        return self.width + 2 * self.n_groups * self.state_dim
-
     def row_bytes(self) -> int:
-        """x, B and C, the step and the decay of each head in whole vectors, products of B and C."""
-        return 4 * (self.channels + 2 * ((self.n_heads + 15) // 16 * 16) + 16 * self.n_groups)
-
-    @property
-    def title(self) -> str:
-        return f"Mamba2 of {self.n_heads} heads"
+        """The same, and products of B and C."""
+        return super().row_bytes() + 4 * 16 * self.n_groups
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         for name, rows in (("z", self.width), ("xbc", self.channels), ("dt", self.n_heads)):
@@ -485,12 +488,8 @@ class Mamba2Config:
         yield from _matrix("mamba_o", d_model, self.width, self.bias)
 
     def problem(self) -> str | None:
-        if self.n_heads % self.n_groups:
-            return f"{self.n_heads} heads of Mamba2 cannot share {self.n_groups} groups evenly"
-        if self.head_dim % 16 or self.state_dim % 16:
-            return f"Mamba2 heads of {self.head_dim} and states of {self.state_dim} are no multiples of 16"
-        if not 2 <= self.taps <= 8:
-            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
+        if problem := super().problem():
+            return problem
         if self.width % self.norm_groups or self.width // self.norm_groups % 16:
             return f"{self.norm_groups} groups of a norm do not divide {self.width} numbers into multiples of 16"
         if not 0 <= self.step_limits[0] < self.step_limits[1]:
@@ -551,12 +550,8 @@ class ParallelConfig:
         return self.attention.problem() or self.mamba.problem()
 
 
-StateKind: TypeAlias = DeltaNetConfig | Mamba2Config
-"""Kinds of attention that keep a state for each sequence instead of keys and values."""
-
-
 @dataclass(frozen=True)
-class NoAttention:
+class NoAttention(Uncached):
     """No attention: the layer is an FFN alone."""
 
     @property
@@ -564,24 +559,8 @@ class NoAttention:
         return 1  # of nothing: the cache has an entry for every layer
 
     @property
-    def n_kv_heads(self) -> int:
-        return 0
-
-    @property
     def head_dim(self) -> int:
         return 16
-
-    @property
-    def latents(self) -> int:
-        return 0
-
-    @property
-    def rope(self) -> RopeConfig | None:
-        return None
-
-    @property
-    def window(self) -> int | None:
-        return None
 
     @property
     def width(self) -> int:
@@ -1001,7 +980,7 @@ class ModelConfig:
         """The layers that keep a state for each sequence."""
         kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
         mixers = ((number, kind.mamba if isinstance(kind, ParallelConfig) else kind) for number, kind in kinds)
-        return {number: kind for number, kind in mixers if isinstance(kind, DeltaNetConfig | Mamba2Config)}
+        return {number: kind for number, kind in mixers if isinstance(kind, StateKind)}
 
     @property
     def n_neurons(self) -> int:

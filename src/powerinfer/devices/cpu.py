@@ -377,12 +377,11 @@ class CpuExecutor:
         """
         about = self.config.layers[layer].attention
         assert isinstance(about, DeltaNetConfig)
-        state = [one for one in self.config.states if one >= self.first_layer].index(layer)
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
-        own = layer - self.first_layer
         self._program.delta_net(
-            own, state, norm, matrices, taps, decay, dt_bias, of_heads, about.n_key_heads, about.tiled, about.activation
-        )
+            layer - self.first_layer, self._state_layer(layer), norm, matrices, taps, decay, dt_bias, of_heads,
+            about.n_key_heads, about.tiled, about.activation,
+        )  # fmt: skip
 
     def mamba(
         self,
@@ -403,12 +402,11 @@ class CpuExecutor:
         """
         about = self.config.states[layer]
         assert isinstance(about, Mamba2Config)
-        state = [one for one in self.config.states if one >= self.first_layer].index(layer)
         parts = [] if out_norm is None else np.split(out_norm, about.norm_groups)
         norms = [_native.Norm(np.ascontiguousarray(part), self.config.norm_eps) for part in parts]
         self._program.mamba(
-            layer - self.first_layer, state, norm, matrices, biases, taps, taps_bias, of_heads, about.step_limits,
-            (about.scales[0], about.scales[4]), norms, about.norm == "gated", about.activation,
+            layer - self.first_layer, self._state_layer(layer), norm, matrices, biases, taps, taps_bias, of_heads,
+            about.step_limits, (about.scales[0], about.scales[4]), norms, about.norm == "gated", about.activation,
             self._mamba_offset(layer),
         )  # fmt: skip
 
@@ -453,6 +451,10 @@ class CpuExecutor:
     ) -> None:
         """The same of what Mamba2 beside attention gives."""
         self._program.project(layer - self.first_layer, matrix, bias, norm, self._mamba_offset(layer))
+
+    def _state_layer(self, layer: int) -> int:
+        """The number of a layer among those here that have states."""
+        return [one for one in self.config.states if one >= self.first_layer].index(layer)
 
     def _mamba_offset(self, layer: int) -> int:
         """The place of what Mamba2 gives in a row of what is attended: behind what attention beside it gives."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer import _native
-from powerinfer.config import Mamba2Config, ModelConfig, StateKind
+from powerinfer.config import ModelConfig, StateKind
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def state_bytes(config: ModelConfig, layers: slice = slice(None)) -> int:
 
 
 def _layer_bytes(kind: StateKind) -> int:
-    """The convolution's last inputs and the heads' states; of Mamba2 also what is kept of a chunk's tokens."""
+    """Bytes of the convolution's last inputs and the heads' states, and of what is kept of a chunk's tokens."""
     convolution = -(-(kind.taps - 1) * kind.channels // _native.LANES) * _native.LANES
     floats = convolution + kind.width * kind.key_dim
-    if isinstance(kind, Mamba2Config):
-        floats += _native.CHUNK * (kind.width + kind.n_groups * kind.state_dim + 2 * kind.n_heads)
+    if kind.chunked:
+        floats += _native.CHUNK * (kind.width + kind.n_key_heads * kind.key_dim + 2 * kind.n_value_heads)
     return 4 * floats
 
 
@@ -58,7 +58,7 @@ class StateMemory:
     def __init__(self, config: ModelConfig, slots: int, first_layer: int = 0) -> None:
         """first_layer: the first that is on the CPU."""
         layers = [
-            (one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, isinstance(one, Mamba2Config))
+            (one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, one.chunked)
             for one in _kinds(config, slice(first_layer, None))
         ]
         self.native = _native.States(layers, slots)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import DeltaNetConfig
 from powerinfer.kernels import gpu
+from powerinfer.kernels.gpu_states import scan
 from powerinfer.kernels.gpu_types import UNIT_EPS
 from powerinfer.kernels.gpu_types import DeltaNet as DeltaNet
 from powerinfer.kernels.gpu_types import States as States
@@ -33,28 +34,20 @@ def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, row
 
     about = net.about
     heads, keys = about.n_value_heads, about.n_key_heads * about.key_dim
-    mixed, gate, beta, alpha = products.split([about.channels, about.width, heads, heads], dim=1)
+    inputs, gate, beta, alpha = products.split([about.channels, about.width, heads, heads], dim=1)
     beta = beta.sigmoid()
     decay = torch.exp(net.decay * torch.nn.functional.softplus(alpha + net.dt_bias))
-    out = torch.empty((len(products), heads, about.value_dim), dtype=torch.float32, device=products.device)
-    where = runs[rows.long()].long()
-    for t in range(len(products)):  # nothing depends on the data but the slots
-        slot = torch.where(where[t, 0] == t, where[t, 2], where[t, 3]).view(1)
-        window, state = (
-            part.index_select(0, slot.clamp(min=0))[0].masked_fill(slot < 0, 0)
-            for part in (states.window, states.heads)
-        )
-        window = torch.cat([window, mixed[t : t + 1]])
-        x = (net.taps * window).sum(dim=0)
-        q, k, v = gpu.activated(x, about.activation).split([keys, keys, about.width])
+
+    def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = mixed.split([keys, keys, about.width])
         q = _of_value_heads(_unit(q.view(-1, about.key_dim)) * about.key_dim**-0.5, about)
         k = _of_value_heads(_unit(k.view(-1, about.key_dim)), about)
         state = state * decay[t, :, None, None]
         delta = beta[t, :, None] * (v.view(heads, -1) - (state * k[:, None, :]).sum(dim=-1))
         state = state + delta[:, :, None] * k[:, None, :]
-        out[t] = (state * q[:, None, :]).sum(dim=-1)
-        states.window.index_copy_(0, where[t, 3:], window[None, 1:])
-        states.heads.index_copy_(0, where[t, 3:], state[None])
+        return state, (state * q[:, None, :]).sum(dim=-1)
+
+    out = scan(net, inputs, states, runs, rows, rule)
     out = gpu.norm(out, net.norm, None, net.eps, False).view(len(products), -1)
     return out * (gate * gate.sigmoid())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from powerinfer.kernels import gpu
+from powerinfer.kernels.gpu_states import scan
 from powerinfer.kernels.gpu_types import Mamba as Mamba
 from powerinfer.kernels.gpu_types import States as States
 
@@ -31,23 +32,15 @@ def mamba(net: Mamba, products: Tensor, states: States, runs: Tensor, rows: Tens
     gate, inputs, steps = products.split([about.width, about.channels, heads], dim=1)
     steps = torch.nn.functional.softplus(steps * about.scales[-1] + net.step_bias).clamp(*about.step_limits)
     decay = torch.exp(net.a * steps)
-    out = torch.empty((len(products), heads, about.head_dim), dtype=torch.float32, device=products.device)
-    where = runs[rows.long()].long()
-    for t in range(len(products)):  # nothing depends on the data but the slots
-        slot = torch.where(where[t, 0] == t, where[t, 2], where[t, 3]).view(1)
-        window, state = (
-            part.index_select(0, slot.clamp(min=0))[0].masked_fill(slot < 0, 0)
-            for part in (states.window, states.heads)
-        )
-        window = torch.cat([window, inputs[t : t + 1]])
-        mixed = gpu.activated((net.taps * window).sum(dim=0) + net.conv_bias, about.activation)
+
+    def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         x, b, c = mixed.split([about.width, groups * about.state_dim, groups * about.state_dim])
         b, c = (part.view(groups, -1).repeat_interleave(shared, dim=0) for part in (b, c))
         x = x.view(heads, -1)
         state = state * decay[t, :, None, None] + (steps[t, :, None] * x)[:, :, None] * b[:, None, :]
-        out[t] = (state * c[:, None, :]).sum(dim=-1) + net.d[:, None] * x
-        states.window.index_copy_(0, where[t, 3:], window[None, 1:])
-        states.heads.index_copy_(0, where[t, 3:], state[None])
+        return state, (state * c[:, None, :]).sum(dim=-1) + net.d[:, None] * x
+
+    out = scan(net, inputs, states, runs, rows, rule)
     return _gated(net, out.flatten(1), torch.nn.functional.silu(gate * about.scales[0]))
 
 

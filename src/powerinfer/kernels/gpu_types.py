@@ -209,6 +209,10 @@ class DeltaNet:
     norm: Tensor
     eps: float
 
+    @property
+    def conv_bias(self) -> None:
+        """None: the convolution has no bias."""
+
 
 SCAN_CHUNK = 32
 """Tokens that Mamba2 takes at a time in steps of many."""

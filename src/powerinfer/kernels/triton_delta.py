@@ -15,7 +15,7 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import DELTA_CHUNK, FEW, UNIT_EPS
 from powerinfer.kernels.triton_kernels import precision
-from powerinfer.kernels.triton_states import activated, gate_and_norm, keep_window, softplus
+from powerinfer.kernels.triton_states import convolved, gate_and_norm, keep_window, softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,14 +46,7 @@ def _mix_kernel(
     dims = tl.where(of_keys, key_dim, value_dim)
     at = tl.where(of_keys, h * key_dim, 2 * key_heads * (key_dim - value_dim) + h * value_dim) + dim
     live = dim < dims
-    x = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(TAPS):
-        back = t - (TAPS - 1) + j
-        now = tl.load(products + back.to(tl.int64) * stride + at, mask=live & (back >= first), other=0)
-        place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
-        kept = tl.load(window + place * channels + at, mask=live & (back < first) & (read >= 0), other=0)
-        x += tl.load(taps + j * channels + at, mask=live, other=0) * tl.where(back >= first, now, kept)
-    x = activated(x, ACT)
+    x = convolved(products, stride, taps, taps, window, t, first, read, at, live, channels, False, TAPS, ACT)
     if of_keys:
         x *= tl.where(h < key_heads, scale, 1.0) / tl.sqrt_rn(tl.sum(x * x, 0) + _UNIT_EPS)
     tl.store(mixed + t.to(tl.int64) * channels + at, x, mask=live)

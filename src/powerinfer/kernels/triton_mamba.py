@@ -15,7 +15,7 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import FEW, SCAN_CHUNK
 from powerinfer.kernels.triton_kernels import early, follow, precision
-from powerinfer.kernels.triton_states import activated, gate_and_norm, keep_inputs, keep_window, softplus
+from powerinfer.kernels.triton_states import convolved, gate_and_norm, keep_inputs, keep_window, softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,22 +33,6 @@ COLUMNS = 32  # and columns of them
 # `runs` has for each sequence: first token, number of tokens, slot read (negative: none), slot written.
 
 
-@triton.jit
-def _convolved(
-    inputs, stride, taps, bias, window, t, first, read, c, channels, TAPS: tl.constexpr, ACT: tl.constexpr
-):  # fmt: skip
-    """Convolution, bias and activation for channels c of token t."""
-    live = c < channels
-    x = tl.load(bias + c, mask=live, other=0)
-    for j in tl.static_range(TAPS):
-        back = t - (TAPS - 1) + j
-        now = tl.load(inputs + back.to(tl.int64) * stride + c, mask=live & (back >= first), other=0)
-        place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
-        kept = tl.load(window + place * channels + c, mask=live & (back < first) & (read >= 0), other=0)
-        x += tl.load(taps + j * channels + c, mask=live, other=0) * tl.where(back >= first, now, kept)
-    return activated(x, ACT)
-
-
 @triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
 def _convolve_kernel(
     inputs, stride, taps, bias, window, runs, rows, mixed, channels,
@@ -59,7 +43,7 @@ def _convolve_kernel(
     t, c = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
     of_run = runs + tl.load(rows + t) * 4
     first, read = tl.load(of_run), tl.load(of_run + 2)
-    x = _convolved(inputs, stride, taps, bias, window, t, first, read, c, channels, TAPS, ACT)
+    x = convolved(inputs, stride, taps, bias, window, t, first, read, c, c < channels, channels, True, TAPS, ACT)
     tl.store(mixed + t.to(tl.int64) * channels + c, x, mask=c < channels)
 
 
@@ -74,7 +58,7 @@ def _convolve_few_kernel(
     first, count, read, write = tl.load(of_run), tl.load(of_run + 1), tl.load(of_run + 2), tl.load(of_run + 3)
     for i in range(count):
         t = first + i
-        x = _convolved(inputs, stride, taps, bias, window, t, first, read, c, channels, TAPS, ACT)
+        x = convolved(inputs, stride, taps, bias, window, t, first, read, c, c < channels, channels, True, TAPS, ACT)
         tl.store(mixed + t.to(tl.int64) * channels + c, x, mask=c < channels)
     keep_inputs(inputs, stride, window, first, count, read, write, c, channels, TAPS, PAD)
 

@@ -1,4 +1,4 @@
-"""What Triton kernels of layers with states share (`triton_delta`, `triton_mamba`); see `triton_kernels` for the rules.
+"""Triton kernels that layers with states share (`triton_delta`, `triton_mamba`); see `triton_kernels` for the rules.
 
 `runs` has for each sequence: first token, number of tokens, slot read (negative: none), slot written.
 """
@@ -52,6 +52,22 @@ def activated(x, ACT: tl.constexpr):
     if ACT == "relu2":
         x *= x
     return x
+
+
+@triton.jit
+def convolved(
+    inputs, stride, taps, bias, window, t, first, read, c, live, channels,
+    BIASED: tl.constexpr, TAPS: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Convolution, bias and activation for channels c of token t, where `live`."""
+    x = tl.load(bias + c, mask=live, other=0) if BIASED else tl.zeros(c.shape, tl.float32)
+    for j in tl.static_range(TAPS):
+        back = t - (TAPS - 1) + j
+        now = tl.load(inputs + back.to(tl.int64) * stride + c, mask=live & (back >= first), other=0)
+        place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
+        old = tl.load(window + place * channels + c, mask=live & (back < first) & (read >= 0), other=0)
+        x += tl.load(taps + j * channels + c, mask=live, other=0) * tl.where(back >= first, now, old)
+    return activated(x, ACT)
 
 
 @triton.jit

@@ -40,14 +40,13 @@ from numpy.typing import NDArray
 
 from powerinfer.config import (
     AttentionKind,
-    DeltaNetConfig,
     FfnConfig,
     FfnKind,
     GatedAttentionConfig,
-    Mamba2Config,
     ModelConfig,
     NoAttention,
     ParallelConfig,
+    StateKind,
 )
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.models.inventory import Matrix
@@ -198,7 +197,7 @@ def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -
 
 def _further(attention: AttentionKind) -> int:
     """Launches of a kind of attention on a GPU beyond those of input, attention and projection."""
-    if isinstance(attention, DeltaNetConfig | Mamba2Config):
+    if isinstance(attention, StateKind):
         return 3  # convolution, what it keeps, the norm with its gate
     if isinstance(attention, ParallelConfig):
         return 6  # those of Mamba2 beside it
