@@ -7,12 +7,22 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 
 namespace {
 // At most a millisecond of pauses on any CPU: longer than Python needs between two decode steps.
 constexpr int SPINS_BEFORE_PARKING = 20000;
-// A thread that waits longer than this at a barrier waits for one that is not running: yield the core.
-constexpr int SPINS_BEFORE_YIELDING = 4000;
+// A thread that waits longer than this at a barrier waits for one that is not running: it yields the core, and after
+// STALL_NS sleeps, so that the scheduler brings that one to the core that is free then. Where that happens again within
+// CROWDED_NS, threads share a core, and spinning or yielding takes it from the thread that is waited for: so for as long
+// again they sleep early. Not else, since to sleep and to wake take longer than most waits.
+constexpr int SPINS_BEFORE_YIELDING = 4000, SPINS_WHEN_CROWDED = 200;
+constexpr int64_t STALL_NS = 500'000, CROWDED_NS = 10'000'000;
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 // Moves the calling thread off the core that made the pool, to the n-th of the others, and unpins it: threads that spin
 // on one core would each wait for the other's time slice until the scheduler notices.
 void spread_out(int n, int maker) {
@@ -78,19 +88,41 @@ void Pool::keep_awake() {
   ring();
 }
 
+bool Pool::crowded() {
+  const int64_t until = crowded_until_.load(std::memory_order_relaxed);
+  if (until == 0) return false;
+  if (now_ns() < until) return true;
+  crowded_until_.store(0, std::memory_order_relaxed);
+  return false;
+}
+
 void Pool::barrier() {
   if (threads_ == 1) return;
   const uint32_t phase = phase_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
     dealt_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
+    phase_.store(phase + 1);  // sequentially consistent, as what is asked next: see ring()
+    if (asleep_.load() > 0) wake_all(phase_);
     return;
   }
-  for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-    if (spins < SPINS_BEFORE_YIELDING) cpu_relax();
-    else sched_yield();
+  const bool early = crowded();
+  for (int spins = 0; spins < (early ? SPINS_WHEN_CROWDED : SPINS_BEFORE_YIELDING); spins++) {
+    if (phase_.load(std::memory_order_acquire) != phase) return;
+    cpu_relax();
   }
+  const int64_t since = now_ns();
+  while (!early && now_ns() - since < STALL_NS) {
+    if (phase_.load(std::memory_order_acquire) != phase) return;
+    sched_yield();
+  }
+  asleep_.fetch_add(1);
+  while (phase_.load() == phase) wait_while(phase_, phase);
+  asleep_.fetch_sub(1);
+  const int64_t now = now_ns();
+  if (now - since < STALL_NS) return;
+  if (since - stalled_.exchange(now, std::memory_order_relaxed) < CROWDED_NS)
+    crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
 }
 
 bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const {
@@ -110,9 +142,9 @@ bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end
 void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
-    int spins = 0;
+    int spins = 0, most = crowded() ? SPINS_WHEN_CROWDED : SPINS_BEFORE_PARKING;
     while (epoch_.load(std::memory_order_acquire) == seen) {
-      if (spins++ < SPINS_BEFORE_PARKING) {
+      if (spins++ < most) {
         cpu_relax();
         continue;
       }
