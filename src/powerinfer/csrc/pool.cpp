@@ -20,7 +20,8 @@ constexpr int SPINS_BEFORE_YIELDING = 4000, SPINS_WHEN_CROWDED = 200;
 constexpr int64_t STALL_NS = 500'000, CROWDED_NS = 10'000'000;
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // Moves the calling thread off the core that made the pool, to the n-th of the others, and unpins it: threads that spin

@@ -65,7 +65,7 @@ class Pool {
   void run_on_all(void (*job)(void* context, int thread), void* context);  // by the owner of busy_
   void work(int thread);
   bool crowded();  // a thread had to wait for one that was not running, not long ago
-  void ring();  // wakes those that are parked
+  void ring();     // wakes those that are parked
 
   const int threads_;
   void (*job_)(void*, int) = nullptr;
@@ -75,10 +75,10 @@ class Pool {
   alignas(64) std::atomic<uint32_t> phase_{0};
   alignas(64) std::atomic<int64_t> dealt_{0};  // parts, since the last barrier
   alignas(64) std::atomic<int> parked_{0};
-  std::atomic<int> asleep_{0};  // at a barrier
-  std::atomic<int64_t> stalled_{0};  // when a thread last waited for one that was not running
+  std::atomic<int> asleep_{0};             // at a barrier
+  std::atomic<int64_t> stalled_{0};        // when a thread last waited for one that was not running
   std::atomic<int64_t> crowded_until_{0};  // 0: threads have cores of their own
-  std::atomic<uint32_t> bell_{0};  // what parked threads wait for a change of
+  std::atomic<uint32_t> bell_{0};          // what parked threads wait for a change of
   std::atomic<int> awake_{0};
   std::atomic<bool> stop_{false};
   std::mutex busy_;  // one job at a time, whoever calls
