@@ -86,7 +86,7 @@ def profile_for(sizes: tuple[int, ...], seed: int = 4, most: float = 0.9) -> Pro
         chance = most * rng.random(size) ** 3
         fires = [rng.random((count, size)) < chance for count in tokens]
         each.append(np.stack([one.sum(axis=0) for one in fires]).astype(np.int64))
-        share = np.concatenate(fires).mean(axis=1)
+        share = np.concatenate(fires).mean(axis=1) if size else np.empty(0)
         active.append(np.bincount((100 * share).astype(np.int64), minlength=101))
     whole = tuple(counts.sum(axis=0) for counts in each)
     names = ("one.txt", "two.txt")

@@ -68,8 +68,9 @@ def prepared(path: Path, types: tuple[str, str]) -> Path:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     pack(checkpoint, None, choose_types(checkpoint, *types))
-    about, predictors = predictors_of(some_neurons(config.n_layers, NEURONS), config.d_model)
-    write_predictor(checkpoint, None, "F16", [about] * config.n_layers, predictors)
+    about, predictors = predictors_of(some_neurons(len(config.neurons), NEURONS), config.d_model)
+    layers = [about if size else None for size in config.ffn_sizes]
+    write_predictor(checkpoint, None, "F16", layers, predictors)
     return path
 
 
@@ -110,13 +111,13 @@ def tier_of(
     files = [*checkpoint.files, selection.bundles.file]
     names = [
         f"layers.{layer}.{name}"
-        for layer, about in enumerate(checkpoint.config.layers)
-        for name in about.neurons.matrices[0 if selection.predictors or gates else 1 :]
+        for layer, about in checkpoint.config.neurons.items()
+        for name in about.matrices[0 if selection.predictors or gates else 1 :]
     ]
     places = [place for name in names if (place := checkpoint.rests_at(name)) is not None]
     assert len(places) == len(names)
     reads = _native.Reads([(os.fspath(file.path), file.size) for file in files], direct, **emulated)
-    neurons = dict.fromkeys(range(checkpoint.config.n_layers), slots)
+    neurons = dict.fromkeys(checkpoint.config.neurons, slots)
     fewer = {} if lent is None else dict.fromkeys(neurons, lent)
     about = OnDisk(
         frozenset(names), 512 << 10, neurons=neurons, direct=direct, neuron_policy=policy, lent=fewer,

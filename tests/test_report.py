@@ -294,7 +294,7 @@ def test_the_time_of_ffns_as_measured(model: Path, tmp_path: Path, undrawn: None
 
 def test_the_verdict_comes_first(model: Path, tmp_path: Path, undrawn: None) -> None:
     """Measured, else estimated; for what never is zero the reason; nothing where nothing is known."""
-    slow = MeasuredFfns("exact", "A CPU", "2", ["exact", "dense"], [{"dense": 1e-3, "exact": 1e-3}] * 2)
+    slow = MeasuredFfns("exact", "A CPU", "2", [0, 1], ["exact", "dense"], [{"dense": 1e-3, "exact": 1e-3}] * 2)
     (tmp_path / "plan.json").write_text("{}")
     checkpoint = open_checkpoint(model)
     plain = findings(checkpoint)

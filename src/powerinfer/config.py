@@ -920,20 +920,24 @@ class ModelConfig:
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """Neurons of each layer; 0 where they are not told apart (`FfnKind.neurons`)."""
+        """Neurons of each layer; 0 where they are not told apart (`FfnKind.neurons`), and where there is no FFN."""
         return tuple(0 if layer.ffn.neurons is None else layer.ffn.neurons.size for layer in self.layers)
+
+    @property
+    def neurons(self) -> dict[int, FfnConfig]:
+        """The FFNs that are sums of neurons, by layer."""
+        ffns = enumerate(layer.ffn.neurons for layer in self.layers)
+        return {at: ffn for at, ffn in ffns if ffn is not None}
 
     @property
     def why_whole(self) -> str | None:
         """Why all neurons are computed, and nothing is prepared for them; None where every FFN is a sum of neurons."""
-        others = [layer.ffn.title for layer in self.layers if layer.ffn.neurons is None]
-        if not others:
-            return None
-        ffns = [title for title in others if title != NoFfn().title]
-        if not ffns:
-            return f"{len(others)} of {self.n_layers} layers have no FFN; neurons of such models are not told apart"
-        which = f"{len(ffns)} of {self.n_layers} layers have another kind of FFN ({ffns[0]})"
-        return f"{which}, whose neurons are not told apart"
+        kinds = [layer.ffn for layer in self.layers if not isinstance(layer.ffn, NoFfn)]
+        others = [kind.title for kind in kinds if kind.neurons is None]
+        if others:
+            which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
+            return f"{which}, whose neurons are not told apart"
+        return None if kinds else "no layer has an FFN"
 
     @property
     def why_whole_experts(self) -> str | None:
@@ -1000,18 +1004,17 @@ class ModelConfig:
     @property
     def activations_never_zero(self) -> str:
         """The same, of those that are never exactly zero."""
-        every = (layer.ffn.neurons for layer in self.layers)
-        return ", ".join(dict.fromkeys(ffn.activation for ffn in every if ffn is not None and not ffn.rectified))
+        return ", ".join(dict.fromkeys(ffn.activation for ffn in self.neurons.values() if not ffn.rectified))
 
     @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero in every layer."""
-        return self.why_whole is None and all(layer.neurons.rectified for layer in self.layers)
+        return self.why_whole is None and all(ffn.rectified for ffn in self.neurons.values())
 
     @property
     def partly_rectified(self) -> bool:
         """Whether they are in some layer: it can be computed sparsely without loss."""
-        return self.why_whole is None and any(layer.neurons.rectified for layer in self.layers)
+        return self.why_whole is None and any(ffn.rectified for ffn in self.neurons.values())
 
     @property
     def fires_both_ways(self) -> bool:

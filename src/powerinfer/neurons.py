@@ -182,6 +182,11 @@ class Profile:
         return tuple(map(len, self.counts))
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that have neurons."""
+        return tuple(layer for layer, counts in enumerate(self.counts) if len(counts))
+
+    @property
     def digest(self) -> str:
         """Hex SHA-256 of the tokens and the counts: everything that a placement depends on."""
         digest = hashlib.sha256(f"{self.tokens} {self.sizes}".encode())
@@ -194,9 +199,10 @@ class Profile:
         return self.counts[layer] / self.tokens
 
     def active_fraction(self, layer: int | None = None) -> float:
-        """Share of a layer's neurons that fire for a token, mean over the tokens; None: of all layers."""
+        """Share of a layer's neurons that fire for a token, mean over the tokens, 0 if it has none; None: of all
+        layers."""
         layers = self.counts if layer is None else (self.counts[layer],)
-        return sum(int(counts.sum()) for counts in layers) / (sum(map(len, layers)) * self.tokens)
+        return sum(int(counts.sum()) for counts in layers) / (max(1, sum(map(len, layers))) * self.tokens)
 
     def order(self, layer: int) -> Indices:
         """The neurons of a layer, those that fire most often first, ties by index: int32 [neurons]."""
@@ -210,7 +216,7 @@ class Profile:
         assert 0 < mass <= 1
         counts = np.concatenate(self.counts) if layer is None else self.counts[layer]
         carried = np.cumsum(-np.sort(-counts))
-        if not carried[-1]:
+        if not carried.any():
             return 0.0
         return float(np.searchsorted(carried, mass * carried[-1]) + 1) / len(counts)
 
@@ -251,9 +257,9 @@ class NeuronPlacement:
     def __post_init__(self) -> None:
         assert self.group_size > 0 and len(self.sizes) == len(self.tiers)
         for size, tiers in zip(self.sizes, self.tiers, strict=True):
-            assert size > 0 and tiers.dtype == np.int8, (size, tiers.dtype)
+            assert size >= 0 and tiers.dtype == np.int8, (size, tiers.dtype)
             assert tiers.shape == (-(-size // self.group_size),), (size, tiers.shape)
-            assert tiers.min() >= min(Tier) and tiers.max() <= max(Tier), "not a tier"
+            assert np.isin(tiers, list(Tier)).all(), "not a tier"
         assert self.order is None or len(self.order) == len(self.tiers)
         for size, order in zip(self.sizes, self.order or (), strict=self.order is not None):
             assert order.dtype == np.int32 and order.shape == (size,), (order.dtype, order.shape)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from powerinfer.config import ModelConfig
 from powerinfer.formats.bundle_memory import ApartBundles, apart, apart_bytes, owned
 from powerinfer.formats.checkpoint import Checkpoint
@@ -29,9 +31,9 @@ RowBytes = Callable[[str, int], tuple[int, int]]
 class BundleFile:
     """The bundles of a model, mapped.
 
-    layouts: of each layer; layers: for each uint8 [groups, layout.group_bytes], read-only; source_type: the main type
-    of the weights they were made from; file: call `file.check()` before reading, it raises if the file has been
-    truncated since it was opened.
+    layouts: of each layer; layers: for each uint8 [groups, layout.group_bytes], read-only, no groups where a layer has
+    no FFN; source_type: the main type of the weights they were made from; file: call `file.check()` before reading, it
+    raises if the file has been truncated since it was opened.
     """
 
     layouts: tuple[BundleLayout, ...]
@@ -142,6 +144,9 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes:
     layouts = bundle_layouts(config, gate_type, down_type, bundle_row_bytes)
     layers = []
     for layer, (size, layout) in enumerate(zip(config.ffn_sizes, layouts, strict=True)):
+        if not size:
+            layers.append(np.empty((0, layout.group_bytes), np.uint8))
+            continue
         tensor = place.holds(tensors, _name(layer), "U8", (n_groups(size), layout.group_bytes))
         if tensor.data.ctypes.data % LINE:
             raise place.bad(f"holds layer {layer} where no cache line begins")
@@ -171,7 +176,7 @@ def write_bundles(
         source_type=checkpoint.main_type,
     )
     shapes = [(n_groups(size), own.group_bytes) for size, own in zip(config.ffn_sizes, layouts, strict=True)]
-    tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes)]
+    tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes) if shape[0]]
     with PreparedFile(BUNDLES, checkpoint, prepared).write(asdict(description), tensors) as write:
         yield lambda layer, rows: write(_name(layer), rows)
 

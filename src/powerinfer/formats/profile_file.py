@@ -1,8 +1,8 @@
 """Profiles on disk: how often each neuron of a model fires.
 
-For each layer `layers.N.counts` I64 [corpora, neurons], tokens that the neuron fired for, and `layers.N.active` I64
-[101], tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and thresholds are in the
-file's description, with "about", which says how it was made.
+For each layer with an FFN `layers.N.counts` I64 [corpora, neurons], tokens that the neuron fired for, and
+`layers.N.active` I64 [101], tokens by the per cent of neurons that fired. Names and tokens of the corpora, reuse and
+thresholds are in the file's description, with "about", which says how it was made.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ def open_profile_file(checkpoint: Checkpoint, prepared: str | None = None) -> Pr
     active: list[Counts] = []
     file.check()
     for layer in range(layers):
+        if not sizes[layer]:
+            by_corpus.append(np.zeros((len(names), 0), np.int64))
+            active.append(np.zeros(BINS, np.int64))
+            continue
         counts = _copied(place, tensors, f"layers.{layer}.counts", (len(names), sizes[layer]))
         if (counts < 0).any() or (counts > np.array(tokens)[:, None]).any():
             raise place.bad(f"counts more or less tokens in layer {layer} than there were")
@@ -119,6 +123,7 @@ def write_profile(checkpoint: Checkpoint, prepared: str | None, profile: Profile
     arrays = [
         (f"layers.{layer}.{name}", values)
         for layer, pair in enumerate(zip(profile.corpus_counts, profile.active, strict=True))
+        if profile.sizes[layer]
         for name, values in zip(("counts", "active"), pair, strict=True)
     ]
     place = PreparedFile(PROFILE, checkpoint, prepared)

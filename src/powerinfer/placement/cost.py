@@ -45,6 +45,7 @@ from powerinfer.config import (
     GatedAttentionConfig,
     ModelConfig,
     NoAttention,
+    NoFfn,
     ParallelConfig,
     StateKind,
 )
@@ -254,10 +255,10 @@ def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: 
     """
     groups = np.arange(expected.sums.shape[1])
     on_gpu = by_layer(expected.sums, [neuron_seconds(gpu, layout, way) for layout in model.bundles])
-    on_gpu += np.where(groups > 0, fixed_seconds(gpu, way), 0.0)
+    on_gpu += np.where(groups > 0, fixed_seconds(gpu, way), 0.0) * _ffns(model)
     left = expected.all[:, None, :] - expected.sums
     on_cpu = by_layer(left, [neuron_seconds(cpu, layout, way) for layout in model.bundles])
-    busy = 1 - expected.idle if way == "predicted" else np.broadcast_to(groups < groups[-1], on_cpu.shape)
+    busy = 1 - expected.idle if way == "predicted" else (groups < groups[-1]) * _ffns(model)
     return FfnTime(on_gpu, on_cpu + busy * fixed_seconds(cpu, way), busy * sync)
 
 
@@ -268,8 +269,13 @@ def cpu_time(cpu: Device, expected: Expected, model: Model, way: str, panels: bo
     about = zip(model.bundles, kept, model.config.ffn_sizes, strict=True)
     each = [neuron_seconds(cpu, layout, way, matrices, max(1, size)) for layout, matrices, size in about]
     seconds = np.full_like(nothing, np.inf)
-    seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way)
+    seconds[:, 0] = np.sum(expected.all * np.array(each), axis=1) + fixed_seconds(cpu, way) * _ffns(model)[:, 0]
     return FfnTime(nothing, seconds, nothing.copy())
+
+
+def _ffns(model: Model) -> Float64:
+    """[layers, 1]: 1 of a layer that has an FFN, else 0."""
+    return np.array([[float(not isinstance(layer.ffn, NoFfn))] for layer in model.config.layers])
 
 
 @dataclass(frozen=True)
@@ -324,6 +330,8 @@ def split_experts(
     have experts; others are on the GPU as a whole."""
     times = np.zeros((3, layers, groups + 1))
     for layer in range(layers):
+        if isinstance(model.config.layers[layer].ffn, NoFfn):
+            continue
         beside, read = matrix_seconds(gpu, model.beside[layer], False), reads.get(layer)
         share = model.config.layers[layer].ffn.share_read(batch) if read is None else 1.0
         times[0, layer] = share * beside + 1e-6 * gpu.op_us

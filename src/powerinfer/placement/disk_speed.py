@@ -274,8 +274,9 @@ class _Steps:
         packing = self._packing(gates.matrices)
         first, seconds = first + packing, seconds + packing
         fetch = self._fetch(missed, self._disk.seconds(nbytes + BLOCK))
-        if self._guessed(layer + 1):  # by its predictor, while reads are under way
-            seconds += self._seconds(self._model.predictors[layer + 1])
+        next_layer = next((one for one in sorted(self._about.neurons) if one > layer), None)
+        if next_layer is not None and self._guessed(next_layer):  # by its predictor, while reads are under way
+            seconds += self._seconds(self._model.predictors[next_layer])
         return Op(
             layer,
             seconds,
@@ -290,11 +291,10 @@ class _Steps:
         )
 
     def _guessed(self, layer: int) -> bool:
-        """Whether a layer's neurons are read behind those of the layer before."""
+        """Whether a layer's neurons, of which some are on disk, are read behind those of one before it."""
         about = self._about
         early = self._way == "predicted" and about.direct and about.prefetch
-        rest = early and {layer - 1, layer} <= about.neurons.keys()
-        return rest and about.neurons[layer] < self._model.config.ffn_sizes[layer]
+        return early and layer > min(about.neurons) and about.neurons[layer] < self._model.config.ffn_sizes[layer]
 
     def _fetch(self, n: float, each: float) -> float:
         """Seconds of about n reads that begin together: none at all as often as with independent ones."""

@@ -80,7 +80,7 @@ from powerinfer.placement.solver import GROUP
 GPU_ACCOUNTING = 12
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
-RAM_ACCOUNTING = 1
+RAM_ACCOUNTING = 2
 """Incremented when bytes in RAM are counted differently."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -879,11 +879,11 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
 
 def _capacities(request: PlanRequest, claims: Claims) -> tuple[int, int | None]:
     """Groups of neurons for which the GPU and RAM have room; None: RAM has room for all that the GPU does not have."""
-    model, layers = request.model, request.model.config.n_layers
+    model = request.model
     room = claims.gpu_left // (GROUP * model.gpu_neuron) if claims.bundles else 0
     everything = claims.cpu_neuron * model.config.n_neurons
     if claims.slots_beside:  # at most: fewer on the GPU leave less room beside their gates
-        whole = (layers - claims.gpu_layers) * _groups(request)
+        whole = sum(_groups(request)[claims.gpu_layers :])
         return room, _groups_in_ram(claims, _fewest_cold(request, claims)) + whole
     # Without bundles the panels are in RAM already; with room for all of them groups need not be counted.
     if not claims.bundles or everything <= claims.cpu_left:
@@ -891,16 +891,17 @@ def _capacities(request: PlanRequest, claims: Claims) -> tuple[int, int | None]:
     return room, claims.cpu_left // (GROUP * claims.cpu_neuron)
 
 
-def _groups(request: PlanRequest) -> int:
-    """Groups of neurons of the widest layer."""
-    return -(-max(request.profile.sizes) // GROUP)
+def _groups(request: PlanRequest) -> list[int]:
+    """Groups of neurons of each layer, counted as if all that have an FFN were as wide as the widest."""
+    sizes = request.profile.sizes
+    return [-(-max(sizes) // GROUP) if size else 0 for size in sizes]
 
 
 def _lacks_disk(request: PlanRequest, claims: Claims) -> RequestError | None:
     """The error where neurons fit into neither memory and the machine has no disk."""
     model, hardware = request.model, request.hardware
     room, ram = _capacities(request, claims)
-    every = model.config.n_layers * _groups(request)
+    every = sum(_groups(request))
     if ram is None or hardware.disk is not None or room + ram >= every:
         return None
     missing = claims.cpu_neuron * model.config.n_neurons - (room + ram) * GROUP * claims.cpu_neuron
@@ -914,22 +915,39 @@ def _placed(
     request: PlanRequest, claims: Claims, tables: _Tables, policy: str, others: Mapping[str, Choice]
 ) -> tuple[solver.Numbers, solver.Numbers, bool | None, float]:
     """(groups of each layer on the GPU, groups kept in memory, whether that is optimal, seconds) of a policy."""
-    layers, groups = tables.costs.shape[0], tables.costs.shape[1] - 1
     if not claims.bundles:  # then the dense parts are all that is placed
+        layers, most = request.profile.n_layers, tables.costs.shape[1] - 1
         proven = (policy in ("time", "ilp") and not claims.whole) or None
-        there = np.where(np.arange(layers) < claims.gpu_layers * claims.whole, groups, 0)
-        return there, np.full(layers, groups), proven, 0.0
+        there = np.where(np.arange(layers) < claims.gpu_layers * claims.whole, most, 0)
+        return there, np.full(layers, most), proven, 0.0
+    groups = np.zeros((2, request.profile.n_layers), np.int64)
+    numbers = np.array(request.profile.layers, np.int64)  # layers without an FFN have nothing to place
+    *placed, optimal, seconds = _place(request, claims, tables, policy, others, numbers)
+    groups[:, numbers] = placed
+    return groups[0], groups[1], optimal, seconds
+
+
+def _place(
+    request: PlanRequest,
+    claims: Claims,
+    tables: _Tables,
+    policy: str,
+    choices: Mapping[str, Choice],
+    numbers: solver.Numbers,
+) -> tuple[solver.Numbers, solver.Numbers, bool | None, float]:
+    """The same of the layers of these numbers."""
+    costs, disk = tables.costs[numbers], None if tables.disk is None else tables.disk[numbers]
+    layers, groups = costs.shape[0], costs.shape[1] - 1
     room, ram = _capacities(request, claims)
     if policy == "time":
-        solved = [others[name] for name in ("ilp", "greedy") if name in others]
-        starts = [(np.array(one.gpu), np.array(one.kept)) for one in solved]
-        disk = None if ram is None else tables.disk
-        answer = solver.solve(tables.costs, disk, room, ram, request.time_limit, starts)
+        solved = [choices[name] for name in ("ilp", "greedy") if name in choices]
+        starts = [(np.array(one.gpu)[numbers], np.array(one.kept)[numbers]) for one in solved]
+        answer = solver.solve(costs, None if ram is None else disk, room, ram, request.time_limit, starts)
         kept = answer.kept if ram is None else solver.top_up(answer.gpu, answer.kept, ram, groups)
         return answer.gpu, kept, answer.optimal, answer.seconds
-    impact = np.diff(tables.mass, axis=1)
-    allowed = np.arange(layers) < claims.gpu_layers
-    bundles = request.model.bundles
+    impact = np.diff(tables.mass[numbers], axis=1)
+    allowed = numbers < claims.gpu_layers
+    bundles = [request.model.bundles[layer] for layer in numbers]
     fewest = {layout: _least(request, layout) for layout in set(bundles)}
     least = [fewest[layout] if on else None for layout, on in zip(bundles, allowed, strict=True)]
     optimal: bool | None = None
@@ -941,17 +959,18 @@ def _placed(
         gpu = solver.greedy(impact, least, room)
     else:
         gpu = solver.random_groups(layers, groups, room, allowed, request.seed)
-    return gpu, solver.fill(gpu, tables.disk, ram, groups), optimal, solve_s
+    return gpu, solver.fill(gpu, disk, ram, groups), optimal, solve_s
 
 
 def _kept_beside(request: PlanRequest, claims: Claims, tables: _Tables, gpu: solver.Numbers) -> solver.Numbers:
     """Groups kept in memory where neurons rest on disk: layers that run on the CPU as a whole have all of theirs, those
     on the GPU share what is left."""
-    first, groups = claims.gpu_layers, tables.costs.shape[1] - 1
+    first, groups = claims.gpu_layers, np.array(_groups(request), np.int64)
     assert tables.disk is not None
     in_ram = _groups_in_ram(claims, _cold(request, claims, gpu))
-    split = solver.fill(gpu[:first], tables.disk[:first], in_ram, groups)
-    return np.concatenate([split, np.full(len(gpu) - first, groups)])
+    numbers = np.array([layer for layer in request.profile.layers if layer < first], np.int64)
+    groups[numbers] = solver.fill(gpu[numbers], tables.disk[numbers], in_ram, tables.costs.shape[1] - 1)
+    return groups
 
 
 def _are_kept(request: PlanRequest, claims: Claims, gpu: _Groups, kept: _Groups) -> bool:
@@ -959,7 +978,7 @@ def _are_kept(request: PlanRequest, claims: Claims, gpu: _Groups, kept: _Groups)
     them."""
     first, groups = claims.gpu_layers, _groups(request)
     in_ram = int(sum(kept[:first]) - sum(gpu[:first]))
-    return in_ram <= _groups_in_ram(claims, _cold(request, claims, gpu)) and all(n == groups for n in kept[first:])
+    return in_ram <= _groups_in_ram(claims, _cold(request, claims, gpu)) and list(kept[first:]) == groups[first:]
 
 
 def _groups_in_ram(claims: Claims, cold: int) -> int:
@@ -1118,7 +1137,7 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
             goals.append((f"room on the GPU for {what}", request.vram_for(groups) + staged))
         more = [(what, nbytes) for what, nbytes in goals if nbytes > vram]
         helps = [Help(what, "--vram", nbytes, nbytes <= hardware.gpu.memory_bytes) for what, nbytes in more]
-    groups = layers * (tables.costs.shape[1] - 1)
+    groups = sum(_groups(request))
     if claims.bundles and sum(choice.kept) < groups:
         neurons = (groups - sum(choice.gpu)) * GROUP * claims.cpu_neuron
         nbytes = sum(claims.cpu.values()) + shared_in_ram(model, claims.gpu_layers) + neurons

@@ -51,6 +51,9 @@ FAMILIES: dict[str, Law] = {
     "falcon": Law(0.05, 0.26),
     # Bamboo: sparsity of 90 %; share unknown, that of Zipf's law (skew 1), to which the shares above come close
     "drelu": Law(0.10, 0.38),
+    # Nemotron 3 Nano: of 72,174 calls of experts 90.69 % zeros (kennydd001/ervf), 81 to 96 % by layer, in an order that
+    # is not stated; share unknown, as of Bamboo. The dense models of the family are taken to be like it
+    "nemotron-h": Law(0.0931, 0.38),
     # arXiv 2312.12456: SwiGLU models leave out 40 to 53 % below a threshold; 69 % of a layer of LLaMA2-70B carry 80 %
     "swiglu": Law(0.50, 0.69),
 }

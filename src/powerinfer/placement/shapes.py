@@ -8,7 +8,7 @@ types of its kernels, without padding; the neurons of an FFN as bundles, on a GP
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -79,12 +79,12 @@ class Model:
 
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them, or what another kind
     of FFN has: those of experts that a router selects (experts), and the others (beside); vectors: bytes of norms and
-    biases, F32; predictors: of each layer in and out, () without any; selected: for each layer the neurons
-    that its predictor selects by those that fire; tables: embedding and learned positions, as they are stored;
-    projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint: of the
-    weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised to on
-    load, as the engine's option; `type` of the matrices is then this type. in_experts: neurons inside experts are told
-    apart. converted: canonical names of matrices that do not lie in the file as they are used.
+    biases, F32; predictors: of each layer in and out, () without any, or of a layer without an FFN; selected: for each
+    layer the neurons that its predictor selects by those that fire; tables: embedding and learned positions, as they
+    are stored; projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint:
+    of the weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised
+    to on load, as the engine's option; `type` of the matrices is then this type. in_experts: neurons inside experts are
+    told apart. converted: canonical names of matrices that do not lie in the file as they are used.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Model:
     experts: tuple[tuple[Matrix, ...], ...]
     beside: tuple[tuple[Matrix, ...], ...]
     vectors: int
-    predictors: tuple[tuple[Matrix, Matrix], ...]
+    predictors: tuple[tuple[Matrix, ...], ...]
     selected: tuple[float, ...]
     tables: int
     projections: tuple[Matrix, ...]
@@ -248,9 +248,9 @@ class Model:
         """Bytes on a GPU that each group of bundles shares, once one of its neurons is there."""
         return 2 * self.bundle.d_model if self.bundle.down_type == "Q4_0X32" else 0
 
-    def gpu_predictor(self, pair: tuple[Matrix, Matrix]) -> int:
+    def gpu_predictor(self, pair: tuple[Matrix, ...]) -> int:
         """Bytes of a layer's predictor on a GPU, with the numbers of its neurons."""
-        return sum(one.stored for one in pair) + 4 * self.config.widest_ffn
+        return sum(one.stored for one in pair) + 4 * self.config.widest_ffn * bool(pair)
 
     def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
         """Working memory on a GPU of steps of up to `tokens` tokens and `requests` logits: an estimate from above.
@@ -317,19 +317,17 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
     else:
         types = choose_types(checkpoint)
         layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
-    predictors: tuple[tuple[Matrix, Matrix], ...] = ()
+    predictors: tuple[tuple[Matrix, ...], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.why_whole is None:
         file = open_predictor(checkpoint, prepared)
-        predictors = tuple(
-            _predictor(config, layer, one.predictor.rank, file.type, file.type) for layer, one in file.layers.items()
-        )
-        ratios = _selected(file.training) or ratios
+        predictors = _predictors(config, {layer: one.predictor.rank for layer, one in file.layers.items()}, file.type)
+        ratios = _selected(config, file.training)
     elif checkpoint.predictor_threshold is not None:
-        ranks = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
+        rows = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
         ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
         predictors = tuple(
-            _predictor(config, layer, ranks[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer))
+            _predictor(config, layer, rows[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer))
             for layer, (inner, outer) in enumerate(ends)
         )
     name = config.name or checkpoint.path.name
@@ -373,15 +371,13 @@ def described_model(
     every = (SELECTED_PER_FIRING,) * config.n_layers
     bare = _model(config, name or config.name, known.__getitem__, layouts, (), every)
     bare = replace(bare, converted=changed, in_place=not any(".experts_" in tensor for tensor in changed))
-    bytes_of_rank = (
-        (config.n_layers * config.d_model + config.n_neurons) * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
-    )
-    wanted_rank = share * bare.parameters / (config.n_layers * config.d_model + config.n_neurons)
+    rank_weights = max(1, len(config.neurons) * config.d_model + config.n_neurons)
+    bytes_of_rank = rank_weights * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
+    wanted_rank = share * bare.parameters / rank_weights
     rank = int(min(wanted_rank, MOST_PREDICTOR * bare.weight_bytes / bytes_of_rank)) // 32 * 32
     if not rank or config.d_model % 32 or config.why_whole is not None:
         return bare
-    types = _PREDICTOR_TYPE, _PREDICTOR_TYPE
-    return replace(bare, predictors=tuple(_predictor(config, layer, rank, *types) for layer in range(config.n_layers)))
+    return replace(bare, predictors=_predictors(config, dict.fromkeys(config.neurons, rank), _PREDICTOR_TYPE))
 
 
 def stored_types(config: ModelConfig, dtype: str) -> dict[str, str]:
@@ -397,16 +393,23 @@ def file_bytes(config: ModelConfig, dtype: str) -> int:
     return sum(n * block_type(types.get(name, "F32")).row_bytes(cols) for name, n, cols in rows)
 
 
+def _predictors(config: ModelConfig, ranks: Mapping[int, int], kind: str) -> tuple[tuple[Matrix, ...], ...]:
+    """Predictors, in and out, of each layer with one of these ranks."""
+    layers = range(config.n_layers)
+    return tuple(_predictor(config, at, ranks[at], kind, kind) if at in ranks else () for at in layers)
+
+
 def _predictor(config: ModelConfig, layer: int, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
     return matrix(inner, rank, config.d_model), matrix(outer, config.ffn_sizes[layer], rank)
 
 
-def _selected(training: dict[str, Any] | None) -> tuple[float, ...]:
-    """For each layer, the neurons selected by those that fire, as training found; () if it is not described."""
-    if training is None:
-        return ()
-    pairs = [(one["candidate_fraction"], one["active_fraction"]) for one in training["layers"]]
-    return tuple(max(1.0, selected / fire) if fire else SELECTED_PER_FIRING for selected, fire in pairs)
+def _selected(config: ModelConfig, training: dict[str, Any] | None) -> tuple[float, ...]:
+    """For each layer, the neurons selected by those that fire, as training found, where it is described."""
+    ratios = [SELECTED_PER_FIRING] * config.n_layers
+    for layer, one in zip(config.predicted_layers, (training or {}).get("layers", ()), strict=False):
+        if one["active_fraction"]:
+            ratios[layer] = max(1.0, one["candidate_fraction"] / one["active_fraction"])
+    return tuple(ratios)
 
 
 def _model(
@@ -414,7 +417,7 @@ def _model(
     name: str,
     type_of: Callable[[str], str],
     layouts: tuple[BundleLayout, ...],
-    predictors: tuple[tuple[Matrix, Matrix], ...],
+    predictors: tuple[tuple[Matrix, ...], ...],
     selected: tuple[float, ...],
 ) -> Model:
     _check_size(config)
@@ -725,6 +728,8 @@ def find_shape(name: str) -> ModelShape:
 
 
 def law_of(config: ModelConfig) -> Law:
+    if config.architecture.startswith("nemotron_h"):
+        return FAMILIES["nemotron-h"]
     if not any(layer.ffn.gated for layer in config.layers):
         return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
     if config.activations == "drelu":

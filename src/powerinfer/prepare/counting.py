@@ -170,7 +170,7 @@ class Saved:
             and (state.counts <= done[:, None]).all()
             and (state.active >= 0).all()
             and (state.active <= done.sum()).all()
-            and (state.active.sum(axis=1) == done.sum()).all()
+            and (state.active.sum(axis=1) == np.where(self.checkpoint.config.ffn_sizes, done.sum(), 0)).all()
             and (state.pairs >= 0).all()
             and (state.pairs[:, 0] <= state.pairs[:, 1]).all()
             and (state.magnitudes >= 0).all()

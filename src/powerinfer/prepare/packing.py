@@ -94,7 +94,7 @@ def pack(
     done = 0
     with write_bundles(checkpoint, prepared, layouts) as write, ThreadPoolExecutor(cores) as pool:
         for layer, layout in enumerate(layouts):
-            matrices = _all_rows(layout)
+            matrices = _all_rows(layout) if config.ffn_sizes[layer] else []
             sources = [_Source(checkpoint, one, layer) for one in matrices]
             for slab in _slabs(sources, config.ffn_sizes[layer], step, pool, cores):
                 count = len(slab[0][0])

@@ -208,7 +208,7 @@ def describe(checkpoint: Checkpoint, prepared: str | None, profiled: Profiled) -
             "reuse": profile.reuse[layer],
             "threshold": None if profile.thresholds is None else profile.thresholds[layer],
         }
-        for layer in range(profile.n_layers)
+        for layer in profile.layers
     ]
     return {
         "path": str(profiled.file.path),

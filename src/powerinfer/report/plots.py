@@ -156,8 +156,8 @@ def draw_cumulative(figure: Figure, profile: Profile) -> None:
         colormaps["cividis"](np.linspace(0.15, 0.85, 256))
     )  # the ends are invisible on light or dark paper
     at = 100 * np.linspace(0, 1, _POINTS)
-    for layer, counts in enumerate(profile.counts):
-        share = cumulative(counts)
+    for layer in profile.layers:
+        share = cumulative(profile.counts[layer])
         axes.plot(at, 100 * _sampled(share), color=colours(depth(layer)), linewidth=0.9, alpha=0.8)
         if share[-1]:
             axes.plot(100 * profile.hot_share(layer, MASS), 100 * MASS, ".", color=colours(depth(layer)), markersize=4)
@@ -194,12 +194,14 @@ def _sampled(share: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def heat(profile: Profile) -> NDArray[np.float64]:
-    """Frequencies of neurons, in per cent, [layers, bins]: each layer's most frequent first, averaged in bins."""
-    bins, rows = min(_POINTS, *profile.sizes), []
-    for layer, size in enumerate(profile.sizes):
-        edges = np.linspace(0, size, bins + 1).astype(np.int64)
-        rows.append(np.add.reduceat(np.sort(profile.fraction(layer))[::-1], edges[:-1]) / np.diff(edges))
-    return 100 * np.stack(rows)
+    """Frequencies of neurons, in per cent, [layers, bins]: each layer's most frequent first, averaged in bins; NaN
+    where a layer has none."""
+    bins = min(_POINTS, *(profile.sizes[layer] for layer in profile.layers))
+    rows = np.full((profile.n_layers, bins), np.nan)
+    for layer in profile.layers:
+        edges = np.linspace(0, profile.sizes[layer], bins + 1).astype(np.int64)
+        rows[layer] = np.add.reduceat(np.sort(profile.fraction(layer))[::-1], edges[:-1]) / np.diff(edges)
+    return 100 * rows
 
 
 def draw_heat_map(figure: Figure, profile: Profile) -> None:
@@ -208,7 +210,7 @@ def draw_heat_map(figure: Figure, profile: Profile) -> None:
 
     axes, values = figure.add_subplot(), heat(profile)
     extent = (0, 100, profile.n_layers - 0.5, -0.5)
-    norm = PowerNorm(0.5, 0, max(float(values.max()), 1e-9))  # square root: most neurons fire rarely
+    norm = PowerNorm(0.5, 0, max(float(np.nanmax(values)), 1e-9))  # square root: most neurons fire rarely
     image = axes.imshow(values, aspect="auto", cmap="cividis", norm=norm, extent=extent, interpolation="nearest")
     axes.set(xlabel="neurons of a layer, most frequent first", ylabel="layer")
     figure.suptitle("How often each neuron fires", x=0.01, ha="left")
@@ -227,23 +229,23 @@ def spread(histogram: NDArray[np.int64], share: float) -> float:
     return float(np.searchsorted(total, share * total[-1])) if total[-1] else 0.0
 
 
-def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Sequence[float] | None) -> None:
+def draw_sparsity(figure: Figure, profile: Profile | None, predictor_mb: Mapping[int, float] | None) -> None:
     """Plot by layer: neurons active for a token with the range of most tokens, and the size of the predictor."""
     rows = (profile is not None) + (predictor_mb is not None)
     figure.suptitle("Neurons that fire, and predictors, by layer" if rows == 2 else "By layer", x=0.01, ha="left")
     axes = list(np.atleast_1d(figure.subplots(rows, 1, sharex=True)))
-    layers = profile.n_layers if profile is not None else len(predictor_mb or ())
-    at = np.arange(layers)
+    layers = profile.n_layers if profile is not None else max(predictor_mb or (0,)) + 1
     if profile is not None:
-        mean = [100 * profile.active_fraction(layer) for layer in range(layers)]
-        low, high = ([spread(one, share) for one in profile.active] for share in (0.1, 0.9))
+        at = profile.layers
+        mean = [100 * profile.active_fraction(layer) for layer in at]
+        low, high = ([spread(profile.active[layer], share) for layer in at] for share in (0.1, 0.9))
         axes[0].fill_between(at, low, high, color=_SKY, alpha=0.35, linewidth=0, label="four of five tokens")
         axes[0].plot(at, mean, color=TIER_COLOURS["cpu"], marker="o", markersize=3.5, label="mean")
         axes[0].set(ylabel="neurons active\nfor a token", ylim=(0, None))
         _percent(axes[0].yaxis)
         axes[0].legend(loc="best", ncols=2)
     if predictor_mb is not None:
-        axes[-1].bar(at, predictor_mb, color=_GREEN, width=_bar_width(at))
+        axes[-1].bar(list(predictor_mb), list(predictor_mb.values()), color=_GREEN, width=_bar_width(range(layers)))
         axes[-1].set_ylabel("predictor, MB")
     _layer_axis(axes[-1], layers)
     for one in axes[:-1]:
@@ -322,10 +324,9 @@ def draw_slots(figure: Figure, profile: ExpertProfile, replayed: Comparison | No
 # ---------------------------------------------------------------- predictors
 
 
-def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
+def draw_quality(figure: Figure, layers: Mapping[int, Mapping[str, float]]) -> None:
     """Plot by layer: recall, precision, candidates, and the neurons that fire; on held-out tokens."""
     axes = figure.add_subplot()
-    at = np.arange(len(layers))
     styles = {
         "recall": ("recall: selected, of those that fire", _GREEN, "o", "-"),
         "precision": ("precision: firing, of those selected", _PURPLE, "s", "-"),
@@ -333,12 +334,12 @@ def draw_quality(figure: Figure, layers: Sequence[Mapping[str, float]]) -> None:
         "active_fraction": ("firing, of all neurons", TIER_COLOURS["cpu"], "", "--"),
     }
     for key, (label, colour, marker, line) in styles.items():
-        values = [100 * one[key] for one in layers]
-        axes.plot(at, values, color=colour, marker=marker, linestyle=line, markersize=4, label=label)
+        values = [100 * one[key] for one in layers.values()]
+        axes.plot(list(layers), values, color=colour, marker=marker, linestyle=line, markersize=4, label=label)
     axes.set(ylim=(0, 103))
     figure.suptitle("Quality of the predictors, by layer", x=0.01, ha="left")
     _percent(axes.yaxis)
-    _layer_axis(axes, len(layers))
+    _layer_axis(axes, max(layers) + 1)
     figure.legend(loc="outside lower center", ncols=2)
 
 

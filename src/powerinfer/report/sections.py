@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from powerinfer.sparsity.selector_trial import MeasuredFfns
 
 Tile = tuple[str, str]
-Rows = dict[str, list[str]]
-"""Columns of the table of layers: heading -> a cell for each layer."""
+Rows = dict[str, Mapping[int, str]]
+"""Columns of the table of layers: heading -> cells by layer, of those that have one."""
 
 
 @dataclass
@@ -91,15 +91,15 @@ def activations(profile: Profile, drawn: Plots) -> tuple[Section, list[Tile], Ro
     )
     if corpora > 1:
         section.tables.append(_overlaps(profile))
-    layers = range(profile.n_layers)
+    layers, hottest = profile.layers, f"neurons for {percent(plots.MASS)}"
     rows: Rows = {
-        "active": [percent(profile.active_fraction(layer)) for layer in layers],
-        f"neurons for {percent(plots.MASS)}": [percent(profile.hot_share(layer, plots.MASS)) for layer in layers],
-        "never fire": [percent(float((profile.counts[layer] == 0).mean())) for layer in layers],
-        "kept from token to token": [percent(share) for share in profile.reuse],
+        "active": {layer: percent(profile.active_fraction(layer)) for layer in layers},
+        hottest: {layer: percent(profile.hot_share(layer, plots.MASS)) for layer in layers},
+        "never fire": {layer: percent(float((profile.counts[layer] == 0).mean())) for layer in layers},
+        "kept from token to token": {layer: percent(profile.reuse[layer]) for layer in layers},
     }
     if profile.thresholds is not None:
-        rows["threshold"] = [f"{threshold:.3g}" for threshold in profile.thresholds]
+        rows["threshold"] = {layer: f"{profile.thresholds[layer]:.3g}" for layer in layers}
     tiles = [
         (percent(profile.active_fraction()), "of the neurons active for a token; dense: 100 %"),
         (percent(hot), f"of the neurons are hot: they carry {percent(plots.MASS)} of the activations"),
@@ -204,12 +204,11 @@ def _expert_layers(profile: ExpertProfile) -> Table:
 def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Tile], Rows]:
     """The section on the predictors; their quality only if the training recorded it."""
     section = Section("Predictors")
-    layers = list(predictor.layers.values())
-    ranks = sorted({one.predictor.rank for one in layers})
-    widths = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    ranks = [one.predictor.rank for one in predictor.layers.values()]
+    widths = str(min(ranks)) if len(set(ranks)) == 1 else f"{min(ranks)} to {max(ranks)}"
     rows: Rows = {
-        "hidden size": [str(one.predictor.rank) for one in layers],
-        "predictor": list(map(size, _sizes(predictor))),
+        "hidden size": {layer: str(one.predictor.rank) for layer, one in predictor.layers.items()},
+        "predictor": {layer: size(nbytes) for layer, nbytes in _sizes(predictor).items()},
     }
     tiles: list[Tile] = []
     text = f"{size(predictor.nbytes)} in {predictor.type}, hidden sizes {widths}."
@@ -218,6 +217,7 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
         section.paragraphs.append(text + " Their quality was not measured when they were made.")
         return section, tiles, rows
     measured: list[dict[str, Any]] = training["layers"]
+    by_layer = dict(zip(predictor.layers, measured, strict=True))
     recall = sum(one["recall"] for one in measured) / len(measured)
     selected = sum(one["candidate_fraction"] for one in measured) / len(measured)
     baseline = sum(one["method"] == "svd" for one in measured)
@@ -231,21 +231,22 @@ def predictors(predictor: PredictorFile, drawn: Plots) -> tuple[Section, list[Ti
         section,
         "recall",
         "By layer, of held-out tokens: recall, precision, and selected neurons against those that fire.",
-        lambda figure: plots.draw_quality(figure, measured),
+        lambda figure: plots.draw_quality(figure, by_layer),
     )
+    makers = {"svd": "baseline", "trained": "training"}
     rows |= {
-        "recall": [tenths_of_percent(one["recall"]) for one in measured],
-        "precision": [percent(one["precision"]) for one in measured],
-        "selected": [percent(one["candidate_fraction"]) for one in measured],
-        "made by": [{"svd": "baseline", "trained": "training"}.get(one["method"], "–") for one in measured],
+        "recall": {layer: tenths_of_percent(one["recall"]) for layer, one in by_layer.items()},
+        "precision": {layer: percent(one["precision"]) for layer, one in by_layer.items()},
+        "selected": {layer: percent(one["candidate_fraction"]) for layer, one in by_layer.items()},
+        "made by": {layer: makers.get(one["method"], "–") for layer, one in by_layer.items()},
     }
     tiles.append((tenths_of_percent(recall), "of the firing neurons are predicted (recall)"))
     return section, tiles, rows
 
 
-def _sizes(predictor: PredictorFile) -> list[int]:
-    """Bytes of the predictor of each layer."""
-    return [one.inner.data.nbytes + one.outer.data.nbytes for one in predictor.layers.values()]
+def _sizes(predictor: PredictorFile) -> dict[int, int]:
+    """Bytes of the predictors by layer."""
+    return {layer: one.inner.data.nbytes + one.outer.data.nbytes for layer, one in predictor.layers.items()}
 
 
 # ---------------------------------------------------------------- placements
@@ -285,7 +286,7 @@ def placement(plan: PlanDocument, drawn: Plots) -> tuple[Section, list[Tile], Ro
     dense = "" if plan.predicted.dense_tok_s is None else f"; dense: {rate(plan.predicted.dense_tok_s)}"
     tiles = [(rate(plan.predicted.decode_tok_s), f"tokens a second, estimated{dense * (plan.selector != 'all')}")]
     if on_gpu:
-        columns["activations on GPU"] = [percent(layer.mass_on_gpu) for layer in plan.layers]
+        columns["activations on GPU"] = {layer.layer: percent(layer.mass_on_gpu) for layer in plan.layers}
         tiles.append((percent(plan.mass_on_gpu), "of the activations on the GPU"))
     return section, tiles, columns
 
@@ -308,7 +309,7 @@ def _placement_paragraphs(plan: PlanDocument, on_gpu: bool) -> list[str]:
 def _neuron_columns(plan: PlanDocument) -> Rows:
     """The neurons of each layer in each memory that has any."""
     return {
-        f"neurons on {name}": [f"{getattr(layer, tier):,}" for layer in plan.layers]
+        f"neurons on {name}": {layer.layer: f"{getattr(layer, tier):,}" for layer in plan.layers}
         for tier, name in plots.TIER_NAMES.items()
         if any(getattr(layer, tier) for layer in plan.layers)
     }
@@ -343,9 +344,13 @@ def measured(trial: MeasuredFfns) -> tuple[Section, list[Tile], Rows]:
             "again at the first start at which the machine is quiet."
         )
     ways = list(dict.fromkeys(way for one in trial.seconds for way in one))
-    rows = {f"FFN {way}, µs": [f"{1e6 * one[way]:.0f}" if way in one else "–" for one in trial.seconds] for way in ways}
+    timed = list(zip(trial.layers, trial.seconds, strict=True))
+    rows: Rows = {
+        f"FFN {way}, µs": {layer: f"{1e6 * one[way]:.0f}" for layer, one in timed if way in one} for way in ways
+    }
+    rows["decodes"] = dict(zip(trial.layers, trial.ways, strict=True))
     tile = (f"{gain_of(trial):.2f} x", f"as fast as dense: the FFNs, measured; {sparse} of {len(dense)} layers sparse")
-    return section, [] if trial.disturbed else [tile], rows | {"decodes": trial.ways}
+    return section, [] if trial.disturbed else [tile], rows
 
 
 def gain_of(trial: MeasuredFfns) -> float:
@@ -383,7 +388,7 @@ def layer_section(
     """The section with a plot and a table of all figures by layer."""
     section = Section("Layer by layer")
     if profile is not None or predictor is not None:
-        sizes = None if predictor is None else [one / 1e6 for one in _sizes(predictor)]
+        sizes = None if predictor is None else {layer: n / 1e6 for layer, n in _sizes(predictor).items()}
         active = "neurons active for a token, their mean and the range of the middle four fifths of the tokens"
         says = [active] * (profile is not None) + ["the size of its predictor"] * (sizes is not None)
         caption = f"Of each layer: {'; '.join(says)}."
@@ -391,9 +396,7 @@ def layer_section(
     together: Rows = {}
     for rows in columns:
         together |= rows
-    count = max(map(len, together.values()))
-    cells = zip(*together.values(), strict=True)
-    section.tables.append(
-        Table(["layer", *together], [[str(n), *row] for n, row in enumerate(cells)], f"Figures of {count} layers", True)
-    )
+    layers = sorted({layer for cells in together.values() for layer in cells})
+    cells = [[str(layer), *(own.get(layer, "–") for own in together.values())] for layer in layers]
+    section.tables.append(Table(["layer", *together], cells, f"Figures of {len(layers)} layers", True))
     return section

@@ -112,7 +112,7 @@ def compose(prepared: Findings, key: str, progress: Progress = silent) -> tuple[
         shown.append(section)
         tiles += figures
         columns.append(rows)
-    if any(columns) and len({len(cells) for rows in columns for cells in rows.values()}) == 1:
+    if any(columns):
         layer_section = sections.layer_section(profile, predictor, columns, drawn)
         shown.append(layer_section)
     if steps := next_steps(prepared):

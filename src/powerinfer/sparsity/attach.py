@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class CpuSparsity(Sparsity):
-    """Statistics of a model on the CPU whose layers have bundles beside dense weights. verdicts: of the layers."""
+    """Statistics of a model on the CPU whose FFNs have bundles beside dense weights. verdicts: by layer."""
 
-    def __init__(self, selector: str, executor: CpuExecutor, verdicts: list[Verdict]) -> None:
+    def __init__(self, selector: str, executor: CpuExecutor, verdicts: Mapping[int, Verdict]) -> None:
         self.selector = selector
         self.executor = executor
         self.verdicts = verdicts
@@ -48,7 +48,7 @@ class CpuSparsity(Sparsity):
         layers: list[dict[str, Any]] = []
         totals = dict.fromkeys((*_COUNTED, "neurons"), 0)
         computed, dense_bytes = 0.0, 0
-        for layer, verdict in enumerate(self.verdicts):
+        for layer, verdict in self.verdicts.items():
             counts, nbytes = self._counts(layer), self.executor.ffns[layer].nbytes
             counts["neurons"] = counts["tokens"] * sizes[layer]
             for name in totals:
@@ -75,16 +75,16 @@ class CpuSparsity(Sparsity):
 
     def clear(self) -> None:
         """Reset the statistics of `report`."""
-        for layer in range(len(self.verdicts)):
-            self.executor.ffns[layer].clear()
+        for ffn in self.executor.ffns.values():
+            ffn.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """All layers are dense inside the context."""
         from powerinfer.sparsity.selector_trial import apply
 
-        for layer in range(len(self.verdicts)):
-            self.executor.ffns[layer].set_ways({})
+        for ffn in self.executor.ffns.values():
+            ffn.set_ways({})
         try:
             yield
         finally:
@@ -95,10 +95,10 @@ class CpuSparsity(Sparsity):
         if dense is None:
             return None
         total = float(dense)
-        for layer in range(len(self.verdicts)):
+        for layer, ffn in self.executor.ffns.items():
             counts = self._counts(layer)
             if counts["tokens"]:
-                total += counts["bytes"] / counts["tokens"] - self.executor.ffns[layer].nbytes
+                total += counts["bytes"] / counts["tokens"] - ffn.nbytes
         return round(total)
 
 
@@ -196,30 +196,30 @@ def attach(
     from powerinfer.sparsity.selector_trial import SELECTORS, apply, forced, measured, sizes_tried
     from powerinfer.sparsity.trials import Trial, conditions
 
-    name, layers = selection.selector, checkpoint.config.n_layers
+    name, ffns = selection.selector, list(executor.ffns)
     ways: list[Way] = ["exact", "predicted"] if name == "predicted" else ["exact"]
     sizes = sizes_tried(executor, engine.max_batch)
     if engine.trial:
         key = conditions(checkpoint, engine, selection) | {"sizes": " ".join(map(str, sizes))}
         trial = Trial(SELECTORS, checkpoint, engine, key)
-        outcome = trial.find(lambda result: result.fits(layers, ways, sizes))
-        earlier = None if outcome is None else outcome.result.verdicts(earlier=True)
+        outcome = trial.find(lambda result: result.fits(len(ffns), ways, sizes))
+        earlier = None if outcome is None else dict(zip(ffns, outcome.result.verdicts(earlier=True), strict=True))
         _load(executor, engine, selection, selection.bundles, earlier, progress)
         if outcome is None:
             text = sample()
             outcome = trial.run(lambda: measured(executor, ways, sizes, text, progress))
         executor.choices.trial = Choice(outcome.origin)
-        verdicts = earlier or outcome.result.verdicts(earlier=False)
+        verdicts = earlier or dict(zip(ffns, outcome.result.verdicts(earlier=False), strict=True))
     else:
-        skips = [name == "threshold" or layer.neurons.rectified for layer in checkpoint.config.layers]
+        skips = {at: name == "threshold" or ffn.rectified for at, ffn in checkpoint.config.neurons.items()}
         verdicts = forced(skips, ways[-1], sizes)
         _load(executor, engine, selection, selection.bundles, verdicts, progress)
     apply(executor, verdicts)
-    sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts)
-    alone = Counter(verdict.ways["1"] for verdict in verdicts)
+    sparse = sum(any(way != "dense" for way in verdict.ways.values()) for verdict in verdicts.values())
+    alone = Counter(verdict.ways["1"] for verdict in verdicts.values())
     tally = "one token: " + ", ".join(f"{way} {count}" for way, count in sorted(alone.items()))
-    sizes_text = "" if sparse == layers - alone["dense"] else ", of some batch sizes"
-    sparse_layers = f"{name} in {sparse} of {layers} layers{sizes_text}"
+    sizes_text = "" if sparse == len(ffns) - alone["dense"] else ", of some batch sizes"
+    sparse_layers = f"{name} in {sparse} of {len(ffns)} layers{sizes_text}"
     executor.choices.selector = Choice(sparse_layers, f"{selection.reason}; {tally}")
     sparsity = CpuSparsity(name, executor, verdicts)
     sparsity.clear()  # counts of the trial
@@ -241,7 +241,7 @@ def _attach_resting(
     from powerinfer.formats.profile_file import open_profile
     from powerinfer.sparsity.selector_trial import apply, forced
 
-    name, layers, bundles = selection.selector, checkpoint.config.n_layers, selection.bundles
+    name, bundles = selection.selector, selection.bundles
     assert bundles is not None
     profiled = PreparedFile(PROFILE, checkpoint, engine.prepared).exists()
     profile = open_profile(checkpoint, engine.prepared) if profiled else None
@@ -263,13 +263,13 @@ def _attach_resting(
         for layer, after in pairwise(disk.about.neurons):
             executor.ffns[layer].foresee(executor.ffns[after])
     way: Way = "predicted" if name == "predicted" else "exact"
-    rests = [layer in disk.about.neurons for layer in range(layers)]
+    rests = {layer: layer in disk.about.neurons for layer in executor.ffns}
     sizes = (1, executor.neuron_tokens)
     verdicts = forced(rests, way, sizes, "neurons are read from disk", "RAM does not hold its bundles")
     apply(executor, verdicts)
     hot = f"{disk.about.neuron_policy} over {'the profile' if profile else 'what was used'}"
     reason = f"{selection.reason}; their neurons are on disk, RAM has some: {hot}"
-    executor.choices.selector = Choice(f"{name} in {sum(rests)} of {layers} layers", reason)
+    executor.choices.selector = Choice(f"{name} in {sum(rests.values())} of {len(rests)} layers", reason)
     return CpuSparsity(name, executor, verdicts)
 
 
@@ -283,14 +283,14 @@ def _load(
     engine: EngineConfig,
     selection: Selection,
     bundles: BundleFile,
-    verdicts: Sequence[Verdict] | None,
+    verdicts: Mapping[int, Verdict] | None,
     progress: Progress,
 ) -> None:
     """Give the FFNs their bundles: those that decode sparsely, or without verdicts all."""
     from powerinfer.formats.bundle_memory import own_pages
     from powerinfer.system import available_memory
 
-    wanted = list(range(len(bundles.layers)))
+    wanted = list(executor.ffns)
     if verdicts is not None:
         wanted = [layer for layer in wanted if {*verdicts[layer].ways.values()} != {"dense"}]
     entire = selection.predictors is not None  # else gates are computed from the matrices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
@@ -38,12 +38,12 @@ class TimedLayer:
 
 @dataclass(frozen=True)
 class TimedLayers:
-    """The result of the trial, of all layers."""
+    """The result of the trial, of all layers that have an FFN."""
 
     layers: Annotated[list[TimedLayer], Length(1 << 16)]
 
     def fits(self, layers: int, ways: Sequence[Way], sizes: Sequence[int]) -> bool:
-        """Whether it is of that number of layers, and of these ways and batch sizes."""
+        """Whether it is of that number of FFNs, and of these ways and batch sizes."""
         tried, names = {"dense", *ways}, [str(size) for size in sizes]
         return len(self.layers) == layers and all(
             list(layer.ways) == names and tried.issuperset(layer.ways.values()) and tried == {*layer.seconds}
@@ -75,12 +75,13 @@ class Verdict(TimedLayer):
 
 @dataclass(frozen=True)
 class MeasuredFfns:
-    """Seconds of each layer's FFN for one token, by way, as a trial measured them. ways: how each decodes one token;
-    disturbed: cores that others took meanwhile, 0 if they were few."""
+    """Seconds of the FFNs of `layers` for one token, by way, as a trial measured them. ways: how each decodes one
+    token; disturbed: cores that others took meanwhile, 0 if they were few."""
 
     selector: str
     cpu: str
     threads: str
+    layers: list[int]
     ways: list[str]
     seconds: list[dict[str, float]]
     disturbed: float = 0.0
@@ -89,14 +90,15 @@ class MeasuredFfns:
 def newest_trial(checkpoint: Checkpoint, prepared: str | None) -> MeasuredFfns | None:
     """The newest saved trial of a model, of one token; None without one."""
     wanted = {"model": checkpoint.fingerprint, "quantize": str(checkpoint.quantize)}
+    numbers = list(checkpoint.config.neurons)
     for trial, result in read_trials(trials_file(checkpoint, prepared), SELECTORS):
         layers = result.layers
         measured = all("dense" in layer.seconds and "1" in layer.ways for layer in layers)
-        if wanted.items() <= trial.key.items() and measured and len(layers) == checkpoint.config.n_layers:
+        if wanted.items() <= trial.key.items() and measured and len(layers) == len(numbers):
             key = {name: trial.key.get(name, "") for name in ("selector", "cpu", "threads")}
             seconds: list[dict[str, float]] = [dict(layer.seconds) for layer in layers]  # type: ignore[arg-type]
             ways: list[str] = [layer.ways["1"] for layer in layers]
-            return MeasuredFfns(**key, ways=ways, seconds=seconds, disturbed=trial.disturbed)
+            return MeasuredFfns(**key, layers=numbers, ways=ways, seconds=seconds, disturbed=trial.disturbed)
     return None
 
 
@@ -105,26 +107,26 @@ def sizes_tried(executor: CpuExecutor, max_batch: int) -> list[int]:
     return [size for size in BATCHES if size <= max(1, min(executor.neuron_tokens, max_batch, executor.n_pages))]
 
 
-def apply(executor: CpuExecutor, verdicts: Sequence[Verdict]) -> None:
+def apply(executor: CpuExecutor, verdicts: Mapping[int, Verdict]) -> None:
     """Set the ways of all layers."""
-    for layer, verdict in enumerate(verdicts):
+    for layer, verdict in verdicts.items():
         executor.ffns[layer].set_ways({int(size): way for size, way in verdict.ways.items()})
 
 
 def forced(
-    skips: Sequence[bool],
+    skips: Mapping[int, bool],
     way: Way,
     sizes: Sequence[int],
     reason: str = Verdict.untried_reason,
     dense_reason: str | None = None,
-) -> list[Verdict]:
-    """One way for small batches, in all layers but those that skip no neuron. skips: of each layer, whether it does;
-    reason: for either, or for those that do."""
+) -> dict[int, Verdict]:
+    """One way for small batches, in all layers but those that skip no neuron. skips: by layer, whether it does; reason:
+    for either, or for those that do."""
     sparse, dense = (
         Verdict({str(size): kind for size in sizes}, untried_reason=text)
         for kind, text in ((way, reason), ("dense", dense_reason or reason))
     )
-    return [sparse if some else dense for some in skips]
+    return {layer: sparse if some else dense for layer, some in skips.items()}
 
 
 def measured(
@@ -139,16 +141,16 @@ def measured(
     Leaves the executor's ways undefined. The KV cache must be empty.
     """
     tried: list[Way] = ["dense", *ways]
-    layers = executor.config.n_layers
-    fastest_ways: list[dict[str, Way]] = [{} for _ in range(layers)]
+    ffns = range(len(executor.ffns))
+    fastest_ways: list[dict[str, Way]] = [{} for _ in ffns]
     seconds: list[dict[Way, float]] = []
     for done, size in enumerate(sizes):
         progress("trial of selectors", done, len(sizes))
         times = _seconds(executor, tried, size, sample)
-        for layer in range(layers):
-            times_of_layer = {way: times[way][layer] for way in tried}
+        for at in ffns:
+            times_of_layer = {way: times[way][at] for way in tried}
             best = min(ways, key=lambda way: times_of_layer[way])
-            fastest_ways[layer][str(size)] = best if times_of_layer[best] < GAIN * times_of_layer["dense"] else "dense"
+            fastest_ways[at][str(size)] = best if times_of_layer[best] < GAIN * times_of_layer["dense"] else "dense"
             if size == sizes[0]:
                 seconds.append({way: round(value, 9) for way, value in times_of_layer.items()})
     progress("trial of selectors", len(sizes), len(sizes))
@@ -169,8 +171,8 @@ def _seconds(executor: CpuExecutor, ways: Sequence[Way], size: int, sample: Sequ
         executor.forward(Batch(prompt[start:end], positions[start:end], rows[start:end], pages, nothing))
 
     def step(way: Way, _: int) -> list[float]:
-        for layer in range(executor.config.n_layers):
-            executor.ffns[layer].set_ways({size: way})
+        for ffn in executor.ffns.values():
+            ffn.set_ways({size: way})
         at = next(places)
         executor.forward(
             Batch(np.ascontiguousarray(tokens[:, at]), np.full(size, at, np.int32), sequences, pages, nothing)
