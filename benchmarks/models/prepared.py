@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from benchmarks.models import make_model
+from benchmarks.models import make_model, silent_models
 from benchmarks.models.weights import Plan
 from powerinfer.cli.main import main as powerinfer
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -29,6 +29,17 @@ def prepare(path: Path, plan: Plan, stored: str, threads: int) -> None:
         write_profile(checkpoint, None, make_model.known_profile(plan), about)
     if not (folder / "predictor.safetensors").exists():
         make_model.make_predictor(path, plan, rank_of(plan))
+    if not (folder / "neurons.safetensors").exists() and powerinfer(["pack", "-m", str(path), "--no-check"]):
+        raise RuntimeError(f"powerinfer pack failed on {path.name}")
+
+
+def prepare_silent(path: Path, sizes: silent_models.Sizes, silent: list[float]) -> None:
+    """Predictors and bundles of a model of silent_models.py without experts; one of experts needs neither."""
+    if open_checkpoint(path).config.why_whole is not None:
+        return
+    folder = Path(f"{path}.powerinfer")
+    if not (folder / "predictor.safetensors").exists():
+        silent_models.write_predictors(path, sizes, silent)
     if not (folder / "neurons.safetensors").exists() and powerinfer(["pack", "-m", str(path), "--no-check"]):
         raise RuntimeError(f"powerinfer pack failed on {path.name}")
 

@@ -9,6 +9,9 @@ shared experts and experts, or a share for each block that has some, in turn; th
 Nemotron 3 Nano. A neuron fires where the product of its row of `up` is above zero: the stream carries a constant that
 the embedding alone writes, and rows are shifted against it (benchmarks/models/expert_models.py does so with gates).
 
+What an MLP's neurons read of the stream lies in LATENT directions, but for a part of UNKNOWN that no predictor knows
+of: `write_predictors` writes predictors beside a GGUF file that select a chosen share of the neurons that fire.
+
 Random weights say nothing about quality; the work they make is that of real ones. Blocks of a kind share their weights,
 and the experts of a block repeat a few, so that large models are written in minutes: memory holds each on its own.
 Embedding and head are Q8_0, norms, routers and the vectors of Mamba2 F32.
@@ -29,9 +32,12 @@ import numpy as np
 
 from benchmarks.models.gguf_writer import Builder
 from benchmarks.models.vocabulary import gguf_fields, write_json, write_tokenizer_files
+from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.families import FOLDERS
+from powerinfer.formats.predictor_file import write_predictor
 from powerinfer.formats.quant import quantize
 from powerinfer.formats.safetensors_file import safetensors_header
+from powerinfer.neurons import Predictor
 from powerinfer.placement import shapes as placed
 
 SEED = 20251215
@@ -42,6 +48,12 @@ DISTINCT = 8
 """Experts of a block that differ; the others repeat them."""
 CARRIED = 0.5
 """The constant in the stream, relative to the rest."""
+LATENT = 64
+"""Directions of the stream that decide which neurons of an MLP fire,"""
+UNKNOWN = 0.25
+"""but for this part of what each reads."""
+RECALL = 0.98
+"""Share of the neurons that fire which predictors select."""
 CONTEXT = 4096
 
 Parts = dict[str, tuple[int, ...]]
@@ -177,6 +189,9 @@ class Values:
             dims = (min(DISTINCT, dims[0]), *dims[1:])
         rng = np.random.default_rng([SEED, *name.encode()])
         values = rng.standard_normal(dims, np.float32) * np.float32(dims[-1] ** -0.5)
+        if name == "ffn_up.weight":
+            weights, directions = self.latent(dims[0])
+            values = np.float32(UNKNOWN) * values + np.float32((1 - UNKNOWN**2) ** 0.5) * (weights @ directions)
         if name.startswith(("ssm_out", "attn_output", "ffn_down")):  # nothing in the direction of what is carried
             values *= np.float32((2 * len(self._sizes.pattern)) ** -0.5)
             along = np.einsum("w,...wc->...c", self._carried, values) / len(self._carried)
@@ -185,6 +200,51 @@ class Values:
             values -= (values @ self._carried / len(self._carried))[..., None] * self._carried
             values -= np.float32(NormalDist().inv_cdf(share) / CARRIED / len(self._carried)) * self._carried
         return values
+
+
+    def latent(self, neurons: int) -> tuple[np.ndarray, np.ndarray]:
+        """How much of each direction a neuron of an MLP reads, [neurons, LATENT], and these directions, [LATENT,
+        width]."""
+        rng = np.random.default_rng((SEED, 2))
+        weights = rng.standard_normal((neurons, LATENT), np.float32) * np.float32(LATENT**-0.5)
+        directions = rng.standard_normal((LATENT, self._sizes.width), np.float32)
+        directions -= (directions @ self._carried / len(self._carried))[:, None] * self._carried
+        return weights, directions * np.float32(self._sizes.width**-0.5)
+
+    def predictor(self, share: float, recall: float) -> tuple[np.ndarray, np.ndarray]:
+        """(in, out) of a predictor of an MLP of which this share is silent: sums of relu(v x) - relu(-v x) for each
+        direction v, and of the constant, whose factor is the least sum of a neuron that is selected."""
+        weights, directions = self.latent(self._sizes["intermediate_size"])
+        limit = np.float32(least_selected(share, recall) / CARRIED / len(self._carried))
+        known = np.float32((1 - UNKNOWN**2) ** 0.5) * weights
+        rank = -(-(2 * LATENT + 1) // 32) * 32  # whole blocks of Q8_0
+        inner = np.zeros((rank, self._sizes.width), np.float32)
+        inner[: 2 * LATENT + 1] = np.concatenate([directions, -directions, self._carried[None] * limit])
+        outer = np.zeros((len(weights), rank), np.float32)
+        outer[:, : 2 * LATENT + 1] = np.concatenate([known, -known, -np.ones_like(known[:, :1])], axis=1)
+        return inner, outer
+
+
+def least_selected(share: float, recall: float) -> float:
+    """The limit of the known part of what a neuron reads, a normal number beside the unknown part, beyond which
+    `recall` of those lie that fire: whose sum is one of the largest, 1 - share."""
+    known = (1 - UNKNOWN**2) ** 0.5
+    numbers = np.linspace(-8, 8, 4001)
+    normal = NormalDist()
+    fires = np.array([normal.pdf(x) * normal.cdf((known * x - normal.inv_cdf(share)) / UNKNOWN) for x in numbers])
+    beyond = np.cumsum(fires[::-1])[::-1] / fires.sum()
+    return float(known * numbers[np.searchsorted(-beyond, -recall)])
+
+
+def write_predictors(path: Path, sizes: Sizes, silent: list[float], recall: float = RECALL) -> None:
+    """Write the predictors of a model without experts, beside it."""
+    values, checkpoint = Values(sizes, silent), open_checkpoint(path)
+    shares = [values.share(layer) for layer in checkpoint.config.neurons]
+    made = {share: values.predictor(share, recall) for share in shares if share is not None}
+    weights = [made[share] for share in shares if share is not None]
+    about = Predictor(len(weights[0][0]), 0.0, 0)
+    layers = [about if size else None for size in checkpoint.config.ffn_sizes]
+    write_predictor(checkpoint, None, "Q8_0", layers, weights)
 
 
 def _stack(stored: np.ndarray, n: int) -> np.ndarray:

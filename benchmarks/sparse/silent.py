@@ -98,6 +98,7 @@ def main() -> None:
             model = arguments.models / f"{shape}-{layers}-{kind}.gguf"
             if not model.exists():
                 silent_models.write(model, silent_models.cut(shape, layers, VOCAB), kind, [silent_models.SILENT])
+            prepared.prepare_silent(model, silent_models.cut(shape, layers, VOCAB), [silent_models.SILENT])
             figures = measure(engines, model, arguments)
             entry = {"model": shape, "layers": layers, "type": kind.upper(), "file_bytes": model.stat().st_size}
             document["silent"].append(entry | figures)

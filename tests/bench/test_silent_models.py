@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.models import silent_models
 from powerinfer import LLM, SamplingParams
+from powerinfer.cli.main import main
 from powerinfer.formats.checkpoint import open_checkpoint
 
 SMALL = {
@@ -67,3 +68,20 @@ def test_shapes_that_are_cut() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             silent_models.cut(name, layers)
+
+
+@pytest.mark.parametrize("recall", [0.9, 0.98])
+def test_predictors_select_a_chosen_share_of_what_fires(tmp_path: Path, recall: float) -> None:
+    """By the engine's own count, of random tokens, whose stream grows from block to block."""
+    document = silent_models.FOLDERS["nemotron_h"].defaults | {"model_type": "nemotron_h"} | SMALL
+    sizes = silent_models.Sizes(document | {"hidden_size": 256, "intermediate_size": 1024}, "M-*-", VOCAB)
+    path = tmp_path / "m.gguf"
+    silent_models.write(path, sizes, "q8_0", [0.9])
+    silent_models.write_predictors(path, sizes, [0.9], recall)
+    assert main(["pack", "-m", str(path), "--no-check"]) == 0
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 60).tolist()
+    with LLM(path, threads=1, gpu="none", selector="predicted", trial=False, recall_every=1, max_batch=1) as llm:
+        llm.generate([tokens[:4]], SamplingParams(temperature=3.0, seed=1, max_tokens=60, ignore_eos=True))
+        counted = llm.sparsity
+    assert counted["recall"] == pytest.approx(recall, abs=0.04) and counted["sampled"] >= 59
+    assert 0.05 < counted["active_fraction"] < counted["candidate_fraction"] < 0.35

@@ -98,6 +98,7 @@ def test_silent_models_and_their_table(tmp_path: Path, monkeypatch: pytest.Monke
         path.write_bytes(b"GGUF")
 
     monkeypatch.setattr(silent.silent_models, "write", write)
+    monkeypatch.setattr(silent.prepared, "prepare_silent", lambda *_: None)
     monkeypatch.setenv("CXX", "false")  # no bandwidth is measured
     words = ["silent", "--models", str(tmp_path / "models"), "--peer", f"peer={folder}", "--types", "q5_0"]
     words += ["--powerinfer", f"{sys.executable} {own}", "--rounds", "3", "--retries", "0", "--quiet", "0"]
