@@ -455,8 +455,8 @@ LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it
     "self._came.record()": ("neurons", "experts, which are swapped"),
     "self._came.synchronize()": ("neurons beside attention", "experts, which are swapped"),
-    "self._known.record()": ("experts selected before attention",),
-    "self._known.synchronize()": ("experts selected before attention",),
+    "self._selection_known.record()": ("experts selected before attention",),
+    "self._selection_known.synchronize()": ("experts selected before attention",),
     "sent.record()": ("neurons", "experts, which are swapped"),
     "self._beside.wait_event(sent)": ("neurons beside attention", "experts selected before attention"),
     "self._computed.record(self._beside)": ("neurons", "experts selected before attention"),

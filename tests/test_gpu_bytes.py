@@ -348,7 +348,7 @@ def test_what_layers_in_ram_stream_through_is_counted(
             beside = sum(held[part] - planned["gpu"][part] for part in ("norms", "kv"))
             assert beside == planned["gpu"]["passing"] and held["staging"] == planned["gpu"]["staging"], when
         assert held["scratch"] + passed(executor, tmp_path) <= planned["gpu"]["scratch"]
-        returned = sum(buffer.numel() for buffer in streamed._cache._here)
+        returned = sum(buffer.numel() for buffer in streamed._cache._host)
         assert returned == planned["cpu"]["passing"]
     tight = make_plan(replace(plan.request, ram=sum(planned["cpu"].values()) - planned["cpu"]["passing"]))
     assert tight.fits and not tight.claims.passes
@@ -884,7 +884,7 @@ def test_nothing_of_a_failed_upload_is_held_by_the_next(
 
     def stage(self: Stage, *given: Any) -> None:
         made_stage(self, *given)
-        made[-1] += map(weakref.ref, (*self._host, *self._there))
+        made[-1] += map(weakref.ref, (*self._host, *self._on_device))
 
     monkeypatch.setattr(hybrid_load, "_planned_split", next_try)
     monkeypatch.setattr(GpuNeurons, "__init__", part)

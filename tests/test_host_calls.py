@@ -162,11 +162,11 @@ def test_nothing_replays_a_call_that_is_gone(tmp_path: Path, monkeypatch: pytest
         executor.gpu.record(counting_recorder([]))
         right = split_calls(executor, 4)
         recordings = executor.gpu._recordings
-        assert recordings is not None and any(recordings._kept.values())
+        assert recordings is not None and any(recordings._runs.values())
         with monkeypatch.context() as patch, pytest.raises(PowerInferError, match="no room"):
             patch.setattr("powerinfer.hybrid.ffn.GpuNeurons", full)
             ffns[1].place(ffns[1].hot)
-        assert executor.gpu._recordings is None or not any(executor.gpu._recordings._kept.values())
+        assert executor.gpu._recordings is None or not any(executor.gpu._recordings._runs.values())
         ffns[1].place(ffns[1].hot)
         np.testing.assert_array_equal(split_calls(executor, 4), right)
 

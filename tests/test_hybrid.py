@@ -649,7 +649,7 @@ def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> No
             stage._pool.submit(len, ()).result(30)
         families.run_chunks(executor, families.prompt(case), [74, 1], families.scattered_pages(executor, 1)[0])
         gpu, cpu = executor.gpu, executor.cpu
-        held = [gpu.link, gpu.buffers, *stage._there, *stage._host, cpu._program, cpu._workspace, cpu._pool]
+        held = [gpu.link, gpu.buffers, *stage._on_device, *stage._host, cpu._program, cpu._workspace, cpu._pool]
         for ffn in ffns:
             held += [ffn._gpu_part, ffn._cpu_part, ffn._cpu_part._memory, ffn._cpu_part._neurons, ffn._predictor]
         held += [part for pair in gpu._cache for part in pair if isinstance(part, torch.Tensor)]

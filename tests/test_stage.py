@@ -48,7 +48,7 @@ def of_groups(bundles: Bundles, groups: int) -> int:
 
 
 def streamed(stage: Stage, bundles: Bundles, cold: np.ndarray, x: np.ndarray, most: float = 0.0) -> torch.Tensor:
-    for buffer in (*stage._host, *stage._there):
+    for buffer in (*stage._host, *stage._on_device):
         buffer.fill_(255)  # no number in any type
     total = torch.zeros(x.shape, device=torch_device())
     kept = gather(bundles.layout, bundles.groups, cold)

@@ -53,7 +53,7 @@ LEAST = 33
 
 def filled(stage: Stage) -> Stage:
     """Its buffers hold no number in any type."""
-    for buffer in (*stage._host, *stage._there):
+    for buffer in (*stage._host, *stage._on_device):
         buffer.fill_(255)
     return stage
 
@@ -394,7 +394,7 @@ def test_what_is_held_is_what_was_counted(model: Path) -> None:
         assert all(held[part] == planned[part] for part in ("attention", "ffn"))
         more = sum(held[part] - planned[part] for part in ("norms", "kv"))
         assert more + stage.nbytes + stage.nbytes // 2 == budget.streamed_on_gpu(shape, work, layers, size)
-        returned = sum(one.nbytes for one in executor.streamed._cache._here)
+        returned = sum(one.nbytes for one in executor.streamed._cache._host)
         assert stage.nbytes + returned == budget.streamed_in_ram(shape, work, layers, size)
 
 

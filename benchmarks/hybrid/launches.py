@@ -184,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for thing, name in ((link, "wait"), (CpuNeurons, "sum"), (executor.gpu.buffers, "download")):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
-        document: dict[str, Any] = {"how": executor.gpu.how}
+        document: dict[str, Any] = {"how": executor.gpu.caller}
         for name, recorder, calls in (
             ("replayed", ways.record, True), ("the host waits", ways.record, False), ("one by one", None, False),
         ):  # fmt: skip

@@ -22,8 +22,8 @@ MUTATIONS = [
     Mutation(
         "torch takes no more of a GPU than its models' budgets and what the program had there",
         "src/powerinfer/devices/torch_device.py",
-        "(self._before + sum(known))",
-        "(self._before + 2 * sum(known))",
+        "(self._before + sum(limited))",
+        "(self._before + 2 * sum(limited))",
         "tests/test_memory_share.py",
     ),
     Mutation(

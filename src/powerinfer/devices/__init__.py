@@ -34,7 +34,7 @@ class Executor(Protocol):
 
     @property
     def disk(self) -> DiskTier | None:
-        """What of the model stays on disk, until `close`; None: nothing."""
+        """The part of the model that stays on disk, until `close`; None: there is none."""
         ...
 
     @property

@@ -22,12 +22,12 @@ class Choice(Generic[T]):
     """A value and the reason for it. more: text behind both, with the sign that separates it."""
 
     value: T
-    why: str = ""
+    reason: str = ""
     more: str = ""
 
     def __str__(self) -> str:
         value = "none" if self.value is None else self.value
-        return f"{value}{f' ({self.why})' if self.why else ''}{self.more}"
+        return f"{value}{f' ({self.reason})' if self.reason else ''}{self.more}"
 
     def add(self, more: str) -> Choice[T]:
         """The same choice with more text behind it."""
@@ -93,8 +93,8 @@ class Choices:
 
     def texts(self) -> dict[str, str]:
         """The choices by name, each as a sentence for people."""
-        made = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: str(choice) for name, choice in made if choice is not None}
+        choices = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: str(choice) for name, choice in choices if choice is not None}
 
 
 def machine_choices(engine: EngineConfig) -> Choices:

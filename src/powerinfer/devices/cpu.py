@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 Float32 = NDArray[np.float32]
 
 Rotation = tuple[Float32, float]
-"""Of a rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
+"""A rotary embedding: frequencies float32 [rotated pairs], radians per position, and what sine and cosine are
 multiplied by."""
 
 
 Routed = dict[int, NDArray[np.int32]]
-"""By layer of experts: those that each token of a step selected, ascending, int32 [tokens, experts of a token]."""
+"""Experts that each token of a step selected, by layer, ascending, int32 [tokens, experts of a token]."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Fired:
 
 
 def magnitude(bins: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Where bins of `Fired.magnitudes` begin."""
+    """The magnitudes at which bins of `Fired.magnitudes` begin."""
     octave, part = np.divmod(bins, _native.Watch.BINS_PER_OCTAVE)
     return np.ldexp(1 + part / _native.Watch.BINS_PER_OCTAVE, (octave + _native.Watch.LOWEST_OCTAVE).astype(np.int64))
 
@@ -81,11 +81,11 @@ class Observer(Protocol):
     """Observes a running executor; arrays are views that are valid during the call."""
 
     def reads(self, layer: int, x: NDArray[np.float32]) -> None:
-        """Before an FFN: x float32 [tokens, d_model], what its norm reads, and what a predictor does."""
+        """Called before an FFN. x: float32 [tokens, d_model], what its norm reads, and what a predictor does."""
         ...
 
     def fires(self, layer: int, fired: Fired) -> None:
-        """After it."""
+        """Called after it."""
         ...
 
 
@@ -93,12 +93,12 @@ class ExpertObserver(Protocol):
     """Observes the experts of a running executor; arrays are views that are valid during the call."""
 
     def reads(self, layer: int, x: NDArray[np.float32]) -> None:
-        """Before the experts of a layer: as of `Observer`."""
+        """Called before the experts of a layer, as `Observer` says."""
         ...
 
     def fires(self, layer: int, selected: NDArray[np.int32], active: NDArray[np.uint8]) -> None:
-        """After them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, (top_k * size +
-        predicted_shared) / 8], of their neurons those that fired, as of `Fired`."""
+        """Called after them. selected: int32 [tokens, top_k], ascending for each token; active: uint8 [tokens, (top_k *
+        size + predicted_shared) / 8], of their neurons those that fired, as of `Fired`."""
         ...
 
 
@@ -117,7 +117,7 @@ class ExpertSum:
         self,
         pool: _native.Pool,
         program: _native.Program,
-        about: ExpertsConfig,
+        config: ExpertsConfig,
         of_all: _native.ExpertMatrices,
         matrices: Sequence[_native.Matrix],
         n: int,
@@ -128,7 +128,7 @@ class ExpertSum:
         they are, what memory they have and how they are selected, where they rest on disk, and there are no
         matrices."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
-        router = _native.RouterSpec(about.router.top_k)
+        router = _native.RouterSpec(config.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
         if resting is not None:
             disk, slots, router = resting
@@ -139,8 +139,8 @@ class ExpertSum:
         self._program = program
         self._matrices = matrices
         self._n = n
-        self._top_k = about.router.top_k
-        self._latents = about.latents
+        self._top_k = config.router.top_k
+        self._latents = config.latents
         self.op = program.expert_sum(of_all, router)
 
     def set_whole(self, on: bool) -> None:
@@ -162,7 +162,7 @@ class ExpertSum:
             self.op.order(self._program, selected, weights)
 
     def fetch(self) -> bool:
-        """Between the two: read a little more of what the ordered experts' sum begins with into the caches of the
+        """Read, between the two, a little more of what the ordered experts' sum begins with into the caches of the
         threads' cores. False once they hold what they can."""
         return self.op.fetch(self._program)
 
@@ -181,14 +181,14 @@ class ExpertSum:
         [experts + 1], added to: tokens that select each, and selections of experts elsewhere.
         """
         x, selected, weights, out = link.received_experts(tokens, self._top_k, self._latents)
-        own = link.calls, self.op, self._program, x, selected, weights, out, places, tally
-        return tuple(_native.ExpertCall(*own, part) for part in (("order", "sum_ordered") if ahead else ("all",)))
+        arguments = link.calls, self.op, self._program, x, selected, weights, out, places, tally
+        return tuple(_native.ExpertCall(*arguments, part) for part in (("order", "sum_ordered") if ahead else ("all",)))
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
-        if (made := self.by_neuron) is not None:
-            rebundle(made.layout, made.groups, self._n, place, matrices, self._pool.threads)
-        for packed, tensor in zip(self._matrices, matrices, strict=made is None):
+        if (bundled := self.by_neuron) is not None:
+            rebundle(bundled.layout, bundled.groups, self._n, place, matrices, self._pool.threads)
+        for packed, tensor in zip(self._matrices, matrices, strict=bundled is None):
             first = place * (packed.rows // self._n)
             _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
 
@@ -262,13 +262,16 @@ class CpuExecutor:
             )
         self.n_pages = pages
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
-        own = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
+        attentions = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
         self._states, self.n_states = None, 0
         if config.states:
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
             self._states = StateMemory(config, self.n_states, self.first_layer)
         self._cache = cache = _native.Cache(
-            engine.kv_type, [(one.n_kv_heads, one.head_dim) for one in own], pages, [one.latents for one in own]
+            engine.kv_type,
+            [(one.n_kv_heads, one.head_dim) for one in attentions],
+            pages,
+            [one.latents for one in attentions],
         )
         self.choices.kv_cache = Choice(CachePages(pages, engine.kv_type, cache.nbytes * bool(layers)), reason)
         if self._states is not None:
@@ -280,10 +283,10 @@ class CpuExecutor:
             self.max_tokens,
             config.d_model,
             max(config.widest_ffn, 1),
-            [one.n_heads for one in own],
+            [one.n_heads for one in attentions],
             config.embed_dim or config.d_model,
             None if self._states is None else self._states.native,
-            max((kind.width for kind in own), default=0),
+            max((kind.width for kind in attentions), default=0),
         )
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> _native.Matrix:
@@ -302,7 +305,7 @@ class CpuExecutor:
         return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
 
     def scale(self, factor: float) -> _native.Norm:
-        """In place of a norm over rows of d_model: a factor."""
+        """A factor in place of a norm over rows of d_model."""
         return _native.Norm(np.full(self.d_model, factor, np.float32), 0.0, plain=True)
 
     def embed(
@@ -375,12 +378,12 @@ class CpuExecutor:
         dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); out_norm:
         float32 [value_dim], of each value head.
         """
-        about = self.config.layers[layer].attention
-        assert isinstance(about, DeltaNetConfig)
+        settings = self.config.layers[layer].attention
+        assert isinstance(settings, DeltaNetConfig)
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
         self._program.delta_net(
             layer - self.first_layer, self._state_layer(layer), norm, matrices, taps, decay, dt_bias, of_heads,
-            about.n_key_heads, about.tiled, about.activation,
+            settings.n_key_heads, settings.tiled, settings.activation,
         )  # fmt: skip
 
     def mamba(
@@ -400,13 +403,13 @@ class CpuExecutor:
         matrices, biases: of the gate, of x with B and C, of dt. taps: float32 [taps, channels] of the convolution, and
         its bias, or None; of_heads: float32 [heads] each, a, d and the bias of the step; out_norm: float32 [width].
         """
-        about = self.config.states[layer]
-        assert isinstance(about, Mamba2Config)
-        parts = [] if out_norm is None else np.split(out_norm, about.norm_groups)
+        settings = self.config.states[layer]
+        assert isinstance(settings, Mamba2Config)
+        parts = [] if out_norm is None else np.split(out_norm, settings.norm_groups)
         norms = [_native.Norm(np.ascontiguousarray(part), self.config.norm_eps) for part in parts]
         self._program.mamba(
             layer - self.first_layer, self._state_layer(layer), norm, matrices, biases, taps, taps_bias, of_heads,
-            about.step_limits, (about.scales[0], about.scales[4]), norms, about.norm == "gated", about.activation,
+            settings.step_limits, (settings.scales[0], settings.scales[4]), norms, settings.norm == "gated", settings.activation,
             self._mamba_offset(layer),
         )  # fmt: skip
 
@@ -472,10 +475,10 @@ class CpuExecutor:
         out_norm: _native.Norm | None = None,
     ) -> None:
         """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate."""
-        own = vectors.of_neurons
-        dense = self.parts.dense(layer, gate, up, down, own)
+        of_neurons = vectors.of_neurons
+        dense = self.parts.dense(layer, gate, up, down, of_neurons)
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), dense)
-        self.ffns[layer] = CpuFfn(self.parts, layer, op, own, matrices=(gate, up, down))
+        self.ffns[layer] = CpuFfn(self.parts, layer, op, of_neurons, matrices=(gate, up, down))
 
     def bundled_ffn(
         self,
@@ -494,11 +497,11 @@ class CpuExecutor:
         predictor: selects, of all neurons, those that are computed in steps of up to `neuron_tokens`. ValueError for
         shapes that are not the layer's.
         """
-        own = vectors.of_neurons
-        neurons = self.parts.bundled(layer, layout, bundles, own, threshold=threshold)
+        of_neurons = vectors.of_neurons
+        neurons = self.parts.bundled(layer, layout, bundles, of_neurons, threshold=threshold)
         selects = self.parts.predictor(predictor)
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), None, neurons, selects)
-        self.ffns[layer] = CpuFfn(self.parts, layer, op, own, layout=layout, predictor=selects)
+        self.ffns[layer] = CpuFfn(self.parts, layer, op, of_neurons, layout=layout, predictor=selects)
 
     def experts(
         self, layer: int, norm: _native.Norm | None, weights: ExpertWeights, out_norm: _native.Norm | None = None
@@ -508,43 +511,43 @@ class CpuExecutor:
         Experts that stay on disk are not asked for; a router that reads what the layer gets was given to
         `early_router`.
         """
-        about = self.config.layers[layer].ffn
-        assert isinstance(about, ExpertsConfig)
-        spec, made, slots = _native.NeuronSpec(about.activation, about.threshold), None, None
+        config = self.config.layers[layer].ffn
+        assert isinstance(config, ExpertsConfig)
+        spec, bundled, slots = _native.NeuronSpec(config.activation, config.threshold), None, None
         router = None if weights.early else self.matrix(weights.router)
         latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
             of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, _latents(latents))
-        elif self.in_experts and about.why_whole is None:
+        elif self.in_experts and config.why_whole is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
-            of_all, made = self._bundled(about, spec, weights, predictor)
+            of_all, bundled = self._bundled(config, spec, weights, predictor)
         else:
-            *gate, up, down = (self._stack(tensor, about.router.top_k) for tensor in weights.experts())
-            of_gate, more = gate[0] if gate else None, _biases(about, weights.biases) | _latents(latents)
-            of_all = _native.ExpertMatrices(about.n_experts, about.size, spec, of_gate, up, down, **more)
+            *gate, up, down = (self._stack(tensor, config.router.top_k) for tensor in weights.experts())
+            of_gate, more = gate[0] if gate else None, _biases(config, weights.biases) | _latents(latents)
+            of_all = _native.ExpertMatrices(config.n_experts, config.size, spec, of_gate, up, down, **more)
         of_shared = None
         if weights.shared:
             *gate, up, down = map(self.matrix, weights.shared)
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
         self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
-            _router(about.router, None if weights.early else weights.correction, weights.router_bias),
+            _router(config.router, None if weights.early else weights.correction, weights.router_bias),
             router,
             of_all,
             of_shared,
             weights.shared_weight,
         )
-        if made is not None:
-            self.expert_ffns[layer] = made(self._experts[layer])
+        if bundled is not None:
+            self.expert_ffns[layer] = bundled(self._experts[layer])
         if self.disk is not None and slots is not None:
             self._foresee(self.disk, layer, weights.router)
             self.disk.add_experts(layer, self._experts[layer], slots)
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
         """Select the experts of a layer from x as it is; router: [experts, d_model]."""
-        about = self.config.layers[layer].ffn
-        assert isinstance(about, ExpertsConfig)
-        self._early_routers[layer] = self._program.early_router(_router(about.router, correction, None), router)
+        config = self.config.layers[layer].ffn
+        assert isinstance(config, ExpertsConfig)
+        self._early_routers[layer] = self._program.early_router(_router(config.router, correction, None), router)
 
     def _resting(
         self,
@@ -579,7 +582,7 @@ class CpuExecutor:
             self._experts[layer - 1].foresee(op, self._guessing(router))
 
     def _guessing(self, router: RawTensor) -> _native.Matrix:
-        """Of a router, for guesses, which need not be exact."""
+        """The matrix of a router for guesses, which need not be exact."""
         small = router.shape[1] % block_type("Q8_0").block == 0
         return self.matrix(convert(router, "Q8_0", lambda elements: None) if small else router)
 
@@ -593,22 +596,22 @@ class CpuExecutor:
         latents get latents, and their sum is one."""
         config = self.config.layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
-        each = iter(experts)
-        first = next(each)
+        tensors = iter(experts)
+        first = next(tensors)
         n, top, spec = first.shape[0], config.router.top_k, _native.NeuronSpec(config.activation, config.threshold)
         if self.in_experts and config.why_whole is None:
-            some = replace(config, n_experts=n)
-            of_some, gate, by_neuron = self._by_neuron(some, spec, chain([first], each))
+            subset = replace(config, n_experts=n)
+            of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors))
             assert gate is not None, "there is no predictor"
             return ExpertSum(self._pool, self._program, config, of_some, [gate], n, by_neuron)
-        matrices = [self._stack(tensor, top) for tensor in chain([first], each)]
+        matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
         *gates, up, down = matrices
         more = _biases(config, biases) | self._latent_shapes(config)
         of_some = _native.ExpertMatrices(n, config.size, spec, gates[0] if gates else None, up, down, **more)
         return ExpertSum(self._pool, self._program, config, of_some, matrices, n)
 
     def _latent_shapes(self, config: ExpertsConfig) -> dict[str, _native.Matrix]:
-        """What native experts take for the matrices around them where their caller multiplies with these."""
+        """Matrices that native experts take for those around them where their caller multiplies with these."""
         shapes = {"latent_in": (config.latents, self.d_model), "latent_out": (self.d_model, config.latents)}
         return {name: _native.disk_matrix("F32", *shape, 0, 0) for name, shape in shapes.items() if config.latents}
 
@@ -627,9 +630,9 @@ class CpuExecutor:
         spec = _native.NeuronSpec(config.activation, config.threshold)
         of_all, slots = self._resting(self.disk, layer, spec, experts, biases, self._latent_shapes(config))
         resting = self.disk, slots, _router(config.router, correction, router_bias)
-        made = ExpertSum(self._pool, self._program, config, of_all, (), config.n_experts, resting=resting)
-        self.disk.add_experts(layer, made.op, slots)
-        return made
+        expert_sum = ExpertSum(self._pool, self._program, config, of_all, (), config.n_experts, resting=resting)
+        self.disk.add_experts(layer, expert_sum.op, slots)
+        return expert_sum
 
     def _bundled(
         self,
@@ -641,20 +644,20 @@ class CpuExecutor:
         """Experts as bundles, their first product as matrices unless there is a predictor; and what makes the layer's
         FFN of its operator. weights: of the predictor."""
         n, top, size = config.n_experts, config.router.top_k, config.size
-        of_all, gate, made = self._by_neuron(config, spec, stored.experts(), weights, stored.shared)
-        own, of_gates = made.predictor, 0 if gate is None else gate.nbytes
-        more = made.more * made.layout.stride
+        of_all, gate, bundled = self._bundled_experts(config, spec, stored.experts(), weights, stored.shared)
+        predictor, of_gates = bundled.predictor, 0 if gate is None else gate.nbytes
+        more, n_rows = bundled.more * bundled.layout.stride, n * size + bundled.more
         return of_all, partial(
             ExpertFfn,
-            sum=made.sum,
-            layout=made.layout,
-            gate_row=made.layout.gate_bytes if gate is None else of_gates / (n * size),
-            predictor=(0, 0.0) if own is None else (own.inner_nbytes, own.outer_nbytes / (n * size + made.more)),
-            neurons=top * size + made.more,
-            nbytes=(of_gates + made.groups.nbytes - more) * top // n + more + made.more * of_gates // (n * size),
+            sum=bundled.sum,
+            layout=bundled.layout,
+            gate_row=bundled.layout.gate_bytes if gate is None else of_gates / (n * size),
+            predictor=(0, 0.0) if predictor is None else (predictor.inner_nbytes, predictor.outer_nbytes / n_rows),
+            neurons=top * size + bundled.more,
+            nbytes=(of_gates + bundled.groups.nbytes - more) * top // n + more + bundled.more * of_gates // (n * size),
         )
 
-    def _by_neuron(
+    def _bundled_experts(
         self,
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
@@ -666,13 +669,13 @@ class CpuExecutor:
         without gates is in the bundles, too, where its types are those of the others."""
         n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         if not config.gated and weights is not None:
-            return self._predicted_by_neuron(config, spec, experts, weights, shared)
+            return self._predicted_bundled_experts(config, spec, experts, weights, shared)
         if not config.gated:
-            return self._plain_by_neuron(config, spec, experts, shared[-1] if shared else None)
-        each, predictor = iter(experts), self.parts.predictor(weights)
-        gate = None if predictor else self._stack(next(each), top)
-        of_rows = next(each) if predictor else None
-        layout, rows = bundle(config, self.d_model, of_rows, next(each), next(each), self._pool.threads)
+            return self._plain_bundled_experts(config, spec, experts, shared[-1] if shared else None)
+        tensors, predictor = iter(experts), self.parts.predictor(weights)
+        gate = None if predictor else self._stack(next(tensors), top)
+        of_rows = next(tensors) if predictor else None
+        layout, rows = bundle(config, self.d_model, of_rows, next(tensors), next(tensors), self._pool.threads)
         gate_at = layout.gate_at if predictor else layout.up_at  # which is not read
         ends = layout.gate_type, layout.down_type, layout.pitch, gate_at, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
@@ -683,7 +686,7 @@ class CpuExecutor:
         )
         return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
 
-    def _plain_by_neuron(
+    def _plain_bundled_experts(
         self, config: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor], shared: RawTensor | None
     ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
         """Experts without gates, with a matrix of up and bundles of down. shared: down of a shared expert."""
@@ -701,7 +704,7 @@ class CpuExecutor:
         of_all = _native.ExpertMatrices(n, size, spec, None, up, None, bundled=neurons)
         return of_all, up, ByNeuron(neurons, layout, rows, more=more)
 
-    def _predicted_by_neuron(
+    def _predicted_bundled_experts(
         self,
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
@@ -715,20 +718,20 @@ class CpuExecutor:
         up, down = experts
         of_rows = shared if config.predicted_shared and [one.type for one in shared] == [up.type, down.type] else ()
         more = config.predicted_shared if of_rows else 0
-        about, inner, outer = weights
+        settings, inner, outer = weights
         n_rows = n * size + more
-        own_outer = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
-        own = self.parts.predictor((about, inner, own_outer))
-        assert own is not None
+        outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
+        predictor = self.parts.predictor((settings, inner, outer_rows))
+        assert predictor is not None
         layout, rows = bundle(config, self.d_model, None, up, down, self._pool.threads, of_rows)
         ends = layout.gate_type, layout.down_type, layout.pitch, 0, layout.up_at, layout.down_at
         native = _native.Bundles(rows, n_rows, self.d_model, None, *ends, spec)
         neurons = _native.NeuronSum(self._workspace, native)
         self.bytes_per_token += (rows.nbytes - more * layout.stride) * top // n
         of_all = _native.ExpertMatrices(
-            n, size, spec, None, None, None, bundled=neurons, predictor=own, recall_every=self._recall_every
+            n, size, spec, None, None, None, bundled=neurons, predictor=predictor, recall_every=self._recall_every
         )
-        return of_all, None, ByNeuron(neurons, layout, rows, own, more)
+        return of_all, None, ByNeuron(neurons, layout, rows, predictor, more)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -784,15 +787,15 @@ class CpuExecutor:
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
-        """As of `Executor`; of one that has the head."""
+        """Return as `Executor` says; of one that has the head."""
         out = np.empty((len(rows), self.d_model), np.float32)
         self._program.hidden_states(rows, out)
         return out
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within this context its threads wait for work without giving up their cores: to wake them takes longer than
-        to compute a few neurons."""
+        """A context within which its threads wait for work without giving up their cores: to wake them takes longer
+        than to compute a few neurons."""
         self._pool.keep_awake()
         try:
             yield
@@ -826,7 +829,7 @@ class CpuExecutor:
 
     @property
     def operators(self) -> int:
-        """How many are wired so far."""
+        """The number that is wired so far."""
         return self._program.size
 
     def end(self, batch: Batch) -> None:
@@ -842,7 +845,7 @@ class CpuExecutor:
             self.disk.observe(len(batch.tokens))
 
     def _make_room(self, batch: Batch) -> None:
-        """For the logits of a batch, and for the states of its sequences; a step begins."""
+        """Make room for the logits of a batch, and for the states of its sequences; a step begins."""
         if self.disk is not None:
             self.disk.begin(len(batch.tokens), self._program.forget)
         if self._states is not None:
@@ -865,7 +868,7 @@ class CpuExecutor:
 
     def _run_operators(self, batch: Batch, first: int, last: int) -> None:
         read_states, states = self.slots or (None, None)
-        whole = self._program.run(
+        finished = self._program.run(
             batch.tokens,
             batch.positions,
             batch.rows,
@@ -879,7 +882,7 @@ class CpuExecutor:
             states,
             batch.stop,
         )
-        if not whole:
+        if not finished:
             raise StoppedError
 
     def _run_observed(self, batch: Batch, observed: _Observed) -> None:
@@ -986,9 +989,9 @@ class CpuExecutor:
             at = op.number + 1
             self._run(batch, op.number, at)
             selected, config = self._selected(layer), self.config.experts[layer]
-            own = np.empty((selected.size, -(-config.size // 8)), np.uint8)
-            op.fired(own)
-            active = own.reshape(tokens, -1)
+            fired = np.empty((selected.size, -(-config.size // 8)), np.uint8)
+            op.fired(fired)
+            active = fired.reshape(tokens, -1)
             if config.predicted_shared:
                 of_shared = np.empty((tokens, config.predicted_shared // 8), np.uint8)
                 op.fired_shared(of_shared)
@@ -1001,8 +1004,8 @@ class CpuExecutor:
         raise RequestError("there is nothing to trace: no layer runs on a GPU (--gpu)")
 
     def close(self) -> None:
-        own = "_observed _expert_observer _program _cache _states _ropes ffns _experts _early_routers expert_ffns disk"
-        for name in (*own.split(), "parts", "_pack", "_workspace", "_pool", "_logits"):
+        names = "_observed _expert_observer _program _cache _states _ropes ffns _experts _early_routers expert_ffns"
+        for name in (*names.split(), "disk", "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 
 
@@ -1035,42 +1038,42 @@ def choose_pages(
     RequestError when not even one context fits the memory.
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
-    one = -(-context // cpu.PAGE)
+    pages = -(-context // cpu.PAGE)
     states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config, slice(first_layer, None))
     free = available_memory() or 1 << 62
     memory = max(0, free - states)
-    if one * page > memory or states > free:
+    if pages * page > memory or states > free:
         beside = f" beside {states >> 20} MiB of states" if states else ""
         raise RequestError(
-            f"a context of {context} tokens needs a KV cache of {one * page >> 20} MiB and {memory >> 20} MiB are "
+            f"a context of {context} tokens needs a KV cache of {pages * page >> 20} MiB and {memory >> 20} MiB are "
             f"free{beside}: lower --context{' or --max-batch' if states else ''} or choose --kv-type q8_0"
         )
-    wanted = one * max(1, engine.max_batch)
-    limit = max(one, memory // 4 // page) if page else wanted
+    wanted = pages * max(1, engine.max_batch)
+    limit = max(pages, memory // 4 // page) if page else wanted
     if room is not None and page and room // page < min(wanted, limit):
-        return max(one, room // page), "what --ram leaves"
+        return max(pages, room // page), "what --ram leaves"
     if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
-    return limit, "a quarter of the free memory" if limit > one else "one context"
+    return limit, "a quarter of the free memory" if limit > pages else "one context"
 
 
 def _latents(matrices: Sequence[_native.Matrix]) -> dict[str, Any]:
     return dict(zip(("latent_in", "latent_out"), matrices, strict=False))
 
 
-def _biases(about: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Any]:
-    return {f"{part}_bias": bias for part, bias in zip(about.matrices, biases, strict=False)}
+def _biases(config: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Any]:
+    return {f"{part}_bias": bias for part, bias in zip(config.matrices, biases, strict=False)}
 
 
-def _router(about: RouterConfig, correction: Float32 | None, bias: Float32 | None) -> _native.RouterSpec:
+def _router(config: RouterConfig, correction: Float32 | None, bias: Float32 | None) -> _native.RouterSpec:
     return _native.RouterSpec(
-        about.top_k,
-        about.scoring,
-        about.normalise,
-        about.scale,
+        config.top_k,
+        config.scoring,
+        config.normalise,
+        config.scale,
         correction,
-        about.groups,
-        about.top_groups,
-        about.group_best,
+        config.groups,
+        config.top_groups,
+        config.group_best,
         bias,
     )

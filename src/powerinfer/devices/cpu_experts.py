@@ -57,7 +57,7 @@ class ExpertFfn:
     nbytes: int  # read for a token where every neuron of its experts is computed
 
     def counts(self) -> dict[str, int]:
-        """As `CpuFfn.counts`; neurons: of the experts of all tokens."""
+        """Count as `CpuFfn` does; neurons: of the experts of all tokens."""
         counts = dict(self.op.counts())
         sizes = (self.gate_row, self.layout.gate_bytes, self.layout.down_bytes, self.layout.shared_bytes)
         rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
@@ -85,11 +85,11 @@ def bundle(
     layout = expert_layout(d_model, up.type, down.type, gate is not None)
     n, more = config.n_experts * n_groups(config.size), n_groups(shared[0].shape[0]) if shared else 0
     groups = own_pages((n + more) * layout.group_bytes).reshape(-1, layout.group_bytes)
-    own = None if gate is None else gate.data
-    _put(layout, groups[:n], own, up.data, down.data.reshape(config.n_experts, d_model, -1), threads)
+    gates = None if gate is None else gate.data
+    _put(layout, groups[:n], gates, up.data, down.data.reshape(config.n_experts, d_model, -1), threads)
     if shared:
-        own_up, own_down = (one.gathered().data for one in shared)
-        _put(layout, groups[n:], None, own_up, own_down.reshape(1, d_model, -1), threads)
+        shared_up, shared_down = (one.gathered().data for one in shared)
+        _put(layout, groups[n:], None, shared_up, shared_down.reshape(1, d_model, -1), threads)
     return layout, groups
 
 
@@ -113,10 +113,11 @@ def rebundle(
 ) -> None:
     """Put another expert in a place of those that `bundle`, with gates elsewhere, or `bundle_down` has made. matrices:
     [out, in] of the types of all."""
-    each = len(groups) // experts
-    own = groups[place * each : (place + 1) * each]
+    per_expert = len(groups) // experts
+    of_expert = groups[place * per_expert : (place + 1) * per_expert]
     *_, up, down = matrices
-    _put(layout, own, None, up.data if layout.gate_bytes else None, down.data.reshape(1, layout.d_model, -1), threads)
+    up_data = up.data if layout.gate_bytes else None
+    _put(layout, of_expert, None, up_data, down.data.reshape(1, layout.d_model, -1), threads)
 
 
 def expert_layout(d_model: int, up_type: str, down_type: str, gated: bool = False) -> BundleLayout:
@@ -143,13 +144,14 @@ def _put(
         cpu.pack_bundle_rows(layout, "gate", neurons, gate, groups, threads)
     if up is not None:
         cpu.pack_bundle_rows(layout, "up", neurons, up, groups, threads)
-    each = len(groups) // len(down)
+    per_expert = len(groups) // len(down)
     for expert, columns in enumerate(down):
         across = BLOCKS.get(layout.down_type)
-        turned = (
+        rows = (
             by_group(columns, block_type(across).nbytes)
             if across
             else transposed(columns.view(np.uint16)).view(np.uint8)
         )
-        own, data = groups[expert * each : (expert + 1) * each], np.ascontiguousarray(turned).reshape(-1)
-        cpu.pack_bundle_rows(layout, "down", each * BUNDLE_GROUP, data, own, threads)
+        of_expert = groups[expert * per_expert : (expert + 1) * per_expert]
+        data = np.ascontiguousarray(rows).reshape(-1)
+        cpu.pack_bundle_rows(layout, "down", per_expert * BUNDLE_GROUP, data, of_expert, threads)

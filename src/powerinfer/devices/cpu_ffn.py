@@ -88,15 +88,15 @@ class PartMaker:
     def resting(
         self,
         layer: int,
-        own: NeuronSlots,
+        slots: NeuronSlots,
         vectors: NeuronVectors = (),
         threshold: float = 0.0,
         count_fired: bool = False,
     ) -> _native.NeuronSum:
         """Neurons as bundles on disk; arguments as of `bundled`."""
-        layout, left_out = own.layout, own.left_out
+        layout, left_out = slots.layout, slots.left_out
         native = _native.resting_bundles(
-            own.slots,
+            slots.slots,
             self.config.d_model,
             layout.gate_type if layout.gated else None,
             layout.gate_type,
@@ -105,20 +105,20 @@ class PartMaker:
             layout.up_at - left_out if layout.up_at >= left_out else None,
             layout.down_at - left_out,
             self._spec(layer, vectors),
-            own.shared,
+            slots.shared,
         )
         return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
     def predictor(self, weights: Weights | None) -> _native.Predictor | None:
-        """What selects among all of a layer's neurons, of experts those of all of them."""
+        """The predictor that selects among all of a layer's neurons, of experts those of all of them."""
         if weights is None:
             return None
-        about, inner, outer = weights
-        return _native.Predictor(self._pack(inner), self._pack(outer), about.threshold, about.floor)
+        config, inner, outer = weights
+        return _native.Predictor(self._pack(inner), self._pack(outer), config.threshold, config.floor)
 
     def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
-        about = self.config.layers[layer].neurons
-        return _native.NeuronSpec(about.activation, about.threshold, *vectors)
+        config = self.config.layers[layer].neurons
+        return _native.NeuronSpec(config.activation, config.threshold, *vectors)
 
 
 class CpuFfn:
@@ -182,12 +182,12 @@ class CpuFfn:
         self.op.dense_above = dense_above
 
     def add_resting(
-        self, own: NeuronSlots, *, threshold: float = 0.0, predictor: Weights | None = None
+        self, slots: NeuronSlots, *, threshold: float = 0.0, predictor: Weights | None = None
     ) -> _native.NeuronSum:
         """The same of neurons on disk. Without a predictor the first of the matrices, of gates where there are any,
         must be in memory. ValueError as of `add_bundles`."""
-        neurons = self._parts.resting(self._layer, own, self._vectors, threshold)
-        self._set_bundled(neurons, own.layout, self._parts.predictor(predictor))
+        neurons = self._parts.resting(self._layer, slots, self._vectors, threshold)
+        self._set_bundled(neurons, slots.layout, self._parts.predictor(predictor))
         return neurons
 
     def _set_bundled(
@@ -206,20 +206,20 @@ class CpuFfn:
         return self._layout is not None
 
     def set_ways(self, ways: Mapping[int, str]) -> None:
-        """How steps of few tokens run: number of tokens -> "dense", "exact" or "predicted".
+        """Set how steps of few tokens run: number of tokens -> "dense", "exact" or "predicted".
 
         A number in between uses the way of the next larger one; more than the largest are dense. ValueError where it
         lacks what a way needs: matrices, bundles, or a predictor.
         """
-        every = []
+        by_tokens = []
         for tokens in range(1, NEURON_TOKENS + 1):
             larger = [size for size in ways if size >= tokens]
-            every.append(ways[min(larger)] if larger else "dense")
-        self.op.set_ways(every)
+            by_tokens.append(ways[min(larger)] if larger else "dense")
+        self.op.set_ways(by_tokens)
 
     def foresee(self, after: CpuFfn) -> None:
-        """Where both use predictors, small steps begin to read neurons of `after`, a further layer, that rest on disk:
-        those that its predictor selects of this one's input."""
+        """Let small steps begin to read neurons of `after`, a further layer, that rest on disk, where both use
+        predictors: those that its predictor selects of this one's input."""
         self.op.foresee(after.op)
 
     def predict(self, on: bool) -> None:
@@ -228,7 +228,7 @@ class CpuFfn:
             self.set_ways({NEURON_TOKENS: "predicted" if on else "exact"})
 
     def counts(self) -> dict[str, int]:
-        """What an FFN of bundles did in sparse steps since the last `clear`, summed over their tokens.
+        """Counts of what an FFN of bundles did in sparse steps since the last `clear`, summed over their tokens.
 
         tokens, active and candidates (neurons that were computed), sampled_tokens, sampled_active, sampled_found (of
         those active, the ones that were candidates); steps, and in these rows of bundles and bytes of weights read.

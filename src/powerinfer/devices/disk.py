@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """What of a model stays on disk while it runs, and how much of it RAM holds at a time.
+    """The part of a model that stays on disk while it runs, and how much of it RAM holds at a time.
 
     matrices: canonical names of those that pass through a window of `window` bytes, in the order in which a step uses
     them. experts, neurons: by layer the number of those in RAM, where the layer's rest on disk; of experts that a GPU
@@ -80,10 +80,10 @@ class DiskTier:
         self._begin = [file.view().ctypes.data for file in self._files]
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
-        self._apart: _native.Reads | None = None  # of another thread than that of the steps
+        self._side_reads: _native.Reads | None = None  # of another thread than that of the steps
         self._memory: Bytes | None = None  # where these read to
         self._gathered: Bytes | None = None
-        self._read_apart = np.zeros(4)  # reads, bytes, seconds, and those of them that a step waited
+        self._read_side_reads = np.zeros(4)  # reads, bytes, seconds, and those of them that a step waited
         self.window = _native.Window(self.reads, about.window) if about.window else None
         self.slots: dict[int, _native.Slots] = {}  # of layers whose neurons are on disk
         self._sums: dict[int, _native.NeuronSum] = {}  # likewise
@@ -118,13 +118,13 @@ class DiskTier:
 
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
         """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""
-        known = self.about.frequencies
-        _add(self._residents, op.uses, slots.priority, None if known is None else known[layer])
+        frequencies = self.about.frequencies
+        _add(self._residents, op.uses, slots.priority, None if frequencies is None else frequencies[layer])
         self._experts[layer] = op
 
     def read(self, matrices: Sequence[RestingTensor], number: int) -> list[RawTensor]:
-        """Of matrices [n, out, in] those of one number, [out, in] as they are stored, valid until the next call: by one
-        thread at a time, perhaps another than that of the steps. ModelError if they cannot be read."""
+        """The matrices of one number of matrices [n, out, in], [out, in] as they are stored, valid until the next call:
+        by one thread at a time, perhaps another than that of the steps. ModelError if they cannot be read."""
         read = self._read_all([(*one.places[number], one.each_nbytes) for one in matrices])
         return [RawTensor(one.type, one.shape[1:], data) for one, data in zip(matrices, read, strict=True)]
 
@@ -133,9 +133,9 @@ class DiskTier:
         failing as of `read`."""
         place = self.place(rows)
         assert place is not None and rows.flags.c_contiguous
-        before = self._read_apart[2]
+        before = self._read_side_reads[2]
         (read,) = self._read_all([(*place, rows.nbytes)])
-        self._read_apart[3] += self._read_apart[2] - before
+        self._read_side_reads[3] += self._read_side_reads[2] - before
         return read.reshape(rows.shape)
 
     def gathering(self, nbytes: int) -> Bytes:
@@ -144,24 +144,25 @@ class DiskTier:
             self._gathered = own_pages(nbytes)
         return self._gathered[:nbytes]
 
-    def _read_all(self, each: Sequence[tuple[int, int, int]]) -> list[Bytes]:
-        """each: (file, offset, bytes)."""
-        if self._apart is None:
-            self._apart = read_files(self._files, self.about.direct)
-        at, begin, align = 0, [], self._apart.ALIGN
-        for _, offset, nbytes in each:  # past the cache, what is read lies in a block of memory as in its file
+    def _read_all(self, places: Sequence[tuple[int, int, int]]) -> list[Bytes]:
+        """places: (file, offset, bytes)."""
+        if self._side_reads is None:
+            self._side_reads = read_files(self._files, self.about.direct)
+        at, begin, align = 0, [], self._side_reads.ALIGN
+        for _, offset, nbytes in places:  # past the cache, what is read lies in a block of memory as in its file
             begin.append(at + offset % align)
             at = -(-(begin[-1] + nbytes) // align) * align
         # One block for all: the reads keep what they were given until they are closed.
         memory, self._memory = self._memory, None
         if memory is None or len(memory) < at:
-            memory = own_pages(sum(-(-nbytes // align) * align + align for _, _, nbytes in each))
+            memory = own_pages(sum(-(-nbytes // align) * align + align for _, _, nbytes in places))
         begun = time.perf_counter()
         with self.reading():
-            self._apart.wait(self._apart.begin([(*one, first) for one, first in zip(each, begin, strict=True)], memory))
+            wanted = [(*place, first) for place, first in zip(places, begin, strict=True)]
+            self._side_reads.wait(self._side_reads.begin(wanted, memory))
         self._memory = memory  # not after a failure: the disk may write there yet
-        self._read_apart[:3] += len(each), sum(nbytes for *_, nbytes in each), time.perf_counter() - begun
-        return [memory[first : first + nbytes] for first, (*_, nbytes) in zip(begin, each, strict=True)]
+        self._read_side_reads[:3] += len(places), sum(nbytes for *_, nbytes in places), time.perf_counter() - begun
+        return [memory[first : first + nbytes] for first, (*_, nbytes) in zip(begin, places, strict=True)]
 
     def neuron_memory(self, slots: int) -> _native.SlotMemory | None:
         """Memory for so many neurons of all layers, and those that are common; None: each layer has its own."""
@@ -186,19 +187,19 @@ class DiskTier:
             return
         if hottest is None:
             hottest = np.argsort(-frequency, kind="stable")[: slots.slots].astype(np.int32)
-        kept = self.about.lent.get(layer, slots.slots)
-        _read(slots, hottest[:kept])
-        if kept < len(hottest):
-            self._rest.append((slots, hottest[kept:]))
+        room = self.about.lent.get(layer, slots.slots)
+        _read(slots, hottest[:room])
+        if room < len(hottest):
+            self._rest.append((slots, hottest[room:]))
 
     def fill(self) -> None:
-        """When all layers are there: read what is to be in memory besides. ModelError if it cannot be read."""
+        """Read what is to be in memory besides, when all layers are there. ModelError if it cannot be read."""
         for slots, items in self._rest:
             _read(slots, items)
         self._rest.clear()
 
     def begin(self, tokens: int, forget: Callable[[], None]) -> None:
-        """Before a step of that many tokens. What one that failed has used counts for nothing. forget: gives back the
+        """Begin a step of that many tokens. What one that failed has used counts for nothing. forget: gives back the
         memory of a step's rows. ModelError if the disk does not answer."""
         if self._in_step:
             self._residents.forget()
@@ -215,15 +216,15 @@ class DiskTier:
             forget()
             if self.window is not None and self.about.lends_window:
                 self.window.forget()
-        kept: Counter[_native.SlotMemory] = Counter()
+        slots_lent: Counter[_native.SlotMemory] = Counter()
         for layer, slots in self.slots.items():
-            kept[slots.memory] += self.about.lent[layer]
-        for memory, n in kept.items():
+            slots_lent[slots.memory] += self.about.lent[layer]
+        for memory, n in slots_lent.items():
             memory.use(n if prompt else memory.slots)
         self._in_prompt = prompt
 
     def observe(self, tokens: int) -> None:
-        """After a step of that many tokens: what leaves memory first in the next one."""
+        """Rank, after a step of that many tokens, what leaves memory first in the next one."""
         self._in_step = False
         if self._experts:
             self._residents.observe(tokens)
@@ -231,7 +232,7 @@ class DiskTier:
             self._neurons.observe(tokens)
 
     def report(self) -> dict[str, Any]:
-        """What was read since the last `clear`, not while a step runs.
+        """A report of what was read since the last `clear`, not while a step runs.
 
         mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
         neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk; of those read because they
@@ -251,7 +252,7 @@ class DiskTier:
         }
 
     def counts(self) -> dict[str, float]:
-        """Since the last `clear`, not while a step runs.
+        """Counts since the last `clear`, not while a step runs.
 
         wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began;
         guessed: those that were read because they were expected; right: those of them that were needed; reads, bytes:
@@ -268,11 +269,11 @@ class DiskTier:
     def totals(self) -> dict[str, float]:
         """`counts` since the model was loaded."""
         read = self.reads.stats()
-        kept = [one.disk_counts() for each in (self._sums, self._experts) for one in each.values()]
-        items = {name: float(sum(one[name] for one in kept)) for name in ("wanted", "hits", "guessed", "right")}
+        counted = [one.disk_counts() for each in (self._sums, self._experts) for one in each.values()]
+        items = {name: float(sum(one[name] for one in counted)) for name in ("wanted", "hits", "guessed", "right")}
         of_reads = ("reads", "bytes", "small", "joined", "waited", "active")
         items |= {name: float(getattr(read, name)) for name in of_reads}
-        for name, more in zip(("reads", "bytes", "active", "waited"), self._read_apart.tolist(), strict=True):
+        for name, more in zip(("reads", "bytes", "active", "waited"), self._read_side_reads.tolist(), strict=True):
             items[name] += more
         return items
 
@@ -301,7 +302,7 @@ def _add(
 
 
 def _read(slots: _native.Slots, items: NDArray[np.int32]) -> None:
-    """Into memory, which has room for them."""
+    """Read items into memory, which has room for them."""
     try:
         slots.want(np.sort(items))
         slots.wait()

@@ -31,18 +31,18 @@ def neuron_slots(
     neurons: int,
     slots: int,
     *,
-    whole: bool,
+    entire: bool,
     memory: _native.SlotMemory | None = None,
 ) -> NeuronSlots:
     """Memory for so many neurons of a layer.
 
-    groups: uint8 [groups, layout.group_bytes] in a file of the tier. whole: all rows are read; else a matrix has
+    groups: uint8 [groups, layout.group_bytes] in a file of the tier. entire: all rows are read; else a matrix has
     those of gate, or of up where there is no gate. memory: None: of its own.
     """
     place = disk.place(groups)
     assert place is not None
     file, offset = place
-    left_out = 0 if whole else layout.gate_bytes
+    left_out = 0 if entire else layout.gate_bytes
     part = _native.Resting(
         file, offset + left_out, layout.pitch - left_out, layout.pitch, BUNDLE_GROUP, layout.group_bytes
     )
@@ -52,5 +52,5 @@ def neuron_slots(
 
 
 def n_slots(disk: DiskTier, layer: int, neurons: int, least: int) -> int:
-    """How many neurons of a layer RAM is to hold, `least` of them at least."""
+    """The number of neurons of a layer that RAM is to hold, `least` of them at least."""
     return min(neurons, max(disk.about.neurons[layer], least))

@@ -29,7 +29,7 @@ class FileRows:
         self._file, self._begin = file, begin
         self._row_bytes = block_type(tensor.type).row_bytes(cols)
         self._most = max(fewest, room // max(self._row_bytes, mmap.PAGESIZE))
-        self._there = np.zeros(rows, bool)
+        self._present = np.zeros(rows, bool)
         self._count = 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         try:
@@ -43,15 +43,15 @@ class FileRows:
 
         A row that the matrix does not have is left to whoever looks it up.
         """
-        known = rows[(rows >= 0) & (rows < len(self._there))]
-        missing = known[~self._there[known]]
+        valid = rows[(rows >= 0) & (rows < len(self._present))]
+        missing = valid[~self._present[valid]]
         if not len(missing):
             return
         missing = np.unique(missing)
         if self._count + len(missing) > self._most:
             self._memory.madvise(mmap.MADV_DONTNEED)
-            self._there[:] = False
-            self._count, missing = 0, np.unique(known)
+            self._present[:] = False
+            self._count, missing = 0, np.unique(valid)
         view = memoryview(self._memory)
         try:
             for row in missing.tolist():
@@ -60,5 +60,5 @@ class FileRows:
         finally:
             view.release()
         self._file.check_unchanged()  # afterwards: what was read is then of the file as it was opened
-        self._there[missing] = True
+        self._present[missing] = True
         self._count += len(missing)

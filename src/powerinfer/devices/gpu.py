@@ -61,7 +61,8 @@ else:
 
 
 GpuMatrix = StoredMatrix | PanelMatrix
-"""What operators take: a matrix to be uploaded, or one that stays in RAM and streams to the device in every step."""
+"""A matrix as operators take it: one to be uploaded, or one that stays in RAM and streams to the device in every
+step."""
 
 
 class CacheSize(NamedTuple):
@@ -128,11 +129,11 @@ class GpuLayers:
         changed = config.residual_scale != 1 or not {"output", "both"}.isdisjoint(
             layer.norms for layer in config.layers[:layers]
         )
-        self._why: str | None = None  # who acts in steps of few tokens
+        self._caller_reason: str | None = None  # who acts in steps of few tokens
         if self.link is not None:
             with current(device):
-                self._why = self.link.try_call()
-        self._calls = self._can_call = self.link is not None and self._why is None
+                self._caller_reason = self.link.try_call()
+        self._calls = self._can_call = self.link is not None and self._caller_reason is None
         vectors = max_tokens, config.d_model, config.vocab_size
         self.buffers = StepBuffers(device, *vectors, totals=split and changed)
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
@@ -170,12 +171,13 @@ class GpuLayers:
         if stored:
             return self._upload(part, *stored, biases=biases)
         panels = [one for one in matrices if isinstance(one, PanelMatrix)]
-        return StreamedMatrices(panels, [self._some(bias) for bias in biases] or [None] * len(panels), self.device)
+        uploaded = [self._optional_vector(bias) for bias in biases] or [None] * len(panels)
+        return StreamedMatrices(panels, uploaded, self.device)
 
     def _upload(self, part: str, *matrices: StoredMatrix, biases: Sequence[Float32 | None] = ()) -> Matrices:
         """Matrices that multiply the same rows, with their biases; part: of `memory`."""
-        own = [self._some(bias) for bias in biases] or [None] * len(matrices)
-        together = Matrices(matrices, own, self.device)
+        uploaded = [self._optional_vector(bias) for bias in biases] or [None] * len(matrices)
+        together = Matrices(matrices, uploaded, self.device)
         self._bytes[part] += together.nbytes
         self.bytes_per_token += together.nbytes
         return together
@@ -199,21 +201,21 @@ class GpuLayers:
     def norm(self, weight: Float32, bias: Float32 | None = None) -> GpuNorm:
         """A norm of the model's kind over rows of d_model."""
         config = self._config
-        return GpuNorm(self._vector(weight), self._some(bias), config.norm_eps, config.norm == "layer")
+        return GpuNorm(self._vector(weight), self._optional_vector(bias), config.norm_eps, config.norm == "layer")
 
     def scale(self, factor: float) -> GpuNorm:
-        """In place of a norm over rows of d_model: a factor."""
+        """A factor in place of a norm over rows of d_model."""
         return GpuNorm(import_torch().full((1,), factor, device=self.device), None, 0.0, False, plain=True)
 
     def _rms(self, weight: Float32 | None) -> GpuNorm | None:
         return None if weight is None else GpuNorm(self._vector(weight), None, self._config.norm_eps, False)
 
     def _vector(self, values: Float32) -> Tensor:
-        own = import_torch().from_numpy(np.array(values, np.float32)).to(self.device)
-        self._bytes["norms"] += own.nbytes
-        return own
+        vector = import_torch().from_numpy(np.array(values, np.float32)).to(self.device)
+        self._bytes["norms"] += vector.nbytes
+        return vector
 
-    def _some(self, values: Float32 | None) -> Tensor | None:
+    def _optional_vector(self, values: Float32 | None) -> Tensor | None:
         return None if values is None else self._vector(values)
 
     def cache(self, layer: int) -> tuple[gpu.Cached, ...]:
@@ -221,9 +223,9 @@ class GpuLayers:
         share the memory."""
         if layer < self.layers:
             return self._cache[layer]
-        about = self._config.layers[layer].attention
-        assert not about.latents
-        heads = about.n_kv_heads, about.head_dim
+        attention = self._config.layers[layer].attention
+        assert not attention.latents
+        heads = attention.n_kv_heads, attention.head_dim
         if heads not in self._passing:
             self._passing[heads] = self._new_cache(*heads, self.device), self._new_cache(*heads, self.device)
             self._bytes["kv"] += sum(part.nbytes for part in self._passing[heads])
@@ -257,12 +259,12 @@ class GpuLayers:
             together = gpu.HeadNorms(norms[0].weight, norms[1].weight, self._config.norm_eps)
         keys, values = self.cache(layer)
         cache = keys, values
-        own_sinks = self._some(sinks)
+        uploaded_sinks = self._optional_vector(sinks)
 
         def run(step: Step) -> None:
             tokens = len(step.x)
-            every = matrices(step.normalised(norm, matrices.for_codes)).view(tokens, heads + 2 * kv, dim)
-            q, k, v = every[:, :heads], every[:, heads : heads + kv], every[:, heads + kv :]
+            products = matrices(step.normalised(norm, matrices.for_codes)).view(tokens, heads + 2 * kv, dim)
+            q, k, v = products[:, :heads], products[:, heads : heads + kv], products[:, heads + kv :]
             if together is None:
                 q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
             if rotation is None:
@@ -270,7 +272,7 @@ class GpuLayers:
             else:
                 gpu.rotate_and_store(q, k, v, step.positions, rotation, cache, step.slots, together)
             for_codes = layer in self._attended_for_codes
-            step.attended = gpu.attention(q, cache, step.contexts, settings, own_sinks, for_codes)
+            step.attended = gpu.attention(q, cache, step.contexts, settings, uploaded_sinks, for_codes)
 
         self._add(layer, "attention", run)
 
@@ -289,16 +291,16 @@ class GpuLayers:
 
         Arguments as of `CpuExecutor.latent_attention`.
         """
-        about = self._config.layers[layer].attention
-        assert isinstance(about, LatentAttentionConfig)
+        attention = self._config.layers[layer].attention
+        assert isinstance(attention, LatentAttentionConfig)
         weights = [None if one is None else self._vector(one) for one in (q_norm, kv_norm)]
-        of_q, of_kv = (None if one is None else GpuNorm(one, None, about.norm_eps, False) for one in weights)
+        of_q, of_kv = (None if one is None else GpuNorm(one, None, attention.norm_eps, False) for one in weights)
         assert of_kv is not None
         first = self._upload("attention", q if q_latent is None else q_latent, kv)
         second = None if q_latent is None else self._upload("attention", q)
         (cache,) = self._cache[layer]
-        given = first, second, of_q, of_kv, self._upload_heads(k_b), self._rotations[about.rope], cache
-        self._add(layer, "attention", LatentInput(about, norm, *given))
+        inputs = first, second, of_q, of_kv, self._upload_heads(k_b), self._rotations[attention.rope], cache
+        self._add(layer, "attention", LatentInput(attention, norm, *inputs))
 
     def latent_project(self, layer: int, v_b: RawTensor, matrix: StoredMatrix, norm: GpuNorm | None = None) -> None:
         """x += norm(matrix . each head's v_b . attended)."""
@@ -326,12 +328,12 @@ class GpuLayers:
         dt_bias: Float32,
         out_norm: Float32,
     ) -> None:
-        """As `CpuExecutor.delta_net`."""
-        about = self._config.layers[layer].attention
-        assert isinstance(about, DeltaNetConfig)
+        """Wire as `CpuExecutor.delta_net` does."""
+        settings = self._config.layers[layer].attention
+        assert isinstance(settings, DeltaNetConfig)
         products, states = self._upload("attention", *matrices), self._states[layer]
-        own = self._vector
-        net = gpu_delta.DeltaNet(about, own(taps), own(decay), own(dt_bias), own(out_norm), self._config.norm_eps)
+        vectors = self._vector(taps), self._vector(decay), self._vector(dt_bias), self._vector(out_norm)
+        net = gpu_delta.DeltaNet(settings, *vectors, self._config.norm_eps)
 
         def run(step: Step) -> None:
             assert step.runs is not None
@@ -353,15 +355,15 @@ class GpuLayers:
         of_heads: Sequence[Float32],
         out_norm: Float32 | None,
     ) -> None:
-        """As `CpuExecutor.mamba`."""
-        about = self._config.states[layer]
-        assert isinstance(about, Mamba2Config)
+        """Wire as `CpuExecutor.mamba` does."""
+        settings = self._config.states[layer]
+        assert isinstance(settings, Mamba2Config)
         beside = isinstance(self._config.layers[layer].attention, ParallelConfig)
         products, states = self._upload("attention", *matrices, biases=biases), self._states[layer]
-        bias = self._vector(np.zeros(about.channels, np.float32) if taps_bias is None else taps_bias)
+        bias = self._vector(np.zeros(settings.channels, np.float32) if taps_bias is None else taps_bias)
         a, d, step_bias = map(self._vector, of_heads)
-        own = a, d, step_bias, self._some(out_norm), self._config.norm_eps
-        net = gpu_mamba.Mamba(about, self._vector(taps), bias, *own)
+        vectors = a, d, step_bias, self._optional_vector(out_norm), self._config.norm_eps
+        net = gpu_mamba.Mamba(settings, self._vector(taps), bias, *vectors)
 
         def run(step: Step) -> None:
             assert step.runs is not None
@@ -413,18 +415,19 @@ class GpuLayers:
         inputs = [up] if gate is None else [gate, up]
         first = self._products("ffn", *inputs, biases=(vectors.gate_bias, vectors.up_bias)[2 - len(inputs) :])
         second = self._products("ffn", down, biases=[vectors.down_bias])
-        limits, product_limits = self._some(vectors.limits), self._some(vectors.product_limits)
-        about, neurons, plain = self._config.layers[layer].neurons, up.rows, gate is None  # not the matrices themselves
-        limit = about.threshold if limits is None else limits
-        kept = int(about.threshold) if about.activation == "topk" else 0
+        limits, product_limits = self._optional_vector(vectors.limits), self._optional_vector(vectors.product_limits)
+        config = self._config.layers[layer].neurons
+        neurons, plain = up.rows, gate is None  # not the matrices themselves
+        limit = config.threshold if limits is None else limits
+        top = int(config.threshold) if config.activation == "topk" else 0
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm, first.for_codes))
             if plain:
-                hidden = gpu.activate(about.activation, product, None, limit, kept, None, second.for_codes)
+                hidden = gpu.activate(config.activation, product, None, limit, top, None, second.for_codes)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(about.activation, *halves, limit, kept, product_limits, second.for_codes)
+                hidden = gpu.activate(config.activation, *halves, limit, top, product_limits, second.for_codes)
             step.add_product(second, hidden, out_norm)
 
         self._add(layer, "ffn", run)
@@ -438,13 +441,13 @@ class GpuLayers:
         out_norm: GpuNorm | None = None,
     ) -> None:
         """x += out_norm(sum of the parts, given norm(x), + bias of down)."""
-        own, of_down = self._layers[layer], self._some(bias)
+        gpu_layer, of_down = self._layers[layer], self._optional_vector(bias)
         after = []
         if of_down is not None:
-            after.append(own.operator("bias", lambda step: step.add_part(of_down)))
+            after.append(gpu_layer.operator("bias", lambda step: step.add_part(of_down)))
         if self.buffers.totals:  # of all layers, though only some may normalise them
-            after.append(own.operator("normalise", lambda step: step.add(_normalised(out_norm, step.target))))
-        own.add_parts(own.operator("norm", lambda step: step.write_read(norm)), parts, after)
+            after.append(gpu_layer.operator("normalise", lambda step: step.add(_normalised(out_norm, step.target))))
+        gpu_layer.add_parts(gpu_layer.operator("norm", lambda step: step.write_read(norm)), parts, after)
         self._rewired()
 
     def normalise(self, layer: int, norm: GpuNorm) -> None:
@@ -552,8 +555,7 @@ class GpuLayers:
 
     @contextmanager
     def _finished_after_failure(self) -> Iterator[None]:
-        """After a step that is broken off the device may still read what the next one writes, and call the CPU: that is
-        waited for."""
+        """Wait where a step is broken off: the device may still read what the next one writes, and call the CPU."""
         try:
             yield
         except BaseException:
@@ -575,12 +577,12 @@ class GpuLayers:
 
     def latest(self, layer: int) -> Operator:
         """The operator that such a layer got last, if it is not of its FFN of parts."""
-        found = self._layers[layer].latest
-        assert layer >= self.layers and found is not None
-        return found
+        operator = self._layers[layer].latest
+        assert layer >= self.layers and operator is not None
+        return operator
 
     def streamed_ffn(self, layer: int) -> Sequence[Operator]:
-        """Those of the FFN of parts of such a layer."""
+        """Operators of the FFN of parts of such a layer."""
         assert layer >= self.layers
         return self._layers[layer].ffn_operators()
 
@@ -599,7 +601,8 @@ class GpuLayers:
             raise
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:
-        """As `Executor.hidden_states`; of layers that have the head. PowerInferError when the device fails."""
+        """Return as `Executor.hidden_states` does; of layers that have the head. PowerInferError when the device
+        fails."""
         assert self.has_head
         torch = import_torch()
         failures = gpu_failures(f"normalising {len(rows)} tokens", "lower --prefill-chunk or --vram")
@@ -610,8 +613,8 @@ class GpuLayers:
 
     def _begin(self, batch: Batch, x: Float32, slots: Slots | None) -> Step:
         """Upload a step."""
-        own = np.arange(len(batch.page_table), dtype=np.int32)
-        step = self.buffers.upload(batch, x, (slots or (own, own)) if self._states else None)
+        numbers = np.arange(len(batch.page_table), dtype=np.int32)
+        step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None)
         if self.link is not None:
             step.read = self.link.read(len(step.x))
             self.link.calls.begin()
@@ -620,12 +623,13 @@ class GpuLayers:
         return step
 
     @property
-    def how(self) -> Choice[str] | None:
-        """Who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is recorded."""
+    def caller(self) -> Choice[str] | None:
+        """The choice of who acts in steps of few tokens in which the CPU has a part. None: it has none, or nothing is
+        recorded."""
         if self._recorder is None or not self.shares:
             return None
-        who = "the GPU calls the CPU" if self.calls else "the host waits for the GPU"
-        return Choice(who, self._why or "")
+        caller = "the GPU calls the CPU" if self.calls else "the host waits for the GPU"
+        return Choice(caller, self._caller_reason or "")
 
     @property
     def calls(self) -> bool:
@@ -636,18 +640,18 @@ class GpuLayers:
         """Seconds of a step of one token, the median of so many that are replayed. calls: as `let_call`, until the
         next time. The cache must be empty. PowerInferError when the device fails."""
         self._calls, self._recordings = calls, None
-        taken, rng = [], np.random.default_rng(0)
+        times, rng = [], np.random.default_rng(0)
         for _ in range(UNRECORDED + steps):
             x = rng.standard_normal((1, self.d_model), np.float32)  # of zeros predictors select every neuron
             begin = time.perf_counter()
             self._rehearse(1, 1, x=x)
-            taken.append(time.perf_counter() - begin)
-        return median(taken[UNRECORDED:])
+            times.append(time.perf_counter() - begin)
+        return median(times[UNRECORDED:])
 
-    def let_call(self, calls: bool, why: str) -> None:
+    def let_call(self, calls: bool, reason: str) -> None:
         """Let the GPU call the CPU from now on, which it can; else the host waits for it."""
         self._calls = self._can_call = calls
-        self._recordings, self._why = None, why
+        self._recordings, self._caller_reason = None, reason
 
     def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
@@ -705,9 +709,9 @@ class GpuLayers:
         This compiles kernels and allocates memory, so that PowerInferError is raised now if there is too little.
         Returns the peak bytes of the operators' temporaries; 0 in emulation, where they are unknown.
         """
-        torch, held = import_torch(), 0
+        torch, allocated = import_torch(), 0
         if self._cuda:
-            held = torch.cuda.memory_allocated(self.device)
+            allocated = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         largest = min(self.max_tokens, self.n_pages * self.page_size)
         few = sorted({min(gpu.FEW, logit_rows, largest), 1}, reverse=True)
@@ -721,19 +725,19 @@ class GpuLayers:
         for tokens in (largest, *few):
             self._rehearse(tokens, logit_rows)
         if self._cuda:
-            self._passed = torch.cuda.max_memory_allocated(self.device) - held
+            self._passed = torch.cuda.max_memory_allocated(self.device) - allocated
             torch.cuda.empty_cache()
         if self._recorder is None:
             return self._passed
-        before, each = self._taken(), 0
+        before, per_shape = self._memory_taken(), 0
         for tokens in few:  # recording takes memory of torch, for all shapes, and of the driver
             self._rehearse(tokens, logit_rows)
-            after = self._taken()
+            after = self._memory_taken()
             self._passed += max(0, after[0] - before[0])
-            before, each = after, max(each, after[1] - before[1])
-        if each:
-            self._shapes = max(1, min(MOST_SHAPES, RECORDED_BYTES // each))
-            self._recorded_bytes = self._shapes * each
+            before, per_shape = after, max(per_shape, after[1] - before[1])
+        if per_shape:
+            self._shapes = max(1, min(MOST_SHAPES, RECORDED_BYTES // per_shape))
+            self._recorded_bytes = self._shapes * per_shape
             self._recordings = None
         return self._passed
 
@@ -755,7 +759,7 @@ class GpuLayers:
         if tokens > gpu.FEW and streamed:
             self.run_streamed(batch, x, streamed)
 
-    def _taken(self) -> tuple[int, int]:
+    def _memory_taken(self) -> tuple[int, int]:
         """Bytes of the device that torch has taken, and all others."""
         if not self._cuda:
             return 0, 0

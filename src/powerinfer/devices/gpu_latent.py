@@ -25,7 +25,7 @@ class LatentInput:
     second: makes queries of latents; k_b: of each head what would make its keys; rotation: frequencies and factor.
     """
 
-    about: LatentAttentionConfig
+    config: LatentAttentionConfig
     norm: GpuNorm | None
     first: Matrices
     second: Matrices | None
@@ -36,17 +36,17 @@ class LatentInput:
     cache: Cached
 
     def __call__(self, step: Step) -> None:
-        about = self.about
-        made = self.first(step.normalised(self.norm, self.first.for_codes))
-        q, kv = made[:, : -about.head_dim], made[:, -about.head_dim :]
+        config = self.config
+        products = self.first(step.normalised(self.norm, self.first.for_codes))
+        q, kv = products[:, : -config.head_dim], products[:, -config.head_dim :]
         if self.second is not None:
             q = self.second(q if self.q_norm is None else self.q_norm(q, for_codes=self.second.for_codes))
-        heads = q.unflatten(1, (about.n_heads, about.query_dim))
-        plain, turned = heads[..., : about.plain_dim], heads[..., about.plain_dim :]
+        heads = q.unflatten(1, (config.n_heads, config.query_dim))
+        plain, rotated = heads[..., : config.plain_dim], heads[..., config.plain_dim :]
         kv_norm = self.kv_norm.weight, self.kv_norm.eps
-        gpu_latent.place(turned, kv, kv_norm, step.positions, self.rotation, self.cache, step.slots)
+        gpu_latent.place(rotated, kv, kv_norm, step.positions, self.rotation, self.cache, step.slots)
         queries = self.k_b(plain.transpose(0, 1))
-        step.attended = gpu_latent.attention(queries, turned, self.cache, step.contexts, about)
+        step.attended = gpu_latent.attention(queries, rotated, self.cache, step.contexts, config)
 
 
 @dataclass(frozen=True)

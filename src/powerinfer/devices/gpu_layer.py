@@ -86,10 +86,10 @@ class GpuLayer:
         return [*ahead, *self._before, *begin, *finish, *self._behind]
 
     def ffn_operators(self) -> list[Operator]:
-        """Those of the FFN of parts alone, one after another."""
+        """Operators of the FFN of parts alone, one after another."""
         assert self._ffn is not None
-        own = self._ffn
-        return [*own.parts.ahead(), own.read, *own.parts.begin(), *own.parts.finish(), *own.after]
+        ffn = self._ffn
+        return [*ffn.parts.ahead(), ffn.read, *ffn.parts.begin(), *ffn.parts.finish(), *ffn.after]
 
     def close(self) -> None:
         """Free what the operators hold; no step follows."""

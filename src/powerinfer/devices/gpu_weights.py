@@ -95,11 +95,11 @@ class PanelMatrix:
     rows: int
     k: int
     panels: Bytes
-    kept: NDArray[np.int64] | None = None
+    rows_kept: NDArray[np.int64] | None = None
 
 
 class StreamedMatrices:
-    """As `Matrices`, of some that stay in RAM: each product streams them to the device, a few panels at a time."""
+    """Matrices, as `Matrices`, that stay in RAM: each product streams them to the device, a few panels at a time."""
 
     nbytes = 0
     for_codes = False
@@ -107,22 +107,22 @@ class StreamedMatrices:
     def __init__(self, matrices: Sequence[PanelMatrix], biases: Sequence[Tensor | None], device: device) -> None:
         torch = import_torch()
         self.bias = _joined([one.rows for one in matrices], biases, device)
-        kept = [None if one.kept is None else torch.from_numpy(one.kept).to(device) for one in matrices]
-        self._matrices = list(zip(matrices, kept, strict=True))
+        numbers = [None if one.rows_kept is None else torch.from_numpy(one.rows_kept).to(device) for one in matrices]
+        self._matrices = list(zip(matrices, numbers, strict=True))
 
     def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """As of `Matrices`."""
+        """Multiply as `Matrices` does."""
         torch = import_torch()
         out = torch.empty((len(x), sum(one.rows for one, _ in self._matrices)), dtype=x.dtype, device=x.device)
         at = 0
-        for matrix, kept in self._matrices:
-            own = out[:, at : at + matrix.rows]
-            if kept is None:
-                self._product(matrix, x, own)
+        for matrix, index in self._matrices:
+            columns = out[:, at : at + matrix.rows]
+            if index is None:
+                self._product(matrix, x, columns)
             else:
                 wide = torch.empty((len(x), LANES * len(matrix.panels)), dtype=x.dtype, device=x.device)
                 self._product(matrix, x, wide)
-                own.copy_(wide.index_select(1, kept))
+                columns.copy_(wide.index_select(1, index))
             at += matrix.rows
         out = out if self.bias is None else out.add_(self.bias)
         return out if into is None else into.add_(out)
@@ -131,11 +131,11 @@ class StreamedMatrices:
         """out [T, n] = x . the first n rows of the panels."""
         step = matrix.stage.panels_at_once(matrix.type, matrix.k, matrix.panels.shape[1])
         for begin in range(0, len(matrix.panels), step):
-            some = matrix.panels[begin : begin + step]
+            panels = matrix.panels[begin : begin + step]
             to = out[:, LANES * begin : LANES * (begin + step)]
-            with matrix.stage.sent([some.reshape(-1)]) as (part,):
+            with matrix.stage.sent([panels.reshape(-1)]) as (part,):
                 assert part is not None
-                weight = gpu_panels.from_panels(matrix.type, matrix.k, part.view(len(some), -1))
+                weight = gpu_panels.from_panels(matrix.type, matrix.k, part.view(len(panels), -1))
                 to.copy_(gpu.linear(weight, x)[:, : to.shape[1]])
             del weight  # the next piece reuses its memory
 

@@ -27,8 +27,8 @@ def link_bytes(max_tokens: int, config: ModelConfig) -> int:
 
 
 def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
-    """Of the largest selection. Single neurons are selected in steps of up to NEURON_TOKENS tokens, since more of them
-    select nearly all. Experts are, with their weights, in every step."""
+    """Bytes of the largest selection. Single neurons are selected in steps of up to NEURON_TOKENS tokens, since more of
+    them select nearly all. Experts are, with their weights, in every step."""
     neurons = min(max_tokens, NEURON_TOKENS) * max(config.ffn_sizes)
     experts = (one.ffn.router.top_k for one in config.layers if isinstance(one.ffn, ExpertsConfig))
     return max(neurons, max_tokens * EXPERT_BYTES * max(experts, default=0))
@@ -50,11 +50,11 @@ class Link:
         self._d_model = d_model
         selection = _selection_bytes(max_tokens, config)
         nbytes = 4 * max_tokens * d_model + selection
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=to)
-        self._here = streams.pinned(nbytes, torch.uint8)
+        self._on_device = torch.zeros(nbytes, dtype=torch.uint8, device=to)
+        self._host = streams.pinned(nbytes, torch.uint8)
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = streams.pinned((max_tokens, d_model), torch.float32)
-        self._came, self._known = streams.event(), streams.event()
+        self._came, self._selection_known = streams.event(), streams.event()
         self.calls = _native.HostCalls()
         self._streams, self._beside = streams, streams.stream()
         self._computed: Event | None = None
@@ -63,12 +63,12 @@ class Link:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers in RAM."""
-        return int(self._here.nbytes + self._back.nbytes)
+        return int(self._host.nbytes + self._back.nbytes)
 
     @property
     def gpu_bytes(self) -> int:
         """Bytes of the buffers on the GPU."""
-        return int(self._there.nbytes + self._hot.nbytes)
+        return int(self._on_device.nbytes + self._hot.nbytes)
 
     # ---------------------------------------------------------------- on the GPU: the same for every step of a shape
 
@@ -76,12 +76,12 @@ class Link:
         """Buffer for the input of the neurons, float32 [tokens, d_model]."""
         import torch
 
-        return self._there[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
+        return self._on_device[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
 
     def selected(self, tokens: int, hot: int, cold: int) -> tuple[Tensor, Tensor]:
         """Buffers for the selection of neurons, uint8 [tokens, hot] and [tokens, cold]."""
         begin = 4 * tokens * self._d_model
-        out = self._there[begin : begin + tokens * cold]
+        out = self._on_device[begin : begin + tokens * cold]
         return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
 
     def experts(self, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
@@ -95,20 +95,20 @@ class Link:
     def send(self, tokens: int, cold: int) -> None:
         """Send the input, and `cold` bytes a token of the selection (0: none), to the CPU."""
         nbytes = tokens * (4 * self._d_model + cold)
-        self._here[:nbytes].copy_(self._there[:nbytes], non_blocking=True)
+        self._host[:nbytes].copy_(self._on_device[:nbytes], non_blocking=True)
 
     def send_experts(self, tokens: int, top_k: int) -> None:
         """Send the experts of each token, and their weights, to the CPU: the input follows."""
         begin = 4 * tokens * self._d_model
         end = begin + tokens * EXPERT_BYTES * top_k
-        self._here[begin:end].copy_(self._there[begin:end], non_blocking=True)
+        self._host[begin:end].copy_(self._on_device[begin:end], non_blocking=True)
 
     def send_latents(self, latents: Tensor) -> None:
         """Send latents, float32 [tokens, width], to the CPU as its input."""
         import torch
 
         nbytes = latents.nbytes
-        self._here[:nbytes].copy_(latents.contiguous().view(torch.uint8).view(-1), non_blocking=True)
+        self._host[:nbytes].copy_(latents.contiguous().view(torch.uint8).view(-1), non_blocking=True)
 
     def add_back(self, x: Tensor) -> None:
         """x float32 [tokens, d_model] += the CPU's sums."""
@@ -116,8 +116,8 @@ class Link:
 
     def sums(self, tokens: int, width: int) -> Tensor:
         """The CPU's sums, float32 [tokens, width]."""
-        own = self._back.view(-1)[: tokens * width].view(tokens, width)
-        return own.to(self._there.device, non_blocking=True)
+        sums = self._back.view(-1)[: tokens * width].view(tokens, width)
+        return sums.to(self._on_device.device, non_blocking=True)
 
     # ---------------------------------------------------------------- the CPU's part as a call of the GPU's, likewise
 
@@ -141,12 +141,12 @@ class Link:
         self._computed.record(self._beside)
 
     def join(self) -> None:
-        """What the GPU is given from now on begins once the last call has returned."""
+        """Let what the GPU is given from now on begin once the last call has returned."""
         assert self._computed is not None
         self._streams.current().wait_event(self._computed)
 
     def try_call(self) -> str | None:
-        """Why the GPU cannot call the CPU from a recording; None: it can, in a trial."""
+        """The reason why the GPU cannot call the CPU from a recording; None: it can, in a trial."""
         trial, streams = self.empty_call(), self._streams
         self._trial = trial  # a call must outlive what may still be under way
 
@@ -182,11 +182,11 @@ class Link:
 
     def mark_experts(self) -> None:
         """`wait_experts` waits for everything sent so far."""
-        self._known.record()
+        self._selection_known.record()
 
     def wait_experts(self) -> None:
         """Wait until the experts that were sent before the input have arrived."""
-        self._known.synchronize()
+        self._selection_known.synchronize()
 
     def arrived(self) -> bool:
         """Whether `wait` would return at once."""
@@ -197,10 +197,10 @@ class Link:
         the buffer for the sums, float32 [tokens, d_model]."""
         key = tokens, cold
         if key not in self._views:
-            here = self._here.numpy()
+            received = self._host.numpy()
             end = 4 * tokens * self._d_model
-            selected = here[end : end + tokens * cold].reshape(tokens, cold) if cold else None
-            x = here[:end].view(np.float32).reshape(tokens, self._d_model)
+            selected = received[end : end + tokens * cold].reshape(tokens, cold) if cold else None
+            x = received[:end].view(np.float32).reshape(tokens, self._d_model)
             self._views[key] = x, selected, self._back[:tokens].numpy()
         return self._views[key]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def earlier_tokens(batch: Batch) -> NDArray[np.int64]:
-    """Of each sequence of a step, a row of its page table, the tokens before those of the step; 0 where it has none."""
+    """Tokens of each sequence of a step, a row of its page table, before those of the step; 0 where it has none."""
     first = np.full(len(batch.page_table), np.iinfo(np.int64).max)
     np.minimum.at(first, batch.rows, batch.positions)
     first[first == np.iinfo(np.int64).max] = 0
@@ -51,17 +51,17 @@ class PassedCache:
         import torch
 
         config = cpu.config
-        every = [
+        attending = [
             n for n in range(gpu.layers, config.n_layers) if isinstance(config.layers[n].attention, AttentionConfig)
         ]
-        page = max((math.prod(cpu.cached(layer).shape[1:]) for layer in every), default=0)
+        page = max((math.prod(cpu.cached(layer).shape[1:]) for layer in attending), default=0)
         self.token_bytes = page // native.PAGE
         nbytes = return_buffer(page, cpu.max_tokens, stage.nbytes // BUFFERS)
         self._cpu = cpu
         self._gpu = gpu
         self._stage = stage
         streams = streams_of(gpu.device)
-        self._here = [streams.pinned(nbytes, torch.uint8) for _ in range(BUFFERS)]
+        self._host = [streams.pinned(nbytes, torch.uint8) for _ in range(BUFFERS)]
         self._came = [streams.event() for _ in range(BUFFERS)]
         self._waiting: list[Returned | None] = [None] * BUFFERS
         self._turn = 0
@@ -76,29 +76,29 @@ class PassedCache:
 
     def bring(self, layer: int, window: int | None) -> None:
         """Copy what the step's tokens can see of earlier ones to the GPU: the last `window` tokens, None: all."""
-        pages, there = self._page_numbers(window or 0)
+        pages, places = self._page_numbers(window or 0)
         keys, values = self._gpu.cache(layer)
         cached = self._cpu.cached(layer)
         _, *shape = cached.shape
-        step = self._stage.at_once(shape[0] * shape[1])
+        step = self._stage.items_held(shape[0] * shape[1])
         for begin in range(0, len(pages), step):
-            some = pages[begin : begin + step]
-            with self._stage.sent([cached[some].reshape(-1)]) as (raw,):
+            chunk = pages[begin : begin + step]
+            with self._stage.sent([cached[chunk].reshape(-1)]) as (raw,):
                 assert raw is not None
-                gpu_pages.put(keys, values, there[begin : begin + step], raw.view(len(some), *shape))
+                gpu_pages.put(keys, values, places[begin : begin + step], raw.view(len(chunk), *shape))
 
     def give_back(self, layer: int) -> None:
         """Copy the pages with the step's tokens to the CPU."""
-        pages, there = self._page_numbers(None)
+        pages, places = self._page_numbers(None)
         keys, values = self._gpu.cache(layer)
         cached = self._cpu.cached(layer)
         heads, nbytes = cached.shape[1:]
-        step = len(self._here[0]) // (heads * nbytes)
+        step = len(self._host[0]) // (heads * nbytes)
         for begin in range(0, len(pages), step):
             slot, self._turn = self._turn, (self._turn + 1) % BUFFERS
             self._write(slot)
-            raw = gpu_pages.taken(keys, values, there[begin : begin + step], nbytes).view(-1)
-            self._here[slot][: len(raw)].copy_(raw, non_blocking=True)
+            raw = gpu_pages.taken(keys, values, places[begin : begin + step], nbytes).view(-1)
+            self._host[slot][: len(raw)].copy_(raw, non_blocking=True)
             self._came[slot].record()
             self._waiting[slot] = cached, pages[begin : begin + step], len(raw)
 
@@ -114,29 +114,29 @@ class PassedCache:
             return
         cached, pages, nbytes = waiting
         self._came[slot].synchronize()
-        cached[pages] = self._here[slot].numpy()[:nbytes].reshape(-1, *cached.shape[1:])
+        cached[pages] = self._host[slot].numpy()[:nbytes].reshape(-1, *cached.shape[1:])
         self._waiting[slot] = None
 
     def _page_numbers(self, window: int | None) -> Pages:
-        """Of the step: pages of earlier tokens that a window reaches back to, 0: all; None: those that it writes to."""
+        """Pages of the step's earlier tokens that a window reaches back to, 0: all; None: those that it writes to."""
         import torch
 
         if window not in self._pages:
             assert self._batch is not None
             batch, table = self._batch, self._batch.page_table
             if window is None:
-                found = table[batch.rows, batch.positions // native.PAGE]
+                numbers = table[batch.rows, batch.positions // native.PAGE]
             else:
                 first = earlier_tokens(batch)
                 place = native.PAGE * np.arange(table.shape[1], dtype=np.int32)
-                seen = place < first[:, None]
+                reached = place < first[:, None]
                 if window:
-                    seen &= place + native.PAGE > first[:, None] - window + 1
-                found = table[seen]
-            own = np.unique(found).astype(np.int64)
-            self._pages[window] = own, torch.from_numpy(own).to(self._gpu.device)
+                    reached &= place + native.PAGE > first[:, None] - window + 1
+                numbers = table[reached]
+            unique = np.unique(numbers).astype(np.int64)
+            self._pages[window] = unique, torch.from_numpy(unique).to(self._gpu.device)
         return self._pages[window]
 
     def close(self) -> None:
         """Free the buffers; no step follows."""
-        self._here, self._waiting = [], []
+        self._host, self._waiting = [], []

@@ -41,24 +41,24 @@ class Recordings:
         self._parts = [(static, list(group)) for static, group in groupby(operators, lambda one: one.static)]
         self._recorder = recorder
         self._shapes = shapes
-        self._kept: dict[tuple[int, ...], dict[int, Run | None]] = {}
+        self._runs: dict[tuple[int, ...], dict[int, Run | None]] = {}
 
     def run(self, step: Step) -> None:
         """All operators on the step."""
-        kept = self._kept.pop(step.key, {})
-        if len(self._kept) == self._shapes:
-            del self._kept[next(iter(self._kept))]
-        self._kept[step.key] = kept
+        runs = self._runs.pop(step.key, {})
+        if len(self._runs) == self._shapes:
+            del self._runs[next(iter(self._runs))]
+        self._runs[step.key] = runs
         for number, (static, operators) in enumerate(self._parts):
-            if not static or number not in kept:
+            if not static or number not in runs:
                 if static:  # the first time it just runs: kernels are compiled, memory is allocated
-                    kept[number] = None
+                    runs[number] = None
                 for operator in operators:
                     operator.run(step)
             else:
-                recorded = kept[number]
+                recorded = runs[number]
                 if recorded is None:
-                    recorded = kept[number] = self._recorder(_runner(operators, replace(step)), _state(step))
+                    recorded = runs[number] = self._recorder(_runner(operators, replace(step)), _state(step))
                 step.attended, step.normed = recorded(_state(step))
             step.forget_codes()
 
@@ -66,7 +66,7 @@ class Recordings:
         """Drop the recordings of a layer's operators."""
         for number, (_, operators) in enumerate(self._parts):
             if any(operator.layer == layer for operator in operators):
-                for kept in self._kept.values():
+                for kept in self._runs.values():
                     kept.pop(number, None)
 
 

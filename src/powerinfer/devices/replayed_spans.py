@@ -33,16 +33,16 @@ class ReplayedSpans:
         """The operators, with others around those that are recorded together that begin and end a span."""
         marked: list[Operator] = []
         for static, group in groupby(operators, lambda one: one.static):
-            own = list(group)
+            together = list(group)
             if static:
-                of = "+".join(dict.fromkeys(one.kind for one in own)), own[0].layer
+                of = "+".join(dict.fromkeys(one.kind for one in together)), together[0].layer
                 begin = Operator(*of, partial(self._begin, *of), static=False)
-                own = [begin, *own, replace(begin, run=self._end)]
-            marked += own
+                together = [begin, *together, replace(begin, run=self._end)]
+            marked += together
         return marked
 
     def record(self, run: Run, state: State) -> Run:
-        """As the recorder does."""
+        """Record as the recorder does."""
         recorded = self._recorder(run, state)
         self._trace.leave_out()
 

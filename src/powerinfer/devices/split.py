@@ -31,8 +31,10 @@ class SplitExecutor:
     The result for a token is the same on every run. Its rounding may depend on the number of tokens in the call.
     """
 
-    def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, streamed: StreamedLayers | None = None, why: str = "") -> None:
-        """why: the GPU has these layers."""
+    def __init__(
+        self, cpu: CpuExecutor, gpu: GpuLayers, streamed: StreamedLayers | None = None, reason: str = ""
+    ) -> None:
+        """reason: for the layers that the GPU has."""
         assert cpu.n_pages == gpu.n_pages and cpu.max_tokens == gpu.max_tokens and cpu.first_layer == gpu.layers
         self.cpu = cpu
         self.gpu = gpu
@@ -47,9 +49,9 @@ class SplitExecutor:
         assert pages is not None
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         part = GpuPart(gpu.layers, gpu.has_head, str(gpu.device))
-        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.how)
-        if why:
-            self.tell(why)
+        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
+        if reason:
+            self.tell(reason)
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""
@@ -58,7 +60,7 @@ class SplitExecutor:
 
     @property
     def disk(self) -> DiskTier | None:
-        """What stays on disk of the CPU's layers, and of experts and neurons that are split."""
+        """The part that stays on disk of the CPU's layers, and of experts and neurons that are split."""
         return self.cpu.disk
 
     @property

@@ -117,7 +117,7 @@ class Stage:
         self._host = [self._streams.pinned(nbytes, torch.uint8) for _ in range(BUFFERS)]
         self._share = MemoryShare(to)  # other models' limits do not count for its buffers
         try:
-            self._there = [torch.empty(nbytes, dtype=torch.uint8, device=to) for _ in range(BUFFERS)]
+            self._on_device = [torch.empty(nbytes, dtype=torch.uint8, device=to) for _ in range(BUFFERS)]
         except BaseException:
             self._share.end()
             raise
@@ -140,15 +140,17 @@ class Stage:
         return min(self.piece_bytes, self.piece_bytes * layout.pitch // gpu.neuron_bytes(layout))
 
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
-        """How many experts a buffer holds beside the table of their places; arguments as of `expert_buffer`."""
+        """The number of experts that a buffer holds beside the table of their places; arguments as of
+        `expert_buffer`."""
         return (self._size - _table_bytes(experts)) // _lines(matrices)
 
     def panels_at_once(self, kind: str, k: int, nbytes: int) -> int:
-        """How many panels of k columns, of `nbytes` each, a buffer holds as they are and converted; at least one."""
-        return self.at_once(max(nbytes, gpu_panels.panel_bytes(kind, k)))
+        """The number of panels of k columns, of `nbytes` each, that a buffer holds as they are and converted; at least
+        1."""
+        return self.items_held(max(nbytes, gpu_panels.panel_bytes(kind, k)))
 
-    def at_once(self, nbytes: int) -> int:
-        """How many items of that size a buffer holds; at least one."""
+    def items_held(self, nbytes: int) -> int:
+        """The number of items of that size that a buffer holds; at least one."""
         return max(1, self._size // nbytes)
 
     @property
@@ -159,7 +161,7 @@ class Stage:
     def close(self) -> None:
         """Free the buffers and end the threads that copy; no step follows. May be called twice."""
         self.least = None
-        self._host, self._there = [], []
+        self._host, self._on_device = [], []
         self._share.end()
         if self._pool is not None:
             self._pool.shutdown()
@@ -189,10 +191,10 @@ class Stage:
         kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
         for piece in islice(pieces(layout, cold, self.limit(layout), BESIDE), most):
             index = cold.index[piece.first : piece.last]
-            own = [None if values is None else values[index].astype(np.float32) for values in vectors]
-            with self.sent([piece.rows, piece.at, piece.group, piece.shared, *own]) as (rows, *others):
+            of_piece_vectors = [None if values is None else values[index].astype(np.float32) for values in vectors]
+            with self.sent([piece.rows, piece.at, piece.group, piece.shared, *of_piece_vectors]) as (rows, *more):
                 at, group, shared, *of_piece = (
-                    None if part is None else part.view(kind) for part, kind in zip(others, kinds, strict=True)
+                    None if part is None else part.view(kind) for part, kind in zip(more, kinds, strict=True)
                 )
                 assert rows is not None and at is not None and group is not None and shared is not None
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, of_piece)
@@ -212,15 +214,15 @@ class Stage:
             if part is not None:
                 self._copy(host[places[-1]], part.view(np.uint8))
             at += -(-size // LINE) * LINE
-        here, there = self._host[slot][:at], self._there[slot][:at]
+        pinned, sent = self._host[slot][:at], self._on_device[slot][:at]
         main = self._streams.current()
         self._side.wait_event(self._summed[slot])
         with self._streams.on(self._side):
-            there.copy_(here, non_blocking=True)
+            sent.copy_(pinned, non_blocking=True)
         self._copied[slot].record(self._side)
         main.wait_event(self._copied[slot])
         try:
-            yield [None if part is None else there[place] for part, place in zip(parts, places, strict=True)]
+            yield [None if part is None else sent[place] for part, place in zip(parts, places, strict=True)]
         finally:
             self._summed[slot].record(main)
 

@@ -45,8 +45,8 @@ def _layer_bytes(kind: StateKind) -> int:
 
 
 def _kinds(config: ModelConfig, layers: slice) -> list[StateKind]:
-    every = config.states
-    return [every[layer] for layer in range(config.n_layers)[layers] if layer in every]
+    configs = config.states
+    return [configs[layer] for layer in range(config.n_layers)[layers] if layer in configs]
 
 
 class StateMemory:
@@ -74,8 +74,8 @@ class StateMemory:
         if batch.states is None or batch.read_states is None:
             if len(batch.page_table) > self.slots:
                 raise RequestError(f"{len(batch.page_table)} sequences, and states of {self.slots}: raise --max-batch")
-            own = np.arange(len(batch.page_table), dtype=np.int32)
-            return own, own
+            slots = np.arange(len(batch.page_table), dtype=np.int32)
+            return slots, slots
         first, _ = runs_of(batch)
         at, row = batch.positions[first], batch.rows[first]
         later = at > 0

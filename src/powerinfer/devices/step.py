@@ -62,8 +62,8 @@ class Step:
             self.normed = norm, norm(self.x, self.read, for_codes=True)  # neurons and experts mostly take them
 
     def forget_codes(self) -> None:
-        """What kernels made beside their results (`for_codes`) is in memory of one recording. What follows may be
-        recorded at another time, and must not look there."""
+        """Forget what kernels made beside their results (`for_codes`), which is in memory of one recording. What
+        follows may be recorded at another time, and must not look there."""
         for result in (self.read, self.attended, self.beside, self.normed and self.normed[1]):
             if result is not None:
                 gpu.forget_codes(result)
@@ -83,7 +83,7 @@ class Step:
 
     @property
     def target(self) -> Tensor:
-        """Where the parts of an FFN are added: total, or x."""
+        """The tensor to which the parts of an FFN are added: total, or x."""
         return self.x if self.total is None else self.total
 
     def add_part(self, more: Tensor) -> None:

@@ -105,12 +105,12 @@ _MOST_SHAPES = 64
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the numbers of a step of some shape are: in pinned memory, and on the device as a `Step` has them."""
+    """The places of the numbers of a step of some shape: in pinned memory, and on the device as a `Step` has them."""
 
     slots: NDArray[np.int64]
     numbers: tuple[NDArray[np.int32], ...]  # positions, rows, logit_rows, page_table, and runs if there are any
-    here: Tensor
-    there: Tensor
+    pinned: Tensor
+    uploaded: Tensor
     on_device: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # positions, rows, slots, page_table, logit_rows
     runs: Tensor | None
 
@@ -125,19 +125,19 @@ class _Description:
 
     def _allocate(self, nbytes: int) -> None:
         torch = import_torch()
-        self._here = self._streams.pinned(nbytes, torch.uint8)
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._pinned = self._streams.pinned(nbytes, torch.uint8)
+        self._uploaded = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         self._places: dict[tuple[int, ...], _Places] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return int(self._there.nbytes)
+        return int(self._uploaded.nbytes)
 
     @property
     def address(self) -> int:
         """Their address on the device."""
-        return int(self._there.data_ptr())
+        return int(self._uploaded.data_ptr())
 
     def upload(
         self, batch: Batch, runs: NDArray[np.int32] | None
@@ -155,7 +155,7 @@ class _Description:
             place[...] = part
         if runs is not None:
             places.numbers[-1][...] = runs.reshape(-1)
-        places.there.copy_(places.here, non_blocking=True)
+        places.uploaded.copy_(places.pinned, non_blocking=True)
         return places.on_device, places.runs
 
     def _make_places(self, tokens: int, logit_rows: int, sequences: int, width: int, runs: int) -> _Places:
@@ -163,15 +163,16 @@ class _Description:
         # First the slots, which are int64; runs last, so that the other places do not depend on them.
         sizes = [2 * tokens, tokens, tokens, logit_rows, sequences * width, runs]
         nbytes = 4 * sum(sizes)
-        if nbytes > len(self._here):
+        if nbytes > len(self._pinned):
             self._allocate(1 << (nbytes - 1).bit_length())
-        here, there = self._here[:nbytes], self._there[:nbytes]
-        slots, *numbers = np.split(here.numpy().view(np.int32), np.cumsum(sizes[:-1]))
-        wide, positions, rows, logits, table, more = there.view(torch.int32).split(sizes)
+        pinned, uploaded = self._pinned[:nbytes], self._uploaded[:nbytes]
+        slots, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
+        wide, positions, rows, logits, table, more = uploaded.view(torch.int32).split(sizes)
         on_device = positions, rows, wide.view(torch.int64), table.view(sequences, width), logits
         numbers[3] = numbers[3].reshape(sequences, width)
-        own = _Places(slots.view(np.int64), tuple(numbers), here, there, on_device, more.view(-1, 4) if runs else None)
+        run_table = more.view(-1, 4) if runs else None
+        places = _Places(slots.view(np.int64), tuple(numbers), pinned, uploaded, on_device, run_table)
         if len(self._places) == _MOST_SHAPES:
             del self._places[next(iter(self._places))]
-        self._places[tokens, logit_rows, sequences, width, runs] = own
-        return own
+        self._places[tokens, logit_rows, sequences, width, runs] = places
+        return places

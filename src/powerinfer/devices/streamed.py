@@ -51,11 +51,11 @@ class BothMatrices:
     """A matrix in RAM that may stream. kept: as of `PanelMatrix`."""
 
     cpu: _native.Matrix
-    kept: NDArray[np.int64] | None = None
+    rows_kept: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
-class Span:
+class StreamedSpan:
     """Operators [first, last) of a layer in the CPU's program, those of the GPU in their place, and the bytes that
     stream for these."""
 
@@ -65,13 +65,13 @@ class Span:
     operators: tuple[Operator, ...]
     nbytes: int
 
-    def then(self, other: Span) -> Span:
+    def then(self, other: StreamedSpan) -> StreamedSpan:
         """Both, one after another."""
         operators = self.operators + other.operators
-        return Span(self.layer, self.first, other.last, operators, self.nbytes + other.nbytes)
+        return StreamedSpan(self.layer, self.first, other.last, operators, self.nbytes + other.nbytes)
 
 
-class _Neurons:
+class _StreamedNeurons:
     """All neurons of a layer in RAM as an FFN of one part (`FfnParts`), which streams."""
 
     def __init__(
@@ -90,7 +90,7 @@ class _Neurons:
         self._gpu = gpu
         self._stage = stage
         self._layout = layout
-        self._about = config, vectors.of_neurons, threshold
+        self._settings = config, vectors.of_neurons, threshold
         full = config.size // BUNDLE_GROUP
         counts = np.zeros(len(groups), np.int32)
         counts[:full] = BUNDLE_GROUP
@@ -110,9 +110,9 @@ class _Neurons:
 
     def _add(self, step: Step) -> None:
         assert step.read is not None
-        some = 1 if self._gpu.rehearses else None  # one piece takes as much memory as all
+        pieces = 1 if self._gpu.rehearses else None  # one piece takes as much memory as all
         for part in self._parts:
-            self._stage.add_sum(step.target, step.read, self._layout, part, *self._about, some)
+            self._stage.add_sum(step.target, step.read, self._layout, part, *self._settings, pieces)
         step.normed = None
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class StreamedLayers:
 
     def __init__(self, cpu: CpuExecutor, gpu: GpuLayers, stage: Stage) -> None:
         self.stage = stage
-        self.spans: list[Span] = []
+        self.spans: list[StreamedSpan] = []
         self._cpu = cpu
         self._gpu = gpu
         self._cache = PassedCache(cpu, gpu, stage)
@@ -139,12 +139,12 @@ class StreamedLayers:
     # ---------------------------------------------------------------- wiring
 
     def matrix(self, tensor: RawTensor, row_map: NDArray[np.int32] | None = None) -> BothMatrices:
-        """As of `CpuExecutor`."""
-        kept = None if row_map is None or row_map.min() >= 0 else np.flatnonzero(row_map >= 0)
-        return BothMatrices(self._cpu.matrix(tensor, row_map), kept)
+        """Wire as `CpuExecutor` does."""
+        numbers = None if row_map is None or row_map.min() >= 0 else np.flatnonzero(row_map >= 0)
+        return BothMatrices(self._cpu.matrix(tensor, row_map), numbers)
 
     def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
-        """As of `CpuExecutor`."""
+        """Wire as `CpuExecutor` does."""
         return self._cpu.head_rows(heads, dim, interleaved)
 
     def norm(self, weight: Float32, bias: Float32 | None = None) -> BothNorms:
@@ -152,7 +152,7 @@ class StreamedLayers:
         return BothNorms(self._cpu.norm(weight, bias), self._gpu.norm(weight, bias))
 
     def scale(self, factor: float) -> BothNorms:
-        """In place of a norm over rows of d_model: a factor."""
+        """A factor in place of a norm over rows of d_model."""
         return BothNorms(self._cpu.scale(factor), self._gpu.scale(factor))
 
     def attention(
@@ -164,17 +164,17 @@ class StreamedLayers:
         biases: Sequence[Float32 | None] = (None, None, None),
         **more: Any,
     ) -> None:
-        """On both; on the CPU where Mamba2 is beside it."""
+        """Wire on both; on the CPU where Mamba2 is beside it."""
         first = self._cpu.operators
-        self._cpu.attention(layer, _of_cpu(norm), [one.cpu for one in qkv], biases=biases, **more)
-        about = self._cpu.config.layers[layer].attention
-        if not isinstance(about, AttentionConfig):
+        self._cpu.attention(layer, _cpu_norm(norm), [one.cpu for one in qkv], biases=biases, **more)
+        attention = self._cpu.config.layers[layer].attention
+        if not isinstance(attention, AttentionConfig):
             return
         matrices = self._streaming(*qkv)
-        rows = [None if b is None or m.kept is None else b[m.kept] for b, m in zip(biases, qkv, strict=True)]
-        own = [of if kept is None else kept for of, kept in zip(biases, rows, strict=True)]
-        self._gpu.attention(layer, _of_gpu(norm), matrices, biases=own, **more)
-        before = Operator("cache", layer, lambda _: self._cache.bring(layer, about.window))
+        rows = [None if b is None or m.rows_kept is None else b[m.rows_kept] for b, m in zip(biases, qkv, strict=True)]
+        gpu_biases = [of if kept is None else kept for of, kept in zip(biases, rows, strict=True)]
+        self._gpu.attention(layer, _gpu_norm(norm), matrices, biases=gpu_biases, **more)
+        before = Operator("cache", layer, lambda _: self._cache.bring(layer, attention.window))
         behind = Operator("cache", layer, lambda _: self._cache.give_back(layer))
         self._add(layer, first, matrices, before, self._gpu.latest(layer), behind)
         self._attending = layer
@@ -190,46 +190,46 @@ class StreamedLayers:
         kv_norm: Float32,
         k_b: RawTensor,
     ) -> None:
-        """On the CPU."""
+        """Wire on the CPU."""
         first = None if q_latent is None else q_latent.cpu
-        self._cpu.latent_attention(layer, _of_cpu(norm), first, q_norm, q.cpu, kv.cpu, kv_norm, k_b)
+        self._cpu.latent_attention(layer, _cpu_norm(norm), first, q_norm, q.cpu, kv.cpu, kv_norm, k_b)
 
     def latent_project(self, layer: int, v_b: RawTensor, matrix: BothMatrices, norm: BothNorms | None = None) -> None:
-        """On the CPU."""
-        self._cpu.latent_project(layer, v_b, matrix.cpu, _of_cpu(norm))
+        """Wire on the CPU."""
+        self._cpu.latent_project(layer, v_b, matrix.cpu, _cpu_norm(norm))
 
     def gate_attended(self, layer: int, norm: BothNorms | None, matrix: BothMatrices) -> None:
-        """On both."""
+        """Wire on both."""
         first = self._cpu.operators
-        self._cpu.gate_attended(layer, _of_cpu(norm), matrix.cpu)
-        (own,) = self._streaming(matrix)
-        self._gpu.gate_attended(layer, _of_gpu(norm), own)
-        self._add(layer, first, [own])
+        self._cpu.gate_attended(layer, _cpu_norm(norm), matrix.cpu)
+        (streaming,) = self._streaming(matrix)
+        self._gpu.gate_attended(layer, _gpu_norm(norm), streaming)
+        self._add(layer, first, [streaming])
 
     def delta_net(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
-        """On the CPU."""
-        self._cpu.delta_net(layer, _of_cpu(norm), [one.cpu for one in matrices], **more)
+        """Wire on the CPU."""
+        self._cpu.delta_net(layer, _cpu_norm(norm), [one.cpu for one in matrices], **more)
 
     def mamba(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
-        """On the CPU."""
-        self._cpu.mamba(layer, _of_cpu(norm), [one.cpu for one in matrices], **more)
+        """Wire on the CPU."""
+        self._cpu.mamba(layer, _cpu_norm(norm), [one.cpu for one in matrices], **more)
 
     def project(
         self, layer: int, matrix: BothMatrices, bias: Float32 | None = None, norm: BothNorms | None = None
     ) -> None:
-        """Where attention is: on both, or on the CPU."""
+        """Wire where attention is: on both, or on the CPU."""
         first = self._cpu.operators
-        self._cpu.project(layer, matrix.cpu, bias, _of_cpu(norm))
+        self._cpu.project(layer, matrix.cpu, bias, _cpu_norm(norm))
         if layer == self._attending:
-            (own,) = self._streaming(matrix)
-            self._gpu.project(layer, own, bias, _of_gpu(norm))
-            self._add(layer, first, [own])
+            (streaming,) = self._streaming(matrix)
+            self._gpu.project(layer, streaming, bias, _gpu_norm(norm))
+            self._add(layer, first, [streaming])
 
     def project_beside(
         self, layer: int, matrix: BothMatrices, bias: Float32 | None = None, norm: BothNorms | None = None
     ) -> None:
-        """On the CPU."""
-        self._cpu.project_beside(layer, matrix.cpu, bias, _of_cpu(norm))
+        """Wire on the CPU."""
+        self._cpu.project_beside(layer, matrix.cpu, bias, _cpu_norm(norm))
 
     def ffn(
         self,
@@ -241,13 +241,13 @@ class StreamedLayers:
         vectors: FfnVectors = NO_VECTORS,
         out_norm: BothNorms | None = None,
     ) -> None:
-        """On both."""
+        """Wire on both."""
         of_gate, first = None if gate is None else gate.cpu, self._cpu.operators
-        self._cpu.ffn(layer, _of_cpu(norm), of_gate, up.cpu, down.cpu, vectors, _of_cpu(out_norm))
+        self._cpu.ffn(layer, _cpu_norm(norm), of_gate, up.cpu, down.cpu, vectors, _cpu_norm(out_norm))
         matrices = self._streaming(*([up, down] if gate is None else [gate, up, down]))
-        *own, of_up, of_down = matrices
-        norms = _of_gpu(norm), _of_gpu(out_norm)
-        self._gpu.ffn(layer, norms[0], own[0] if own else None, of_up, of_down, vectors, norms[1])
+        *gates, of_up, of_down = matrices
+        norms = _gpu_norm(norm), _gpu_norm(out_norm)
+        self._gpu.ffn(layer, norms[0], gates[0] if gates else None, of_up, of_down, vectors, norms[1])
         self._add(layer, first, matrices)
 
     def bundled_ffn(
@@ -262,48 +262,48 @@ class StreamedLayers:
         threshold: float = 0.0,
         predictor: Weights | None = None,
     ) -> None:
-        """On both; on the GPU all gates are computed. Arguments as of `CpuExecutor`."""
+        """Wire on both; on the GPU all gates are computed. Arguments as of `CpuExecutor`."""
         first = self._cpu.operators
-        own: dict[str, Any] = {"norm": _of_cpu(norm), "out_norm": _of_cpu(out_norm), "predictor": predictor}
-        self._cpu.bundled_ffn(layer, layout, bundles, vectors=vectors, threshold=threshold, **own)
-        about = self._cpu.config.layers[layer].neurons
-        parts = _Neurons(layer, self._gpu, self.stage, layout, bundles, about, vectors, threshold)
-        self._gpu.split_ffn(layer, _of_gpu(norm), parts, vectors.down_bias, _of_gpu(out_norm))
+        options: dict[str, Any] = {"norm": _cpu_norm(norm), "out_norm": _cpu_norm(out_norm), "predictor": predictor}
+        self._cpu.bundled_ffn(layer, layout, bundles, vectors=vectors, threshold=threshold, **options)
+        config = self._cpu.config.layers[layer].neurons
+        parts = _StreamedNeurons(layer, self._gpu, self.stage, layout, bundles, config, vectors, threshold)
+        self._gpu.split_ffn(layer, _gpu_norm(norm), parts, vectors.down_bias, _gpu_norm(out_norm))
         self._add_span(layer, first, self._gpu.streamed_ffn(layer), bundles.nbytes)
 
     def normalise(self, layer: int, norm: BothNorms) -> None:
-        """On both."""
+        """Wire on both."""
         first = self._cpu.operators
         self._cpu.normalise(layer, norm.cpu)
         self._gpu.normalise(layer, norm.gpu)
         self._add(layer, first)
 
     def head(self, norm: BothNorms | None, matrix: BothMatrices, projection: BothMatrices | None = None) -> None:
-        """On the CPU."""
-        self._cpu.head(_of_cpu(norm), matrix.cpu, None if projection is None else projection.cpu)
+        """Wire on the CPU."""
+        self._cpu.head(_cpu_norm(norm), matrix.cpu, None if projection is None else projection.cpu)
 
     def _streaming(self, *matrices: BothMatrices) -> list[PanelMatrix]:
-        found = []
-        for one in matrices:
-            native, panels = one.cpu, one.cpu.panels
+        streaming = []
+        for matrix in matrices:
+            native, panels = matrix.cpu, matrix.cpu.panels
             assert panels is not None, "a matrix on disk does not stream"
-            rows = native.rows if one.kept is None else len(one.kept)
-            found.append(PanelMatrix(self.stage, native.type, rows, native.k, panels, one.kept))
-        return found
+            rows = native.rows if matrix.rows_kept is None else len(matrix.rows_kept)
+            streaming.append(PanelMatrix(self.stage, native.type, rows, native.k, panels, matrix.rows_kept))
+        return streaming
 
     def _add(self, layer: int, first: int, matrices: Sequence[PanelMatrix] = (), *operators: Operator) -> None:
-        """These operators, () for what the GPU got last of a layer, do what the CPU's from `first` on do."""
+        """Note that these operators, () for what the GPU got last of a layer, do what the CPU's from `first` on do."""
         nbytes = sum(one.panels.nbytes for one in matrices)
         self._add_span(layer, first, operators or (self._gpu.latest(layer),), nbytes)
 
     def _add_span(self, layer: int, first: int, operators: Sequence[Operator], nbytes: int) -> None:
-        """These operators do what the CPU's from `first` on do; nbytes: that stream for them."""
-        own = Span(layer, first, self._cpu.operators, tuple(operators), nbytes)
+        """Note that these operators do what the CPU's from `first` on do; nbytes: that stream for them."""
+        added = StreamedSpan(layer, first, self._cpu.operators, tuple(operators), nbytes)
         before = self.spans[-1] if self.spans else None
         if before is not None and (before.layer, before.last) == (layer, first):
-            self.spans[-1] = before.then(own)
+            self.spans[-1] = before.then(added)
         else:
-            self.spans.append(own)
+            self.spans.append(added)
 
     # ---------------------------------------------------------------- running
 
@@ -317,31 +317,31 @@ class StreamedLayers:
         beside = int(earlier_tokens(batch)[few].sum()) * self._cache.token_bytes
         return beside <= max(own.nbytes for own in self.spans)
 
-    def _together(self) -> list[Span]:
+    def _together(self) -> list[StreamedSpan]:
         """The spans, as one where one begins as the other ends."""
-        found: list[Span] = []
-        for own in self.spans:
-            if found and found[-1].last == own.first:
-                found[-1] = found[-1].then(own)
+        joined: list[StreamedSpan] = []
+        for part in self.spans:
+            if joined and joined[-1].last == part.first:
+                joined[-1] = joined[-1].then(part)
             else:
-                found.append(own)
-        return found
+                joined.append(part)
+        return joined
 
     def run(self, batch: Batch, x: Float32, operators: Sequence[Operator]) -> Float32:
         """x float32 [T, d_model] after operators of spans; as of `GpuLayers.run_streamed`."""
         self._cache.begin(batch)
-        found = self._gpu.run_streamed(batch, x, operators)
+        out = self._gpu.run_streamed(batch, x, operators)
         self._cache.end()
-        return found
+        return out
 
     def finish(self, batch: Batch, trace: Trace | None = None) -> Float32:
-        """As `CpuExecutor.finish`, with what streams on the GPU."""
+        """Finish as `CpuExecutor` does, with what streams on the GPU."""
         at: int | None = None
-        for own in self._together():
+        for part in self._together():
             with span(trace, "cpu", "layers", -1):
-                x = self._cpu.run_part(batch, at, own.first)
-            x[:] = self.run(batch, x, own.operators)
-            at = own.last
+                x = self._cpu.run_part(batch, at, part.first)
+            x[:] = self.run(batch, x, part.operators)
+            at = part.last
         with span(trace, "cpu", "layers and head", -1):
             return self._cpu.finish(batch, at)
 
@@ -352,9 +352,9 @@ class StreamedLayers:
         self.stage.close()
 
 
-def _of_cpu(norm: BothNorms | None) -> _native.Norm | None:
+def _cpu_norm(norm: BothNorms | None) -> _native.Norm | None:
     return None if norm is None else norm.cpu
 
 
-def _of_gpu(norm: BothNorms | None) -> GpuNorm | None:
+def _gpu_norm(norm: BothNorms | None) -> GpuNorm | None:
     return None if norm is None else norm.gpu

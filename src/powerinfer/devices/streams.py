@@ -1,4 +1,4 @@
-"""What a device does beside the host: its streams, events, pinned memory, recordings and calls of the host, in one
+"""The work of a device beside the host: its streams, events, pinned memory, recordings and calls of the host, in one
 interface.
 
 All that the project says about them goes through `streams_of(device)`. CUDA's own objects have these methods; on
@@ -42,7 +42,7 @@ class Stream(Protocol):
     """Operations of a device, one after another; those of two streams run in any order, or at the same time."""
 
     def wait_event(self, event: Any) -> None:
-        """What the stream is given from now on begins once the event is reached."""
+        """Let what the stream is given from now on begin once the event is reached."""
         ...
 
 
@@ -51,7 +51,7 @@ Recorded = Callable[[], None]
 
 
 class Streams(Protocol):
-    """Of one device."""
+    """The streams of one device."""
 
     def pinned(self, shape: int | Sequence[int], kind: dtype) -> Tensor:
         """Zeros in host memory with which copies go on beside the host (`non_blocking`)."""
@@ -108,24 +108,24 @@ class CudaStreams:
         return torch.zeros(shape, dtype=kind, pin_memory=True)
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
-        own: Event = self._cuda.Event(enable_timing=timed, blocking=sleeps)
-        return own
+        event: Event = self._cuda.Event(enable_timing=timed, blocking=sleeps)
+        return event
 
     def stream(self) -> Stream:
-        own: Stream = self._cuda.Stream(self._device)
-        return own
+        stream: Stream = self._cuda.Stream(self._device)
+        return stream
 
     def current(self) -> Stream:
-        own: Stream = self._cuda.current_stream(self._device)
-        return own
+        stream: Stream = self._cuda.current_stream(self._device)
+        return stream
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        own: AbstractContextManager[Any] = self._cuda.stream(stream)
-        return own
+        context: AbstractContextManager[Any] = self._cuda.stream(stream)
+        return context
 
     def active(self) -> AbstractContextManager[Any]:
-        own: AbstractContextManager[Any] = self._cuda.device(self._device)
-        return own
+        context: AbstractContextManager[Any] = self._cuda.device(self._device)
+        return context
 
     def finish(self) -> None:
         self._cuda.synchronize(self._device)
@@ -142,9 +142,9 @@ class CudaStreams:
 
         def record(run: Callable[[], None]) -> Recorded:
             graph = cuda.CUDAGraph()
-            own = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+            options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
             # Outside: a recording that fails may leave its own stream as the current one.
-            with cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **own):
+            with cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **options):
                 run()
             first.append(graph) if not first else None
             replay: Recorded = graph.replay
@@ -196,7 +196,7 @@ class _Immediate:
 
 
 class ImmediateStreams:
-    """Those of torch's CPU device."""
+    """The streams of torch's CPU device."""
 
     def __init__(self, _: device) -> None:
         pass

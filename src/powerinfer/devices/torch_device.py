@@ -36,17 +36,17 @@ def choose_device(name: str) -> device:
         raise RequestError(f"layers cannot run on a device of type {chosen.type}: choose cuda, cuda:1 or cpu")
     if chosen.type != "cuda":
         return chosen
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
         if torch.version.cuda is None:
             raise RequestError("this torch was built without CUDA: install one with it, or leave out the GPU")
-        reason = f" ({_first_line(said[0].message)})" if said else ""
+        reason = f" ({_first_line(caught[0].message)})" if caught else ""
         raise RequestError(f"torch finds no CUDA GPU{reason}: check its driver with nvidia-smi, or leave out the GPU")
     index = chosen.index or 0
-    if index >= found:
-        raise RequestError(f"there is no {name}: this machine has {found} GPU{'s' * (found > 1)}, counted from cuda:0")
+    if index >= count:
+        raise RequestError(f"there is no {name}: this machine has {count} GPU{'s' * (count > 1)}, counted from cuda:0")
     try:
         capability = torch.cuda.get_device_capability(index)
         if capability < OLDEST:
@@ -106,25 +106,25 @@ class _Shares:
 
     def __init__(self, device: device) -> None:
         self._device = device
-        self._every: list[MemoryShare] = []
+        self._shares: list[MemoryShare] = []
         self._before, self._allowed = 0, 1.0
 
     def add(self, share: MemoryShare) -> None:
-        if not self._every:
+        if not self._shares:
             cuda = import_torch().cuda
             self._before = int(cuda.memory_reserved(self._device))
             self._allowed = float(cuda.get_per_process_memory_fraction(self._device))
-        self._every.append(share)
+        self._shares.append(share)
 
     def remove(self, share: MemoryShare) -> None:
-        self._every = [one for one in self._every if one is not share]
+        self._shares = [one for one in self._shares if one is not share]
 
     def settle(self) -> None:
         cuda, part = import_torch().cuda, self._allowed
-        limits = [one._nbytes for one in self._every]
-        known = [one for one in limits if one is not None]
-        if limits and len(known) == len(limits):
-            part = min(part, (self._before + sum(known)) / cuda.get_device_properties(self._device).total_memory)
+        limits = [one._nbytes for one in self._shares]
+        limited = [one for one in limits if one is not None]
+        if limits and len(limited) == len(limits):
+            part = min(part, (self._before + sum(limited)) / cuda.get_device_properties(self._device).total_memory)
         with current(self._device):  # torch sets its limit on the device that it leaves as the current one
             cuda.set_per_process_memory_fraction(part, self._device)
 
@@ -177,9 +177,9 @@ def gpu_failures(doing: str, remedy: str) -> Iterator[None]:
             raise
         cause: Exception = error
     except _triton_errors() as error:
-        why = (str(error).splitlines() or [type(error).__name__])[-1]  # before it a part of the kernel
+        reason = (str(error).splitlines() or [type(error).__name__])[-1]  # before it a part of the kernel
         problem = PowerInferError(
-            f"this GPU cannot run a kernel of this model while {doing} ({why}); leave out the GPU"
+            f"this GPU cannot run a kernel of this model while {doing} ({reason}); leave out the GPU"
         )
         cause = error
     problem.__cause__ = cause.with_traceback(None)  # whose frames would keep the step's tensors alive

@@ -102,7 +102,7 @@ class Trace:
         overlap: 1 - the share of a step in which neither worked.
         """
         count = max(1, len(self.steps))
-        whole = sum(end - begin for begin, end in self.steps)
+        seconds = sum(end - begin for begin, end in self.steps)
         busy = {lane: _union([(s.begin, s.end) for s in self.spans if s.lane == lane]) for lane in ("GPU", "CPU")}
         either = _length(_union(busy["GPU"] + busy["CPU"]))
         gpu, cpu = _length(busy["GPU"]), _length(busy["CPU"])
@@ -112,12 +112,12 @@ class Trace:
             kinds[name] = kinds.get(name, 0.0) + (span.end - span.begin) / count
         return {
             "steps": len(self.steps),
-            "step_s": whole / count,
+            "step_s": seconds / count,
             "gpu_s": gpu / count,
             "cpu_s": cpu / count,
             "both_s": (gpu + cpu - either) / count,
-            "neither_s": (whole - either) / count,
-            "overlap": either / whole if whole else None,
+            "neither_s": (seconds - either) / count,
+            "overlap": either / seconds if seconds else None,
             "kinds": kinds,
         }
 

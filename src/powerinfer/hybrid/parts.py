@@ -170,7 +170,7 @@ class RestingNeurons(CpuNeurons):
         self._frequency = frequency
         n = cpu.config.ffn_sizes[layer]
         self._least = cpu.parts.least_slots(n)
-        slots = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), whole=selects)
+        slots = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), entire=selects)
         self._slots = slots.slots
         self._used = slots.slots.slots
         self._first_bytes = slots.left_out

@@ -81,7 +81,7 @@ def measured(
             ffn.follow(policies[name])
         # With `static` the GPU may call the CPU, so steps are recorded anew: before they are timed.
         copier.on = False
-        for _ in range(UNRECORDED if executor.gpu.how else 0):
+        for _ in range(UNRECORDED if executor.gpu.caller else 0):
             decode_one(executor, tokens[turn * size], turn * size)
         copier.on = True
         begin = finished(device)

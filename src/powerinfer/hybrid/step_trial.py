@@ -63,5 +63,5 @@ def use(executor: SplitExecutor, caller: Caller, origin: str) -> None:
     """Let steps be run so from now on, and note it in the executor's choices. origin: of that result."""
     times = f"{1e3 * caller.called:.3g} ms a step with calls, {1e3 * caller.waited:.3g} if the host waits"
     executor.gpu.let_call(caller.calls, times)
-    steps = executor.gpu.how
+    steps = executor.gpu.caller
     executor.choices.steps = None if steps is None else steps.add(f", {origin}")

@@ -253,7 +253,7 @@ def _attach_resting(
         ffn, layout, groups = executor.ffns[layer], bundles.layouts[layer], bundles.layers[layer]
         predictor = None if selection.predictors is None else selection.predictors(layer)
         entire = predictor is not None
-        stored = neuron_slots(disk, layout, groups, all_neurons[layer], slots[layer], whole=entire, memory=memory)
+        stored = neuron_slots(disk, layout, groups, all_neurons[layer], slots[layer], entire=entire, memory=memory)
         bundles.file.release(groups)
         neurons = ffn.add_resting(stored, threshold=selection.threshold(layer), predictor=predictor)
         disk.add_neurons(layer, stored.slots, neurons, None if profile is None else profile.fraction(layer))
