@@ -307,7 +307,7 @@ def test_a_plan_places_neurons_where_there_are_any(path: Path, policy: str) -> N
         assert [sum(neurons.values()) for neurons in plan.neurons] == list(sizes)
         assert not any(number for layer, number in enumerate(plan.choice.gpu) if layer not in FFNS)
         placement = plan.placement(plan.request.profile)
-        assert [len(placement.by_tier(layer)[Tier.GPU]) for layer in range(6)] == [
+        assert [len(placement.split_by_tier(layer)[Tier.GPU]) for layer in range(6)] == [
             own[Tier.GPU] for own in plan.neurons
         ]
         assert all(own["sync"] == 0 for at, own in enumerate(plan.choice.layer_seconds) if at not in FFNS)
@@ -358,7 +358,7 @@ def test_neurons_are_read_from_disk(selector: str, tmp_path: Path, monkeypatch: 
 def test_what_has_no_ffn_has_nothing_to_prepare(tmp_path: Path) -> None:
     path = mamba_gguf("M*M").write(tmp_path / "m.gguf")
     checkpoint = open_checkpoint(path)
-    assert checkpoint.config.why_whole == "no layer has an FFN" and auto(checkpoint.config)[0] == "all"
+    assert checkpoint.config.whole_reason == "no layer has an FFN" and auto(checkpoint.config)[0] == "all"
     with pytest.raises(RequestError, match=r"pack: no layer has an FFN; the model runs with --selector all"):
         pack(checkpoint, None, choose_types(checkpoint, "F16", "F16"))
 

@@ -33,7 +33,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
         left = list(cores)
 
         def finish(self: Disturbance, *_: object) -> None:
-            self.others, self.steal = left.pop(0) if len(left) > 1 else left[0], 0.0
+            self.other_cores, self.steal = left.pop(0) if len(left) > 1 else left[0], 0.0
 
         monkeypatch.setattr(Disturbance, "__exit__", finish)
 
@@ -51,7 +51,7 @@ def test_what_this_process_uses_is_not_taken_by_others(monkeypatch: pytest.Monke
     monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: next(reads)))
     with Disturbance() as found:
         pass
-    assert (found.others, found.steal, found.cores) == (2.0, 0.5, 2.5) and found.disturbed
+    assert (found.other_cores, found.steal, found.cores) == (2.0, 0.5, 2.5) and found.disturbed
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc/stat here")

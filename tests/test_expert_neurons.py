@@ -241,5 +241,5 @@ def test_an_expert_without_a_gate_is_replaced(tmp_path: Path) -> None:
 )
 def test_experts_that_are_computed_whole(change: dict[str, Any], why: str | None) -> None:
     settings: dict[str, Any] = {"n_experts": 4, "size": 64, "router": RouterConfig(2), "activation": "relu"} | change
-    found = ExpertsConfig(**settings).why_whole
+    found = ExpertsConfig(**settings).whole_reason
     assert found is None if why is None else why in str(found)

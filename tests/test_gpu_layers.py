@@ -551,7 +551,7 @@ def test_pages_may_be_given(tmp_path: Path) -> None:
 # --- failures ------------------------------------------------------------------------------------------
 
 
-def one_line(error: BaseException) -> str:
+def single_line(error: BaseException) -> str:
     text = str(error)
     assert "\n" not in text and len(text) < 300
     return text
@@ -591,7 +591,7 @@ def test_a_step_that_fails_leaves_the_executor_usable(
             patch.setattr(gpu, "linear", failing)
             with pytest.raises(PowerInferError) as caught:
                 families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1])
-        assert one_line(caught.value).startswith(message)
+        assert single_line(caught.value).startswith(message)
         assert np.array_equal(families.run_chunks(executor, truth.texts[0], [families.TOKENS], pages[1]), whole)
 
 
@@ -662,7 +662,7 @@ def test_kernels_that_do_not_fit_are_one_line() -> None:
     for error in (OutOfResources(139264, 101376, "shared memory"), CompilationError("x = y", None, "no such type")):
         with pytest.raises(PowerInferError) as caught, gpu_failures("computing 3 tokens", "do not"):
             raise error
-        said = one_line(caught.value)
+        said = single_line(caught.value)
         assert said.startswith("this GPU cannot run a kernel of this model while computing 3 tokens (")
         assert said.endswith("); leave out the GPU")
 
@@ -685,7 +685,8 @@ def test_no_memory_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(CpuExecutor, "close", closing)
         with pytest.raises(PowerInferError) as caught:
             load_split(Resolved(open_checkpoint(truth.path), engine_of(), **everything()))
-    assert one_line(caught.value).startswith("the GPU ran out of memory while the model was loaded: put fewer layers")
+    said = "the GPU ran out of memory while the model was loaded: put fewer layers"
+    assert single_line(caught.value).startswith(said)
     assert len(closed) == 1
 
 
@@ -727,7 +728,7 @@ def test_missing_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(message: str, name: str = "cuda", kind: type[PowerInferError] = RequestError) -> None:
     with pytest.raises(kind, match=message) as caught:
         choose_device(name)
-    one_line(caught.value)
+    single_line(caught.value)
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class Wired:
         )
         out_norm = self._norm(f"{layer}.ffn_out_norm")
         if split:
-            self.gpu.split_ffn(layer, norm, Halves(self, layer, vectors.of_neurons), vectors.down_bias, out_norm)
+            self.gpu.split_ffn(layer, norm, Halves(self, layer, vectors.neuron_vectors), vectors.down_bias, out_norm)
         else:
             gate, up, down = (self._matrix(name) if name in self.w.data else None for name in names)
             self.gpu.ffn(layer, norm, gate, up, down, vectors, out_norm)

@@ -357,7 +357,7 @@ def test_hot_neurons_are_on_the_gpu_and_only_there(tmp_path: Path) -> None:
         with split(path, share) as (executor, ffns):
             placement = placed(executor.cpu.config, share)
             for ffn in ffns:
-                parts = placement.by_tier(ffn.layer)
+                parts = placement.split_by_tier(ffn.layer)
                 assert (0 if ffn.neurons is None else ffn.neurons.n) == len(ffn.hot) == len(parts[Tier.GPU])
                 assert ffn.cold_bytes == some_bytes(layout, parts[Tier.CPU])
 

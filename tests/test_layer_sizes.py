@@ -82,7 +82,7 @@ def test_a_plan_places_each_layers_neurons(model: Path, policy: str, tmp_path: P
     assert [sum(neurons.values()) for neurons in plan.neurons] == list(SIZES)
     placement = plan.placement(request.profile)
     for layer, neurons in enumerate(plan.neurons):
-        assert {tier: len(part) for tier, part in placement.by_tier(layer).items()} == neurons
+        assert {tier: len(part) for tier, part in placement.split_by_tier(layer).items()} == neurons
     if plan.claims.gpu_layers and policy in ("time", "random"):  # the others have a least number of groups a layer
         assert any(neurons[Tier.GPU] for neurons in plan.neurons)
     document = plan.document(save_plan(plan, tmp_path))

@@ -345,8 +345,8 @@ def test_configurations_that_cannot_be(change: dict[str, Any], why: str) -> None
 
 def test_why_neurons_are_not_told_apart(path: Path) -> None:
     dense = open_checkpoint(path).config
-    assert dense.why_whole is None and dense.rectified and list(dense.neurons) == [1], "test_dense_hybrids.py"
-    mixed = read_config(NEMOTRON, Path("nemotron")).why_whole
+    assert dense.whole_reason is None and dense.rectified and list(dense.neurons) == [1], "test_dense_hybrids.py"
+    mixed = read_config(NEMOTRON, Path("nemotron")).whole_reason
     assert mixed is not None and mixed.startswith("1 of 4 layers have another kind of FFN (8 experts of 48 neurons")
 
 

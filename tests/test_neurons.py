@@ -49,7 +49,7 @@ def test_parts_are_disjoint_ascending_and_complete(data: st.DataObject, d_ff: in
     chosen = data.draw(st.lists(one, min_size=layers, max_size=layers))
     placement = NeuronPlacement((d_ff,) * len(chosen), size, tuple(np.array(tiers, np.int8) for tiers in chosen))
     for layer, tiers in enumerate(chosen):
-        parts = placement.by_tier(layer)
+        parts = placement.split_by_tier(layer)
         assert set(parts) == set(Tier)
         for tier, neurons in parts.items():
             assert neurons.dtype == np.int32

@@ -116,7 +116,7 @@ def test_it_is_read(model: Path, kind: str) -> None:
     assert config.ffn_sizes == ((0, 0) if kind == "all" else (FF, 0)) and config.widest_ffn == (
         D if kind == "all" else FF
     )
-    assert config.why_whole == f"{2 if kind == 'all' else 1} of 2 layers {WHY}"
+    assert config.whole_reason == f"{2 if kind == 'all' else 1} of 2 layers {WHY}"
     assert not config.rectified and not config.partly_rectified
 
 

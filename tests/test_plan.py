@@ -106,7 +106,7 @@ def check(made: Plan) -> None:
     assert sum(seconds) < made.choice.seconds < sum(seconds) + 1
     placement = made.placement(request.profile)
     for number, layer in enumerate(made.neurons):
-        parts = placement.by_tier(number)
+        parts = placement.split_by_tier(number)
         if made.claims.bundles:
             assert {tier: len(neurons) for tier, neurons in parts.items()} == layer
     json.dumps(document, allow_nan=False)
@@ -352,7 +352,7 @@ def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
     assert sum(made.choice.gpu) == 5
     sides: dict[Tier, int] = dict.fromkeys(Tier, 0)
     for layer in range(2):
-        parts = made.placement(request.profile).by_tier(layer)
+        parts = made.placement(request.profile).split_by_tier(layer)
         for tier in (Tier.GPU, Tier.CPU):
             sides[tier] += len({int(neuron) // 32 for neuron in parts[tier]}) * 1024
     neurons = {tier: sum(layer[tier] for layer in made.neurons) for tier in Tier}
@@ -565,7 +565,7 @@ def test_placement_is_hottest_first() -> None:
     made = make_plan(request)
     placement = made.placement(request.profile)
     for layer in range(3):
-        counts, parts = request.profile.counts[layer], placement.by_tier(layer)
+        counts, parts = request.profile.counts[layer], placement.split_by_tier(layer)
         if len(parts[Tier.GPU]) and len(parts[Tier.CPU]):
             assert counts[parts[Tier.GPU]].min() >= counts[parts[Tier.CPU]].max()
     other = profile_of(3, 200, seed=9)
@@ -579,7 +579,7 @@ def test_random_is_the_same_for_a_seed() -> None:
     other = make_plan(replace(request, seed=1))
 
     def gpu(made: Plan) -> list[list[int]]:
-        return [made.placement(request.profile).by_tier(layer)[Tier.GPU].tolist() for layer in range(3)]
+        return [made.placement(request.profile).split_by_tier(layer)[Tier.GPU].tolist() for layer in range(3)]
 
     assert gpu(first) == gpu(again) != gpu(other)
     assert sum(first.choice.gpu) == 5
@@ -588,7 +588,7 @@ def test_random_is_the_same_for_a_seed() -> None:
 def test_placements_with_an_order() -> None:
     order = np.array([3, 1, 4, 0, 2], np.int32)
     placement = NeuronPlacement((5,), 2, (np.array([0, 1, 2], np.int8),), (order,))
-    parts = placement.by_tier(0)
+    parts = placement.split_by_tier(0)
     assert {tier: neurons.tolist() for tier, neurons in parts.items()} == {0: [1, 3], 1: [0, 4], 2: [2]}
     for wrong in (order[:4], order.astype(np.int64), np.array([0, 0, 1, 2, 3], np.int32)):
         with pytest.raises(AssertionError):

@@ -35,7 +35,7 @@ def prepare(path: Path, plan: Plan, stored: str, threads: int) -> None:
 
 def prepare_silent(path: Path, sizes: silent_models.Sizes, silent: list[float]) -> None:
     """Predictors and bundles of a model of silent_models.py without experts; one of experts needs neither."""
-    if open_checkpoint(path).config.why_whole is not None:
+    if open_checkpoint(path).config.whole_reason is not None:
         return
     folder = Path(f"{path}.powerinfer")
     if not (folder / "predictor.safetensors").exists():

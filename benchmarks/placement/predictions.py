@@ -234,7 +234,7 @@ class StandIn:
 
     def __init__(self, subject: Subject, plan: Plan, selector: str) -> None:
         placement = plan.placement(subject.profile)
-        parts = [placement.by_tier(layer)[Tier.CPU] for layer in range(subject.config.n_layers)]
+        parts = [placement.split_by_tier(layer)[Tier.CPU] for layer in range(subject.config.n_layers)]
         self.empty = [not len(part) for part in parts]
         self.cold = [part if len(part) else np.arange(GROUP, dtype=np.int32) for part in parts]
         self._subject, self._selector = subject, selector

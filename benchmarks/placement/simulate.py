@@ -118,7 +118,7 @@ def _layers(plan: Plan) -> list[_Layer]:
     expected = cost.expected(profile, orders, model.config, model.selected, 1, GROUP)
     found = []
     for layer in range(profile.n_layers):
-        tiers, p = placement.by_tier(layer), profile.fraction(layer)
+        tiers, p = placement.split_by_tier(layer), profile.fraction(layer)
         ffn = model.config.layers[layer].ffn
         kinds = (cost.ACTIVE, cost.FIRED, *((cost.SELECTED,) if way == "predicted" else ()))
         thresholds = {kind: cost.needed(p, ffn, kind, model.selected[layer]) for kind in kinds}

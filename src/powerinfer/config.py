@@ -38,10 +38,10 @@ def documented(config: _Config) -> _Config:
 def _documentation(option: Any) -> str:
     choices = option.metadata.get("choices")
     values = " | ".join(map(repr, choices)) if choices else option.type
-    return _wrapped(f"{option.name} ({values}, default {option.default!r}): {in_python(option.metadata['help'])}")
+    return _wrapped(f"{option.name} ({values}, default {option.default!r}): {python_help(option.metadata['help'])}")
 
 
-def in_python(help: str) -> str:
+def python_help(help: str) -> str:
     """A help text for the keyword of an option instead of its flag."""
     help = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), help)
     return help.replace("-1 or none", "None").replace(" (repeatable)", "")
@@ -86,7 +86,7 @@ class RopeConfig:
     long_divisors: tuple[float, ...] = ()
 
     def problem(self, head_dim: int) -> str | None:
-        """What does not go together, or with heads of that many dimensions; None: everything does."""
+        """Settings that do not go together, or with heads of that many dimensions; None: all do."""
         if self.dim % 2 or not 2 <= self.dim <= head_dim:
             return f"{self.dim} of a head's {head_dim} dimensions cannot be rotated in pairs"
         if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
@@ -105,7 +105,7 @@ THRESHOLDED = ("fatrelu", "cats")
 """Activations that have a threshold."""
 
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
-"""Those of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
+"""Activations of experts: swiglu_oai, gpt-oss's, is gate * sigmoid(1.702 gate) * (up + 1), with both clamped at 7."""
 
 LIMITED = (*THRESHOLDED, "topk")
 """Activations with a number that each layer may have another of: a threshold, or how many neurons count."""
@@ -124,7 +124,7 @@ Shape = tuple[int, ...]
 
 
 class AttentionKind(Protocol):
-    """What every kind of attention says about itself.
+    """Facts that every kind of attention states of itself.
 
     The cache keeps `n_kv_heads` keys of `head_dim` numbers for each token, and as many values, unless `latents` of each
     key, its first, are its value.
@@ -149,7 +149,7 @@ class AttentionKind(Protocol):
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """Description of it, for people."""
         ...
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
@@ -258,7 +258,7 @@ class LatentAttentionConfig:
 
     @property
     def query_dim(self) -> int:
-        """Of a head, before it becomes one for keys in the cache."""
+        """Numbers of a head's query, before it becomes one for keys in the cache."""
         return self.plain_dim + self.rope_dim
 
     @property
@@ -581,9 +581,9 @@ class NoAttention(Uncached):
 
 
 class FfnKind(ABC):
-    """What every kind of FFN says about itself, whatever it consists of.
+    """Facts that every kind of FFN states of itself, whatever it consists of.
 
-    Kinds whose neurons are not told apart (`neurons` is None) are always computed whole, and placed with their layer.
+    Kinds whose neurons are not separable (`neurons` is None) are always computed whole, and placed with their layer.
     """
 
     activation: str  # for people
@@ -600,7 +600,7 @@ class FfnKind(ABC):
         return None
 
     @property
-    def told_apart(self) -> int:
+    def separable(self) -> int:
         """Neurons among which a predictor can select, those of all experts together; 0: none can."""
         return 0 if self.neurons is None else self.neurons.size
 
@@ -612,7 +612,7 @@ class FfnKind(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What it is, for people."""
+        """Description of it, for people."""
 
     @abstractmethod
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
@@ -623,7 +623,7 @@ class FfnKind(ABC):
         """Settings that do not go together; None: there are none."""
 
     def share_read(self, tokens: int) -> float:
-        """Of its weights, the share that a step of so many tokens reads, as far as that can be expected."""
+        """Share of its weights that a step of so many tokens reads, as far as that can be expected."""
         return 1.0
 
     def row_bytes(self, d_model: int) -> int:
@@ -731,7 +731,7 @@ def _matrix(name: str, rows: int, cols: int, bias: bool) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How the experts of a token, and their weights, follow from a router's scores, one for each expert.
+    """Rules by which the experts of a token, and their weights, follow from a router's scores, one for each expert.
 
     groups: experts are selected in the best `top_groups` of that many equal groups (DeepSeek-V2, arXiv 2405.04434); a
     group's score is the sum of its `group_best` best experts' (1; DeepSeek-V3, arXiv 2412.19437: 2).
@@ -812,11 +812,11 @@ class ExpertsConfig(FfnKind):
             return f"{router.top_k} experts a token of {self.n_experts}"
         if self.n_experts % router.groups:
             return f"{self.n_experts} experts cannot be divided into {router.groups} groups evenly"
-        each = self.n_experts // router.groups
-        if not 0 < router.top_groups <= router.groups or router.top_groups * each < router.top_k:
-            return f"{router.top_groups} groups of {each} experts are too few for {router.top_k} experts a token"
-        if router.group_best > each:
-            return f"groups of {each} experts are too small for a score of {router.group_best}"
+        size = self.n_experts // router.groups
+        if not 0 < router.top_groups <= router.groups or router.top_groups * size < router.top_k:
+            return f"{router.top_groups} groups of {size} experts are too few for {router.top_k} experts a token"
+        if router.group_best > size:
+            return f"groups of {size} experts are too small for a score of {router.group_best}"
         if self.shared_weight and not self.shared_size:
             return "the weight of a shared expert without one"
         if self.early_router and router.bias:
@@ -828,8 +828,8 @@ class ExpertsConfig(FfnKind):
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
     @property
-    def told_apart(self) -> int:
-        return self.n_experts * self.size + self.predicted_shared if self.why_whole is None else 0
+    def separable(self) -> int:
+        return self.n_experts * self.size + self.predicted_shared if self.whole_reason is None else 0
 
     @property
     def predicted_shared(self) -> int:
@@ -837,8 +837,8 @@ class ExpertsConfig(FfnKind):
         return 0 if self.gated or self.shared_size % 32 else self.shared_size
 
     @property
-    def why_whole(self) -> str | None:
-        """Why the neurons inside selected experts cannot be told apart; None: they can."""
+    def whole_reason(self) -> str | None:
+        """Reason for which the neurons inside selected experts are not separable; None: they are."""
         if self.activation not in RECTIFIED:
             return f"the activation {self.activation} is never exactly zero"
         if self.gated and self.shared_size:
@@ -881,7 +881,7 @@ class LayerConfig:
 
     @property
     def neurons(self) -> FfnConfig:
-        """Its FFN, which must be a sum of neurons: `ModelConfig.why_whole` is for models with others."""
+        """The FFN, which must be a sum of neurons: `ModelConfig.whole_reason` is for models with others."""
         neurons = self.ffn.neurons
         assert neurons is not None, f"{self.ffn.title}: its neurons are not told apart"
         return neurons
@@ -920,7 +920,7 @@ class ModelConfig:
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """Neurons of each layer; 0 where they are not told apart (`FfnKind.neurons`), and where there is no FFN."""
+        """Neurons of each layer; 0 where they are not separable (`FfnKind.neurons`), and where there is no FFN."""
         return tuple(0 if layer.ffn.neurons is None else layer.ffn.neurons.size for layer in self.layers)
 
     @property
@@ -930,44 +930,44 @@ class ModelConfig:
         return {at: ffn for at, ffn in ffns if ffn is not None}
 
     @property
-    def why_whole(self) -> str | None:
-        """Why all neurons are computed, and nothing is prepared for them; None where every FFN is a sum of neurons."""
+    def whole_reason(self) -> str | None:
+        """Reason for which all neurons are computed, and none prepared; None where every FFN is a sum of neurons."""
         kinds = [layer.ffn for layer in self.layers if not isinstance(layer.ffn, NoFfn)]
-        others = [kind.title for kind in kinds if kind.neurons is None]
-        if others:
-            which = f"{len(others)} of {self.n_layers} layers have another kind of FFN ({others[0]})"
-            return f"{which}, whose neurons are not told apart"
+        titles = [kind.title for kind in kinds if kind.neurons is None]
+        if titles:
+            count = f"{len(titles)} of {self.n_layers} layers have another kind of FFN ({titles[0]})"
+            return f"{count}, whose neurons are not told apart"
         return None if kinds else "no layer has an FFN"
 
     @property
-    def why_whole_experts(self) -> str | None:
-        """Why every neuron of selected experts is computed; None: of those of some layer, the ones that fire can be."""
-        every = dict.fromkeys(layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig))
-        whole = [why for experts in every if (why := experts.why_whole) is not None]
-        return (whole[0] if whole else "there are no experts") if len(whole) == len(every) else None
+    def whole_experts_reason(self) -> str | None:
+        """Reason for which every neuron of selected experts is computed; None: some layer can skip silent ones."""
+        routed = dict.fromkeys(layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsConfig))
+        reasons = [experts.whole_reason for experts in routed if experts.whole_reason is not None]
+        return (reasons[0] if reasons else "there are no experts") if len(reasons) == len(routed) else None
 
     @property
-    def why_not_predicted(self) -> str | None:
-        """Why no predictors select inside the experts of every layer with an FFN; None: they can."""
+    def unpredicted_reason(self) -> str | None:
+        """Reason for which no predictors select inside the experts of every layer with an FFN; None: they can."""
         for at, layer in enumerate(self.layers):
             if isinstance(layer.ffn, NoFfn):
                 continue
             if not isinstance(layer.ffn, ExpertsConfig):
                 return f"layer {at} has no experts"
-            if layer.ffn.why_whole is not None:
-                return f"layer {at}: {layer.ffn.why_whole}"
+            if layer.ffn.whole_reason is not None:
+                return f"layer {at}: {layer.ffn.whole_reason}"
         return None if self.experts else "there are no experts"
 
     @property
-    def told_apart(self) -> tuple[int, ...]:
-        """Of each layer the neurons among which a predictor can select, those of all its experts together and behind
+    def separable(self) -> tuple[int, ...]:
+        """Neurons of each layer among which a predictor can select, those of all its experts together and behind
         them those of its shared one (`ExpertsConfig.predicted_shared`); 0: none can."""
-        return tuple(layer.ffn.told_apart for layer in self.layers)
+        return tuple(layer.ffn.separable for layer in self.layers)
 
     @property
     def predicted_layers(self) -> tuple[int, ...]:
         """The layers that have such neurons."""
-        return tuple(at for at, neurons in enumerate(self.told_apart) if neurons)
+        return tuple(at for at, neurons in enumerate(self.separable) if neurons)
 
     @property
     def experts(self) -> dict[int, ExpertsConfig]:
@@ -1009,12 +1009,12 @@ class ModelConfig:
     @property
     def rectified(self) -> bool:
         """Whether neurons that do not fire are exactly zero in every layer."""
-        return self.why_whole is None and all(ffn.rectified for ffn in self.neurons.values())
+        return self.whole_reason is None and all(ffn.rectified for ffn in self.neurons.values())
 
     @property
     def partly_rectified(self) -> bool:
         """Whether they are in some layer: it can be computed sparsely without loss."""
-        return self.why_whole is None and any(ffn.rectified for ffn in self.neurons.values())
+        return self.whole_reason is None and any(ffn.rectified for ffn in self.neurons.values())
 
     @property
     def fires_both_ways(self) -> bool:
@@ -1023,14 +1023,14 @@ class ModelConfig:
         return any(layer.ffn.activation == "cats" for layer in self.layers)
 
     @property
-    def in_banks(self) -> bool:
+    def banked(self) -> bool:
         """Whether neurons compete in banks: whether one fires depends on the gates of others."""
         return any(layer.ffn.activation == "topk" for layer in self.layers)
 
     @property
-    def why_not_split(self) -> str | None:
-        """Why the neurons of a layer are not placed one by one, on two devices; None: they can be."""
-        return "layers with the activation topk run whole beside a GPU" if self.in_banks else None
+    def unsplit_reason(self) -> str | None:
+        """Reason for which the neurons of a layer are not placed one by one, on two devices; None: they can be."""
+        return "layers with the activation topk run whole beside a GPU" if self.banked else None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -1040,7 +1040,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """How a model is profiled. Field names are keyword arguments and, with dashes, flags."""
+    """Settings by which a model is profiled. Field names are keyword arguments and, with dashes, flags."""
 
     corpus: Sequence[str] = option(
         (),
@@ -1071,7 +1071,7 @@ class ProfileConfig:
 @documented
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs a model. Field names are the keywords of `LLM` and, with dashes, the flags of the commands.
+    """Settings by which the engine runs a model. Field names are the keywords of `LLM` and, with dashes, the flags.
 
     Sizes are bytes here, and in `LLM` also texts such as "8GiB". `LLM` checks them: RequestError for an invalid one.
     """
@@ -1178,7 +1178,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How predictors are trained. Field names are the Python keyword arguments and, with dashes, the flags."""
+    """Settings by which predictors are trained. Field names are Python's keywords and, with dashes, flags."""
 
     recall: float = option(0.99, "target share of the firing neurons that each layer's predictor selects", metavar="X")
     lost: float = option(0.03, "target for false positives, as a share of all neurons; sets the size", metavar="X")
@@ -1196,7 +1196,7 @@ STORED_TYPES = ("same", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q
 
 @dataclass(frozen=True)
 class SparsifyConfig:
-    """How a dense model is made sparse. Field names are the Python keyword arguments and, with dashes, the flags."""
+    """Settings by which a dense model is made sparse. Field names are Python's keywords and, with dashes, flags."""
 
     recipe: str = option(
         "cats",
@@ -1250,7 +1250,7 @@ class SparsifyConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How the HTTP server listens, and its limits. Field names are the flags, with dashes."""
+    """Settings by which the HTTP server listens, and its limits. Field names are the flags, with dashes."""
 
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8080, "port to listen on; 0: any free one", metavar="N", least=0)

@@ -86,7 +86,7 @@ def install_extra(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of powerinfer"
 
 
-def one_line(message: object) -> str:
+def single_line(message: object) -> str:
     """An error or a message on one line, of at most 200 characters."""
     return " ".join(str(message).split())[:200]
 

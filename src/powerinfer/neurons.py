@@ -45,7 +45,7 @@ class FfnVectors(NamedTuple):
     product_limits: NDArray[np.float32] | None = None
 
     @property
-    def of_neurons(self) -> NeuronVectors:
+    def neuron_vectors(self) -> NeuronVectors:
         return self.gate_bias, self.up_bias, self.limits, self.product_limits
 
 
@@ -265,7 +265,7 @@ class NeuronPlacement:
             assert order.dtype == np.int32 and order.shape == (size,), (order.dtype, order.shape)
             assert (np.bincount(order, minlength=size) == 1).all(), "a neuron is missing"
 
-    def by_tier(self, layer: int) -> dict[Tier, Indices]:
+    def split_by_tier(self, layer: int) -> dict[Tier, Indices]:
         """The neurons of a layer by tier: ascending, disjoint, together all of them. Every tier has an entry."""
         tiers = np.repeat(self.tiers[layer], self.group_size)[: self.sizes[layer]]
         if self.order is not None:

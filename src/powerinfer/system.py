@@ -177,11 +177,11 @@ DISTURBED_CORES = 0.15
 class Disturbance:
     """A context that finds the CPU time others take meanwhile, from /proc/stat; none where there is no such file.
 
-    Afterwards `others` is the mean number of cores that other processes used, `steal` those that the hypervisor took.
-    This process and its children that have been waited for are not others.
+    Afterwards `other_cores` is the mean number of cores that other processes used, `steal` those that the hypervisor
+    took. This process and its children that have been waited for are not others.
     """
 
-    others = 0.0
+    other_cores = 0.0
     steal = 0.0
 
     @staticmethod
@@ -203,13 +203,13 @@ class Disturbance:
 
     def __exit__(self, *_: object) -> None:
         busy, steal, used, wall = (after - before for after, before in zip(self._read(), self._before, strict=True))
-        self.others = max(0.0, (busy - used) / max(wall, 1e-3))
+        self.other_cores = max(0.0, (busy - used) / max(wall, 1e-3))
         self.steal = steal / max(wall, 1e-3)
 
     @property
     def cores(self) -> float:
         """Cores that others and the hypervisor took."""
-        return self.others + self.steal
+        return self.other_cores + self.steal
 
     @property
     def disturbed(self) -> bool:

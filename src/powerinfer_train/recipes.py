@@ -245,4 +245,4 @@ def dense_reason(config: ModelConfig, recipe: Recipe) -> str | None:
     """Reason for which the engine will compute every neuron of the sparse model; None: it can skip some."""
     layers = (replace(one, ffn=replace(one.ffn, activation=recipe.activation)) for one in config.layers)  # type: ignore
     sparse = replace(config, layers=tuple(layers))
-    return sparse.why_whole and sparse.why_whole_experts
+    return sparse.whole_reason and sparse.whole_experts_reason

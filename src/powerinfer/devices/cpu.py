@@ -475,7 +475,7 @@ class CpuExecutor:
         out_norm: _native.Norm | None = None,
     ) -> None:
         """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate."""
-        of_neurons = vectors.of_neurons
+        of_neurons = vectors.neuron_vectors
         dense = self.parts.dense(layer, gate, up, down, of_neurons)
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), dense)
         self.ffns[layer] = CpuFfn(self.parts, layer, op, of_neurons, matrices=(gate, up, down))
@@ -497,7 +497,7 @@ class CpuExecutor:
         predictor: selects, of all neurons, those that are computed in steps of up to `neuron_tokens`. ValueError for
         shapes that are not the layer's.
         """
-        of_neurons = vectors.of_neurons
+        of_neurons = vectors.neuron_vectors
         neurons = self.parts.bundled(layer, layout, bundles, of_neurons, threshold=threshold)
         selects = self.parts.predictor(predictor)
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), None, neurons, selects)
@@ -518,7 +518,7 @@ class CpuExecutor:
         latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
             of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, _latents(latents))
-        elif self.in_experts and config.why_whole is None:
+        elif self.in_experts and config.whole_reason is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, bundled = self._bundled(config, spec, weights, predictor)
         else:
@@ -599,7 +599,7 @@ class CpuExecutor:
         tensors = iter(experts)
         first = next(tensors)
         n, top, spec = first.shape[0], config.router.top_k, _native.NeuronSpec(config.activation, config.threshold)
-        if self.in_experts and config.why_whole is None:
+        if self.in_experts and config.whole_reason is None:
             subset = replace(config, n_experts=n)
             of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors))
             assert gate is not None, "there is no predictor"

@@ -90,7 +90,7 @@ class _StreamedNeurons:
         self._gpu = gpu
         self._stage = stage
         self._layout = layout
-        self._settings = config, vectors.of_neurons, threshold
+        self._settings = config, vectors.neuron_vectors, threshold
         full = config.size // BUNDLE_GROUP
         counts = np.zeros(len(groups), np.int32)
         counts[:full] = BUNDLE_GROUP

@@ -115,7 +115,7 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
     place = PreparedFile(PREDICTOR, checkpoint, prepared)
     description, tensors, file = place.read()
     config = checkpoint.config
-    for name, size in (("d_model", config.d_model), ("neurons", list(config.told_apart))):
+    for name, size in (("d_model", config.d_model), ("neurons", list(config.separable))):
         if description.get(name) != size:
             raise place.bad(f"states a {name} of {shown(description.get(name))}, and the model has {size}")
     header = place.described(_PredictorHeader, description)
@@ -127,11 +127,11 @@ def open_predictor(checkpoint: Checkpoint, prepared: str | None = None) -> Predi
         raise place.bad(f"does not describe {config.n_layers} layers")
     layers = {}
     for layer, stated in enumerate(header.layers):
-        if (stated is None) != (config.told_apart[layer] == 0):
+        if (stated is None) != (config.separable[layer] == 0):
             raise place.bad(f"describes a predictor of layer {layer}" if stated else f"describes none of layer {layer}")
         if stated is None:
             continue
-        most = 0 if config.experts else config.told_apart[layer]
+        most = 0 if config.experts else config.separable[layer]
         if stated.rank % block or stated.rank > config.d_model or stated.floor > most:
             raise place.bad(
                 f"has a rank of {stated.rank} and a floor of {stated.floor} in layer {layer}, which cannot be"
@@ -167,7 +167,7 @@ def write_predictor(
     assert len(layers) == config.n_layers and type_name in PREDICTOR_TYPES
     description = {
         "d_model": config.d_model,
-        "neurons": list(config.told_apart),
+        "neurons": list(config.separable),
         "type": type_name,
         "layers": [one and {**asdict(one), "threshold": float(one.threshold)} for one in layers],
         **({} if training is None else {"training": dict(training)}),
@@ -188,7 +188,7 @@ def write_predictor(
 
 def _shapes(config: ModelConfig, layer: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
     yield f"layers.{layer}.in", (rank, config.d_model)
-    yield f"layers.{layer}.out", (config.told_apart[layer], rank)
+    yield f"layers.{layer}.out", (config.separable[layer], rank)
 
 
 def _stored(type_name: str, shape: tuple[int, int]) -> tuple[str, tuple[int, int]]:

@@ -69,9 +69,9 @@ class Kind:
 
     def useless_reason(self, config: ModelConfig) -> str | None:
         """Reason for which such a file is of no use to a model; None: it is."""
-        if not self.of_neurons or (self.in_experts and config.why_not_predicted is None):
+        if not self.of_neurons or (self.in_experts and config.unpredicted_reason is None):
             return None
-        return config.why_whole
+        return config.whole_reason
 
 
 BUNDLES = Kind("neurons", "bundles", "pack", format=4)

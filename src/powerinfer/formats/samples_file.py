@@ -91,9 +91,9 @@ def open_samples(checkpoint: Checkpoint, prepared: str | None = None) -> Samples
     if windows is None or windows.type != "I64" or len(windows.shape) != 1 or not windows.size:
         raise place.bad("does not say where its windows begin")
     file.check()
-    for layer, own in selected.items():
+    for layer, chosen in selected.items():
         ffn = checkpoint.config.experts[layer]
-        if int(own.max()) >= ffn.n_experts or (own[:, 1:] <= own[:, :-1]).any():
+        if int(chosen.max()) >= ffn.n_experts or (chosen[:, 1:] <= chosen[:, :-1]).any():
             raise place.bad(f"selects no {ffn.router.top_k} different ones of {ffn.n_experts} experts in layer {layer}")
     starts = np.frombuffer(windows.data.tobytes(), "<i8").astype(np.int64)
     if starts[0] != 0 or starts.max() >= rows or (starts[1:] <= starts[:-1]).any():

@@ -78,7 +78,7 @@ def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Se
 
     if selection.bundles is None:
         return selection
-    reason = checkpoint.config.why_not_split
+    reason = checkpoint.config.unsplit_reason
     if reason is not None:
         if engine.selector != "auto":
             raise RequestError(f"--selector {engine.selector}: {reason}: leave out --selector, or use --gpu none")

@@ -188,7 +188,7 @@ class HybridExperts(HybridTerms):
             tensors = [tensor.gathered() for tensor in weights.experts()]
             views = tensors if all(map(is_mapped, tensors)) else None
             if len(of_slot):
-                by_neuron = cpu.in_experts and self.config.why_whole is None
+                by_neuron = cpu.in_experts and self.config.whole_reason is None
                 by_neuron = by_neuron and gpu_experts.tells_apart(tensors[-1].type, self.config.size)
                 self._gpu_part = gpu_experts.resident(tensors, of_slot, self.config, device, self._biases, by_neuron)
             if len(on_cpu):

@@ -77,12 +77,12 @@ class HybridFfn(HybridTerms):
         import torch
 
         super().__init__(layer, layers, split.stage)
-        if cpu.config.in_banks:
+        if cpu.config.banked:
             raise ValueError("neurons of the activation topk cannot be split over devices")
         self._config = cpu.config.layers[layer].neurons
         self._bundles = split.bundles
         self._threshold = split.threshold(layer)
-        self._vectors = vectors.of_neurons
+        self._vectors = vectors.neuron_vectors
         self._fused = False
         self._gpu_part: GpuNeurons | None = None
         weights = None if split.predictors is None else split.predictors(layer)
@@ -102,7 +102,7 @@ class HybridFfn(HybridTerms):
                 numbers = torch.empty(len(order), dtype=torch.int32, device=layers.device)
                 self._predictor = _GpuPredictor(weights[0], inner, outer, order, numbers)
         self._reset()
-        self.place(split.placement.by_tier(layer)[Tier.GPU])
+        self.place(split.placement.split_by_tier(layer)[Tier.GPU])
 
     def place(self, hot: Indices) -> None:
         """Put these neurons on the GPU, and only there; all others on the CPU.

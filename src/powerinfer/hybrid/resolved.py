@@ -189,7 +189,7 @@ def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workl
     alone."""
     from powerinfer.placement.budget import Workload
 
-    selector = selector if model.config.why_whole is None else "all"
+    selector = selector if model.config.whole_reason is None else "all"
     return Workload(
         engine.kv_type, context_of(model, engine), engine.prefill_chunk, engine.max_batch, selector=selector
     )

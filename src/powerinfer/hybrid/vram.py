@@ -230,7 +230,7 @@ def _move(split: NeuronSplit, plan: Plan) -> None:
         for ffn in split.ffns:
             ffn.limit(plan.on_disk.about.neurons[ffn.layer])
     placement = plan.placement(plan.request.profile)
-    hot = {ffn.layer: placement.by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
+    hot = {ffn.layer: placement.split_by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
     for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
         if len(hot[ffn.layer]) != len(ffn.hot):
             ffn.place(hot[ffn.layer])

@@ -190,7 +190,7 @@ def shape_subject(
     model = described_model(config, dtype, config.name or name, shape.predictor)
     chosen = selector == "auto"
     if chosen:
-        selector, _ = auto(config, config.why_not_split, predictors=bool(model.predictors))
+        selector, _ = auto(config, config.unsplit_reason, predictors=bool(model.predictors))
     if any(model.n_experts):
         _check_experts(selector, hot, active)
     _check_selector(selector, config)
@@ -213,8 +213,8 @@ def shape_subject(
 def _check_selector(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration has no plans with the selector."""
     check_suited(selector, config)
-    if selector != "all" and config.why_not_split is not None:
-        raise RequestError(f"selector {selector}: {config.why_not_split}: leave out --selector")
+    if selector != "all" and config.unsplit_reason is not None:
+        raise RequestError(f"selector {selector}: {config.unsplit_reason}: leave out --selector")
 
 
 def model_subject(
@@ -238,7 +238,7 @@ def model_subject(
     model = checkpoint_model(checkpoint, prepared, fresh=fresh)
     chosen = selector == "auto"
     if chosen:
-        selector, _ = auto(config, config.why_not_split)
+        selector, _ = auto(config, config.unsplit_reason)
     if any(model.n_experts):
         _check_experts("all" if selector == "exact" else selector, hot, active)
         if selector != "exact":
@@ -260,7 +260,7 @@ def model_subject(
                 f"there is no profile of {checkpoint.path}: `{place.command}` makes it, or --hot-share X assumes a skew"
             )
         text = f"that all neurons count alike, since there is no profile; `{place.command}` makes it"
-        assumed = (text,) if config.why_whole is None else ()
+        assumed = (text,) if config.whole_reason is None else ()
         return Subject(model, even_profile(model), selector, assumed, chosen=chosen)
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:

@@ -151,7 +151,7 @@ class Model:
 
         def bundled(layer: int, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
             about = self.config.layers[layer].ffn
-            if not isinstance(about, ExpertsConfig) or about.why_whole is not None:
+            if not isinstance(about, ExpertsConfig) or about.whole_reason is not None:
                 return matrices
             *others, up, down = matrices
             if not about.gated:
@@ -319,7 +319,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
     predictors: tuple[tuple[Matrix, ...], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
-    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.why_whole is None:
+    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.whole_reason is None:
         file = open_predictor(checkpoint, prepared)
         predictors = _predictors(config, {layer: one.predictor.rank for layer, one in file.layers.items()}, file.type)
         ratios = _selected(config, file.training)
@@ -375,7 +375,7 @@ def described_model(
     bytes_of_rank = rank_weights * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
     wanted_rank = share * bare.parameters / rank_weights
     rank = int(min(wanted_rank, MOST_PREDICTOR * bare.weight_bytes / bytes_of_rank)) // 32 * 32
-    if not rank or config.d_model % 32 or config.why_whole is not None:
+    if not rank or config.d_model % 32 or config.whole_reason is not None:
         return bare
     return replace(bare, predictors=_predictors(config, dict.fromkeys(config.neurons, rank), _PREDICTOR_TYPE))
 

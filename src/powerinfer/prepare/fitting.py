@@ -265,7 +265,7 @@ class LayerFit:
         self._x, self._active = samples.layers[layer]
         self._rows = rows
         self._config, self._type, self._device = config, type_name, torch.device(device)
-        self._neurons = checkpoint.config.told_apart[layer]
+        self._neurons = checkpoint.config.separable[layer]
         self._of_rows = _groups_of(checkpoint.config.layers[layer].ffn, samples, layer)
         self._groups = 1 if self._of_rows is None else self._of_rows.groups
         self._size = self._neurons // self._groups  # of a group

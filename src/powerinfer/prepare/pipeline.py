@@ -76,7 +76,7 @@ class Work:
         config = self.checkpoint.config
         reads_both = config.fires_both_ways and self.engine.selector != "predicted"
         has_threshold = self.checkpoint.predictor_threshold is not None
-        return config.rectified and not config.in_banks and not reads_both and not has_threshold
+        return config.rectified and not config.banked and not reads_both and not has_threshold
 
     @property
     def folder(self) -> Path:
@@ -96,7 +96,7 @@ class Work:
         config = self.checkpoint.config
         if not config.rectified:
             return f"activations of {config.activations_never_zero} are never exactly zero"
-        if config.in_banks:
+        if config.banked:
             return "which neurons of the activation topk count is not predicted so far"
         if not self.train:
             return "--no-train"
@@ -138,12 +138,12 @@ class Work:
         predictors = bool(checkpoint_model(self.checkpoint, self.engine.prepared).predictors)
         faster = self.gain is not None and self.gain[0] < GAIN * self.gain[1]
         config = self.checkpoint.config
-        return auto(config, config.why_not_split, predictors=predictors, thresholds=faster)[0]
+        return auto(config, config.unsplit_reason, predictors=predictors, thresholds=faster)[0]
 
     @property
     def run_with(self) -> str:
         """The selector to run with. Where only whole layers are planned for, `auto`: without a GPU it is `exact`."""
-        return self.engine.selector if self.checkpoint.config.why_not_split is not None else self.selector
+        return self.engine.selector if self.checkpoint.config.unsplit_reason is not None else self.selector
 
     @property
     def dense(self) -> bool:
@@ -349,7 +349,7 @@ def check_bytes(work: Work) -> None:
 def _least_request(work: Work) -> PlanRequest:
     selector = work.engine.selector
     if selector in ("auto", "predicted"):  # predictors only add to it, and are not there yet
-        selector, _ = auto(work.checkpoint.config, work.checkpoint.config.why_not_split)
+        selector, _ = auto(work.checkpoint.config, work.checkpoint.config.unsplit_reason)
     return work.request(selector, assume=True, fresh=True)
 
 

@@ -73,7 +73,7 @@ def read(checkpoint: Checkpoint, options: ProfileConfig, say: Say, progress: Pro
     windows = read_windows(corpora, tokenizer_of(checkpoint), window, options.tokens, progress, template, say)
     if not options.corpus:
         say(f"the text is a small built-in sample of {windows.tokens} tokens ({SAMPLE_SOURCE}): use --corpus for more")
-    if config.experts and config.why_not_predicted is not None:
+    if config.experts and config.unpredicted_reason is not None:
         return Task(windows, 0, None)
     rows = min(windows.tokens, options.samples // row_bytes(checkpoint))
     if config.experts:

@@ -96,7 +96,7 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
-    if checkpoint.config.in_banks:
+    if checkpoint.config.banked:
         raise RequestError(
             "train: which neurons of the activation topk count is not predicted so far: use --selector exact"
         )
@@ -326,14 +326,14 @@ class _Work:
 
     def _shapes(self, layer: int, rank: int) -> set[tuple[int, ...]]:
         kind, config = block_type(self._type), self._checkpoint.config
-        return {(rank * kind.row_bytes(config.d_model),), (config.told_apart[layer] * kind.row_bytes(rank),)}
+        return {(rank * kind.row_bytes(config.d_model),), (config.separable[layer] * kind.row_bytes(rank),)}
 
     def _weights(self, layer: int, rank: int) -> tuple[Float32, Float32]:
         """Weights in and out as float32; converted back to their type they give the same bytes."""
         _, tensors, file = self._place(layer, rank).read()
         file.check()
         config = self._checkpoint.config
-        shapes = {"in": (rank, config.d_model), "out": (config.told_apart[layer], rank)}
+        shapes = {"in": (rank, config.d_model), "out": (config.separable[layer], rank)}
         inner, outer = (
             dequantize(tensors[name].data.reshape(shape[0], -1), self._type).reshape(shape)
             for name, shape in shapes.items()
@@ -396,7 +396,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
             step *= 2
     if rungs[-1] < d_model // _RUNG * _RUNG:  # as many units as dimensions: the maximum of the engine
         rungs.append(d_model // _RUNG * _RUNG)
-    kind, neurons = _type(checkpoint, config), checkpoint.config.told_apart
+    kind, neurons = _type(checkpoint, config), checkpoint.config.separable
     largest = neurons.index(max(neurons))
     sizes = {rank: _bytes(checkpoint.config, kind, largest, rank) for rank in rungs}
     total = model_bytes(checkpoint)
@@ -414,7 +414,7 @@ def _ladder(checkpoint: Checkpoint, config: TrainConfig) -> list[int]:
 def _bytes(config: ModelConfig, type_name: str, layer: int, rank: int) -> int:
     """Bytes of the predictor of a layer."""
     kind = block_type(type_name)
-    return rank * kind.row_bytes(config.d_model) + config.told_apart[layer] * kind.row_bytes(rank)
+    return rank * kind.row_bytes(config.d_model) + config.separable[layer] * kind.row_bytes(rank)
 
 
 def _type(checkpoint: Checkpoint, config: TrainConfig) -> str:

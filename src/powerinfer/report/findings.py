@@ -94,8 +94,8 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
     from powerinfer.kernels.cpu import bundle_row_bytes
 
     config = checkpoint.config
-    neurons = config.why_whole is None  # else there is nothing to prepare
-    trained = config.rectified and not config.in_banks and checkpoint.predictor_threshold is None
+    neurons = config.whole_reason is None  # else there is nothing to prepare
+    trained = config.rectified and not config.banked and checkpoint.predictor_threshold is None
     if config.fires_both_ways:  # only where it is asked for
         trained = trained and PreparedFile(PREDICTOR, checkpoint, prepared).exists()
     profile = _finding(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)

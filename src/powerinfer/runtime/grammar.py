@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, one_line
+from powerinfer.errors import CLOSED, ModelError, PowerInferError, RequestError, single_line
 from powerinfer.runtime.gbnf import lark_of_gbnf
 from powerinfer.runtime.thought_mask import AnswerMask, Spelling, ThoughtMask
 from powerinfer.text.grammar import JSON_OPTIONS, KINDS, AfterThought, Grammar, LazyGrammar
@@ -566,4 +566,4 @@ def _names(listed: str) -> list[str]:
 
 def _line(message: str) -> str:
     """Message of llguidance, on one line."""
-    return one_line(message.replace("<non-verbose/>", ""))
+    return single_line(message.replace("<non-verbose/>", ""))

@@ -61,12 +61,12 @@ DENSE = Selection("all", ASKED)
 
 def check_neurons(config: ModelConfig, user: str) -> None:
     """RequestError if the model has FFNs whose neurons are not separable. user: what needs them, for people."""
-    if config.experts and config.why_whole is not None:
-        needs = "" if config.why_whole_experts else ", and --selector exact needs nothing prepared"
-        needs = needs if config.why_not_predicted else f"{needs}, predicted only `powerinfer train`"
+    if config.experts and config.whole_reason is not None:
+        needs = "" if config.whole_experts_reason else ", and --selector exact needs nothing prepared"
+        needs = needs if config.unpredicted_reason else f"{needs}, predicted only `powerinfer train`"
         raise RequestError(f"{user}: not for models of experts, which run as they are{needs}")
-    if config.why_whole is not None:
-        raise RequestError(f"{user}: {config.why_whole}; the model runs with --selector all")
+    if config.whole_reason is not None:
+        raise RequestError(f"{user}: {config.whole_reason}; the model runs with --selector all")
 
 
 def check_experts(selector: str, checkpoint: Checkpoint) -> None:
@@ -75,14 +75,14 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
 
     config = checkpoint.config
     if selector not in ("exact", "predicted"):
-        selectors = "all" if config.why_whole_experts else "exact or all"
+        selectors = "all" if config.whole_experts_reason else "exact or all"
         raise RequestError(f"selector {selector}: not inside experts so far; use --selector {selectors}")
-    if config.why_whole_experts is not None:
-        raise RequestError(f"selector {selector}: {config.why_whole_experts}; the model runs with --selector all")
-    if selector == "predicted" and config.why_not_predicted is not None:
-        raise RequestError(f"selector predicted: {config.why_not_predicted}; use --selector exact or all")
+    if config.whole_experts_reason is not None:
+        raise RequestError(f"selector {selector}: {config.whole_experts_reason}; the model runs with --selector all")
+    if selector == "predicted" and config.unpredicted_reason is not None:
+        raise RequestError(f"selector predicted: {config.unpredicted_reason}; use --selector exact or all")
     for layer, ffn in enumerate(layer.ffn for layer in config.layers):
-        if not isinstance(ffn, ExpertsConfig) or ffn.why_whole is not None:
+        if not isinstance(ffn, ExpertsConfig) or ffn.whole_reason is not None:
             continue
         of_rows = ffn.matrices[1:] if selector == "exact" else ffn.matrices
         kinds = {name: checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in of_rows}
@@ -108,7 +108,7 @@ def check_suited(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration cannot use the selector."""
     if selector != "all":
         check_neurons(config, f"selector {selector}")
-    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.in_banks}
+    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.banked}
     if suited.get(selector, True):
         return
     other = "exact" if config.partly_rectified else "threshold"
@@ -131,10 +131,10 @@ def auto(
     predictors, thresholds: for planning only, where the selector is then stated to the user, who has to request it to
     run a model with it: predictors are there; thresholds are expected to be faster than computing every neuron.
     """
-    if config.why_whole is not None:
+    if config.whole_reason is not None:
         if config.experts:
-            return "all", config.why_whole_experts or "--selector exact skips neurons inside experts, if asked for"
-        return "all", config.why_whole
+            return "all", config.whole_experts_reason or "--selector exact skips neurons inside experts, if asked for"
+        return "all", config.whole_reason
     if not config.partly_rectified:
         return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
     if lacking is not None:

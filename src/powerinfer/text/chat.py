@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from powerinfer.errors import ModelError, RequestError, one_line
+from powerinfer.errors import ModelError, RequestError, single_line
 from powerinfer.formats.windows import WINDOW, find
 
 if TYPE_CHECKING:
@@ -135,11 +135,11 @@ class ChatTemplate:
         try:
             return sandbox.render(self.source, variables, self.now)
         except sandbox.TemplateRefused as error:
-            raise RequestError(f"the chat template does not take these messages: {one_line(error)}") from error
+            raise RequestError(f"the chat template does not take these messages: {single_line(error)}") from error
         except sandbox.Failed as error:
-            raise ModelError(f"the model's chat template fails: {one_line(error)}; --raw goes without it") from error
+            raise ModelError(f"the model's chat template fails: {single_line(error)}; --raw goes without it") from error
         except sandbox.TemplateLimit as error:
-            reason = one_line(error)
+            reason = single_line(error)
             raise ModelError(f"the model's chat template is refused: {reason}; --raw goes without it") from error
 
 

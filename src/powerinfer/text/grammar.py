@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from powerinfer.errors import RequestError, one_line
+from powerinfer.errors import RequestError, single_line
 from powerinfer.formats.windows import WINDOW
 from powerinfer.text.schemas import enforceable
 
@@ -68,7 +68,7 @@ class Grammar:
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise RequestError(f"the JSON schema is not valid JSON: {one_line(error)}") from None
+                raise RequestError(f"the JSON schema is not valid JSON: {single_line(error)}") from None
         if schema is True:
             schema = {}
         if schema is False:
@@ -199,4 +199,4 @@ def json_text(document: Any, noun: str) -> str:
     try:
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{noun} cannot be written as JSON: {one_line(error)}") from None
+        raise RequestError(f"{noun} cannot be written as JSON: {single_line(error)}") from None
