@@ -315,7 +315,7 @@ MIXED_ACTIVATIONS = ("silu", "relu", "relu2")
 
 
 class Uncached:
-    """What a kind of attention that keeps nothing in the cache says of it."""
+    """Facts that a kind of attention that keeps nothing in the cache states of it."""
 
     @property
     def n_kv_heads(self) -> int:

@@ -409,8 +409,8 @@ class CpuExecutor:
         norms = [_native.Norm(np.ascontiguousarray(part), self.config.norm_eps) for part in parts]
         self._program.mamba(
             layer - self.first_layer, self._state_layer(layer), norm, matrices, biases, taps, taps_bias, of_heads,
-            settings.step_limits, (settings.scales[0], settings.scales[4]), norms, settings.norm == "gated", settings.activation,
-            self._mamba_offset(layer),
+            settings.step_limits, (settings.scales[0], settings.scales[4]), norms, settings.norm == "gated",
+            settings.activation, self._mamba_offset(layer),
         )  # fmt: skip
 
     def latent_attention(

@@ -210,22 +210,22 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True)
 class _RowGroups:
-    """Groups that each row of a layer of experts has. each: of an expert; groups: of all; shared: of these, those of
+    """Groups that each row of a layer of experts has. per_expert: of an expert; groups: of all; shared: of these, those of
     the shared expert, the last."""
 
     selected: NDArray[np.uint16]  # experts, [rows, experts of a token]
-    each: int
+    per_expert: int
     groups: int
     shared: int
 
     @property
     def of_row(self) -> int:
         """Number of groups of a row."""
-        return int(self.selected.shape[1]) * self.each + self.shared
+        return int(self.selected.shape[1]) * self.per_expert + self.shared
 
     def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The groups of some rows, [rows, of_row], in the order of their bits."""
-        experts = self.selected[rows].astype(np.int64)[:, :, None] * self.each + np.arange(self.each)
+        experts = self.selected[rows].astype(np.int64)[:, :, None] * self.per_expert + np.arange(self.per_expert)
         shared = np.broadcast_to(np.arange(self.groups - self.shared, self.groups), (len(rows), self.shared))
         return np.concatenate((experts.reshape(len(rows), -1), shared), axis=1)
 
@@ -235,8 +235,8 @@ def _groups_of(ffn: FfnKind, samples: SamplesFile, layer: int) -> _RowGroups | N
     if not isinstance(ffn, ExpertsConfig):
         return None
     size = math.gcd(ffn.size, ffn.predicted_shared)
-    each, shared = ffn.size // size, ffn.predicted_shared // size
-    return _RowGroups(samples.selected[layer], each, ffn.n_experts * each + shared, shared)
+    per_expert, shared = ffn.size // size, ffn.predicted_shared // size
+    return _RowGroups(samples.selected[layer], per_expert, ffn.n_experts * per_expert + shared, shared)
 
 
 class LayerFit:
