@@ -210,7 +210,7 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True)
 class _RowGroups:
-    """Groups that each row of a layer of experts has. per_expert: of an expert; groups: of all; shared: of these, those of
+    """Groups that each row of a layer of experts has. per_expert: of one; groups: of all; shared: of these, those of
     the shared expert, the last."""
 
     selected: NDArray[np.uint16]  # experts, [rows, experts of a token]
