@@ -132,6 +132,6 @@ def assumed_profile(law: Law, sizes: Sequence[int]) -> Profile:
     means = layer_means(law.active, law.ratio, len(sizes))
     shares = (power_law(mean, skew, size) for mean, size in zip(means, sizes, strict=True))
     counts = tuple(np.rint(_TOKENS * share).astype(np.int64) for share in shares)
-    each = tuple(np.zeros((0, size), np.int64) for size in sizes)
+    parts = tuple(np.zeros((0, size), np.int64) for size in sizes)
     active = tuple(np.bincount([int(100 * mean)], weights=[_TOKENS], minlength=101).astype(np.int64) for mean in means)
-    return Profile(_TOKENS, counts, (), (), each, active, (0.0,) * len(sizes))
+    return Profile(_TOKENS, counts, (), (), parts, active, (0.0,) * len(sizes))

@@ -219,12 +219,12 @@ class _RowGroups:
     shared: int
 
     @property
-    def of_row(self) -> int:
+    def row_groups(self) -> int:
         """Number of groups of a row."""
         return int(self.selected.shape[1]) * self.per_expert + self.shared
 
     def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The groups of some rows, [rows, of_row], in the order of their bits."""
+        """The groups of some rows, [rows, row_groups], in the order of their bits."""
         experts = self.selected[rows].astype(np.int64)[:, :, None] * self.per_expert + np.arange(self.per_expert)
         shared = np.broadcast_to(np.arange(self.groups - self.shared, self.groups), (len(rows), self.shared))
         return np.concatenate((experts.reshape(len(rows), -1), shared), axis=1)
@@ -269,7 +269,7 @@ class LayerFit:
         self._of_rows = _groups_of(checkpoint.config.layers[layer].ffn, samples, layer)
         self._groups = 1 if self._of_rows is None else self._of_rows.groups
         self._size = self._neurons // self._groups  # of a group
-        self._cells = self._size * (1 if self._of_rows is None else self._of_rows.of_row)  # of a row
+        self._cells = self._size * (1 if self._of_rows is None else self._of_rows.row_groups)  # of a row
         self._at_once = max(1, min(_BATCH, _CELLS // self._cells))
         self._two_sided = checkpoint.config.fires_both_ways
         self._had = (
