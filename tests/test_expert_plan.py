@@ -25,7 +25,7 @@ from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, kept_document, make_plan, save_plan
 from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
-from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model
+from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
 
 MOE = (
     "mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air", "smallthinker-4b", "smallthinker-21b",
@@ -235,3 +235,37 @@ def test_a_profile_says_which_experts_are_hot(tmp_path: Path, capsys: pytest.Cap
     flags = ["--gpu", "cpu", "--vram", f"{room.vram}B", "--context", "64", "--prefill-chunk", "32", "--dry-run"]
     assert main(["plan", "-m", str(path), "--threads", "1", *flags]) == 0
     assert "(as profiled)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["q4_0", "q8_0", "q4_k_m"])
+def test_neurons_inside_experts_that_do_not_fire_are_not_read(dtype: str) -> None:
+    """Nemotron 3 Nano, whose up is read whole, and of down the rows that fire; scales are those of 32 rows."""
+    config = find_shape("nemotron-3-nano-30b-a3b").config
+    config = replace(config, layers=config.layers[:9])
+    model = described_model(config, dtype, "made up", 0.0)
+    fires, one = 0.0931, model.by_neuron()
+    row, scales = {"q4_0": (1344, 168), "q8_0": (2688, 168), "q4_k_m": (1680, 168)}[dtype]  # of 2,688 numbers
+    row = -(-row // 64) * 64
+    read = (row * fires + scales * (1 - (1 - fires) ** 32)) / (row + scales)
+    types = {one.type for own in model.experts for one in own}
+    assert one.firing == fires and len(types) == 1 + (dtype == "q4_k_m") and model.may_skip
+    if dtype != "q4_k_m":
+        assert one.step_share(1, 1) == pytest.approx((1 + read) / 2, rel=0.01) and one.step_share(0, 1) == 1
+    assert 0.5 < one.step_share(1, 1) < one.step_share(1, 8) < one.step_share(1, 256) == pytest.approx(1, abs=0.01)
+    assert model.step_share(1, 1) == 1
+    request = PlanRequest(
+        model, assumed_profile(EVEN, config.ffn_sizes), machine(4 * GIB), context=512, chunk=128, selector="all"
+    )
+    for vram in (0, None):
+        dense = make_plan(replace(request, vram=vram))
+        skipping = make_plan(replace(request, vram=vram, model=one))
+        assert dense.skipping_tok_s is not None and 1.1 < dense.skipping_tok_s * dense.choice.seconds < 1.9
+        assert dense.skipping_tok_s == 1 / skipping.choice.seconds and skipping.skipping_tok_s is None
+        assert skipping.dense_tok_s is not None and skipping.dense_tok_s < 1 / skipping.choice.seconds
+        assert dense.document().predicted.skipping_tok_s == dense.skipping_tok_s
+
+
+def test_types_without_rows_of_neurons_skip_none() -> None:
+    assert not described_model(cut("smallthinker-21b"), "q4_k_m", "made up", 0.0).may_skip
+    assert described_model(cut("smallthinker-21b"), "q4_0", "made up", 0.0).may_skip
+    assert not described_model(cut("qwen3-30b-a3b"), "q4_0", "made up", 0.0).may_skip

@@ -287,8 +287,11 @@ def test_types_that_a_gpu_converts_cost_no_more_elsewhere(tmp_path: Path) -> Non
 def test_what_training_says_of_selected_neurons() -> None:
     layers = [(0.3, 0.1), (0.05, 0.1), (0.2, 0)]
     training = {"layers": [{"candidate_fraction": named, "active_fraction": fire} for named, fire in layers]}
-    assert shapes._selected(training) == pytest.approx((3.0, 1.0, shapes.SELECTED_PER_FIRING))
-    assert shapes._selected(None) == ()
+    config, usual = shapes.find_shape("nemotron-nano-9b-v2").config, shapes.SELECTED_PER_FIRING
+    config = replace(config, layers=config.layers[:6])
+    assert list(config.neurons) == [1, 3, 5]
+    assert shapes._selected(config, training) == pytest.approx((usual, 3.0, usual, 1.0, usual, usual))
+    assert shapes._selected(config, None) == (usual,) * 6
 
 
 def test_scratch_is_what_the_engine_takes_or_more(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ JSON: quantize (the option, or null), weight_type (of most FFN weights), fits (n
 load takes it), solve_s, mass_on_gpu (share of the activations), work_on_gpu (share of the bytes of weights that a
 step reads), optimal (proven; null for greedy and random), policy, bytes (tier: part: bytes), activations (tier:
 share), layers (layer; gpu, cpu, disk: neurons; mass_on_gpu; seconds by component), predicted (the estimate:
-decode_tok_s, dense_tok_s with every neuron computed, ms_per_token, at_position, policies; none where a load places
-layers as a whole), reasons, helps (the next budgets at which more fits), assumed, key, path, hardware. With --card
-alone: hardware (name, source, assumed), context, models (name, type, gigabytes, tok_s, context: the longest that
-leaves the weights where they are, place: gpu, split, ram or disk, where, runs_well, command). With --names: cards,
-shapes, hardware, dtypes.
+decode_tok_s, dense_tok_s with every neuron computed, skipping_tok_s with --selector exact inside experts,
+ms_per_token, at_position, policies; none where a load places layers as a whole), reasons, helps (the next budgets at
+which more fits), assumed, key, path, hardware. With --card alone: hardware (name, source, assumed), context, models
+(name, type, gigabytes, tok_s, context: the longest that leaves the weights where they are, place: gpu, split, ram or
+disk, where, runs_well, command). With --names: cards, shapes, hardware, dtypes.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ def _names(out: Output) -> int:
 
 def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     from powerinfer.placement.budget import gib
+    from powerinfer.placement.shapes import law_of
 
     request, budgets = plan.request, document.budgets
     out.line(
@@ -230,6 +231,9 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     differs = estimate.dense_tok_s is not None and estimate.dense_tok_s != estimate.decode_tok_s
     dense = f"; with every neuron computed (dense) {estimate.dense_tok_s:.2f}" if differs else ""
     out.line(f"estimated: {estimate.decode_tok_s:.2f} tokens/s after {estimate.at_position} tokens{dense}")
+    if estimate.skipping_tok_s is not None:
+        fire = f"{100 * law_of(request.model.config).active:.1f} % of the neurons of experts fire for a token"
+        out.line(f"with --selector exact: {estimate.skipping_tok_s:.2f}, if {fire}")
     for line in document.reasons:
         out.line(f"- {line}")
     for one in document.helps:

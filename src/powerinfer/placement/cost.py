@@ -223,7 +223,8 @@ def attention_seconds(
     further = 0 if panels else _further(config.attention)
     operators = 0 if isinstance(config.attention, NoAttention) else 3 + further
     fixed = 1e-6 * (operators + norms) * device.op_us
-    whole = config.ffn.share_read(batch) * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
+    share = config.ffn.share_read(batch) * model.step_share(layer, batch)
+    whole = share * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + whole
 
 
@@ -310,9 +311,10 @@ def expert_seconds(
     hot = np.concatenate([[0.0], np.cumsum(needed)])
     some_cold = 1 - np.concatenate([np.cumprod((1 - needed)[::-1])[::-1], [1.0]])
     cold = np.maximum(hot[-1] - hot, 0.0)
-    beside = matrix_seconds(gpu, model.beside[layer], False) + 3e-6 * gpu.op_us
-    on_gpu = beside + hot / n * matrix_seconds(gpu, model.experts[layer], False)
-    on_cpu = cold / n * matrix_seconds(cpu, model.experts[layer], True) + some_cold * 1e-6 * cpu.op_us
+    share = model.step_share(layer, batch)
+    beside = share * matrix_seconds(gpu, model.beside[layer], False) + 3e-6 * gpu.op_us
+    on_gpu = beside + share * hot / n * matrix_seconds(gpu, model.experts[layer], False)
+    on_cpu = share * cold / n * matrix_seconds(cpu, model.experts[layer], True) + some_cold * 1e-6 * cpu.op_us
     return np.asarray(np.maximum(on_gpu, on_cpu + np.where(np.arange(n + 1) < n, sync, 0.0)))
 
 
@@ -333,12 +335,12 @@ def split_experts(
         if isinstance(model.config.layers[layer].ffn, NoFfn):
             continue
         beside, read = matrix_seconds(gpu, model.beside[layer], False), reads.get(layer)
-        share = model.config.layers[layer].ffn.share_read(batch) if read is None else 1.0
+        share = model.config.layers[layer].ffn.share_read(batch) if read is None else model.step_share(layer, batch)
         times[0, layer] = share * beside + 1e-6 * gpu.op_us
         if read is not None:
-            n = model.n_experts[layer]
-            times[0, layer] += read.hot / n * matrix_seconds(gpu, model.experts[layer], False) + 2e-6 * gpu.op_us
-            times[1, layer] = read.cold / n * matrix_seconds(cpu, model.experts[layer], True)
+            each = share / model.n_experts[layer]
+            times[0, layer] += each * read.hot * matrix_seconds(gpu, model.experts[layer], False) + 2e-6 * gpu.op_us
+            times[1, layer] = each * read.cold * matrix_seconds(cpu, model.experts[layer], True)
             times[1, layer] += read.some_cold * 1e-6 * cpu.op_us
             times[2, layer] = sync if read.cold else 0.0
     return FfnTime(*times)

@@ -408,10 +408,20 @@ class Plan:
     def dense_tok_s(self) -> float | None:
         """Estimated tokens per second if every neuron is computed, within the same budgets; None: no room."""
         request = self.request
-        if request.selector == "all":
+        if request.selector == "all" and request.model.firing == 1:
             return request.batch / self.choice.seconds
-        dense = place(replace(request, selector="all", policy="time"))
+        dense = place(replace(request, model=replace(request.model, firing=1.0), selector="all", policy="time"))
         return None if isinstance(dense, RequestError) else request.batch / dense.choice.seconds
+
+    @cached_property
+    def skipping_tok_s(self) -> float | None:
+        """Estimated tokens per second with `exact` inside experts, where this plan is without that, within the same
+        budgets; None: neurons inside them cannot be told apart, or there is no room."""
+        model = self.request.model
+        if model.in_experts or not any(model.n_experts) or not model.may_skip:
+            return None
+        skipping = place(replace(self.request, model=model.by_neuron()))
+        return None if isinstance(skipping, RequestError) else self.request.batch / skipping.choice.seconds
 
     @property
     def fits(self) -> bool:
@@ -501,6 +511,7 @@ class Plan:
                 ms_per_token=1e3 * choice.seconds / request.batch,
                 at_position=request.past,
                 dense_tok_s=self.dense_tok_s,
+                skipping_tok_s=self.skipping_tok_s,
                 policies={
                     name: PolicyResult(
                         request.batch / one.seconds, one.mass_on_gpu, one.work_on_gpu, one.optimal, one.solve_s
@@ -842,7 +853,8 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
 def _whole_bytes(request: PlanRequest, layer: int, panels: bool = False) -> float:
     """Bytes that a step reads of an FFN whose neurons are not told apart: in panels (CPU), or as a GPU stores them."""
     nbytes = sum(one.panels if panels else one.stored for one in request.model.whole_ffn(layer))
-    return request.model.config.layers[layer].ffn.share_read(request.batch) * nbytes
+    share = request.model.config.layers[layer].ffn.share_read(request.batch)
+    return share * request.model.step_share(layer, request.batch) * nbytes
 
 
 def _step_neurons(model: Model, selector: str) -> list[Float64]:
@@ -1101,7 +1113,7 @@ def _what_is_read(request: PlanRequest, claims: Claims) -> str:
     if not whole:
         return "every neuron is computed, from dense matrices in RAM"
     read = sum(_whole_bytes(request, layer, panels=True) for layer in layers)
-    titles = dict.fromkeys(layer.ffn.title for layer in model.config.layers if layer.ffn.neurons is None)
+    titles = dict.fromkeys(model.config.layers[layer].ffn.title for layer in layers if model.whole_ffn(layer))
     if claims.slots is not None:
         hot, every = sum(claims.slots), sum(model.n_experts)
         reads = request.experts_read(claims).values()

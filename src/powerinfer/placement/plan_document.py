@@ -63,7 +63,8 @@ class PolicyResult:
 class Predicted:
     """at_position: tokens in the cache at the estimated step; policies: by name.
 
-    dense_tok_s: computing every neuron, within the same budgets; None: they do not hold that, or it is not known. Where
+    dense_tok_s: computing every neuron, within the same budgets; None: they do not hold that, or it is not known.
+    skipping_tok_s: of experts, with the selector `exact`; None: the same, or this is that, or there are none. Where
     weights stay on disk: disk_bytes: read for a token; disk_hits: of the experts and neurons there that
     a token needs, the share that RAM has, None: none are there; prompt_disk_bytes: read for a piece of a prompt.
     """
@@ -73,6 +74,7 @@ class Predicted:
     at_position: Count
     policies: dict[str, PolicyResult]
     dense_tok_s: NonNegative | None = None
+    skipping_tok_s: NonNegative | None = None
     disk_bytes: NonNegative = 0.0
     disk_hits: Share | None = None
     prompt_disk_bytes: NonNegative = 0.0

@@ -41,8 +41,8 @@ _LIMIT = 1 << 16
 EVEN = Law(1.0, 0.8)
 """Every neuron fires for every token."""
 
-WHOLE = "that a step takes as long as with every neuron of the selected experts computed"
-"""What plans assume of `exact` inside experts, whose memory they count as it is."""
+FIRING = "that {:.1f} % of the neurons of experts fire for a token, and a step takes the time of its bytes"
+"""The assumption of plans of `exact` inside experts."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def model_subject(
             return expert_subject(model, checkpoint, prepared)
         check_experts(selector, checkpoint)
         subject = expert_subject(model.by_neuron(), checkpoint, prepared)
-        return replace(subject, assumed=(*subject.assumed, WHOLE))
+        return replace(subject, assumed=(*subject.assumed, FIRING.format(100 * subject.model.firing)))
     _check_selector(selector, config)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command

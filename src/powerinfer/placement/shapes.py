@@ -32,7 +32,7 @@ from powerinfer.config import (
     RouterConfig,
     uniform,
 )
-from powerinfer.devices.cpu_experts import expert_layout, plain_layout
+from powerinfer.devices.cpu_experts import DOWN_TYPES, expert_layout, plain_layout
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
@@ -41,7 +41,7 @@ from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
+from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -84,7 +84,8 @@ class Model:
     are stored; projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint:
     of the weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised
     to on load, as the engine's option; `type` of the matrices is then this type. in_experts: neurons inside experts are
-    told apart. converted: canonical names of matrices that do not lie in the file as they are used.
+    told apart, of which a token needs the share `firing`. converted: canonical names of matrices that do not lie in the
+    file as they are used.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Model:
     quantize: str | None = None
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
     in_experts: bool = False
+    firing: float = 1.0
     converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
 
     @property
@@ -164,7 +166,32 @@ class Model:
             return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
 
         pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
-        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]), in_experts=True)
+        firing = law_of(self.config).active
+        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]), in_experts=True, firing=firing)
+
+    @cached_property
+    def may_skip(self) -> bool:
+        """Whether neurons inside experts can be told apart, by their configuration and types."""
+        downs = (own[-1].type for layer, own in enumerate(self.experts) if self._told_apart(layer))
+        return self.config.why_whole_experts is None and all(kind in DOWN_TYPES for kind in downs)
+
+    def _told_apart(self, layer: int) -> bool:
+        ffn = self.config.layers[layer].ffn
+        return isinstance(ffn, ExpertsConfig) and ffn.why_whole is None
+
+    def step_share(self, layer: int, batch: int) -> float:
+        """Share of the bytes of a layer's experts that a step of `exact` reads, of those that it needs: the first
+        matrix, and of the others the rows of neurons that fire, with the scales of the groups these are in."""
+        if not self.in_experts or not self._told_apart(layer):
+            return 1.0
+        first, *others = self.experts[layer]
+        down = ACROSS.get(others[-1].type, others[-1].type)
+        row, shared = cpu.bundle_row_bytes(down, self.config.d_model)
+        scales = shared / BUNDLE_GROUP / (row + shared / BUNDLE_GROUP)
+        fires = 1 - (1 - self.firing) ** batch
+        rows = (1 - scales) * fires + scales * (1 - (1 - fires) ** BUNDLE_GROUP)
+        sizes = [first.stored, *(one.stored * fires for one in others[:-1]), others[-1].stored * rows]
+        return sum(sizes) / sum(one.stored for one in self.experts[layer])
 
     @cached_property
     def weight_type(self) -> str:
