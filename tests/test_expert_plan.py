@@ -25,7 +25,7 @@ from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, kept_document, make_plan, save_plan
 from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
-from powerinfer.placement.shapes import SHAPES, checkpoint_model, described_model, find_shape
+from powerinfer.placement.shapes import checkpoint_model, described_model, find_shape
 
 MOE = (
     "mixtral-8x7b", "olmoe-1b-7b", "qwen3-30b-a3b", "glm-4.5-air", "smallthinker-4b", "smallthinker-21b",
@@ -39,7 +39,7 @@ def taken(request: PlanRequest, division: budget.Division) -> budget.Footprint:
 
 
 def cut(name: str, layers: int = 3) -> ModelConfig:
-    config = SHAPES[name].config
+    config = find_shape(name).config
     return replace(config, layers=config.layers[:layers])
 
 

@@ -56,7 +56,7 @@ from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import Division, Workload, on_gpu  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
-from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, SHAPES, Model, checkpoint_model  # noqa: E402
+from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, Model, checkpoint_model, find_shape  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
@@ -279,7 +279,7 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
 @pytest.mark.usefixtures("device")
 def test_the_buffers_between_the_devices() -> None:
     for name in ("bamboo-7b", "qwen3-30b-a3b", "smallthinker-21b"):
-        config = SHAPES[name].config
+        config = find_shape(name).config
         for tokens in (3, 40, 2048):
             assert Link(torch_device(), tokens, config).nbytes == link_bytes(tokens, config)
 

@@ -10,14 +10,14 @@ import pytest
 from powerinfer.config import DeltaNetConfig, GatedAttentionConfig, LatentAttentionConfig
 from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.models.inventory import take_inventory
-from powerinfer.placement.shapes import SHAPES
+from powerinfer.placement.shapes import find_shape, shape_names
 
 USES = ("attention", "heads", "router", "experts", "panels")
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", shape_names())
 def test_every_tensor_is_there_once(name: str) -> None:
-    config = SHAPES[name].config
+    config = find_shape(name).config
     inventory = take_inventory(config, lambda name: "F16")
     known = dict(shapes(config))
     names = Counter(name for unit in inventory.units for name in unit.names)
@@ -32,7 +32,7 @@ def test_every_tensor_is_there_once(name: str) -> None:
 
 
 def test_units_are_in_the_order_of_a_step() -> None:
-    config = SHAPES["qwen3.6-35b-a3b"].config
+    config = find_shape("qwen3.6-35b-a3b").config
     inventory = take_inventory(config, lambda name: "Q8_0")
     numbers = [unit.layer for unit in inventory.units if unit.layer is not None]
     assert numbers == sorted(numbers) and inventory.units[-1].use == "head"
@@ -45,7 +45,7 @@ def test_units_are_in_the_order_of_a_step() -> None:
 
 
 def test_a_router_is_exact_and_matrices_of_heads_are_units_of_their_own() -> None:
-    config = SHAPES["deepseek-v2-lite"].config
+    config = find_shape("deepseek-v2-lite").config
     assert isinstance(config.layers[1].attention, LatentAttentionConfig)
     inventory = take_inventory(config, lambda name: "Q4_0")
     types = {unit.use: {one.type for one in unit.matrices} for unit in inventory.of_layer(1, *USES)}

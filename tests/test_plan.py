@@ -36,7 +36,7 @@ from powerinfer.placement.plan import (
     with_working_memory,
 )
 from powerinfer.placement.power_law import FAMILIES, Law, assumed_profile, fit_skew
-from powerinfer.placement.shapes import SHAPES, Model, described_model
+from powerinfer.placement.shapes import Model, described_model, find_shape
 from powerinfer.placement.solver import GROUP
 from powerinfer.sizes import read_size
 
@@ -217,7 +217,7 @@ def test_time_by_brute_force_over_all_splits(
 )  # fmt: skip
 def test_never_below_greedy_and_random(name: str, hardware: Hardware, share: float) -> None:
     """ilp has the most activations on the GPU, time the fastest step, with room for that share of the neurons."""
-    shape = SHAPES[name]
+    shape = find_shape(name)
     model = described_model(shape.config, "q4_0", name, shape.predictor)
     profile = assumed_profile(shape.law, shape.config.ffn_sizes)
     big = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=1 << 40))

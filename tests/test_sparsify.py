@@ -33,7 +33,7 @@ from powerinfer.formats.layout import is_matrix, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.safetensors_file import safetensors_header
-from powerinfer.placement.shapes import SHAPES
+from powerinfer.placement.shapes import find_shape
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.progress import silent
 from powerinfer.report.plots import draw_training
@@ -711,7 +711,7 @@ SHARED = ("deepseek2", "qwen3next", "qwen35moe")  # with a shared expert
 
 def small_shape(name: str) -> ModelConfig:
     """Two layers of a published model, narrow."""
-    config = SHAPES[name].config
+    config = find_shape(name).config
     if PUBLISHED[name] in SHARED:
         return small(replace(config, architecture=PUBLISHED[name]))
     layer = config.layers[-1]
@@ -801,7 +801,7 @@ def logits_of(model: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def trained(name: str) -> float:
     """Weights of a published model that a token is multiplied with and the last stage changes."""
-    config, total = SHAPES[name].config, 0.0
+    config, total = find_shape(name).config, 0.0
     sizes = dict(shapes(config))
     for one in trained_names(config)[1]:
         ffn = config.layers[int(one.split(".")[1])].ffn

@@ -40,7 +40,7 @@ from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import float32_tensor
 from powerinfer.models.blocks import ATTENTIONS as WIRED
 from powerinfer.models.rope import rope_frequencies
-from powerinfer.placement.shapes import SHAPES
+from powerinfer.placement.shapes import find_shape
 from powerinfer_train import sparsify
 from powerinfer_train.recipes import UNTRAINED, StoredTypes, check_recipe, trained_names
 from powerinfer_train.torch_model import ATTENTIONS, TorchModel, narrowed
@@ -171,7 +171,7 @@ def close(mine: Tensor, right: Tensor) -> bool:
 def test_every_kind_of_attention_is_trained() -> None:
     """Layers without attention belong to families that are refused for Mamba2 or for FFNs without gates."""
     assert set(ATTENTIONS) == set(WIRED) - {*UNTRAINED, NoAttention}
-    config = replace(SHAPES["llama-7b"].config, layers=(LayerConfig(Mamba2Config(4, 16, 2, 16, 4), FfnConfig(32)),))
+    config = replace(find_shape("llama-7b").config, layers=(LayerConfig(Mamba2Config(4, 16, 2, 16, 4), FfnConfig(32)),))
     with pytest.raises(RequestError, match="models with Mamba2 are not trained"):
         check_recipe("reglu", config)
 
@@ -230,7 +230,7 @@ def test_what_a_file_says_twice_is_written_once(tmp_path: Path) -> None:
 
 def folder(shape: str, path: Path) -> Path:
     if shape != DENSE:
-        expert_models.write_folder(path, small(SHAPES[shape].config), expert_models.Weights("f16"))
+        expert_models.write_folder(path, small(find_shape(shape).config), expert_models.Weights("f16"))
         return path
     made = Truth(case_named(shape), vocab_size=1200).save("folder", path)
     write_tokenizer_files(made, 1200)

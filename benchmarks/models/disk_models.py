@@ -28,7 +28,7 @@ from benchmarks.models import expert_models, make_model, prepared
 from benchmarks.models.weights import Plan
 from powerinfer.cli.main import main as powerinfer
 from powerinfer.config import ModelConfig
-from powerinfer.placement.shapes import SHAPES
+from powerinfer.placement.shapes import find_shape
 
 LAYERS = {"dense": 22, "relu": 22, "experts": 8}
 VOCAB = 32000
@@ -39,7 +39,7 @@ PROFILED, TRACED = 8192, 4096  # tokens
 
 def dense(layers: int) -> ModelConfig:
     """As the architecture in GGUF."""
-    config = SHAPES["mistral-7b"].config
+    config = find_shape("mistral-7b").config
     return replace(config, architecture="llama", layers=config.layers[:layers])
 
 

@@ -50,7 +50,7 @@ from powerinfer.config import (
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import quantize
-from powerinfer.placement.shapes import SHAPES
+from powerinfer.placement.shapes import find_shape
 
 SEED = 20241216
 TYPES = ("q4_0", "q8_0", "mxfp4", "f16")
@@ -59,7 +59,7 @@ SCORING = {"softmax": 1, "sigmoid": 2}
 PIECE = 1 << 24  # weights made at a time
 
 
-# Of a name of `placement.shapes.SHAPES` the architecture in GGUF.
+# Of the name of a published shape the architecture in GGUF.
 ARCHITECTURES = {
     "mixtral-8x7b": "llama",
     "olmoe-1b-7b": "olmoe",
@@ -73,7 +73,7 @@ ARCHITECTURES = {
 }
 ARCHITECTURES |= dict.fromkeys(("deepseek-v2-lite", "deepseek-v3", "kimi-k2"), "deepseek2")
 CONTEXT = 4096
-CONFIGS = {name: replace(SHAPES[name].config, architecture=own) for name, own in ARCHITECTURES.items()}
+CONFIGS = {name: replace(find_shape(name).config, architecture=own, name="") for name, own in ARCHITECTURES.items()}
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,8 @@ def main() -> None:
     if arguments.out.suffix == ".gguf":
         write(arguments.out, config, about, len(os.sched_getaffinity(0)))
     else:
-        write_folder(arguments.out, replace(config, architecture=SHAPES[arguments.shape].config.architecture), about)
+        family = find_shape(arguments.shape).config.architecture
+        write_folder(arguments.out, replace(config, architecture=family), about)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.power_law import FAMILIES, assumed_profile
-from powerinfer.placement.shapes import SHAPES, described_model
+from powerinfer.placement.shapes import described_model, find_shape
 from powerinfer.placement.solver import GROUP, greedy, mass_costs, solve
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -59,7 +59,7 @@ def impact_of(profile: Profile) -> np.ndarray:
 
 
 def solve_times(repeat: int, plain: float) -> list[dict[str, Any]]:
-    shape = SHAPES["opt-175b"]
+    shape = find_shape("opt-175b")
     impact = impact_of(assumed_profile(shape.law, shape.config.ffn_sizes))
     found = []
     for least in LEAST:
@@ -117,7 +117,7 @@ def plain_program(impact: np.ndarray, least: int, room: int, limit: float) -> di
 
 
 def request(name: str, dtype: str, hardware: Hardware, context: int, profiles: dict[str, Profile]) -> PlanRequest:
-    shape = SHAPES[name]
+    shape = find_shape(name)
     if name not in profiles:
         profiles[name] = assumed_profile(shape.law, shape.config.ffn_sizes)
     model = described_model(shape.config, dtype, name, shape.predictor)

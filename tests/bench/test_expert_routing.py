@@ -16,7 +16,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.experts import ExpertProfile
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.layout import shapes
-from powerinfer.placement.shapes import SHAPES
+from powerinfer.placement.shapes import find_shape
 from powerinfer.prepare.corpus import Windows
 from powerinfer.prepare.counting import Task
 from powerinfer.prepare.expert_profiling import profile_experts
@@ -55,7 +55,7 @@ def test_routers_select_as_asked(name: str, end: str, tmp_path: Path) -> None:
     """
     config = shape(name)
     if not end:
-        config = replace(config, architecture=SHAPES[name].config.architecture)
+        config = replace(config, architecture=find_shape(name).config.architecture)
     reuse = {}
     for locality in (0.0, 0.8):
         found = profiled(tmp_path / f"model-{10 * locality:.0f}{end}", config, 1.0, locality)
@@ -94,7 +94,7 @@ def test_folders_hold_what_files_hold(name: str, tmp_path: Path) -> None:
     locality = 0.5 if name in LATENT_OR_STATES else 0.0
     about = expert_models.Weights("mxfp4" if mxfp4 else "f16", "f16", skew=0.5, locality=locality)
     expert_models.write(tmp_path / "m.gguf", config, about)
-    family = SHAPES[name].config.architecture
+    family = find_shape(name).config.architecture
     expert_models.write_folder(tmp_path / "m", replace(config, architecture=family), about)
     file, folder = open_checkpoint(tmp_path / "m.gguf"), open_checkpoint(tmp_path / "m")
     assert as_stated(folder.config) == as_stated(file.config)

@@ -7,7 +7,6 @@ types of its kernels, without padding; the neurons of an FFN as bundles, on a GP
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -17,20 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
-    AttentionConfig,
     AttentionKind,
     DeltaNetConfig,
     ExpertsConfig,
-    FfnConfig,
     GatedAttentionConfig,
     LatentAttentionConfig,
-    LayerConfig,
     Mamba2Config,
     ModelConfig,
     ParallelConfig,
-    RopeConfig,
-    RouterConfig,
-    uniform,
 )
 from powerinfer.devices.cpu_experts import DOWN_TYPES, expert_layout, plain_layout
 from powerinfer.devices.recording import RECORDED_BYTES
@@ -487,8 +480,6 @@ def _gpu_row(about: AttentionKind) -> int:
     elif isinstance(about, Mamba2Config):  # likewise
         products = about.channels + about.width + about.n_heads
         row = products + max(products, about.channels + about.width + gpu.SCAN_CHUNK * about.n_groups)
-    elif isinstance(about, ParallelConfig):
-        row = _gpu_row(about.attention) + _gpu_row(about.mamba)
     elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
         row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
         row += 2 * ((about.q_latents or 0) + about.head_dim)
@@ -505,110 +496,6 @@ def _check_size(config: ModelConfig) -> None:
 # ---------------------------------------------------------------- models known by name
 
 
-def _opt(layers: int, width: int, heads: int) -> ModelConfig:
-    attention = AttentionConfig(heads, heads, width // heads, qkv_bias=True, o_bias=True)
-    layer = LayerConfig(attention, FfnConfig(4 * width, "relu", gated=False, bias=True))
-    return ModelConfig(
-        "opt", width, 50272, 2048, 1e-5, uniform(layers, layer),
-        norm="layer", positions="learned", position_offset=2, tied_embeddings=True,
-    )  # fmt: skip
-
-
-def _falcon(layers: int, width: int, heads: int, kv_heads: int) -> ModelConfig:
-    ffn = FfnConfig(4 * width, "relu", gated=False)
-    attention = AttentionConfig(heads, kv_heads, 64, RopeConfig(dim=64))
-    layer = LayerConfig(attention, ffn, parallel=True, shared_norm=kv_heads == 1)
-    return ModelConfig(
-        "falcon", width, 65024, 2048, 1e-5, uniform(layers, layer),
-        norm="layer", tied_embeddings=True,
-    )  # fmt: skip
-
-
-def _llama(
-    layers: int, width: int, heads: int, kv_heads: int, neurons: int, activation: str = "relu", context: int = 4096
-) -> ModelConfig:
-    head_dim = width // heads
-    attention = AttentionConfig(heads, kv_heads, head_dim, RopeConfig(dim=head_dim))
-    layer = LayerConfig(attention, FfnConfig(neurons, activation))
-    return ModelConfig("llama", width, 32000, context, 1e-5, uniform(layers, layer))
-
-
-def _llama3() -> ModelConfig:
-    rope = RopeConfig(5e5, 128, scaling="llama3", factor=8.0, original_context_length=8192)
-    layer = LayerConfig(AttentionConfig(32, 8, 128, rope), FfnConfig(14336))
-    return ModelConfig("llama", 4096, 128256, 131072, 1e-5, uniform(32, layer))
-
-
-def _qwen3(layers: int, width: int, neurons: int) -> ModelConfig:
-    layer = LayerConfig(AttentionConfig(32, 8, 128, RopeConfig(1e6, 128), qk_norm="head"), FfnConfig(neurons))
-    return ModelConfig("qwen3", width, 151936, 40960, 1e-6, uniform(layers, layer), tied_embeddings=True)
-
-
-def _experts(
-    family: str, layers: int, width: int, heads: tuple[int, int], experts: ExpertsConfig, vocab: int, context: int,
-    dense: tuple[int, int] = (0, 0), **attention: Any,
-) -> ModelConfig:  # fmt: skip
-    """heads: of queries, of keys and values, each of 128 dimensions; dense: the first layers without experts, and their
-    size."""
-    about = AttentionConfig(*heads, 128, RopeConfig(1e6, 128), **attention)
-    first, size = dense
-    kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
-    return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
-
-
-def _smallthinker(
-    layers: int, width: int, heads: tuple[int, int], n_experts: int, top_k: int, everywhere: bool
-) -> ModelConfig:
-    """everywhere: all layers see the whole context and rotated positions; else every fourth sees the whole context and
-    no positions, and the others have a window."""
-    router = RouterConfig(top_k, scoring="sigmoid")
-    experts = ExpertsConfig(n_experts, 768, router, "relu", early_router=True)
-    base = _experts("smallthinker", layers, width, heads, experts, 151936, 32768)
-    about = AttentionConfig(*heads, 128, RopeConfig(1.5e6, 128))
-    full = about if everywhere else replace(about, rope=None)
-    local = about if everywhere else replace(about, window=4096)
-    kinds = tuple(LayerConfig(local if layer % 4 else full, experts) for layer in range(layers))
-    return replace(base, layers=kinds, tied_embeddings=everywhere)
-
-
-def _gpt_oss(layers: int, n_experts: int) -> ModelConfig:
-    rope = RopeConfig(150000.0, 64, scaling="yarn", factor=32.0, original_context_length=4096, truncate=False)
-    about = AttentionConfig(64, 8, 64, rope, qkv_bias=True, o_bias=True, sinks=True)
-    experts = ExpertsConfig(n_experts, 2880, RouterConfig(4, bias=True), "swiglu_oai", bias=True)
-    windows = [None if layer % 2 else 128 for layer in range(layers)]
-    kinds = tuple(LayerConfig(replace(about, window=window), experts) for window in windows)
-    return ModelConfig("gpt_oss", 2880, 201088, 131072, 1e-5, kinds)
-
-
-def _delta(family: str, layers: int, experts: int, top_k: int, vocab: int) -> ModelConfig:
-    """Three layers of Gated DeltaNet for each of gated attention, and small experts."""
-    ffn = ExpertsConfig(experts, 512, RouterConfig(top_k), shared_size=512, shared_weight=True)
-    attention = GatedAttentionConfig(16, 2, 256, RopeConfig(1e7, 64), qk_norm="head")
-    delta = DeltaNetConfig(16, 128, 32, 128, 4)
-    kinds = [LayerConfig(delta if (layer + 1) % 4 else attention, ffn) for layer in range(layers)]
-    return ModelConfig(family, 2048, vocab, 262144, 1e-6, tuple(kinds))
-
-
-def _latent(
-    family: str, layers: int, heads: tuple[int, int | None], experts: ExpertsConfig, dense: tuple[int, int],
-    sizes: tuple[int, int, int], yarn: tuple[float, float, float],
-) -> ModelConfig:  # fmt: skip
-    """DeepSeek's latent attention, whose sizes these models share. heads: and latents of queries; dense: as of
-    `_experts`; sizes: width, vocabulary, context; yarn: theta, by which factor the context is longer than the one
-    trained with first, mscale."""
-    (n_heads, q_latents), (width, vocab, context), (theta, factor, mscale) = heads, sizes, yarn
-    rope = RopeConfig(theta, 64, True, "yarn", factor, int(context / factor), attention_factor=1.0)
-    scale = (1 + 0.1 * mscale * math.log(factor)) ** 2 / math.sqrt(192)
-    about = LatentAttentionConfig(n_heads, 512, 128, 64, 128, rope, scale, q_latents)
-    first, size = dense
-    kinds = [FfnConfig(size)] * first + [experts] * (layers - first)
-    return ModelConfig(family, width, vocab, context, 1e-6, tuple(LayerConfig(about, kind) for kind in kinds))
-
-
-def _sigmoid_router(scale: float, **groups: Any) -> RouterConfig:
-    return RouterConfig(8, scoring="sigmoid", scale=scale, correction=True, **groups)
-
-
 @dataclass(frozen=True)
 class ModelShape:
     """A published model: its configuration, how its neurons fire, and the weights of its predictors by the model's."""
@@ -618,90 +505,15 @@ class ModelShape:
     predictor: float = PREDICTOR_SHARE
 
 
-SHAPES: dict[str, ModelShape] = {
-    "opt-6.7b": ModelShape(_opt(32, 4096, 32), FAMILIES["opt"]),
-    "opt-13b": ModelShape(_opt(40, 5120, 40), FAMILIES["opt"], 0.0671),
-    "opt-30b": ModelShape(_opt(48, 7168, 56), FAMILIES["opt"]),
-    "opt-66b": ModelShape(_opt(64, 9216, 72), FAMILIES["opt"], 0.0488),
-    "opt-175b": ModelShape(_opt(96, 12288, 96), FAMILIES["opt"]),
-    "falcon-7b": ModelShape(_falcon(32, 4544, 71, 1), FAMILIES["falcon"]),
-    "falcon-40b": ModelShape(_falcon(60, 8192, 128, 8), FAMILIES["falcon"], 0.0868),
-    "llama-7b": ModelShape(_llama(32, 4096, 32, 32, 11008), FAMILIES["reglu-7b"]),
-    "llama-13b": ModelShape(_llama(40, 5120, 40, 40, 13824), FAMILIES["reglu-13b"]),
-    "llama-70b": ModelShape(_llama(80, 8192, 64, 8, 28672), FAMILIES["reglu-70b"], 0.0808),
-    "llama-70b-swiglu": ModelShape(_llama(80, 8192, 64, 8, 28672, "silu"), FAMILIES["swiglu"]),
-    "bamboo-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "drelu", context=32768), FAMILIES["drelu"]),
-    "mistral-7b": ModelShape(_llama(32, 4096, 32, 8, 14336, "silu", context=32768), FAMILIES["swiglu"]),
-    "llama-3.1-8b": ModelShape(_llama3(), FAMILIES["swiglu"]),
-    "qwen3-4b": ModelShape(_qwen3(36, 2560, 9728), FAMILIES["swiglu"]),
-    "mixtral-8x7b": ModelShape(
-        _experts("mixtral", 32, 4096, (32, 8), ExpertsConfig(8, 14336, RouterConfig(2)), 32000, 32768),
-        FAMILIES["swiglu"],
-    ),
-    "olmoe-1b-7b": ModelShape(
-        _experts(
-            "olmoe", 16, 2048, (16, 16), ExpertsConfig(64, 1024, RouterConfig(8, normalise=False)), 50304, 4096,
-            qk_norm="width",
-        ),
-        FAMILIES["swiglu"],
-    ),
-    "qwen3-30b-a3b": ModelShape(
-        _experts(
-            "qwen3_moe", 48, 2048, (32, 4), ExpertsConfig(128, 768, RouterConfig(8)), 151936, 40960, qk_norm="head"
-        ),
-        FAMILIES["swiglu"],
-    ),
-    "smallthinker-4b": ModelShape(_smallthinker(32, 1536, (12, 2), 32, 4, True), FAMILIES["reglu-7b"]),
-    "smallthinker-21b": ModelShape(_smallthinker(52, 2560, (28, 4), 64, 6, False), FAMILIES["reglu-7b"]),
-    "glm-4.5-air": ModelShape(
-        _experts(
-            "glm4_moe", 46, 4096, (96, 8),
-            ExpertsConfig(128, 1408, RouterConfig(8, scoring="sigmoid", correction=True), shared_size=1408),
-            151552, 131072, (1, 10944), qkv_bias=True,
-        ),
-        FAMILIES["swiglu"],
-    ),
-    "gpt-oss-20b": ModelShape(_gpt_oss(24, 32), FAMILIES["swiglu"]),
-    "gpt-oss-120b": ModelShape(_gpt_oss(36, 128), FAMILIES["swiglu"]),
-    "qwen3-next-80b-a3b": ModelShape(_delta("qwen3_next", 48, 512, 10, 151936), FAMILIES["swiglu"]),
-    "qwen3.6-35b-a3b": ModelShape(_delta("qwen3_5_moe_text", 40, 256, 8, 248320), FAMILIES["swiglu"]),
-    "deepseek-v2-lite": ModelShape(
-        _latent(
-            "deepseek_v2", 27, (16, None),
-            ExpertsConfig(64, 1408, RouterConfig(6, normalise=False), shared_size=2816),
-            (1, 10944), (2048, 102400, 163840), (1e4, 40, 0.707),
-        ),
-        FAMILIES["swiglu"],
-    ),
-    "deepseek-v2": ModelShape(
-        _latent(
-            "deepseek_v2", 60, (128, 1536),
-            ExpertsConfig(
-                160, 1536, RouterConfig(6, normalise=False, scale=16, groups=8, top_groups=3), shared_size=3072
-            ),
-            (1, 12288), (5120, 102400, 163840), (1e4, 40, 0.707),
-        ),
-        FAMILIES["swiglu"],
-    ),
-    "deepseek-v3": ModelShape(
-        _latent(
-            "deepseek_v3", 61, (128, 1536),
-            ExpertsConfig(256, 2048, _sigmoid_router(2.5, groups=8, top_groups=4, group_best=2), shared_size=2048),
-            (3, 18432), (7168, 129280, 163840), (1e4, 40, 1.0),
-        ),
-        FAMILIES["swiglu"],
-    ),
-    "kimi-k2": ModelShape(
-        _latent(
-            "deepseek_v3", 61, (64, 1536),
-            ExpertsConfig(384, 2048, _sigmoid_router(2.827), shared_size=2048),
-            (1, 18432), (7168, 163840, 131072), (5e4, 32, 1.0),
-        ),
-        FAMILIES["swiglu"],
-    ),
-}  # fmt: skip
-"""Models by name. llama-7b, -13b and -70b are the ReGLU ones of the paper (ReluLLaMA), whose predictor sizes these are.
-How neurons fire is not asked of models whose layers are experts. Others are in `shapes.json`."""
+_PUBLISHED: dict[str, tuple[Law, float]] = {
+    "opt-13b": (FAMILIES["opt"], 0.0671),
+    "opt-66b": (FAMILIES["opt"], 0.0488),
+    "falcon-40b": (FAMILIES["falcon"], 0.0868),
+    "llama-13b": (FAMILIES["reglu-13b"], PREDICTOR_SHARE),
+    "llama-70b": (FAMILIES["reglu-70b"], 0.0808),
+}
+"""Laws and predictors' shares of single models of the paper; others have those of their families. llama-7b, -13b and
+-70b are its ReGLU ones (ReluLLaMA). How neurons fire is not asked of models whose layers are experts."""
 
 _FILE = Path(__file__).with_suffix(".json")
 
@@ -720,7 +532,7 @@ def _described() -> dict[str, dict[str, Any]]:
 
 def shape_names() -> list[str]:
     """The names of the published models."""
-    return sorted((*SHAPES, *_described()))
+    return sorted(_described())
 
 
 def find_shape(name: str) -> ModelShape:
@@ -730,12 +542,9 @@ def find_shape(name: str) -> ModelShape:
     """
     from powerinfer.formats.folder_config import read_config
 
-    if name.lower() in SHAPES:
-        found = SHAPES[name.lower()]
-        return replace(found, config=replace(found.config, name=name.lower()))
-    if name.lower() in _described():
-        config = read_config(_described()[name.lower()], Path(name.lower()))
-        return ModelShape(config, law_of(config))
+    if (known := name.lower()) in _described():
+        config = read_config(_described()[known], Path(known))
+        return ModelShape(config, *_PUBLISHED.get(known, (law_of(config), PREDICTOR_SHARE)))
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
