@@ -142,12 +142,12 @@ def test_samples_are_spread_evenly_and_kept_below_their_cap(rows: int, tmp_path:
     path = tiny_llama(tmp_path / "m.gguf")
     one = made(path, corpora).file.profile
     whole = open_samples(open_checkpoint(path))
-    per_row = sum(x.itemsize * x.shape[1] + active.shape[1] for x, active in whole.layers)
+    per_row = sum(x.itemsize * x.shape[1] + active.shape[1] for x, active in whole.layers.values())
     made(path, corpora, samples=rows * per_row + per_row - 1)
     some = open_samples(open_checkpoint(path))
     assert some.rows == min(rows, one.tokens)
     at = np.arange(some.rows) * one.tokens // some.rows
-    for (x, active), (all_x, all_active) in zip(some.layers, whole.layers, strict=True):
+    for (x, active), (all_x, all_active) in zip(some.layers.values(), whole.layers.values(), strict=True):
         assert np.array_equal(x, all_x[at]) and np.array_equal(active, all_active[at])
     assert some.windows.tolist() == np.unique(at // WINDOW, return_index=True)[1].tolist()
 

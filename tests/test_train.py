@@ -373,10 +373,10 @@ def test_the_share_is_kept(tmp_path: Path) -> None:
     path = give_samples(few_directions(tmp_path / "m.gguf", 48))
     config = replace(QUICK, steps=0)
     whole = made(path, config)
-    assert [one.predictor.rank for one in whole.layers] == [64, 64]
+    assert [one.predictor.rank for one in whole.layers.values()] == [64, 64]
     share = 0.8 * whole.nbytes / model_bytes(open_checkpoint(path))
     result = train(open_checkpoint(path), None, replace(config, share=share), threads=1)
-    assert sorted(one.predictor.rank for one in result.file.layers) == [32, 64], "one layer suffices"
+    assert sorted(one.predictor.rank for one in result.file.layers.values()) == [32, 64], "one layer suffices"
     told = result.file.training
     assert told is not None and told["bytes"] == result.file.nbytes
     assert told["share_of_model"] == result.file.nbytes / model_bytes(open_checkpoint(path)) <= share
@@ -387,7 +387,7 @@ def test_the_share_is_kept(tmp_path: Path) -> None:
         made(path, replace(config, share=0.2 * share))
     named = re.search(r"--share (0\.\d\d)", str(caught.value))
     assert named is not None
-    assert {one.predictor.rank for one in made(path, replace(config, share=float(named[1]))).layers} == {32}
+    assert {one.predictor.rank for one in made(path, replace(config, share=float(named[1]))).layers.values()} == {32}
 
 
 def test_the_model_is_counted_as_it_is_used(model: Path) -> None:

@@ -34,12 +34,12 @@ def prepare(path: Path, plan: Plan, stored: str, threads: int) -> None:
 
 
 def prepare_silent(path: Path, sizes: silent_models.Sizes, silent: list[float]) -> None:
-    """Predictors and bundles of a model of silent_models.py without experts; one of experts needs neither."""
-    if open_checkpoint(path).config.whole_reason is not None:
-        return
+    """Predictors of a model of silent_models.py, and its bundles; one of experts needs none."""
     folder = Path(f"{path}.powerinfer")
     if not (folder / "predictor.safetensors").exists():
         silent_models.write_predictors(path, sizes, silent)
+    if open_checkpoint(path).config.whole_reason is not None:
+        return
     if not (folder / "neurons.safetensors").exists() and powerinfer(["pack", "-m", str(path), "--no-check"]):
         raise RuntimeError(f"powerinfer pack failed on {path.name}")
 

@@ -96,9 +96,10 @@ def main() -> None:
         layers, kinds = MODELS[shape]
         for kind in arguments.types or kinds:
             model = arguments.models / f"{shape}-{layers}-{kind}.gguf"
+            sizes, silent = silent_models.cut(shape, layers, VOCAB), [silent_models.SILENT]
             if not model.exists():
-                silent_models.write(model, silent_models.cut(shape, layers, VOCAB), kind, [silent_models.SILENT])
-            prepared.prepare_silent(model, silent_models.cut(shape, layers, VOCAB), [silent_models.SILENT])
+                silent_models.write(model, sizes, kind, silent)
+            prepared.prepare_silent(model, sizes, silent)
             figures = measure(engines, model, arguments)
             entry = {"model": shape, "layers": layers, "type": kind.upper(), "file_bytes": model.stat().st_size}
             document["silent"].append(entry | figures)

@@ -85,3 +85,16 @@ def test_predictors_select_a_chosen_share_of_what_fires(tmp_path: Path, recall: 
         counted = llm.sparsity
     assert counted["recall"] == pytest.approx(recall, abs=0.04) and counted["sampled"] >= 59
     assert 0.05 < counted["active_fraction"] < counted["candidate_fraction"] < 0.35
+
+
+def test_predictors_select_what_was_asked_for(tmp_path: Path) -> None:
+    """Of experts and the shared one; a run counts the recall."""
+    sizes = small("ME*EM")
+    silent_models.write(tmp_path / "m.gguf", sizes, "f16", [0.85])
+    silent_models.write_predictors(tmp_path / "m.gguf", sizes, [0.85], 0.95)
+    with LLM(tmp_path / "m.gguf", gpu="none", threads=1, selector="predicted", recall_every=1) as llm:
+        llm.generate([[5, 9, 2]], SamplingParams(max_tokens=60, temperature=1.5, seed=1, ignore_eos=True))
+        report = llm.sparsity
+    assert report is not None and report["sampled"] > 50 and len(report["layers"]) == 2
+    assert 0.9 < report["recall"] < 0.99
+    assert report["active_fraction"] < report["candidate_fraction"] < 0.4

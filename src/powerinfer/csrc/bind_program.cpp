@@ -268,9 +268,13 @@ void bind_operators(nb::class_<Program>& program) {
           "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
           "product with norm(x), a sigmoid of it, is the shared expert's weight.")
       .def(
-          "expert_sum", &Program::expert_sum, "experts"_a, "router"_a,
+          "expert_sum",
+          [](Program& p, ExpertMatrices experts, RouterSpec router, const Norm* norm) {
+            return p.expert_sum(std::move(experts), std::move(router), norm_of(norm));
+          },
+          "experts"_a, "router"_a, "norm"_a = nb::none(),
           "Experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: how they\n"
-          "are selected, for those that are guessed.")
+          "are selected, for those that are guessed; norm: of the input, which a predictor reads as it is.")
       .def("early_router", &Program::early_router, "router"_a, "scores"_a,
            "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")

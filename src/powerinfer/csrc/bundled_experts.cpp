@@ -171,7 +171,8 @@ void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, 
   for (int64_t i = t0; i < t1; i++) {
     float* const weights = rows.expert_weights.data() + i * ldw;
     std::fill(weights, weights + experts, 0.0f);
-    for (int64_t j = i * k; j < (i + 1) * k; j++) weights[rows.selected[(size_t)j]] = rows.weights[(size_t)j];
+    for (int64_t j = i * k; j < (i + 1) * k; j++)
+      if (rows.selected[(size_t)j] >= 0) weights[rows.selected[(size_t)j]] = rows.weights[(size_t)j];
     std::fill(weights + experts, weights + ldw, rows.shared_weights[(size_t)i]);
   }
   const PiActs* hidden = predictor_->hide(t.id, *workspace_, x);

@@ -114,12 +114,16 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
   expert_rows = std::make_shared<ExpertRows>(all);
 }
 
-std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec router) {
+std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec router, Norm norm) {
   check(router.top_k > 0, "a token needs experts");
   if (all.slots) check_router(router, all.experts);
-  check(!all.predictor, "predictors are for experts that a program's router selects");
+  check(!all.latent_in || norm.w.empty(), "latents have no norm");
+  check_norm(norm, sizes.d_model, "the norm of the experts' input");
   reserve_experts(all, router.top_k);
-  return std::make_shared<Experts>(FfnSpec{}, std::move(router), nullptr, std::move(all), SharedExpert{}, workspace);
+  FfnSpec spec;
+  spec.norm = std::move(norm);
+  return std::make_shared<Experts>(std::move(spec), std::move(router), nullptr, std::move(all), SharedExpert{},
+                                   workspace);
 }
 
 std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
@@ -331,9 +335,9 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
       w.pool->barrier();
       if (thread == 0) failure.attempt([&] { after_->expect_guessed(rows, tokens); });
     }
-    const PiActs* acts = w.prepare(thread, in, {}, store_->forms(tokens));
+    const PiActs* acts = w.prepare(thread, in, spec_.norm, store_->forms(tokens));
     if (store_->leaves_out(tokens))
-      return store_->sum_some(t, rows, acts, {in, {}, to, true}, router_.spec.top_k, shared_);
+      return store_->sum_some(t, rows, acts, {in, spec_.norm, to, true}, router_.spec.top_k, shared_);
     store_->sum_tokens(t, rows, acts, tokens, nullptr, [&](const auto& work) { return failure.attempt(work); });
     merge(t, rows, tokens, to);
   };

@@ -157,8 +157,9 @@ class Program {
   // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
   std::shared_ptr<EarlyRouter> early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: says
-  // which ones a caller would select, for those that are guessed.
-  std::shared_ptr<Experts> expert_sum(ExpertMatrices all, RouterSpec router);
+  // which ones a caller would select, for those that are guessed; norm: of what the caller gives, which a predictor reads
+  // as it is; may be absent.
+  std::shared_ptr<Experts> expert_sum(ExpertMatrices all, RouterSpec router, Norm norm);
 
   size_t size() const { return ops_.size(); }
   // Matrices without data pass through a window, which reads them. Once, when all operators are there.

@@ -123,10 +123,11 @@ class ExpertSum:
         n: int,
         by_neuron: ByNeuron | None = None,
         resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
+        norm: _native.Norm | None = None,
     ) -> None:
         """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
         they are, what memory they have and how they are selected, where they rest on disk, and there are no
-        matrices."""
+        matrices; norm: of what they are given, which a predictor reads as it is."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
         router = _native.RouterSpec(config.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -141,7 +142,7 @@ class ExpertSum:
         self._n = n
         self._top_k = config.router.top_k
         self._latents = config.latents
-        self.op = program.expert_sum(of_all, router)
+        self.op = program.expert_sum(of_all, router, norm)
 
     def set_whole(self, on: bool) -> None:
         """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
@@ -591,9 +592,16 @@ class CpuExecutor:
         the first; of experts on disk. router: [experts, d_model]."""
         before.op.foresee(after.op, self._guessing(router))
 
-    def expert_sum(self, layer: int, experts: Iterable[RawTensor], biases: Sequence[Float32 | None] = ()) -> ExpertSum:
+    def expert_sum(
+        self,
+        layer: int,
+        experts: Iterable[RawTensor],
+        biases: Sequence[Float32 | None] = (),
+        predicted: tuple[Weights, Float32] | None = None,
+    ) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`. Experts of
-        latents get latents, and their sum is one."""
+        latents get latents, and their sum is one. predicted: what selects among the neurons of these experts, and the
+        weights of the norm of their input, which they then are given as it is before."""
         config = self.config.layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         tensors = iter(experts)
@@ -601,9 +609,10 @@ class CpuExecutor:
         n, top, spec = first.shape[0], config.router.top_k, _native.NeuronSpec(config.activation, config.threshold)
         if self.in_experts and config.whole_reason is None:
             subset = replace(config, n_experts=n)
-            of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors))
-            assert gate is not None, "there is no predictor"
-            return ExpertSum(self._pool, self._program, config, of_some, [gate], n, by_neuron)
+            weights, norm = predicted or (None, None)
+            of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors), weights)
+            own, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
+            return ExpertSum(self._pool, self._program, config, of_some, own, n, by_neuron, norm=of_input)
         matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
         *gates, up, down = matrices
         more = _biases(config, biases) | self._latent_shapes(config)

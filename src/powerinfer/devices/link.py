@@ -103,12 +103,11 @@ class Link:
         end = begin + tokens * EXPERT_BYTES * top_k
         self._host[begin:end].copy_(self._on_device[begin:end], non_blocking=True)
 
-    def send_latents(self, latents: Tensor) -> None:
-        """Send latents, float32 [tokens, width], to the CPU as its input."""
+    def send_input(self, x: Tensor) -> None:
+        """Send another input than `read`, float32 [tokens, width], at most as wide, to the CPU."""
         import torch
 
-        nbytes = latents.nbytes
-        self._host[:nbytes].copy_(latents.contiguous().view(torch.uint8).view(-1), non_blocking=True)
+        self._host[: x.nbytes].copy_(x.contiguous().view(torch.uint8).view(-1), non_blocking=True)
 
     def add_back(self, x: Tensor) -> None:
         """x float32 [tokens, d_model] += the CPU's sums."""

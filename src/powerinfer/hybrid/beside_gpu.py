@@ -43,8 +43,6 @@ def place_beside_gpu(
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.hardware.measure import measured
 
-    if selection.in_experts and selection.predictors is not None:
-        raise RequestError("predictors select inside experts on the CPU alone so far: leave out --gpu or --selector")
     choose_device(gpu)
     selection = _split_selection(checkpoint, engine, selection)
     spared, engine = cpu.spared_cores(engine.threads, gpu), cpu.beside_gpu(engine, gpu)

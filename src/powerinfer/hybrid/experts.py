@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from powerinfer import _native
     from powerinfer.devices.cpu_experts import ByNeuron
+    from powerinfer.devices.cpu_ffn import Weights
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
 
@@ -130,6 +131,8 @@ class HybridExperts(HybridTerms):
             self._tensors = self._place(cpu, weights, hot)
         if split.movable and copier is None and config.bias:
             raise RequestError("--adjust does not swap experts that have biases: leave it out")
+        if split.movable and copier is None and self._predicted:
+            raise RequestError("--adjust does not swap experts among whose neurons a predictor selects: leave it out")
         if (split.movable or copier is not None) and self._tensors is None and self._disk is None:
             flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
             raise RequestError(
@@ -170,6 +173,7 @@ class HybridExperts(HybridTerms):
         on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
+        self._predicted = False  # the CPU gets the layer's input before its norm
         self._resting: Sequence[RestingTensor] = ()
         views: list[RawTensor] | None = None
 
@@ -193,7 +197,9 @@ class HybridExperts(HybridTerms):
                 self._gpu_part = gpu_experts.resident(tensors, of_slot, self.config, device, self._biases, by_neuron)
             if len(on_cpu):
                 matrices = (_rows_of(tensor, on_cpu) for tensor in tensors)
-                self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu))
+                predicted = self._predictor_of(cpu, weights, on_cpu)
+                self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu), predicted)
+                self._predicted = predicted is not None
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
         self._slot[of_slot] = np.arange(len(of_slot))
@@ -201,6 +207,21 @@ class HybridExperts(HybridTerms):
         self._slots = torch.from_numpy(self._slot.copy()).to(device)
         self._publish()
         return views
+
+    def _predictor_of(
+        self, cpu: CpuExecutor, weights: ExpertWeights, on_cpu: Indices
+    ) -> tuple[Weights, NDArray[np.float32]] | None:
+        """What selects among the neurons of the CPU's experts, and the norm of their input; None: nothing does. The GPU
+        computes those that fire of its own."""
+        if cpu.expert_predictors is None or self.config.why_whole is not None:
+            return None
+        if weights.norm is None:
+            raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
+        about, inner, outer = cpu.expert_predictors(self.layer)
+        n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
+        rows = outer.rows()
+        own = rows[: n * size].reshape(n, size, -1)[on_cpu]
+        return (about, inner, RawTensor(outer.type, (len(on_cpu) * size, rank), own.reshape(-1))), weights.norm
 
     def _publish(self) -> None:
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
@@ -362,11 +383,11 @@ class HybridExperts(HybridTerms):
         gpu_experts.route(logits, self.config.router, self._correction, experts, weights)
 
     def _send(self, step: Step) -> None:
-        if self._latents is None or self._streams(step):
+        if (self._latents is None and not self._predicted) or self._streams(step):
             super()._send(step)
             return
         assert step.read is not None
-        self._link.send_latents(self._latents[0](step.read))
+        self._link.send_input(step.x if self._latents is None else self._latents[0](step.read))
         if not self.config.early_router:
             self._link.send_experts(len(step.x), self.top_k)
 

@@ -153,6 +153,7 @@ def load_split(
         cpu = CpuExecutor(config, engine, rotary, first_layer=placement.layers, pages=placement.pages, disk=disk)
         opened.callback(cpu.close)
         cpu.in_experts = selection.in_experts
+        cpu.expert_predictors = selection.predictors if selection.in_experts else None
         if spared:
             _, reason = cpu_kernels.choose_threads(0)
             cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
@@ -319,7 +320,8 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     if copier is not None:
         copier.on = True
     executor.choices.experts = Choice(name, resolved.policy.reason)
-    inside = ", exact (neurons inside them, too)" * resolved.selection.in_experts
+    selector = resolved.selection.selector
+    inside = f", {selector} (neurons inside them, too)" * resolved.selection.in_experts
     executor.choices.selector = Choice(sparsity.selector, "experts on both devices", inside)
     return executor, sparsity
 

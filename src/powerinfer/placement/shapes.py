@@ -140,22 +140,23 @@ class Model:
             return 0
         return 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
 
-    def by_neuron(self, gated: bool = False) -> Model:
-        """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, gated:
-        gates, too."""
+    def by_neuron(self, predicted: bool = False) -> Model:
+        """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, of
+        those without gates down; predicted: the first product, too."""
 
         def bundled(layer: int, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
             about = self.config.layers[layer].ffn
             if not isinstance(about, ExpertsConfig) or about.whole_reason is not None:
                 return matrices
             *others, up, down = matrices
-            if not about.gated:
-                layout = plain_layout(self.config.d_model, up.type, down.type)
-                groups = about.n_experts * n_groups(about.size) + n_groups(about.shared_size)
-                return up, replace(down, panels=groups * layout.group_bytes)
-            layout = expert_layout(self.config.d_model, up.type, down.type, gated)
             groups = about.n_experts * n_groups(about.size)
-            others = [replace(one, panels=0) for one in others] if gated else others
+            if not about.gated:
+                groups += n_groups(about.shared_size)
+                if not predicted:
+                    layout = plain_layout(self.config.d_model, up.type, down.type)
+                    return up, replace(down, panels=groups * layout.group_bytes)
+            layout = expert_layout(self.config.d_model, up.type, down.type, about.gated and predicted)
+            others = [replace(one, panels=0) for one in others] if predicted else others
             return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
 
         pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
