@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 import families  # noqa: E402
 import gpu_device  # noqa: E402
 import test_expert_neurons as neurons_inside  # noqa: E402
+import test_predicted_experts as predicted_experts  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from model_files import LAYERS, D  # noqa: E402
@@ -445,13 +446,18 @@ def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> 
 
 @contextmanager
 def by_neuron(
-    path: Path, share: float, movable: bool = False, stage: Stage | None = None, copier: Copier | None = None
+    path: Path,
+    share: float,
+    movable: bool = False,
+    stage: Stage | None = None,
+    copier: Copier | None = None,
+    selector: str = "exact",
 ) -> Iterator[tuple[Any, list[HybridExperts]]]:
-    """Split experts of which only the neurons that fire are computed."""
-    checkpoint = open_checkpoint(path)
-    selection = select(checkpoint, engine_of(selector="exact"))
+    """Split experts of which only the neurons that fire, or that a predictor selects, are computed."""
+    checkpoint, engine = open_checkpoint(path), engine_of(selector=selector, recall_every=1)
     parts = ExpertSplit(some(checkpoint.config, share), movable, stage, copier)
-    resolved = Resolved(checkpoint, engine_of(), selection, **on_gpu(checkpoint.config.n_layers, head=True))
+    placed = on_gpu(checkpoint.config.n_layers, head=True)
+    resolved = Resolved(checkpoint, engine, select(checkpoint, engine), **placed)
     executor = load_split(resolved, parts)
     try:
         yield executor, parts.ffns
@@ -505,6 +511,43 @@ def test_neurons_of_experts_without_gates(kind: str, tmp_path: Path) -> None:
             assert all(part is not None and part.by_neuron == (kind != "MXFP4") for part in parts)
             active = ExpertSparsity(executor, ffns).report()["active_fraction"]
             assert (active is None) if share == 1 else 0.3 < active < 0.7
+
+
+@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.usefixtures("device")
+def test_predictors_select_in_the_experts_that_the_cpu_has(gates: bool, tmp_path: Path) -> None:
+    """It gets the layer's input before its norm. Where all are candidates the answer is that of all neurons."""
+    made = neurons_inside.model(tmp_path, "F16") if gates else neurons_inside.plain_model(tmp_path, "Q5_0")
+    give = predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors
+    chunks = [40, 1, 1, 5, 1, 32, 1]
+    path = give(made, threshold=-1e5)
+    with split(path, 0.5) as (executor, _):
+        whole = logits_of(executor, chunks)
+    for share in (0.0, 0.5):
+        with by_neuron(path, share, selector="predicted") as (executor, ffns):
+            assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.03
+            report = ExpertSparsity(executor, ffns).report()
+            assert report["recall"] == report["candidate_fraction"] == 1 and 0.1 < report["active_fraction"] < 0.7
+    give(path)
+    found = []
+    for share in (0.0, 0.5):
+        with by_neuron(path, share, selector="predicted") as (executor, ffns):
+            found.append(logits_of(executor, chunks))
+            report = ExpertSparsity(executor, ffns).report()
+            assert 0.3 < report["recall"] < 0.7 and 0.3 < report["candidate_fraction"] < 0.7
+    assert neurons_inside.far(found[1], whole) > 0.01, "half of the CPU's neurons are missing"
+    if gates:  # a shared expert is the GPU's, and whole
+        alone = predicted_experts.opened(path)
+        assert neurons_inside.far(found[0], logits_of(alone, chunks)) <= 1e-3
+        alone.close()
+    with (
+        pytest.raises(RequestError, match="among whose neurons a predictor selects"),
+        by_neuron(path, 0.5, movable=True, selector="predicted"),
+    ):
+        pass
+    with by_neuron(path, 0.5, copier=Copier(policy_of(path, "lru")), selector="predicted") as (executor, ffns):
+        logits_of(executor, chunks)
+        assert all(ffn.collect()["copied"] for ffn in ffns)
 
 
 @pytest.mark.parametrize("gates", [True, False])

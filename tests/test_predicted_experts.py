@@ -272,12 +272,6 @@ def test_what_is_refused(made: dict[str, Any], why: str, tmp_path: Path) -> None
         LLM(path, gpu="none", threads=1, selector="predicted")
 
 
-def test_not_beside_a_gpu(tmp_path: Path) -> None:
-    path = give_predictors(model(tmp_path))
-    with pytest.raises(RequestError, match="on the CPU alone so far"):
-        LLM(path, gpu="cpu", threads=1, selector="predicted")
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [

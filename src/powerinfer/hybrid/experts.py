@@ -539,8 +539,10 @@ class HybridExperts(HybridTerms):
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had
         self._count(self._tally[:-1], int(self._tally[-1]), tokens, steps, jobs)
         self._tally[:] = 0
-        if self._sparse is not None:
-            self._sums["active"] = self._sparse.sum.counts()["active"]
+        if self._cpu_part is not None and self._sparse is not None:
+            counts = self._cpu_part.op.counts()
+            for name in ("active", "candidates", "sampled_active", "sampled_found"):
+                self._sums[name] = counts[name]
         return self._sums
 
     def clear(self) -> None:
@@ -549,8 +551,8 @@ class HybridExperts(HybridTerms):
         self._tally[:] = 0
         self._sums: Counter[str] = Counter()
         self.recent, self.recent_tokens = np.zeros(self.config.n_experts), 0.0
-        if self._sparse is not None:
-            self._sparse.sum.clear()
+        if self._cpu_part is not None and self._sparse is not None:
+            self._cpu_part.op.clear()
 
     def suspend(self, on: bool) -> None:
         """Choose whether every neuron is computed of cold experts that could skip some."""
@@ -628,9 +630,14 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
 
     def report(self) -> dict[str, Any]:
         """Report as `SplitSparsity` does. gpu_share: None of a layer without cold experts; active_fraction: of the cold
-        experts' neurons, None where all are computed; policy: decides which experts the GPU has; copied: experts copied
-        there beside steps."""
+        experts' neurons, None where all are computed; candidate_fraction, recall: of a predictor among these, on
+        sampled steps; policy: decides which experts the GPU has; copied: experts copied there beside steps."""
         layers, totals = self._collect()
         tokens = max((layer["tokens"] for layer in layers), default=0)
         totals["hot"] += tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts
-        return {**self._report(layers, totals), "policy": self.policy, "copied": totals["copied"]}
+        fired, neurons = totals["sampled_active"], totals["neurons"]
+        found = {
+            "candidate_fraction": totals["candidates"] / neurons if neurons else None,
+            "recall": totals["sampled_found"] / fired if fired else None,
+        }
+        return {**self._report(layers, totals), **found, "policy": self.policy, "copied": totals["copied"]}
