@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from powerinfer.hardware.description import Disk, Hardware, load, save
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.disk_hints import disk_speed
 from powerinfer.hybrid.resolve import resolve
-from powerinfer.hybrid.resolved import Resolved
+from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.neurons import Profile
 from powerinfer.placement import disk
 from powerinfer.placement.budget import Workload, least_ram
@@ -377,6 +378,42 @@ def test_plan_and_load_decide_alike(
     else:
         pytest.fail("at last it does not fit")
     assert seen > 1
+
+
+@pytest.mark.usefixtures("described")
+def test_plan_and_load_place_the_same_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers as a whole on a GPU, with the buffers that stream the others, and what RAM does not hold of these."""
+    monkeypatch.setattr(model_files, "FF", 1024)
+    monkeypatch.setattr(model_files, "LAYERS", 4)
+    for name in ("PACKED", "BLOCK", "READ_COPIES", "AHEAD"):
+        monkeypatch.setattr(disk, name, 0)
+    path = tiny_llama(tmp_path / "m.gguf", "silu")
+    engine = EngineConfig(threads=1, context=64, prefill_chunk=64, max_batch=1, gpu="cpu")
+    subject = model_subject(open_checkpoint(path), None, "auto")
+    machine, seen, vram = replace(HIGH, cpu=replace(HIGH.cpu, threads=1)), set(), 4 * GIB
+    for less in (0, 1, 1, 1 << 20):
+        vram -= less
+        held = make_plan(subject.request(machine, replace(engine, vram=vram))).bytes
+        vram, most = sum(held["gpu"].values()), sum(held["cpu"].values())
+        for ram in (most, most - 1, *range(most - (1 << 16), most - (9 << 17), -(1 << 17))):
+            options = replace(engine, vram=vram, ram=ram)
+            try:
+                resolved = resolve(open_checkpoint(path), options)
+            except RequestError as error:
+                with pytest.raises(RequestError, match=re.escape(str(error))):
+                    make_plan(subject.request(machine, options))
+                seen.add("refused")
+                break
+            plan = make_plan(subject.request(machine, options))
+            claims, placement, needed = plan.claims, resolved.placement, needs(resolved)
+            assert (claims.gpu_layers, claims.gpu_head) == (placement.layers, placement.head)
+            assert (claims.staging, claims.disk) == (placement.staging, placement.disk)
+            assert claims.whole and plan.document().policy == "layers"
+            held = plan.bytes
+            assert needed.vram == sum(held["gpu"].values()) <= vram
+            assert needed.ram == sum(held["cpu"].values()) or "embedding" not in held["cpu"], "which is mapped"
+            seen.add((placement.staging > 0, placement.disk is not None))
+    assert seen == {"refused", (False, False), (True, False), (False, True)}
 
 
 def _check_gap(resolved: Resolved, machine: Hardware) -> None:

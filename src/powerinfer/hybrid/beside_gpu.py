@@ -144,8 +144,6 @@ def _layers_in_free_memory(resolved: Resolved, model: Model, hardware: Hardware)
     if not 0 < free < needed + buffers:
         return resolved.placed(disk=None)
     resolved = resolved.placed(staging=0)
-    if free >= needed:
-        return resolved.placed(disk=None)
     return placed_within(resolved, model, free, needed, lambda short, ram: _layers_in(short, model, hardware, ram))
 
 

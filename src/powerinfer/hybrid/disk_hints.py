@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.hybrid.in_ram import placed_in, profile_of, shortened, whole_context
-from powerinfer.hybrid.resolved import Resolved, model_of, ram_bytes
+from powerinfer.hybrid.resolved import Resolved, fits, model_of
 from powerinfer.sparsity.selection import select
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def disk_helps(resolved: Resolved) -> str:
     model, ram, flags = model_of(resolved), placement.disk.ram, []
     asked = engine.ram is not None
     bundled = engine.selector != "auto" and resolved.selection.bundles is not None
-    if asked and bundled and not placement.layers and ram_bytes(model, engine) <= ram:
+    if asked and bundled and not placement.layers and fits(model, engine, ram):
         flags.append("--selector all")
     if asked or (engine.context and not placement.layers):
         context = whole_context(resolved, model, ram)

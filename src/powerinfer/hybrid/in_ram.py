@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RamError, RequestError, demand
-from powerinfer.hybrid.resolved import Resolved, context_of, division_of, kv_bytes, model_of, ram_bytes, workload
+from powerinfer.hybrid.resolved import Resolved, context_of, division_of, fits, kv_bytes, model_of, ram_bytes, workload
 from powerinfer.kernels import cpu
-from powerinfer.sparsity.selection import DENSE, Selection, select
+from powerinfer.sparsity.selection import DENSE, select
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
@@ -37,23 +37,11 @@ def place_in_ram(resolved: Resolved) -> Resolved:
         return resolved
     model = model_of(resolved)
     if ram is None:
-        return _fit_in_free_memory(resolved, model, free)
+        needed = ram_bytes(model, shortened(engine, model))
+        return demand(placed_within(resolved, model, free, needed, lambda short, ram: placed_in(short, model, ram)))
     placed = demand(placed_in(resolved, model, ram))
-    total, kv = ram_bytes(model, engine, placed.selection), kv_bytes(model, engine)
-    if total <= ram:
-        return placed.placed(kv_room=ram - total + kv)
-    if engine.disk == "none":
-        raise _too_little_ram(resolved, placed.selection, model, total)
-    return placed.placed(kv_room=kv)
-
-
-def _fit_in_free_memory(resolved: Resolved, model: Model, free: int) -> Resolved:
-    """The same without --ram: with what the free memory does not hold on disk. RequestError if a container holds not
-    even that."""
-    needed = ram_bytes(model, shortened(resolved.engine, model))
-    if needed <= free:
-        return resolved
-    return demand(placed_within(resolved, model, free, needed, lambda short, ram: placed_in(short, model, ram)))
+    total = ram_bytes(model, engine, placed.selection)
+    return placed.placed(kv_room=kv_bytes(model, engine) + max(0, ram - total))
 
 
 def shortened(engine: EngineConfig, model: Model) -> EngineConfig:
@@ -68,9 +56,9 @@ def placed_within(
     needed: int,
     place: Callable[[Resolved, int], Resolved | RequestError],
 ) -> Resolved | RequestError:
-    """The outcome of `place`, with a short context, within the free memory, of which the model needs more. Where that
-    is too little a container gets what takes least memory; elsewhere, and where it holds all of the model, nothing is
-    on disk: the system may still find the memory.
+    """The same within the free memory or, where the model needs more of that, the outcome of `place`, with a short
+    context. Where that is too little a container gets what takes least memory; elsewhere, and where it holds all of the
+    model, nothing is on disk: the system may still find the memory.
 
     The error where a container does not hold the least: it would kill the process.
     """
@@ -79,6 +67,8 @@ def placed_within(
     from powerinfer.system import container_memory
 
     engine, least, limit = resolved.engine, needed, container_memory()
+    if needed <= free:
+        return resolved.placed(disk=None)
     short = replace(resolved, engine=shortened(engine, model))
     stays = engine.disk == "none" or resolved.placement.head
     placed = None if stays else place(short, within(free))  # another error: parts of this model cannot stay on disk
@@ -102,14 +92,14 @@ def placed_within(
 
 def placed_in(resolved: Resolved, model: Model, ram: int) -> Resolved | RequestError:
     """The same on the CPU alone with what does not fit into `ram` on disk; the error if the rest does not fit. `auto`
-    may do without bundles (`PlanRequest.settled`). With `--disk none` nothing is on disk, and it may not fit."""
+    may do without bundles (`PlanRequest.settled`)."""
     engine, rests = resolved.engine, resolved.engine.disk != "none"
     request = ram_request(resolved, model, ram)
     settled, reason = request.settled(rests, "RAM" if engine.ram is None else "--ram")
     if settled is not request:
         resolved = replace(resolved, selection=select(resolved.checkpoint, engine, reason))
     if not rests:
-        return resolved
+        return resolved if fits(model, engine, ram, resolved.selection) else _too_little_ram(resolved, model)
     claims = settled.claims_if_any()
     return claims if isinstance(claims, RequestError) else resolved.placed(disk=claims.disk)
 
@@ -163,7 +153,7 @@ def whole_context(placed: Resolved, model: Model, ram: int) -> int | None:
         if division is not None:
             return sum(in_ram(model, workload(model, shorter), division).values()) > ram
         if engine.selector != "auto" and selection.bundles is not None:
-            return ram_bytes(model, shorter, selection) > ram
+            return not fits(model, shorter, ram, selection)
         dense = placed_in(replace(placed, engine=shorter, selection=DENSE), model, ram)
         return isinstance(dense, RequestError) or dense.placement.disk is not None
 
@@ -172,27 +162,28 @@ def whole_context(placed: Resolved, model: Model, ram: int) -> int | None:
     return tokens if tokens >= min(context // 2, SHORT) else None
 
 
-def _too_little_ram(resolved: Resolved, selection: Selection, model: Model, total: int) -> RequestError:
+def _too_little_ram(resolved: Resolved, model: Model) -> RequestError:
     """The error for a --ram too small for one context, with what would help."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.placement.budget import gib
     from powerinfer.placement.shapes import checkpoint_model
 
-    checkpoint, engine = resolved.checkpoint, resolved.engine
-    ram, context, kv = engine.ram or 0, context_of(model, engine), kv_bytes(model, engine)
+    checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    total, kv = ram_bytes(model, engine, selection), kv_bytes(model, engine)
+    ram, context = engine.ram or 0, context_of(model, engine)
     helps = [f"give --ram {gib(total)}"]
     page = model.kv_bytes(engine.kv_type, 1, 1)
     tokens = (ram - total + kv) // page * cpu.PAGE if page else 0  # Mamba2 alone has no cache
     if tokens >= min(context // 2, SHORT):
         helps.append(f"--context {tokens}")
-    if ram_bytes(model, replace(engine, kv_type="q8_0"), selection) <= ram:
+    if fits(model, replace(engine, kv_type="q8_0"), ram, selection):
         helps.append("--kv-type q8_0")
-    if ram_bytes(model, engine) <= ram:
+    if fits(model, engine, ram):
         helps.append("--selector all")
     for kind in ("q8_0", "q4_0") if engine.quantize is None else ():
         with suppress(PowerInferError):  # nothing to quantise
             smaller = checkpoint_model(open_checkpoint(checkpoint.path, quantize=kind), engine.prepared, fresh=True)
-            if ram_bytes(smaller, engine) <= ram:
+            if fits(smaller, engine, ram):
                 helps.append(f"--quantize {kind}")
                 break
     if len(helps) == 1:

@@ -184,6 +184,11 @@ def ram_bytes(model: Model, engine: EngineConfig, selection: Selection = DENSE) 
     return selection.in_experts_bytes + least_ram(model, workload(model, engine, selection.selector))
 
 
+def fits(model: Model, engine: EngineConfig, ram: int, selection: Selection = DENSE) -> bool:
+    """Whether so much RAM holds that."""
+    return ram_bytes(model, engine, selection) <= ram
+
+
 def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workload:
     """The settings of a load that memory depends on. selector: one inside experts takes the memory of its predictors
     alone."""
