@@ -167,11 +167,11 @@ class Model:
     def may_skip(self) -> bool:
         """Whether neurons inside experts can be told apart, by their configuration and types."""
         downs = (own[-1].type for layer, own in enumerate(self.experts) if self._told_apart(layer))
-        return self.config.why_whole_experts is None and all(kind in DOWN_TYPES for kind in downs)
+        return self.config.whole_experts_reason is None and all(kind in DOWN_TYPES for kind in downs)
 
     def _told_apart(self, layer: int) -> bool:
         ffn = self.config.layers[layer].ffn
-        return isinstance(ffn, ExpertsConfig) and ffn.why_whole is None
+        return isinstance(ffn, ExpertsConfig) and ffn.whole_reason is None
 
     def step_share(self, layer: int, batch: int) -> float:
         """Share of the bytes of a layer's experts that a step of `exact` reads, of those that it needs: the first
