@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,34 @@ def test_prompts_of_experts_without_gates_have_the_bits_of_whole_ones(kind: str,
     assert np.array_equal(logits(exact, TOKENS), logits(whole, TOKENS))
     for one in (whole, exact):
         one.close()
+
+
+WIDE = 672  # columns of a row: more than a line of 128, and of 512 with fifth bits
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("level", _native.levels())
+def test_wide_rows_become_the_panels_of_the_matrix(kind: str, level: str, tmp_path: Path) -> None:
+    """Line by line, the next one asked for meanwhile; of experts with many and with few rows."""
+    checkpoint, rng = open_checkpoint(plain_model(tmp_path, "F16")), np.random.default_rng(9)
+    config = replace(checkpoint.config, d_model=WIDE)
+    engine = EngineConfig(threads=2, context=128, prefill_chunk=TOKENS, isa=level)
+    executor = CpuExecutor(config, engine, {})
+    shapes = [(PLAIN_EXPERTS, *shape) for shape in ((FF, WIDE), (WIDE, FF))]
+    data = [stored_evenly(kind, n * rows, cols, 1.0, rng) for n, rows, cols in shapes]
+    parts = [RawTensor(kind, shape, own.reshape(-1)) for shape, own in zip(shapes, data, strict=True)]
+    sums = []
+    for executor.in_experts in (False, True):
+        sums.append(executor.expert_sum(1, parts))
+    x = rng.standard_normal((TOKENS, WIDE)).astype(np.float32)
+    weights, found = rng.random((TOKENS, 2), np.float32), np.empty((2, TOKENS, WIDE), np.float32)
+    selected = np.tile(np.int32([0, 1]), (TOKENS, 1))  # some of two and three
+    selected[:3] = 2, 3
+    for one, out in zip(sums, found, strict=True):
+        one.sum(x, selected, weights, out)
+    assert np.abs(found[0]).max() > 0
+    np.testing.assert_array_equal(*found)
+    executor.close()
 
 
 @pytest.mark.parametrize("step", [1, 25])

@@ -158,6 +158,26 @@ void pack_rows(Pool& pool, const std::string& type_name, const std::string& kind
   });
 }
 
+// Down of experts, whose blocks lie across neurons.
+void pack_down_of(Pool& pool, const std::string& type_name, int64_t k, int64_t neurons, Bytes data, OutBytes2 out,
+                  int64_t pitch, int64_t at) {
+  const int64_t groups = (int64_t)out.shape(0), each = neurons / PI_GROUP;
+  const PiRows all =
+      rows_of(type_name, PI_ADD, k, groups * PI_GROUP, out.data(), out.shape(0), out.shape(1), pitch, at);
+  require(pi_across(all.type) >= 0, "blocks of this type do not lie across neurons");
+  require(neurons > 0 && neurons % PI_GROUP == 0 && groups % each == 0, "experts have whole groups of neurons");
+  const int64_t block = pi_facts(all.type).bytes, row = each * block;
+  require((int64_t)data.shape(0) == groups / each * k * row, "the data has another size than these experts");
+  nb::gil_scoped_release release;
+  pool.run([&](int thread) {
+    int64_t begin, end;
+    share(groups, 1, pool.threads(), thread, &begin, &end);
+    for (int64_t g = begin; g < end; g++)
+      pack_group_across(all.type, k, data.data() + g / each * k * row + g % each * block, row,
+                        out.data() + g * all.stride, pitch, at);
+  });
+}
+
 void unpack_rows(const std::string& type_name, const std::string& kind_name, int64_t k, Bytes2 data, int64_t pitch,
                  int64_t at, OutFloats2 out) {
   const int kind = kind_of(kind_name);
@@ -444,6 +464,11 @@ void bind_bundle_rows(nb::module_& m) {
         "Write the gate, up or down rows of bundles, at byte `at` of each; they lie `pitch` bytes apart.\n\n"
         "data: rows as a model file stores them; out: [groups, bytes of a group]; kind: \"dot\" (gate, up) or \"add\"\n"
         "(down).");
+  m.def("pack_down", &pack_down_of, "pool"_a, "type"_a, "k"_a, "neurons"_a, "data"_a, "out"_a.noconvert(), "pitch"_a,
+        "at"_a,
+        "Write the down rows of bundles, of a type across neurons, from matrices [k, neurons] of experts as a model "
+        "file\n"
+        "stores them: data, one after another; out: [groups, bytes of a group].");
   m.def(
       "code_bytes",
       [](const std::string& type, int64_t k) {

@@ -46,14 +46,27 @@ void BundledExperts::product(int thread, const ExpertRows& rows, Part part, size
   const Bundles& b = *bundled_->bundles;
   const int64_t first = (int64_t)e * neurons;
   uint8_t* const to = rows.panels_of(thread);
-  Matrix panel_pair = parts_[part][e];
-  panel_pair.data = to;
-  for (int64_t p = p0; p < p1; p += 2) {
-    const int count = (int)std::min<int64_t>(p1 - p, 2);
-    if (part == DOWN) panels_of_outputs(b.down, first, neurons, p * PI_LANES, count, to);
-    else panels_of_neurons(part == GATE ? b.gate : b.up, first + p * PI_LANES, count, to);
-    workspace_->linear(thread, panel_pair, NO_BIAS, &acts, out + p * PI_LANES, ldo, rows.n(e), false, 0, count);
+  Matrix panels = parts_[part][e];
+  panels.data = to;
+  const int64_t most = panels_at_once(part);
+  for (int64_t p = p0, count; p < p1; p += count) {
+    count = std::min(p1 - p, most - p % most);
+    if (part == DOWN) panels_of_outputs(workspace_->kernels, b.down, first, neurons, p * PI_LANES, (int)count, to);
+    else panels_of_neurons(part == GATE ? b.gate : b.up, first + p * PI_LANES, (int)count, to);
+    PiAhead ahead[8];
+    const bool more = part == DOWN && count == 8 && p + count < p1 && neurons > PI_GROUP && pi_across(b.down.type) >= 0;
+    if (more) outputs_ahead(b.down, first, (p + count) * PI_LANES, ahead);
+    workspace_->linear(thread, panels, NO_BIAS, &acts, out + p * PI_LANES, ldo, rows.n(e), false, 0, count,
+                       more ? ahead : nullptr);
   }
+}
+
+// Of down a line of the rows, unless so many panels exceed a core's cache.
+int64_t BundledExperts::panels_at_once(Part part) const {
+  const Matrix& m = parts_[part][0];
+  int64_t n = part == DOWN ? 8 : 2;
+  while (n > 2 && n * pi_panel_bytes(m.type, m.k) > ExpertRows::REPACKED) n /= 2;
+  return n;
 }
 
 void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,

@@ -18,6 +18,7 @@ class BundledExperts : public ExpertStore {
  private:
   void product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out, int64_t ldo,
                int64_t p0, int64_t p1) const override;
+  int64_t panels_at_once(Part part) const override;
   struct Limit {
     int magnitude;
     float value;

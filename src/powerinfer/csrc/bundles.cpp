@@ -365,11 +365,10 @@ int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k) {
 
 void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
                       int64_t at) {
-  const int64_t codes = pi_row_codes(type, k);
-  uint8_t* const shared = group + PI_GROUP * pitch;
-  for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
-  memset(shared, 0, (size_t)pi_shared_bytes(type, k));
   const PiTypeFacts& t = pi_facts(type);
+  if (pi_across(type) >= 0) return pack_group_across(type, k, src, t.bytes, group, pitch, at);
+  const int64_t codes = pi_row_codes(type, k);
+  for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
   const auto put = [=](uint8_t* row, int64_t i, int code) {
     bool high;
     uint8_t* byte = row + code_at(type, kind, k, i, &high);
@@ -379,15 +378,6 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
     byte = row + fifth_at(type, k, i, &bit);
     *byte = (uint8_t)(*byte | code >> 4 << bit);
   };
-  if (pi_across(type) >= 0) {
-    for (int64_t c = 0; c < k; c++, src += t.bytes) {
-      if (t.d < 0) shared[c] = src[0];
-      else memcpy(shared + 2 * c, src + t.d, 2);
-      if (t.m >= 0) memcpy(shared + 2 * pi_round_up(k, 128) + 2 * c, src + t.m, 2);
-      for (int i = 0; i < 32; i++) put(group + i * pitch + at, c, stored_code(type, src, i));
-    }
-    return;
-  }
   for (int64_t r = 0; r < rows; r++, src += stored_row_bytes(type, k)) {
     uint8_t* row = group + r * pitch + at;
     if (type == PI_F16 || type == PI_BF16) {

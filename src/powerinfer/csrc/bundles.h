@@ -15,6 +15,9 @@ int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k);
 // Neurons that are missing become zeros.
 void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t* src, uint8_t* group, int64_t pitch,
                       int64_t at);
+// The same of a group of a type across neurons, whose blocks lie `stride` bytes apart, one for each of k columns.
+void pack_group_across(int type, int64_t k, const uint8_t* blocks, int64_t stride, uint8_t* group, int64_t pitch,
+                       int64_t at);
 // Where the elements of a row lie: the byte of each, of F16 and BF16 the first. Two codes of 4 bits share a byte.
 void bundle_row_order(int type, int kind, int64_t k, int32_t* out);
 // The values of the row of neuron i.

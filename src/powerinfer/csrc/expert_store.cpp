@@ -121,7 +121,7 @@ void ExpertStore::add_down(int thread, const ExpertRows& rows, bool dealt) const
   PiActs hidden = rows.hidden.rows(neurons);
   hidden.f = rows.floats(rows.gate);
   hidden.ldf = rows.ldh;
-  share_panels(thread, rows, parts_[DOWN][0].panels, dealt, [&](size_t e, int64_t p0, int64_t p1) {
+  const auto add = [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin;
     float* out = rows.floats(rows.out) + begin * rows.ldy;
     product(thread, rows, DOWN, e, pi_acts_from(&hidden, begin, 0), out, rows.ldy, p0, p1);
@@ -130,7 +130,8 @@ void ExpertStore::add_down(int thread, const ExpertRows& rows, bool dealt) const
       const float weight = rows.weight_of[(size_t)(begin + i)];
       for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) out[c] += weight * biases_[DOWN][e][(size_t)c];
     }
-  });
+  };
+  share_panels(thread, rows, parts_[DOWN][0].panels, dealt, add, panels_at_once(DOWN));
 }
 
 void ExpertStore::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,

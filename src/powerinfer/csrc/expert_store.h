@@ -61,7 +61,7 @@ struct ExpertRows {
   Mapping activations;                      // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
   std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][groups]
   std::vector<float> guessed;               // logits, [GUESSED][ldl]
-  Mapping panels;                           // two for each thread, repacked
+  Mapping panels;                           // some for each thread, repacked
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
   // The experts that are computed next, of those that have rows: `active` and `cost`.
@@ -69,8 +69,9 @@ struct ExpertRows {
   int64_t n(size_t expert) const { return begin[expert + 1] - begin[expert]; }
   float* floats(const Mapping& of) const { return (float*)of.data(); }
   uint8_t* panels_of(int thread) const { return panels.data() + thread * panel_bytes(sizes); }
+  static constexpr int64_t REPACKED = 384 << 10;  // bytes that stay in a core's cache, or two panels
   static int64_t panel_bytes(const Sizes& s) {
-    return 2 * PI_LANES * 2 * pi_round_up(std::max(s.neurons, s.d_model), 32);
+    return std::max(REPACKED, 2 * PI_LANES * 2 * pi_round_up(std::max(s.neurons, s.d_model), 32));
   }
 };
 
@@ -134,19 +135,20 @@ class ExpertStore {
                         const Attempt& attempt);
   // For each row its token's input, of k elements. Ends with a barrier.
   PiActs gather(const Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
-  // Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, two at a
-  // time: shares cost about the same however the rows are distributed. dealt: of many rows what a free thread takes.
+  // Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, two or
+  // `unit` at a time: shares cost about the same however the rows are distributed. dealt: of many rows what a free thread
+  // takes.
   template <class F>
-  void share_panels(int thread, const ExpertRows& rows, int64_t panels, bool dealt, F work) const {
+  void share_panels(int thread, const ExpertRows& rows, int64_t panels, bool dealt, F work, int64_t unit = 2) const {
     const size_t n = rows.active.size();
     if (n == 0) return;
-    const int64_t pairs = (panels + 1) / 2, all = rows.cost[n] * pairs;
+    const int64_t units = (panels + unit - 1) / unit, all = rows.cost[n] * units;
     const auto part = [&](int64_t from, int64_t to) {
       for (size_t i = 0; i < n; i++) {
-        const int64_t expert_cost = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * pairs;
-        const auto first = [&](int64_t cost) {  // the pair that begins there or next
+        const int64_t expert_cost = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * units;
+        const auto first = [&](int64_t cost) {  // the unit that begins there or next
           return std::min(
-              std::clamp((std::max(cost, before) - before + expert_cost - 1) / expert_cost, (int64_t)0, pairs) * 2,
+              std::clamp((std::max(cost, before) - before + expert_cost - 1) / expert_cost, (int64_t)0, units) * unit,
               panels);
         };
         if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) work((size_t)rows.active[i], p0, p1);
@@ -166,6 +168,8 @@ class ExpertStore {
   // out = panels [p0, p1) of one of an expert's matrices, with its bias but for down, by the expert's rows.
   virtual void product(int thread, const ExpertRows& rows, Part part, size_t expert, const PiActs& acts, float* out,
                        int64_t ldo, int64_t p0, int64_t p1) const;
+  // Panels of it that `product` computes at once.
+  virtual int64_t panels_at_once(Part) const { return 2; }
 
   Parts parts_;
   const Activation activation_;

@@ -12,6 +12,7 @@ namespace {
 struct Panels {
   const uint8_t *codes, *scales;
   int64_t codes_stride, scales_stride, next = 0;
+  const PiAhead* ahead = nullptr;  // of each of these panels
 };
 
 template <int P, int T>

@@ -52,6 +52,11 @@ void widen_scales(const uint8_t* scales, int64_t nb, float* out) {
   }
 }
 
+PI_INLINE void ask(const PiAhead& ahead, int64_t block) {
+#pragma GCC unroll 8
+  for (int i = 0; i < PiAhead::LINES; i++) fetch_line(ahead.line[i] + block * ahead.stride);
+}
+
 template <class W>
 struct Quantised {
   // Whether a block's groups are unrolled: for one and two tokens, and for widened codes. Other tiles have a loop, since
@@ -84,6 +89,8 @@ struct Quantised {
         if constexpr (!W::WIDE) {
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) fetch_line(w.scales + p * w.scales_stride + soon * W::SCALE_BYTES + jump);
+        } else if (w.ahead) {
+          for (int p = 0; p < P; p++) ask(w.ahead[p], b);
         }
         f32x16 value[P][T];
         unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
@@ -149,11 +156,32 @@ struct Quantised {
   }
 };
 
+// Of codes that are a byte each, in panels that are in a cache: asks for other lines.
+template <class W>
+void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
+  constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
+  const auto along_tokens = [&](auto panels, int64_t p) __attribute__((always_inline)) {
+    constexpr int N = panels.value;
+    Panels w = panels_at(l, x->k, p, N);
+    w.ahead = l->ahead + p;
+    const int64_t first = tokens < T ? tokens : T;
+    along<Quantised<Wide<W>>, N, T>(l, w, x, p, 0, first);
+    w.ahead = nullptr;
+    along<Quantised<Wide<W>>, N, T>(l, w, x, p, first, tokens);
+  };
+  int64_t p = p0;
+  for (; p + P <= p1; p += P) along_tokens(Index<P>{}, p);
+  if constexpr (P > 1)
+    for (; p < p1; p++) along_tokens(Index<1>{}, p);
+}
+
 // For many tokens a few panels are widened once, then used for all tokens but the last few.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
   static_assert(P <= 2 && Wide<W>::VECTORS <= 3, "pi_linear_scratch has room for no more");
+  if constexpr (BYTES<W>)
+    if (l->ahead) return linear_ahead<W>(l, x, p0, p1, tokens);
   if (tokens < WIDE_FROM) return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
   auto* const codes = (uint8_t*)scratch;

@@ -47,6 +47,10 @@ struct TileScales {
   const float *d, *sd;
 };
 
+PI_INLINE void ask(const PiAhead& ahead, int64_t block) {
+  for (int i = 0; i < PiAhead::LINES; i++) fetch_line(ahead.line[i] + block * ahead.stride);
+}
+
 template <class W>
 PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* meta, int64_t b, const TileScales& a) {
   const Scales f = W::scales(meta, b);
@@ -67,7 +71,7 @@ PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* 
 // One panel by up to 16 tokens.
 template <class W>
 void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const uint8_t* meta, int64_t p, int64_t t0,
-              int tokens, const TileScales& a, int32_t* sums) {
+              int tokens, const TileScales& a, int32_t* sums, const PiAhead* ahead) {
   const int64_t k = x->k, nb = k / 32;
   const int8_t* q = x->q + t0 * k;
   f32x16 sum[16];
@@ -75,12 +79,14 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   // The tiles of the next pair are computed while the sums of this one are scaled.
   constexpr int A = W::HALVES == 2 ? 16 : 32, B = A * 16;
   const int64_t pairs = W::HALVES == 2 ? nb : nb / 2;
-#define PI_ADD_PAIR(pair, from)                               \
-  if constexpr (W::HALVES == 2) {                             \
-    add_block<W>(sum, from, meta, pair, a);                   \
-  } else {                                                    \
-    add_block<W>(sum, from, meta, 2 * (pair), a);             \
-    add_block<W>(sum, (from) + 256, meta, 2 * (pair) + 1, a); \
+#define PI_ADD_PAIR(pair, from)                                      \
+  if constexpr (BYTES<W>)                                            \
+    if (ahead) ask(*ahead, 2 * (pair)), ask(*ahead, 2 * (pair) + 1); \
+  if constexpr (W::HALVES == 2) {                                    \
+    add_block<W>(sum, from, meta, pair, a);                          \
+  } else {                                                           \
+    add_block<W>(sum, from, meta, 2 * (pair), a);                    \
+    add_block<W>(sum, (from) + 256, meta, 2 * (pair) + 1, a);        \
   }
   int64_t i = 0;
   if (pairs > 0) { PI_TILE_PAIR(0, 1, 0, sums); }
@@ -144,7 +150,8 @@ void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
       for (int64_t t = m; t < end; t += TILE_TOKENS) {
         const int n = (int)(end - t < TILE_TOKENS ? end - t : TILE_TOKENS);
         if (n != configured) configure(configured = n, A, B);
-        amx_tile<W>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + (t - m) * nb}, sums);
+        amx_tile<W>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + (t - m) * nb}, sums,
+                    l->ahead && t == 0 ? l->ahead + p : nullptr);
       }
     }
   }

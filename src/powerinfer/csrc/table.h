@@ -95,6 +95,14 @@ static inline PiActs pi_acts_from(const PiActs* all, int64_t t, int64_t c) {
   return from;
 }
 
+// Lines of weights that are read soon, for which a product asks while it computes a panel: for each of its blocks b
+// line[i] + b * stride.
+struct PiAhead {
+  enum { LINES = 8 };
+  const uint8_t* line[LINES];
+  int64_t stride;
+};
+
 // One matrix product over panels [p0, p1): out[t][16 p + lane] = bias + w . x  (+ what was there, when `add`).
 struct PiLinear {
   const uint8_t* w;   // panel 0
@@ -102,6 +110,7 @@ struct PiLinear {
   float* out;
   int64_t ldo;
   int type, add;
+  const PiAhead* ahead = nullptr;  // of each panel, or null: the panels are in a cache, others are not; Q8_0 alone asks
 };
 
 // The settings of a layer's attention, X(type, name, neutral value): each is the attribute of that name of the layer's
@@ -178,6 +187,13 @@ static constexpr int pi_bits(int type) {
   return PI_TYPES[type % PI_N_TYPES].codes * 8 / PI_TYPES[type % PI_N_TYPES].block;
 }
 
+// The type of the panels that rows across neurons become: with a byte for a code, which products read fastest, where no
+// scale is lost so.
+static constexpr int pi_panels_across(int type) {
+  const PiTypeFacts& t = PI_TYPES[type % PI_N_TYPES];
+  return t.d >= 0 && t.m < 0 ? PI_Q8_0 : type % PI_N_TYPES;
+}
+
 static inline int64_t pi_row_codes(int type, int64_t k) {
   if (pi_facts(type).values == PI_VALUES_FLOATS) return pi_round_up(pi_facts(type).bytes * k, 64);
   if (pi_bits(type) == 8) return pi_round_up(k, pi_across(type) >= 0 ? 128 : 64);
@@ -242,10 +258,15 @@ struct PiNeuronKernels {
               int64_t ldo);
   // The same of pairs: h[j] * neuron of pair j to the row of its token.
   void (*add_pairs)(const PiRows*, const PiPair*, int64_t n, const float* h, float* out, int64_t ldo);
-  // `add` of Q4_0X32 and Q4_1X32, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g
-  // counts the groups that the list comes to. For each of these the sum is exact.
+  // `add` of rows across neurons, with h as whole numbers: neuron j's is q[t * ldq + j] times d[t * ldd + g], where g
+  // counts the groups that the list comes to. For each of these the sum is exact, so that sums are the same in any order
+  // of neurons within a group; a list that comes back to a group rounds once more. Steps have ascending lists.
   void (*add_groups)(const PiRows*, const int32_t* index, int64_t n, const int8_t* q, int64_t ldq, const float* d,
                      int64_t ldd, int64_t tokens, float* out, int64_t ldo);
+  // Panels of down from rows across neurons, `neurons` of them from `first` on: so many panels, of the type
+  // pi_panels_across, whose rows are the columns from `column` on, all of one line of 128. first and neurons are multiples
+  // of PI_GROUP, column of PI_LANES.
+  void (*panels_across)(const PiRows*, int32_t first, int64_t neurons, int64_t column, int panels, uint8_t* out);
   // The j in [0, n) at which x[t * ldx + j] (or its magnitude) exceeds `limit` or is NaN for any token t, ascending,
   // as first + j; the number for each token is added to counts. Returns their number; up to 16 more are written.
   int64_t (*keep)(const float* x, int64_t ldx, int64_t tokens, int64_t n, int absolute, float limit, int32_t first,

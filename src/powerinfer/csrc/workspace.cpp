@@ -104,9 +104,9 @@ const PiActs* Workspace::prepare(int thread, const Rows& rows, const Norm& norm,
 }
 
 void Workspace::linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
-                       int64_t tokens, bool add, int64_t p0, int64_t p1) {
+                       int64_t tokens, bool add, int64_t p0, int64_t p1, const PiAhead* ahead) {
   if (p0 >= p1) return;
-  const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add};
+  const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add, ahead};
   if (!w.data) return linear_from_disk(thread, l, w, acts, tokens, p0, p1);
   kernels->linear[l.type](&l, acts, p0, p1, tokens, scratch_of(thread));
 }

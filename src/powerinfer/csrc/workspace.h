@@ -76,7 +76,7 @@ class Workspace {
   // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1). Rows that came from disk are packed into
   // panels, a few at a time, as they are multiplied.
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
-              int64_t tokens, bool add, int64_t p0, int64_t p1);
+              int64_t tokens, bool add, int64_t p0, int64_t p1, const PiAhead* ahead = nullptr);
   // Panels that stay (`OnDisk::panels`) could lie over rows that another thread has yet to read: such ones wait. After a
   // barrier each thread puts its own into their places.
   void settle(int thread);

@@ -15,8 +15,8 @@ import numpy as np
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig
 from powerinfer.formats.bundle_file import n_groups
-from powerinfer.formats.bundle_memory import by_group, own_pages, transposed
-from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.formats.bundle_memory import own_pages, transposed
+from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import ACROSS, BLOCKS, DOT_TYPES
 from powerinfer.kernels import cpu
@@ -145,13 +145,11 @@ def _put(
     if up is not None:
         cpu.pack_bundle_rows(layout, "up", neurons, up, groups, threads)
     per_expert = len(groups) // len(down)
+    if layout.down_type in BLOCKS:
+        data = np.ascontiguousarray(down).reshape(-1)
+        cpu.pack_down(layout, per_expert * BUNDLE_GROUP, data, groups, threads)
+        return
     for expert, columns in enumerate(down):
-        across = BLOCKS.get(layout.down_type)
-        rows = (
-            by_group(columns, block_type(across).nbytes)
-            if across
-            else transposed(columns.view(np.uint16)).view(np.uint8)
-        )
         of_expert = groups[expert * per_expert : (expert + 1) * per_expert]
-        data = np.ascontiguousarray(rows).reshape(-1)
+        data = transposed(columns.view(np.uint16)).view(np.uint8).reshape(-1)
         cpu.pack_bundle_rows(layout, "down", per_expert * BUNDLE_GROUP, data, of_expert, threads)

@@ -113,6 +113,19 @@ def pack_bundle_rows(
     _native.pack_bundle_rows(pool, type_name, kind, rows, layout.d_model, data, out, layout.pitch, at)
 
 
+def pack_down(
+    layout: BundleLayout, neurons: int, data: NDArray[np.uint8], out: NDArray[np.uint8], threads: int
+) -> None:
+    """Write down of experts of so many neurons into bundles of a type across neurons.
+
+    data: their matrices [d_model, neurons] as a model file stores them, one after another, uint8 1-D; out: as of
+    `pack_bundle_rows`.
+    """
+    pool = _native.Pool(threads)
+    sizes = layout.d_model, neurons
+    _native.pack_down(pool, layout.down_type, *sizes, data, out, layout.pitch, layout.down_at)
+
+
 def code_bytes(type_name: str, k: int) -> int:
     """Bytes of the codes of a bundle's row of k elements. Its own scales (Q8_0, Q4_0: float16 per 32) follow them."""
     return _native.code_bytes(type_name, k)
