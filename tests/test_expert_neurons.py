@@ -132,7 +132,7 @@ def test_numbers_that_are_none_stay_in_their_token(tmp_path: Path) -> None:
 def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = model(tmp_path)
     settings = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    assert auto(open_checkpoint(path).config)[1].startswith("--selector exact skips")
+    assert auto(open_checkpoint(path).config)[1].startswith("a trial at load")
     with LLM(path, gpu="none", threads=2, selector="all") as llm:
         expected, dense = llm.generate("ab", settings).token_ids, llm.bytes_per_token
     with LLM(path, gpu="none", threads=2, selector="exact") as llm:

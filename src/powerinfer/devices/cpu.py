@@ -777,6 +777,10 @@ class CpuExecutor:
         """(kind, seconds) of each operator, in their order, since the last call, while `timed`."""
         return self._program.take_times()
 
+    def expert_operator(self, layer: int) -> _native.Experts:
+        """The operator of a layer's experts that was wired last."""
+        return self._experts[layer]
+
     def ffn_seconds(self) -> list[float]:
         """Seconds spent in each layer's FFN since the last call, while `timed`."""
         times = self.operator_seconds()

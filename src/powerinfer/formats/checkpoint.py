@@ -182,6 +182,10 @@ class Checkpoint:
             file.check()
         return self._tensors[self._stored_name(name)].gathered()
 
+    def nbytes_of(self, name: str) -> int:
+        """Bytes of that tensor in the files."""
+        return self._tensors[self._stored_name(name)].nbytes
+
     def as_stored(self, name: str) -> bool:
         """Whether `take` gives a view of the file, not a copy."""
         return name not in self._targets and isinstance(self._tensors[self._stored_name(name)], RawTensor)

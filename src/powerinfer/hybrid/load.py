@@ -103,9 +103,11 @@ def _smaller_load(problem: GpuMemoryError, resolved: Resolved, failures: int, sa
 
 
 def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
+    from powerinfer.hybrid.expert_selector import with_choice
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
 
+    resolved = with_choice(resolved, loading)
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     options: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
     disk = open_tier(resolved, loading.say)

@@ -111,12 +111,7 @@ def wire(
     layers, and on a GPU too what streams there; None: the executor alone.
     """
     config = checkpoint.config
-    embedding = checkpoint.take("embed")
-    positions = checkpoint.take("positions") if config.positions == "learned" else None
-    resting = checkpoint.rests_at("embed")
-    place = None if resting is None else (checkpoint.files[resting[0]], resting[1])
-    project = _projection(executor, checkpoint, "project_in")
-    executor.embed(embedding, positions, project, config.embedding_scale, place)
+    embedding = wire_embedding(executor, checkpoint)
     for layer in range(config.n_layers):
         if first is not None and layer < first.layers:
             of_first: OwnFfn[GpuNorm] | None = None
@@ -137,6 +132,17 @@ def wire(
         wire_head(first, checkpoint, embedding)
     else:
         wire_head(executor, checkpoint, embedding)
+
+
+def wire_embedding(executor: CpuExecutor, checkpoint: Checkpoint) -> RawTensor:
+    """The embedding, and its tensor."""
+    config, embedding = checkpoint.config, checkpoint.take("embed")
+    positions = checkpoint.take("positions") if config.positions == "learned" else None
+    resting = checkpoint.rests_at("embed")
+    place = None if resting is None else (checkpoint.files[resting[0]], resting[1])
+    project = _projection(executor, checkpoint, "project_in")
+    executor.embed(embedding, positions, project, config.embedding_scale, place)
+    return embedding
 
 
 def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, own: OwnFfn[Norm] | None) -> None:

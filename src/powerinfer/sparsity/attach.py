@@ -105,15 +105,16 @@ class CpuSparsity(Sparsity):
 class NeuronsInExperts(Sparsity):
     """Statistics of a model in which experts, or some, are computed by neuron; selector: `exact` or `predicted`."""
 
-    def __init__(self, selector: str, executor: CpuExecutor) -> None:
+    def __init__(self, selector: str, executor: CpuExecutor, reason: str = ASKED) -> None:
         self.selector = selector
+        self._reason = reason
         self._executor = executor
         self._layers = executor.expert_ffns
 
     def report(self) -> dict[str, Any]:
         """Report as `CpuSparsity` does, of layers of experts; fractions are of the neurons of the selected experts."""
         counts = {layer: ffn.counts() for layer, ffn in self._layers.items()}
-        ways = {"ways": {"1": self.selector, "32": self.selector}, "reason": ASKED}
+        ways = {"ways": {"1": self.selector, "32": self.selector}, "reason": self._reason}
         layers = [{"layer": layer, **ways, **_rates(own)} for layer, own in counts.items()]
         totals = {name: sum(own[name] for own in counts.values()) for name in (*_COUNTED, "neurons")}
         total = _rates(totals)
@@ -180,7 +181,7 @@ def attach(
     """
     if selection.in_experts:
         executor.choices.selector = Choice(f"{selection.selector} inside experts", selection.reason)
-        return NeuronsInExperts(selection.selector, executor)
+        return NeuronsInExperts(selection.selector, executor, selection.reason)
     if selection.bundles is None:
         executor.choices.selector = Choice("all", selection.reason)
         return Sparsity()

@@ -133,7 +133,7 @@ def auto(
     """
     if config.whole_reason is not None:
         if config.experts:
-            return "all", config.whole_experts_reason or "--selector exact skips neurons inside experts, if asked for"
+            return "all", config.whole_experts_reason or "a trial at load finds whether to skip neurons inside experts"
         return "all", config.whole_reason
     if not config.partly_rectified:
         return ("threshold", "faster") if thresholds else ("all", f"{config.activations} is never exactly zero")
