@@ -49,7 +49,7 @@ from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.placement.plan import POLICIES, PlanRequest, kept_document, make_plan, save_plan  # noqa: E402
 from powerinfer.placement.request import shape_subject  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model, find_shape, stored_types  # noqa: E402
-from powerinfer.prepare.packing import pack  # noqa: E402
+from powerinfer.prepare.packing import current, pack  # noqa: E402
 from powerinfer.sparsity.selection import auto, select  # noqa: E402
 
 BLOCKS = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]}
@@ -209,6 +209,16 @@ def test_a_report_has_the_layers_by_number(prepared: Path, tmp_path: Path, capsy
     assert "exact (bundles are prepared)" in capsys.readouterr().out
 
 
+def in_types(builder: Builder, kinds: dict[str, str]) -> Builder:
+    """The same with tensors in these types, by a part of their names."""
+    for tensor in builder.tensors:
+        for name, kind in kinds.items():
+            if name in tensor.name:
+                values = np.frombuffer(tensor.data, np.float32).reshape(-1, tensor.dims[0])
+                tensor.type_id, tensor.data = block_type(kind).id, quantize(values, kind).tobytes()
+    return builder
+
+
 @pytest.mark.parametrize(
     ("kind", "down"),
     [("Q5_0", "Q5_0X32"), ("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32"), ("MXFP4", "MXFP4X32"), ("Q5_1", "Q5_1X32"),
@@ -216,15 +226,15 @@ def test_a_report_has_the_layers_by_number(prepared: Path, tmp_path: Path, capsy
 )  # fmt: skip
 def test_types_of_its_files_are_packed_as_they_are(kind: str, down: str, tmp_path: Path) -> None:
     """Rows of 96 numbers, no multiple of 256, are blocks of 32 in a file."""
-    builder = hybrid()
-    for tensor in builder.tensors:
-        if "ffn_" in tensor.name:
-            values = np.frombuffer(tensor.data, np.float32).reshape(-1, tensor.dims[0])
-            tensor.type_id, tensor.data = block_type(kind).id, quantize(values, kind).tobytes()
-    path = builder.write(tmp_path / "m.gguf")
+    path = in_types(hybrid(), {"ffn_": kind}).write(tmp_path / "m.gguf")
     checkpoint = open_checkpoint(path)
     result = pack(checkpoint, None, choose_types(checkpoint))
     assert result.bundles.types[1] == down and (result.error["down"] == 0) == (kind != "Q8_0")
+    check_exact(path)
+
+
+def check_exact(path: Path) -> None:
+    """`exact` gives the dense answer, within the rounding of activations to 8 bits."""
     tokens = np.random.default_rng(2).integers(1, 40, 60).astype(np.int32)
     with opened(path, selector="exact") as (executor, sparsity):
         assert sparsity is not None
@@ -233,6 +243,32 @@ def test_types_of_its_files_are_packed_as_they_are(kind: str, down: str, tmp_pat
         with sparsity.suspended():
             dense = decoded(executor, tokens)
     assert families.rms(ours - dense) < 0.02 * families.rms(dense)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_type_of_down_for_each_layer(tmp_path: Path) -> None:
+    """As in files of Nemotron Nano 9B v2 that are called Q4_K_M: blocks of 32 stay, what is Q8_0 is rounded anew."""
+    kinds = {"blk.1.ffn_down": "Q5_0", "blk.3.ffn_down": "Q8_0", "blk.5.ffn_down": "Q4_0", "ffn_up": "Q5_0"}
+    path = in_types(hybrid(), kinds).write(tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(path)
+    types = choose_types(checkpoint)
+    assert types.downs[1::2] == ("Q5_0X32", "Q8_0", "Q4_0X32")
+    assert types.notes == ("up: Q5_0 becomes Q8_0",) and types.down == "Q5_0X32, Q8_0, Q4_0X32"
+    result = pack(checkpoint, None, types)
+    assert 0.004 < result.error["down"] < 0.006, "of the layer that changes"
+    assert current(checkpoint, None, types) is not None
+    assert [layout.down_type for layout in result.bundles.layouts][1::2] == list(types.downs[1::2])
+    check_exact(path)
+    tokens = np.random.default_rng(2).integers(1, 40, 30).astype(np.int32)
+    with split(path, 0.0, 6) as (executor, _):
+        cold = decoded(executor, tokens)
+    for share in (0.5, 1.0):
+        with split(path, share, 6) as (executor, _):
+            assert families.rms(decoded(executor, tokens) - cold) < 0.02 * families.rms(cold)
+    shape, hardware = checkpoint_model(checkpoint), load_hardware("pc-low")
+    request = PlanRequest(shape, profile_for(shape.config.ffn_sizes), hardware, context=128, insist=True)
+    plan = make_plan(replace(request, vram=request.vram_for(3)))
+    assert sum(plan.bytes["gpu"].values()) <= request.vram_for(3) and any(own[Tier.GPU] for own in plan.neurons)
 
 
 # --- two devices

@@ -409,6 +409,8 @@ def refused(model: Checkpoint, why: str) -> None:
         ({"gate_type": "F32"}, "rows of type 'F32'"),
         ({"gate_type": None}, "gate_type is 'None', not a text"),
         ({"down_type": ["F16"]}, "down_type is .*, not a text"),
+        ({"down_types": ["F16"]}, "states 1 types of down, and the model has 2 layers"),
+        ({"down_types": ["F16", "F17"]}, "holds rows of type 'F17', which it cannot"),
         ({"gate_type": "Q4_0X32"}, "rows of type"),
         ({"down_type": "Q8_0"}, r"does not hold layers\.0\.neurons as \[3, "),
         ({"format": 1}, r"another version of powerinfer \(format '1', not 4\)"),

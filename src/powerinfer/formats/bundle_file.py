@@ -48,8 +48,9 @@ class BundleFile:
 
     @property
     def types(self) -> tuple[str, str]:
-        """The types of gate and up, and of down."""
-        return self.layouts[0].gate_type, self.layouts[0].down_type
+        """The types of gate and up, and of down, each once."""
+        downs = (layout.down_type for layout, rows in zip(self.layouts, self.layers, strict=True) if len(rows))
+        return self.layouts[0].gate_type, ", ".join(dict.fromkeys(downs))
 
     @property
     def types_by_part(self) -> dict[str, str | None]:
@@ -86,7 +87,7 @@ class BundleFile:
 
 @dataclass(frozen=True)
 class _BundlesHeader:
-    """The description in a file."""
+    """The description in a file. down_types: of every layer, where they are not alike."""
 
     d_model: int
     neurons: list[int]
@@ -95,15 +96,20 @@ class _BundlesHeader:
     gate_type: str
     down_type: str
     source_type: str
+    down_types: list[str] | None = None
 
 
 def bundle_layouts(
-    config: ModelConfig, gate_type: str, down_type: str, bundle_row_bytes: RowBytes
+    config: ModelConfig, gate_type: str, down_type: str | Sequence[str], bundle_row_bytes: RowBytes
 ) -> tuple[BundleLayout, ...]:
-    """The layouts of the bundles of each layer, with rows of these types: they differ where only some have gates."""
+    """The layouts of the bundles of each layer, with rows of these types, of down perhaps another in each layer."""
     gate_bytes, _ = bundle_row_bytes(gate_type, config.d_model)
-    sizes = (gate_bytes, *bundle_row_bytes(down_type, config.d_model))
-    return tuple(BundleLayout(config.d_model, layer.ffn.gated, gate_type, down_type, *sizes) for layer in config.layers)
+    downs = [down_type] * config.n_layers if isinstance(down_type, str) else down_type
+    sizes = {down: (gate_bytes, *bundle_row_bytes(down, config.d_model)) for down in set(downs)}
+    return tuple(
+        BundleLayout(config.d_model, layer.ffn.gated, gate_type, down, *sizes[down])
+        for layer, down in zip(config.layers, downs, strict=True)
+    )
 
 
 def can_hold(config: ModelConfig, matrix: str, type_name: str) -> bool:
@@ -137,11 +143,13 @@ def open_bundles(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes:
             raise place.bad(f"states a {name} of {getattr(header, name)}, and the model has {size}")
     if header.gated != gated:
         raise place.bad("is not of the model's kind of FFN")
-    gate_type, down_type = header.gate_type, header.down_type
-    for matrix, name in (("up", gate_type), ("down", down_type)):
+    gate_type, downs = header.gate_type, header.down_types or [header.down_type] * config.n_layers
+    if len(downs) != config.n_layers:
+        raise place.bad(f"states {len(downs)} types of down, and the model has {config.n_layers} layers")
+    for matrix, name in (("up", gate_type), *(("down", name) for name in dict.fromkeys(downs))):
         if not can_hold(config, matrix, name):
             raise place.bad(f"holds rows of type {shown(name)}, which it cannot")
-    layouts = bundle_layouts(config, gate_type, down_type, bundle_row_bytes)
+    layouts = bundle_layouts(config, gate_type, downs, bundle_row_bytes)
     layers = []
     for layer, (size, layout) in enumerate(zip(config.ffn_sizes, layouts, strict=True)):
         if not size:
@@ -165,15 +173,16 @@ def write_bundles(
     Layers in order, the groups of a layer in order and in any number of pieces. The file is renamed to its final name
     when the block succeeds. PowerInferError if it cannot be written.
     """
-    config = checkpoint.config
+    config, downs = checkpoint.config, [layout.down_type for layout in layouts]
     description = _BundlesHeader(
         d_model=config.d_model,
         neurons=list(config.ffn_sizes),
         n_layers=config.n_layers,
         gated=[layout.gated for layout in layouts],
         gate_type=layouts[0].gate_type,
-        down_type=layouts[0].down_type,
+        down_type=downs[0],
         source_type=checkpoint.main_type,
+        down_types=downs if len(set(downs)) > 1 else None,
     )
     shapes = [(n_groups(size), own.group_bytes) for size, own in zip(config.ffn_sizes, layouts, strict=True)]
     tensors = [(_name(layer), "U8", shape) for layer, shape in enumerate(shapes) if shape[0]]

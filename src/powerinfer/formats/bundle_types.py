@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from powerinfer.config import LayerConfig, ModelConfig
@@ -15,37 +15,46 @@ from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, FLOAT_TYPES, PAC
 
 @dataclass(frozen=True)
 class RowTypes:
-    """The types that gate and up, and down, will have in a bundle; notes: lines for the user about the choice."""
+    """The types that gate and up, and down in each layer, will have in a bundle; notes: lines for the user about the
+    choice."""
 
     gate: str
-    down: str
+    downs: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def down(self) -> str:
+        """The types of down, each once."""
+        return ", ".join(dict.fromkeys(self.downs))
 
 
 def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> RowTypes:
     """The types of a model's rows: those asked for (of `ROW_TYPES`), else those that lose least.
 
     F16, BF16, Q8_0, Q4_0 and Q4_1 are kept, F32 becomes F16, any other quantised type Q8_0. Quantised down becomes
-    Q8_0, unless the file stores it neuron by neuron already, or its blocks can be kept (`PACKED_DOWN`); down of floats
-    is kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type. Rows that are not
-    whole blocks become F16. RequestError for a type that is not possible.
+    Q8_0, unless the file stores it neuron by neuron already, or its blocks can be kept (`PACKED_DOWN`), layer by layer;
+    down of floats is kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type.
+    Rows that are not whole blocks become F16. RequestError for a type that is not possible.
     """
     for matrix, name, allowed in (("up", gate_type, ROW_TYPES), ("down", down_type, DOWN_TYPES)):
         if name is not None:
             _check_type(checkpoint.config, matrix, name, allowed)
     rows = gate_and_up(checkpoint.config.layers)
     gates = {checkpoint.taken_type(name) for matrix in rows for name in tensor_names(checkpoint, matrix)}
-    downs = {checkpoint.taken_type(name) for name in tensor_names(checkpoint, "down")}
     gate = gate_type or _nearest(gates, checkpoint.config.d_model, ROW_TYPES)
     requested = gate if gate_type is not None or checkpoint.quantize is not None else None
-    down = down_type or _type_of_down(checkpoint, downs, requested)
-    changes = ((" and ".join(rows), gates, gate), ("down", downs, down))
+    stored = {layer: tensor_name(checkpoint, "down", layer) for layer in checkpoint.config.neurons}
+    downs = _types_of_down(checkpoint, stored, requested) if down_type is None else dict.fromkeys(stored, down_type)
+    changes = [(" and ".join(rows), gates, gate)]
+    for new in dict.fromkeys(downs.values()):
+        changes.append(("down", {checkpoint.taken_type(stored[at]) for at, kind in downs.items() if kind == new}, new))
     notes = (
         f"{matrix}: {', '.join(sorted(old))} becomes {new}"
         for matrix, old, new in changes
         if old != {BLOCKS.get(new, new)}
     )
-    return RowTypes(gate, down, tuple(notes))
+    usual = next(iter(downs.values()), "F16")  # of layers without an FFN, which have no rows
+    return RowTypes(gate, tuple(downs.get(layer, usual) for layer in range(checkpoint.config.n_layers)), tuple(notes))
 
 
 def _check_type(config: ModelConfig, matrix: str, name: str, allowed: Sequence[str]) -> None:
@@ -59,14 +68,22 @@ def _check_type(config: ModelConfig, matrix: str, name: str, allowed: Sequence[s
         raise RequestError(f"{noun} are not whole blocks of {name}; choose f16 or bf16")
 
 
-def _type_of_down(checkpoint: Checkpoint, types: set[str], requested: str | None) -> str:
-    """The type of down that loses least of weights of these types. requested: the type of gate and up, if it is not
-    the file's."""
-    d_model = checkpoint.config.d_model
-    stored_by_neuron = [by_neuron(name) for name in tensor_names(checkpoint, "down")]
-    if _crosses_neurons(types) and not any(stored_by_neuron) and d_model % 32 == 0:
-        return PACKED_DOWN[next(iter(types))]
-    if not types <= FLOAT_TYPES and not all(stored_by_neuron):
+def _types_of_down(checkpoint: Checkpoint, stored: Mapping[int, str], requested: str | None) -> dict[int, str]:
+    """The types of down that lose least, by layer. stored: its tensors; requested: the type of gate and up, if it is
+    not the file's."""
+    kinds = {layer: checkpoint.taken_type(name) for layer, name in stored.items()}
+    across = {layer: PACKED_DOWN.get(kind, "") for layer, kind in kinds.items() if not by_neuron(stored[layer])}
+    blocks = {layer: kind for layer, kind in across.items() if kind and can_hold(checkpoint.config, "down", kind)}
+    others = {kind for layer, kind in kinds.items() if layer not in blocks}
+    by_neurons = all(by_neuron(name) for layer, name in stored.items() if layer not in blocks)
+    other = _type_of_down(checkpoint.config.d_model, others, by_neurons, requested) if others else ""
+    return {layer: blocks.get(layer, other) for layer in kinds}
+
+
+def _type_of_down(d_model: int, types: set[str], by_neurons: bool, requested: str | None) -> str:
+    """The type of down in layers that have these types, and whose blocks are not kept. by_neurons: they are stored by
+    neuron; requested: as of `_types_of_down`."""
+    if not types <= FLOAT_TYPES and not by_neurons:
         return _fitting("Q8_0", d_model)
     if types <= FLOAT_TYPES and requested is not None:
         return requested if requested in FLOAT_TYPES else "Q8_0"
@@ -91,10 +108,6 @@ def tensor_names(checkpoint: Checkpoint, matrix: str) -> list[str]:
 
 def by_neuron(name: str) -> bool:
     return not name.endswith(".down")
-
-
-def _crosses_neurons(types: set[str]) -> bool:
-    return len(types) == 1 and types <= PACKED_DOWN.keys()
 
 
 def _nearest(types: set[str], d_model: int, allowed: Sequence[str]) -> str:

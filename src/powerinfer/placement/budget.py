@@ -362,7 +362,8 @@ def shared_on_gpu(model: Model, layers: int) -> int:
 
 def shared_in_ram(model: Model, gpu_layers: int) -> int:
     """The same in RAM; without layers on a GPU it is part of the neurons' own bytes."""
-    return _groups(model, model.config.n_layers) * model.bundle.shared_bytes if gpu_layers else 0
+    shared = max(layout.shared_bytes for layout in model.bundles)
+    return _groups(model, model.config.n_layers) * shared if gpu_layers else 0
 
 
 # ---------------------------------------------------------------- placing the dense parts

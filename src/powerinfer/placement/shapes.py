@@ -267,7 +267,7 @@ class Model:
     @property
     def gpu_shared(self) -> int:
         """Bytes on a GPU that each group of bundles shares, once one of its neurons is there."""
-        return 2 * self.bundle.d_model if self.bundle.down_type == "Q4_0X32" else 0
+        return 2 * self.bundle.d_model * any(layout.down_type == "Q4_0X32" for layout in self.bundles)
 
     def gpu_predictor(self, pair: tuple[Matrix, ...]) -> int:
         """Bytes of a layer's predictor on a GPU, with the numbers of its neurons."""
@@ -337,7 +337,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         layouts = open_bundles(checkpoint, prepared, cpu.bundle_row_bytes).layouts
     else:
         types = choose_types(checkpoint)
-        layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
+        layouts = bundle_layouts(config, types.gate, types.downs, cpu.bundle_row_bytes)
     predictors: tuple[tuple[Matrix, ...], ...] = ()
     ratios = (SELECTED_PER_FIRING,) * config.n_layers
     if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.whole_reason is None:

@@ -85,7 +85,7 @@ def pack(
     begin = time.perf_counter()
     config = checkpoint.config
     check_neurons(config, "pack")
-    layouts = bundle_layouts(config, types.gate, types.down, cpu.bundle_row_bytes)
+    layouts = bundle_layouts(config, types.gate, types.downs, cpu.bundle_row_bytes)
     squares = {name: np.zeros(2) for name in (*gate_and_up(config.layers), "down")}
     step = max(1, _SLAB // config.d_model // _BLOCK) * _BLOCK
     groups = n_groups(min(step, config.widest_ffn))

@@ -371,7 +371,7 @@ def needed_bytes(work: Work) -> int:
             total += 2 * int(work.training.share * model_bytes(work.checkpoint))  # sizes that are tried count too
     if (work.rectified or work.engine.selector == "threshold") and _packed_bundles(work) is None:
         types = choose_types(work.checkpoint)
-        layouts = bundle_layouts(config, types.gate, types.down, bundle_row_bytes)
+        layouts = bundle_layouts(config, types.gate, types.downs, bundle_row_bytes)
         total += sum(size * layout.stride for size, layout in zip(config.ffn_sizes, layouts, strict=True))
     return total
 
