@@ -1,5 +1,5 @@
-"""Gated DeltaNet: the native operator against numpy, answers with and without kept states, and models that cannot be
-right. Against `transformers`: test_architectures.py."""
+"""Gated DeltaNet: the native operator against numpy, and models that cannot be right. Its states: test_states.py.
+Against `transformers`: test_architectures.py."""
 
 from __future__ import annotations
 
@@ -8,74 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import VOCAB, delta_gguf
+from model_files import delta_gguf
+from state_steps import CONTEXT, executor, step, texts
 
 from benchmarks.models.gguf_writer import ARRAY, I32, U32, Array
-from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
-from powerinfer.config import AttentionConfig, EngineConfig
+from powerinfer import LLM, ModelError, RequestError, _native
+from powerinfer.config import AttentionConfig
 from powerinfer.devices import Batch
-from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.models import load
-from powerinfer.runtime import state_cache
-
-CONTEXT = 1024
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return delta_gguf().put("qwen35.context_length", U32, CONTEXT).write(tmp_path_factory.mktemp("delta") / "d.gguf")
-
-
-def texts(number: int, length: int, seed: int = 0) -> list[list[int]]:
-    return np.random.default_rng([seed, length]).integers(0, VOCAB, (number, length)).tolist()
-
-
-# --- answers
-
-
-def answers(
-    path: Path, prompts: list[list[int]], rounds: int = 1, **options: Any
-) -> list[tuple[list[int], list[float]]]:
-    """The tokens and their log probabilities, of the last of several rounds."""
-    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
-    with LLM(path, **({"threads": 2, "gpu": "none", "context": CONTEXT} | options)) as llm:
-        for _ in range(rounds):
-            found = llm.generate(prompts, params)
-    return [(one.token_ids, [each.logprob for each in one.logprobs or []]) for one in found]
-
-
-def test_answers_have_the_same_bits_with_and_without_kept_states(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_cache, "_INTERVAL", 64)
-    system, short = texts(1, 300)[0], texts(1, 40, 1)[0]
-    prompts = [system + one for one in texts(3, 20)] + [short + one for one in texts(3, 50)] + [system[:100]]
-    alone = answers(path, prompts, prefix_cache=False, max_batch=1, prefill_chunk=512, threads=1)
-    assert len({tuple(tokens) for tokens, _ in alone}) == len(prompts), "the answers are not all alike"
-    for options in ({"max_batch": 8}, {"max_batch": 3, "prefill_chunk": 48, "mixed_chunk": 5}, {"kv_type": "f16"}):
-        assert answers(path, prompts, 2, **options) == alone
-
-
-def test_a_prefix_is_not_computed_again(path: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    base = texts(1, 200)[0]
-    with LLM(path, threads=1, gpu="none", context=CONTEXT) as llm:
-        first = llm.generate([base], params)[0]
-        again = llm.generate([[*base, *first.token_ids, 1, 2, 3]], params)[0]
-        assert (first.cached_tokens, again.cached_tokens) == (0, 192)
-
-
-def test_an_aborted_request_harms_nobody(path: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
-    prompts = texts(4, 100)
-    with LLM(path, threads=2, gpu="none", context=CONTEXT, max_batch=2, prefill_chunk=32) as llm:
-        expected = [llm.generate([one], params)[0].token_ids for one in prompts]
-        for at in (1, 7, 33):
-            stream = llm.stream(prompts[0], params)
-            for _ in range(at):
-                next(stream)
-            stream.close()
-            assert [one.token_ids for one in llm.generate(prompts, params)] == expected
 
 
 def scored(path: Path, text: list[int], **options: Any) -> tuple[list[bytes], bytes]:
@@ -93,27 +39,6 @@ def test_scores_and_embeddings(path: Path) -> None:
 
 
 # --- the executor
-
-
-def executor(path: Path, **options: Any) -> CpuExecutor:
-    return load(open_checkpoint(path), EngineConfig(**({"threads": 2, "context": CONTEXT, "max_batch": 2} | options)))
-
-
-def step(tokens: list[int], at: int, read: int, write: int) -> Batch:
-    n = len(tokens)
-    slots = [np.array([slot], np.int32) for slot in (read, write)]
-    places = np.arange(at, at + n, dtype=np.int32)
-    pages = np.arange(CONTEXT // 32, dtype=np.int32)[None]
-    return Batch(np.array(tokens, np.int32), places, np.zeros(n, np.int32), pages, np.array([n - 1], np.int32), *slots)
-
-
-def test_a_state_that_is_read_elsewhere_stays(path: Path) -> None:
-    model, text = executor(path), texts(1, 60)[0]
-    whole = model.forward(step(text, 0, 0, 0)).copy()
-    model.forward(step(text[:40], 0, 0, 3))
-    for _ in range(3):  # from the same state
-        assert np.array_equal(model.forward(step(text[40:], 40, 3, 1)), whole)
-    model.close()
 
 
 def test_a_state_of_other_tokens_is_refused(path: Path) -> None:
@@ -316,13 +241,3 @@ def test_recurrent_layers_must_be_truth_values(tmp_path: Path) -> None:
 def test_a_missing_tensor(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match="missing"):
         open_checkpoint(delta_gguf(f"blk.0.{name}").write(tmp_path / "d.gguf"))
-
-
-def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:
-    """A state with NaN belongs to one sequence; the next one in its slot begins with zeros."""
-    model, text = executor(path), texts(1, 40)[0]
-    whole = model.forward(step(text, 0, 0, 0)).copy()
-    model._program.residual(1)[:] = np.nan
-    model._run(step(text[:1], 40, 0, 0), 1, model._program.size)  # its result is whatever it is
-    assert np.array_equal(model.forward(step(text, 0, 0, 0)), whole)
-    model.close()

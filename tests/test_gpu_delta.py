@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from gpu_device import CUDA, device_name  # noqa: E402
 from model_files import delta_gguf  # noqa: E402
-from test_delta_net import CONTEXT, answers, step, texts  # noqa: E402
+from state_steps import CONTEXT, answers, step, texts  # noqa: E402
 from test_gpu_kernels import TRITON, by_interpreter, floats, kernels, on_device  # noqa: E402, F401
 from test_gpu_layers import on_gpu, opened  # noqa: E402
 

@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 import reference  # noqa: E402
 from gpu_device import CUDA, device_name  # noqa: E402
 from model_files import mamba_gguf  # noqa: E402
+from state_steps import CONTEXT, answers, step, texts  # noqa: E402
 from test_gpu_delta import STEPS  # noqa: E402
 from test_gpu_kernels import TRITON, by_interpreter, floats, kernels, on_device  # noqa: E402, F401
 from test_gpu_layers import on_gpu, opened  # noqa: E402
-from test_mamba import CONTEXT, answers, step, texts  # noqa: E402
 
 from benchmarks.models.gguf_writer import U32  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402

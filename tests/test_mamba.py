@@ -1,5 +1,5 @@
-"""Mamba2: the native operator against numpy, answers with and without kept states, and models that cannot be right. Its
-kernels: native/test_mamba.cpp. Against `transformers`: test_architectures.py."""
+"""Mamba2: the native operator against numpy, and models that cannot be right. Its states: test_states.py, its kernels:
+native/test_mamba.cpp. Against `transformers`: test_architectures.py."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from model_files import VOCAB, D, experts_gguf, mamba_gguf
+from model_files import D, experts_gguf, mamba_gguf
+from state_steps import CONTEXT, executor, step, texts
 
 from benchmarks.models.gguf_writer import U32, Builder
-from powerinfer import LLM, ModelError, SamplingParams, _native
-from powerinfer.config import EngineConfig, Mamba2Config
-from powerinfer.devices import Batch
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer import ModelError, _native
+from powerinfer.config import Mamba2Config
 from powerinfer.devices.states import state_bytes
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.json_file import read_json
-from powerinfer.models import load
-from powerinfer.runtime import state_cache
-
-CONTEXT = 1024
 
 
 @pytest.fixture(scope="module")
@@ -34,80 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return builder.write(tmp_path_factory.mktemp("mamba") / "m.gguf")
 
 
-def texts(number: int, length: int, seed: int = 0) -> list[list[int]]:
-    return np.random.default_rng([seed, length]).integers(0, VOCAB, (number, length)).tolist()
-
-
-# --- answers
-
-
-def answers(
-    path: Path, prompts: list[list[int]], rounds: int = 1, **options: Any
-) -> list[tuple[list[int], list[float]]]:
-    """The tokens and their log probabilities, of the last of several rounds."""
-    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
-    with LLM(path, **({"threads": 2, "gpu": "none", "context": CONTEXT} | options)) as llm:
-        for _ in range(rounds):
-            found = llm.generate(prompts, params)
-    return [(one.token_ids, [each.logprob for each in one.logprobs or []]) for one in found]
-
-
-def test_answers_have_the_same_bits_with_and_without_kept_states(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a prompt begin and end where they like, within the chunks that Mamba2 computes together, too."""
-    monkeypatch.setattr(state_cache, "_INTERVAL", 64)
-    system, short = texts(1, 300)[0], texts(1, 40, 1)[0]
-    prompts = [system + one for one in texts(3, 20)] + [short + one for one in texts(3, 50)] + [system[:100]]
-    alone = answers(path, prompts, prefix_cache=False, max_batch=1, prefill_chunk=512, threads=1)
-    assert len({tuple(tokens) for tokens, _ in alone}) == len(prompts), "the answers are not all alike"
-    for options in ({"max_batch": 8, "threads": 3}, {"max_batch": 3, "prefill_chunk": 45, "mixed_chunk": 5}):
-        assert answers(path, prompts, 2, **options) == alone
-
-
-def test_a_prefix_is_not_computed_again(path: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    base = texts(1, 200)[0]
-    with LLM(path, threads=1, gpu="none", context=CONTEXT) as llm:
-        first = llm.generate([base], params)[0]
-        again = llm.generate([[*base, *first.token_ids, 1, 2, 3]], params)[0]
-        assert (first.cached_tokens, again.cached_tokens) == (0, 192)
-
-
-def test_an_aborted_request_harms_nobody(path: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    prompts = texts(3, 100)
-    with LLM(path, threads=2, gpu="none", context=CONTEXT, max_batch=2, prefill_chunk=30) as llm:
-        expected = [llm.generate([one], params)[0].token_ids for one in prompts]
-        for at in (1, 7, 15):
-            stream = llm.stream(prompts[0], params)
-            for _ in range(at):
-                next(stream)
-            stream.close()
-            assert [one.token_ids for one in llm.generate(prompts, params)] == expected
-
-
 # --- the executor
-
-
-def executor(path: Path, **options: Any) -> CpuExecutor:
-    return load(open_checkpoint(path), EngineConfig(**({"threads": 2, "context": CONTEXT, "max_batch": 2} | options)))
-
-
-def step(tokens: list[int], at: int, read: int, write: int) -> Batch:
-    n = len(tokens)
-    slots = [np.array([slot], np.int32) for slot in (read, write)]
-    places = np.arange(at, at + n, dtype=np.int32)
-    pages = np.arange(CONTEXT // 32, dtype=np.int32)[None]
-    return Batch(np.array(tokens, np.int32), places, np.zeros(n, np.int32), pages, np.array([n - 1], np.int32), *slots)
-
-
-@pytest.mark.parametrize("at", [1, 32, 40, 59])
-def test_a_state_that_is_read_elsewhere_stays(path: Path, at: int) -> None:
-    model, text = executor(path), texts(1, 60)[0]
-    whole = model.forward(step(text, 0, 0, 0)).copy()
-    model.forward(step(text[:at], 0, 0, 3))
-    for _ in range(3):  # from the same state
-        assert np.array_equal(model.forward(step(text[at:], at, 3, 1)), whole)
-    model.close()
 
 
 def test_what_the_states_take(path: Path) -> None:
@@ -116,16 +38,6 @@ def test_what_the_states_take(path: Path) -> None:
     layers = [(one.taps, one.n_groups, one.state_dim, one.n_heads, one.head_dim, True) for one in kinds]
     native = _native.States(layers, 3)
     assert len(kinds) == 2 and native.slot_bytes == state_bytes(config)
-
-
-def test_numbers_that_are_none_stay_in_their_sequence(path: Path) -> None:
-    """A state with NaN belongs to one sequence; the next one in its slot begins with zeros."""
-    model, text = executor(path), texts(1, 40)[0]
-    whole = model.forward(step(text, 0, 0, 0)).copy()
-    model._program.residual(1)[:] = np.nan
-    model._run(step(text[:1], 40, 0, 0), 1, model._program.size)  # its result is whatever it is
-    assert np.array_equal(model.forward(step(text, 0, 0, 0)), whole)
-    model.close()
 
 
 # --- the operator, against numpy in float64
