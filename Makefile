@@ -40,7 +40,7 @@ help:
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               all damaged model files against the readers, four times as many as `test`'
-	@echo 'make test-compile       every Triton kernel with every type, compiled for two GPUs; `test` compiles some of them'
+	@echo 'make test-compile       every Triton kernel with every type, compiled for four GPUs; `test` compiles some of them, for two'
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'

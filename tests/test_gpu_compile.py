@@ -22,16 +22,17 @@ import pytest
 
 from powerinfer.hub import cache_folder
 
-SHARED = {89: 99, 90: 227}
+SHARED = {86: 99, 89: 99, 90: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
 SPILT = 24
 """Bytes a thread that kernels for several tokens keep in memory at most, since they have no registers left."""
 SPILT_BY_EXPERTS = 96
 """The same of several tokens of an expert, and of heads with latents."""
 EVERY = os.environ.get("POWERINFER_COMPILE") == "all"
+CAPABILITIES = (86, 89, 90, 120) if EVERY else (89, 90)
 KEPT_DAYS = 14
 """As long a compiled kernel is kept: whoever works on kernels makes some 200 MB of them with every change."""
-HOLDS = {89: (48, 24, 100), 90: (64, 32, 228)}
+HOLDS = {86: (48, 16, 100), 89: (48, 24, 100), 90: (64, 32, 228), 120: (48, 24, 100)}
 """Warps, programs and KiB of shared memory that a multiprocessor holds; registers: 65536, for four parts of it."""
 
 
@@ -290,7 +291,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kernel_compiles(capability: int) -> None:
     compiled = cache_folder() / "triton"
     compiled.mkdir(exist_ok=True)
