@@ -345,7 +345,8 @@ def test_every_kernel_compiles(capability: int) -> None:
         if name in ("_outer_kernel", "_linear_kernel") and several in (0, 1):
             counted = (triton_kernels.HELD_TOGETHER if several else triton_kernels.HELD)[kind]
             taken = min(counted // kernel["warps"], triton_kernels.PROGRAMS)
-            assert found >= (0.75 if several else 1) * taken, (kernel, found, taken)
+            # the compiler takes more registers for sm_120 than for the GPUs whose numbers are counted
+            assert found >= (0.75 if several or capability == 120 else 1) * taken, (kernel, found, taken)
             ratio = found * kernel["warps"] / counted
             narrow = several and kernel["warps"] < 4  # of short rows, which no table counts
             assert narrow or ratio <= 1.25 or capability != 90, (kernel, ratio)
