@@ -67,6 +67,13 @@ PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1)
     for (; p < p1; p++) along<W, 1, TOKENS>(l, panels_at(l, x->k, p), x, p, 0, T);
 }
 
+// Four bytes of a row of activations.
+PI_INLINE int32_t word(const int8_t* p) {
+  int32_t w;
+  memcpy(&w, p, 4);
+  return w;
+}
+
 // Tokens whose activations stay in the L2 cache while the panels of the matrix are read.
 PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
   const int form = pi_form(l->type);
@@ -81,7 +88,7 @@ void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t
   // need the registers.
   if (tokens == 1) return sweep<W, STREAMS, 1>(l, x, p0, p1);
   if constexpr (T > 1)
-    if (tokens == 2) return sweep<W, T >= 4 ? 4 : P, 2>(l, x, p0, p1);
+    if (tokens == 2) return sweep<W, T >= 8 ? 4 : T >= 4 ? 2 : P, 2>(l, x, p0, p1);
   if constexpr (T >= 8) {
     switch (tokens) {
       case 3: return sweep<W, 4, 3>(l, x, p0, p1);

@@ -3,14 +3,11 @@
 #pragma once
 #include "products.h"
 #include "quants.h"
+#if defined(PI_PIECES)
+#include "products_pieces.h"
+#endif
 
 namespace {
-
-PI_INLINE int32_t word(const int8_t* p) {
-  int32_t w;
-  memcpy(&w, p, 4);
-  return w;
-}
 
 template <class W>
 PI_INLINE i32x16 start(int32_t sum) {
@@ -59,10 +56,16 @@ PI_INLINE void ask(const PiAhead& ahead, int64_t block) {
 
 template <class W>
 struct Quantised {
+  // Whether several groups are added in 16 bits (simd.h).
+#if defined(PI_PAIRS)
+  static constexpr bool PAIRS = !W::SIGNED;
+#else
+  static constexpr bool PAIRS = false;
+#endif
   // Whether a block's groups are unrolled: for one and two tokens, and for widened codes. Other tiles have a loop, since
   // there are many of them, and the compiler's time grows with the code.
   template <int P, int T>
-  static constexpr bool UNROLLED = P == 4 ? T <= 2 : W::WIDE;
+  static constexpr bool UNROLLED = PAIRS || (P == 4 ? T <= 2 : W::WIDE);
 
   template <int P, int T>
   static PI_INLINE_MEMBER void sums(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
@@ -95,21 +98,36 @@ struct Quantised {
         f32x16 value[P][T];
         unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
           i32x16 acc[P][T];
+          [[maybe_unused]] u8x64 pairs[P][T];
 #pragma GCC unroll 16
           for (int t = 0; t < T; t++) {
             i32x16 first = start<W>(W::HALVES == 2 ? s[t][2 * b + h.value] : s[t][2 * b] + s[t][2 * b + 1]);
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) acc[p][t] = first;
           }
-          // Group 4 upper + j of the block, and line n of the later block, if it has so many.
-          const auto multiply = [&](auto upper, auto j, int n) __attribute__((always_inline)) {
+          // Group 4 upper + j of the block, the n-th of its half, and line `line` of the later block, if it has so many.
+          const auto multiply = [&](auto upper, auto j, int line,
+                                    [[maybe_unused]] auto n) __attribute__((always_inline)) {
             int32_t a[T];
 #pragma GCC unroll 16
             for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + upper.value * 16 + j * 4);
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) {
               u8x64 c = W::template group<upper.value, i.value>(w.codes + p * w.codes_stride, b, j);
-              if (n < LINES) fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + n * 64 + jump);
+              if (line < LINES) fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line * 64 + jump);
+#if defined(PI_PAIRS)
+              if constexpr (PAIRS) {
+                constexpr int DEPTH = pairs_depth(W::MOST);
+#pragma GCC unroll 16
+                for (int t = 0; t < T; t++) {
+                  const u8x64 more = pairs_dot(c, a[t]);
+                  pairs[p][t] = n.value % DEPTH ? pairs_add(pairs[p][t], more) : more;
+                  if constexpr ((n.value + 1) % DEPTH == 0 || n.value + 1 == 8 / W::HALVES)
+                    acc[p][t] = i_add(acc[p][t], pairs_sum<1>(pairs[p][t]));
+                }
+                continue;
+              }
+#endif
 #pragma GCC unroll 16
               for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
             }
@@ -120,13 +138,13 @@ struct Quantised {
               constexpr int g = W::HALVES == 2                ? h.value * 4 + n.value
                                 : W::UNROLL == 1 && !BYTES<W> ? n.value / 2 + n.value % 2 * 4
                                                               : n.value;
-              multiply(Index<g / 4>{}, Index<g % 4>{}, h.value * 4 + n.value);
+              multiply(Index<g / 4>{}, Index<g % 4>{}, h.value * 4 + n.value, n);
             });
           } else {
 #pragma GCC unroll 1
             for (int j = 0; j < 4; j++) {
-              multiply(Index<h.value>{}, j, h.value * 4 + j);
-              if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, 4 + j);
+              multiply(Index<h.value>{}, j, h.value * 4 + j, j);
+              if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, 4 + j, j);
             }
           }
 #pragma GCC unroll 16
@@ -175,6 +193,15 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
     for (; p < p1; p++) along_tokens(Index<1>{}, p);
 }
 
+#if defined(PI_PIECES)
+template <class W>
+void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  // Codes of a byte each gain less from pieces.
+  if (tokens < (BYTES<W> ? 3 * WIDE_FROM : WIDE_FROM))
+    return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
+  linear_in_pieces<W>(l, x, p0, p1, tokens, scratch);
+}
+#else
 // For many tokens a few panels are widened once, then used for all tokens but the last few.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
@@ -210,6 +237,7 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
   }
   if (whole < p1) product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, whole, p1, tokens);
 }
+#endif
 
 }  // namespace
 

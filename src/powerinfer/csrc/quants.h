@@ -17,15 +17,15 @@ __attribute__((always_inline)) inline void unroll(F&& f) {
 // A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<upper, i>(j)
 // gives the codes of four k of 16 rows, group 4 upper + j of the eight of a block, j an Index or a number; i is the
 // block's number modulo UNROLL. scales() gives the factor of the block and, with MIN, what is added per unit of
-// activation. Signed codes have OFFSET added, which the integer sum subtracts again, or are SIGNED bytes. HALVES 2: each
-// 16 k have a factor of their own (Q6_K).
+// activation. Signed codes have OFFSET added, which the integer sum subtracts again, or are SIGNED bytes. MOST: the largest
+// code, as an unsigned byte. HALVES 2: each 16 k have a factor of their own (Q6_K).
 
 struct Scales {
   f32x16 d, m;
 };
 
 struct WQ4_0 {
-  static constexpr int OFFSET = 8, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 32;
+  static constexpr int MOST = 15, OFFSET = 8, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 32;
   static constexpr bool SIGNED = false, MIN = false, WIDE = false;
   template <int upper>
   static PI_INLINE_MEMBER u8x64 half_bytes(const uint8_t* p) {
@@ -49,7 +49,7 @@ struct WQ4_1 : WQ4_0 {
 };
 
 struct WQ5_0 {
-  static constexpr int OFFSET = 16, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 320, SCALE_BYTES = 32;
+  static constexpr int MOST = 31, OFFSET = 16, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 320, SCALE_BYTES = 32;
   static constexpr bool SIGNED = false, MIN = false, WIDE = false;
   template <int upper, int, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
@@ -69,7 +69,7 @@ struct WQ5_1 : WQ5_0 {
 };
 
 struct WQ8_0 {
-  static constexpr int OFFSET = 0, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 512, SCALE_BYTES = 32;
+  static constexpr int MOST = 255, OFFSET = 0, UNROLL = 1, HALVES = 1, BLOCK_BYTES = 512, SCALE_BYTES = 32;
   static constexpr bool SIGNED = true, MIN = false, WIDE = false;
   template <int upper, int, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
@@ -89,7 +89,7 @@ PI_INLINE Scales k_scales(const uint8_t* meta, int64_t b) {
 }
 
 struct WQ4_K {
-  static constexpr int OFFSET = 0, UNROLL = 2, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 40;
+  static constexpr int MOST = 15, OFFSET = 0, UNROLL = 2, HALVES = 1, BLOCK_BYTES = 256, SCALE_BYTES = 40;
   static constexpr bool SIGNED = false, MIN = true, WIDE = false;
   template <int upper, int i, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
@@ -99,7 +99,7 @@ struct WQ4_K {
 };
 
 struct WQ5_K : WQ4_K {
-  static constexpr int BLOCK_BYTES = 320;
+  static constexpr int MOST = 31, BLOCK_BYTES = 320;
   template <int upper, int i, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
     const uint8_t* q = codes + b / 8 * 2560 + upper * 256 + j * 64;
@@ -109,7 +109,7 @@ struct WQ5_K : WQ4_K {
 };
 
 struct WQ6_K {
-  static constexpr int OFFSET = 32, UNROLL = 4, HALVES = 2, BLOCK_BYTES = 384, SCALE_BYTES = 36;
+  static constexpr int MOST = 63, OFFSET = 32, UNROLL = 4, HALVES = 2, BLOCK_BYTES = 384, SCALE_BYTES = 36;
   static constexpr bool SIGNED = false, MIN = false, WIDE = false;
   template <int upper, int i, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
@@ -139,7 +139,7 @@ struct WTable : WQ4_0 {
 };
 
 struct WIQ4_NL : WTable<PI_IQ4_ENTRIES> {
-  static constexpr int OFFSET = 0;
+  static constexpr int MOST = 255, OFFSET = 0;
   static constexpr bool SIGNED = true;
 };
 
@@ -159,7 +159,7 @@ PI_INLINE f32x16 half_powers(const uint8_t* p) {
 }
 
 struct WMXFP4 : WTable<E2M1_ABOVE> {
-  static constexpr int OFFSET = 12, SCALE_BYTES = 16;
+  static constexpr int MOST = 24, OFFSET = 12, SCALE_BYTES = 16;
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     return {half_powers(meta + b * 16), f_zero()};
   }

@@ -142,13 +142,17 @@ PI_INLINE f32x16 dot_vbf16(f32x16 acc, const void* w, const void* x) {
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
+// Weights are widened in pieces that stay in the L1 cache while many tokens are multiplied with them, WIDE_FROM or more,
+// of F16 FLOATS_FROM: PIECE_BLOCKS of a panel, by tiles of TILE_PIECE tokens.
+#define PI_PIECES 1
 enum {
   TILE_Q = 2,
   TILE_Q_PANELS = 1,
-  TILE_WIDE = 2,
-  TILE_WIDE_PANELS = 1,
   WIDE_FROM = 4,
-  TILE_F = 4,
+  TILE_PIECE = 6,
+  PIECE_BLOCKS = 32,
+  FLOATS_FROM = 20,
+  TILE_F = 6,
   TILE_F_PANELS = 1,
   TILE_A = 3,
   STREAMS = 4
@@ -309,6 +313,36 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
 PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {dot4(c.a, w.a, q.a), dot4(c.b, w.b, q.b)}; }
+// Sums in 16 bits of the products of neighbouring bytes, which several groups add up before they are widened: so many
+// that 2 * depth * 127 * the largest code stays below 2^15.
+#define PI_PAIRS 1
+constexpr int pairs_depth(int most) { return most <= 16 ? 8 : most <= 32 ? 4 : 2; }
+PI_INLINE u8x64 pairs_dot(u8x64 w, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a);
+  return {_mm256_maddubs_epi16(w.a, x), _mm256_maddubs_epi16(w.b, x)};
+}
+PI_INLINE u8x64 pairs_add(u8x64 x, u8x64 y) {
+  u8x64 r = {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};
+  __asm__("" : "+x"(r.a), "+x"(r.b));  // gcc would compute all products first, and then add what no registers hold
+  return r;
+}
+PI_INLINE u8x64 pairs_set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+// What `groups` of activations add where codes are stored `offset` above their value, to be taken out of both halves of
+// a word.
+template <int groups>
+PI_INLINE int32_t pairs_start(const int8_t* a, int offset) {
+  const __m128i by = _mm_set1_epi8((char)offset);
+  __m128i sum = _mm_maddubs_epi16(by, _mm_loadu_si128((const __m128i*)a));
+  if (groups == 8) sum = _mm_add_epi16(sum, _mm_maddubs_epi16(by, _mm_loadu_si128((const __m128i*)a + 1)));
+  sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0x4e));
+  sum = _mm_add_epi16(sum, _mm_shuffle_epi32(sum, 0xb1));
+  return _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), sum));
+}
+template <int by>
+PI_INLINE i32x16 pairs_sum(u8x64 x) {
+  __m256i n = _mm256_set1_epi16(by);
+  return {_mm256_madd_epi16(x.a, n), _mm256_madd_epi16(x.b, n)};
+}
 #endif
 PI_INLINE i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {  // |w| by q with the sign of w: |w| = 128 is right too
   return dot_vu(c, {_mm256_abs_epi8(w.a), _mm256_abs_epi8(w.b)},

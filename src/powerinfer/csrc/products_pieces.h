@@ -1,0 +1,211 @@
+// Products of many tokens with quantised weights where registers are few: tiles of one panel by up to six tokens, whose
+// sums stay in memory. Codes and scales are widened in pieces that stay in the L1 cache while all tokens are multiplied
+// with them. Included by ISA files only.
+#pragma once
+#include "products.h"
+#include "quants.h"
+
+namespace {
+
+// By how much widened codes are above their value: signed ones are moved, so that all are unsigned.
+template <class W>
+constexpr int ABOVE = W::SIGNED ? 128 : W::OFFSET;
+
+// How a sum is told that: by a whole number, or by one for each half of the words in which pairs are summed. In these only
+// the last sum has to fit into 16 bits; on the way there it may wrap.
+enum { START_NONE, START_WHOLE, START_PAIRS };
+
+// What a tile knows of a type; types that agree share its code. PLANES: bytes of a widened code, of which two have four
+// bits each. DEPTH: groups whose products are added in 16 bits. MIN, HALVES: as in the traits.
+template <int PLANES_, int DEPTH_, int START_, bool MIN_, int HALVES_>
+struct Piece {
+  static constexpr int PLANES = PLANES_, DEPTH = DEPTH_, START = START_, HALVES = HALVES_;
+  static constexpr bool MIN = MIN_;
+  static constexpr int VECTORS = HALVES == 2 ? 3 : MIN ? 2 : 1;  // floats of a row and block: d, then m or the halves'
+  static constexpr int BLOCKS = PIECE_BLOCKS / PLANES;
+};
+
+#if defined(PI_PAIRS)
+// Whether the sum of a block's pairs, of codes less their offset, fits into 16 bits.
+template <class W>
+constexpr bool FITS =
+    127 * 16 / W::HALVES * (W::OFFSET > W::MOST - W::OFFSET ? W::OFFSET : W::MOST - W::OFFSET) < 32768;
+template <class W>
+using PieceOf = Piece<W::SIGNED ? 2 : 1, W::SIGNED || FITS<W> ? 8 : pairs_depth(W::MOST),
+                      ABOVE<W> == 0           ? START_NONE
+                      : W::SIGNED || !FITS<W> ? START_WHOLE
+                                              : START_PAIRS,
+                      W::MIN, W::HALVES>;
+#else
+template <class W>
+using PieceOf = Piece<1, 8, ABOVE<W> == 0 ? START_NONE : START_WHOLE, W::MIN, W::HALVES>;
+#endif
+
+// Blocks [b0, b0 + n) of a panel: codes as [block][plane][8 groups][64], factors as [block][VECTORS][16].
+template <class W>
+void widen_piece(const Panels& w, int64_t b0, int64_t n, uint8_t* codes, float* floats) {
+  using C = PieceOf<W>;
+  for (int64_t i = 0; i < n; i += W::UNROLL) {
+    unroll<0, W::UNROLL>([&](auto u) __attribute__((always_inline)) {
+      const int64_t b = b0 + i + u.value;
+      uint8_t* to = codes + (i + u.value) * C::PLANES * 512;
+      for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64) fetch_line(w.codes + b * W::BLOCK_BYTES + 4096 + line);
+      unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
+        u8x64 c = W::template group<g.value / 4, u.value>(w.codes, b, Index<g.value % 4>{});
+        if constexpr (W::SIGNED) c = b_sub(c, b_set(-128));
+        if constexpr (C::PLANES == 2) b_store(to + 512 + g.value * 64, b_low4(c));
+        b_store(to + g.value * 64, C::PLANES == 2 ? b_high4(c) : c);
+      });
+      float* f = floats + (i + u.value) * C::VECTORS * 16;
+      const Scales s = W::scales(w.scales, b);
+      f_store(f, s.d);
+      if constexpr (W::MIN) f_store(f + 16, s.m);
+      if constexpr (W::HALVES == 2) {
+        f_store(f + 16, W::half(w.scales, b, 0));
+        f_store(f + 32, W::half(w.scales, b, 1));
+      }
+    });
+  }
+}
+
+// Factors of `n` tokens: [block][n] each, with HALVES 2 `start` twice as many.
+struct Factors {
+  int32_t* start;
+  float *d, *sd;
+  int64_t n;
+};
+
+// The integers of groups [G0, G1) of a block by T tokens.
+template <class C, int G0, int G1, int T>
+PI_INLINE void integers(const uint8_t* codes, const int8_t* const (&q)[T], int64_t at, const int32_t* start,
+                        i32x16 (&value)[T]) {
+#if defined(PI_PAIRS)
+  unroll<0, C::PLANES>([&](auto plane) __attribute__((always_inline)) {
+    if (plane.value)
+      __asm__ volatile("" : : : "memory");  // activations are read again: there are no registers for them
+    unroll<0, (G1 - G0 + C::DEPTH - 1) / C::DEPTH>([&](auto chain) __attribute__((always_inline)) {
+      constexpr int FIRST = G0 + chain.value * C::DEPTH, END = FIRST + C::DEPTH < G1 ? FIRST + C::DEPTH : G1;
+      u8x64 pairs[T];
+      unroll<FIRST, END>([&](auto g) __attribute__((always_inline)) {
+        const u8x64 c = b_load(codes + plane.value * 512 + g.value * 64);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+          const u8x64 more = pairs_dot(c, word(q[t] + at + g.value * 4));
+          pairs[t] = g.value == FIRST ? more : pairs_add(pairs[t], more);
+        }
+      });
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) {
+        if constexpr (C::START == START_PAIRS) pairs[t] = pairs_add(pairs[t], pairs_set(start[t]));
+        const i32x16 more = pairs_sum<(C::PLANES == 2 && plane.value == 0 ? 16 : 1)>(pairs[t]);
+        value[t] = plane.value + chain.value == 0 ? more : i_add(value[t], more);
+      }
+    });
+  });
+  if constexpr (C::START == START_WHOLE) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) value[t] = i_add(value[t], i_set(start[t]));
+  }
+#else
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) value[t] = i_set(C::START == START_WHOLE ? start[t] : 0);
+  unroll<G0, G1>([&](auto g) __attribute__((always_inline)) {
+    const u8x64 c = b_load(codes + g.value * 64);
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) value[t] = dot_u(value[t], c, word(q[t] + at + g.value * 4));
+  });
+#endif
+}
+
+// Adds `blocks` blocks, the first of which is b0, to the sums of T tokens, the first of which is t0 of the factors' and x.
+template <class C, int T>
+void piece_tile(const uint8_t* codes, const float* floats, const int8_t* x, int64_t k, const Factors& a, int64_t b0,
+                int64_t t0, int64_t blocks, float* sums) {
+  const int8_t* q[T];
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) q[t] = x + (t0 + t) * k + b0 * 32;
+  const int64_t n = a.n;
+  const int32_t* start = a.start + b0 * C::HALVES * n + t0;
+  const float *d = a.d + b0 * n + t0, *sd = a.sd + b0 * n + t0;
+  sums += t0 * 16;
+  for (int64_t b = 0; b < blocks; b++, d += n, sd += n, codes += C::PLANES * 512, floats += C::VECTORS * 16) {
+    f32x16 value[T];
+    unroll<0, C::HALVES>([&](auto h) __attribute__((always_inline)) {
+      i32x16 whole[T];
+      integers<C, 8 / C::HALVES * h.value, 8 / C::HALVES*(h.value + 1), T>(codes, q, b * 32, start, whole);
+      if constexpr (C::START != START_NONE) start += n;
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) {
+        value[t] = C::HALVES == 1 ? i_float(whole[t])
+                   : h.value      ? f_fma(i_float(whole[t]), f_load(floats + 32), value[t])
+                                  : f_mul(i_float(whole[t]), f_load(floats + 16));
+      }
+    });
+    const f32x16 by = f_load(floats);
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) {
+      f32x16 sum = f_fma(f_mul(value[t], f_set(d[t])), by, f_load(sums + t * 16));
+      if constexpr (C::MIN) sum = f_fma(f_load(floats + 16), f_set(sd[t]), sum);
+      f_store(sums + t * 16, sum);
+    }
+  }
+}
+
+template <class W>
+void set_factors(const PiActs* x, int64_t t0, const Factors& to) {
+  using C = PieceOf<W>;
+  const int64_t nb = x->k / 32;
+  for (int64_t t = 0; t < to.n; t++) {
+    const float *d = x->d + (t0 + t) * nb, *sd = x->sd + (t0 + t) * nb;
+    const int16_t* s = x->s + (t0 + t) * 2 * nb;
+    for (int64_t b = 0; b < nb; b++) {
+      to.d[b * to.n + t] = d[b];
+      if constexpr (W::MIN) to.sd[b * to.n + t] = sd[b];
+      unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
+        int32_t* const start = to.start + (W::HALVES * b + h.value) * to.n + t;
+        if constexpr (C::START == START_WHOLE)
+          *start = -ABOVE<W> * (W::HALVES == 2 ? s[2 * b + h.value] : s[2 * b] + s[2 * b + 1]);
+#if defined(PI_PAIRS)
+        if constexpr (C::START == START_PAIRS)
+          *start = pairs_start<8 / W::HALVES>(x->q + (t0 + t) * x->k + b * 32 + h.value * 16, W::OFFSET);
+#endif
+      });
+    }
+  }
+}
+
+template <class W>
+void linear_in_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  using C = PieceOf<W>;
+  const int64_t nb = x->k / 32, fit = tokens_at_once(l, x->k, TILE_PIECE),
+                some = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
+  auto* const codes = (uint8_t*)scratch;
+  auto* const floats = (float*)(codes + PIECE_BLOCKS * 512);
+  auto* const sums = floats + PIECE_BLOCKS * 48;
+  auto* const d = sums + PI_PIECE_TOKENS * 16;
+  for (int64_t m = 0; m < tokens; m += some) {
+    const int64_t n = tokens - m < some ? tokens - m : some;
+    const Factors a{(int32_t*)(d + 2 * n * nb), d, d + n * nb, n};
+    set_factors<W>(x, m, a);
+    const int8_t* const q = x->q + m * x->k;
+    for (int64_t p = p0; p < p1; p++) {
+      const Panels w = panels_at(l, x->k, p);
+      memset(sums, 0, (size_t)n * 64);
+      for (int64_t b = 0; b < nb; b += C::BLOCKS) {
+        const int64_t blocks = nb - b < C::BLOCKS ? nb - b : C::BLOCKS;
+        widen_piece<W>(w, b, blocks, codes, floats);
+        int64_t t = 0;
+        for (; t + 6 <= n; t += 6) piece_tile<C, 6>(codes, floats, q, x->k, a, b, t, blocks, sums);
+        if (t + 4 <= n) piece_tile<C, 4>(codes, floats, q, x->k, a, b, t, blocks, sums), t += 4;
+        if (t + 2 <= n) piece_tile<C, 2>(codes, floats, q, x->k, a, b, t, blocks, sums), t += 2;
+        if (t < n) piece_tile<C, 1>(codes, floats, q, x->k, a, b, t, blocks, sums);
+      }
+      for (int64_t t = 0; t < n; t++) {
+        const f32x16 sum[1][1] = {{f_load(sums + t * 16)}};
+        put(l, p, m + t, sum);
+      }
+    }
+  }
+}
+
+}  // namespace
