@@ -43,8 +43,67 @@ struct Float {
   }
 };
 
+#if defined(PI_PIECES)
+constexpr int64_t PIECE = 256;  // of k: 16 KB as floats, which stay in the L1 cache
+
+// Adds n products to the sums of T tokens.
+template <int T>
+void float_tile(const float* w, const float* x, int64_t ldx, int64_t n, float* sums) {
+  const float* f[T];
+  f32x16 sum[T];
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) {
+    f[t] = x + t * ldx;
+    sum[t] = f_load(sums + t * 16);
+  }
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < n; k++) {
+    const f32x16 c = f_load(w + k * 16);
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) sum[t] = f_fma(c, f_set(f[t][k]), sum[t]);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < T; t++) f_store(sums + t * 16, sum[t]);
+}
+
+// Many tokens: weights become floats once, a piece of a panel at a time.
+void float_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  auto* const w = (float*)scratch;
+  auto* const sums = w + PIECE * 16;
+  const int64_t fit = tokens_at_once(l, x->k, 24), some = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
+  for (int64_t m = 0; m < tokens; m += some) {
+    const int64_t n = tokens - m < some ? tokens - m : some;
+    for (int64_t p = p0; p < p1; p++) {
+      const uint8_t* codes = panels_at(l, x->k, p).codes;
+      memset(sums, 0, (size_t)n * 64);
+      for (int64_t k = 0; k < x->k; k += PIECE) {
+        const int64_t ks = x->k - k < PIECE ? x->k - k : PIECE;
+        for (int64_t i = 0; i < ks; i++, codes += 32) {
+          f_store(w + i * 16, f_load_f16(codes));
+          if (i % 2 == 0) fetch_line(codes + 4096);
+        }
+        const float* f = x->f + m * x->ldf + k;
+        int64_t t = 0;
+        for (; t + 6 <= n; t += 6) float_tile<6>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16);
+        if (t + 4 <= n) float_tile<4>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16), t += 4;
+        if (t + 2 <= n) float_tile<2>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16), t += 2;
+        if (t < n) float_tile<1>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16);
+      }
+      for (int64_t t = 0; t < n; t++) {
+        const f32x16 sum[1][1] = {{f_load(sums + t * 16)}};
+        put(l, p, m + t, sum);
+      }
+    }
+  }
+}
+#endif
+
 template <class W>
-void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void*) {
+void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens,
+            [[maybe_unused]] void* scratch) {
+#if defined(PI_PIECES)
+  if (W::BYTES == 32 && tokens >= FLOATS_FROM) return float_pieces(l, x, p0, p1, tokens, scratch);
+#endif
   product<Float<W>, TILE_F_PANELS, TILE_F>(l, x, p0, p1, tokens);
 }
 
