@@ -59,7 +59,7 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "nemotron-3-nano-30b-a3b": 31.6, "nemotron-3-super-120b-a12b": 120.7, "nemotron-3-nano-4b": 3.97,
     "nemotron-nano-9b-v2": 8.89, "nemotron-nano-12b-v2": 12.31, "nemotron-h-8b": 8.1,
     "granite-4.0-h-micro": 3.2, "granite-4.0-h-tiny": 6.9, "granite-4.0-h-small": 32.2,
-    "falcon-h1-0.5b": 0.52, "falcon-h1-1.5b": 1.55, "falcon-h1-3b": 3.15, "falcon-h1-7b": 7.59, "falcon-h1-34b": 33.6,
+    "falcon-h1-1.5b": 1.55, "falcon-h1-3b": 3.15, "falcon-h1-7b": 7.59,
     "phi-3.5-mini": 3.8, "qwen3.5-2b": 1.9,
     "qwen3.5-4b": 4.2, "qwen3.5-9b": 9, "seed-oss-36b": 36.2, "smollm3-3b": 3.1,
 }  # fmt: skip
