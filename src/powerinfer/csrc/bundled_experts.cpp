@@ -216,9 +216,8 @@ void BundledExperts::list_predicted_shared(int thread, const PiActs* hidden, int
   float* const z = lists.z.data() + first;
   workspace_->linear(thread, shared_out_, NO_BIAS, hidden, z, lists.ldz, tokens, false, mine.p0, mine.p1);
   int32_t* const listed = own.listed.data() + own.n;
-  const int64_t more = workspace_->kernels->neurons.keep(z + mine.c0, lists.ldz, tokens, mine.n(), 0,
-                                                         predictor_->limit(), (int32_t)(first + mine.c0), listed,
-                                                         own.counts);
+  const int64_t more = workspace_->kernels->neurons.keep(
+      z + mine.c0, lists.ldz, tokens, mine.n(), 0, predictor_->limit(), (int32_t)(first + mine.c0), listed, own.counts);
   if (tokens > 1) predictor_->mark(lists, listed, more, tokens);
   own.n += more;
 }

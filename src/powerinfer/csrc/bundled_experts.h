@@ -34,7 +34,9 @@ class BundledExperts : public ExpertStore {
   void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t top_k, bool sampled) const;
   void list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const;
   void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared);
-  int64_t groups() const { return experts + (shared_ + neurons - 1) / neurons; }  // of neurons with weights of their own
+  int64_t groups() const {
+    return experts + (shared_ + neurons - 1) / neurons;
+  }  // of neurons with weights of their own
 
   const std::shared_ptr<NeuronSum> bundled_;
   const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires

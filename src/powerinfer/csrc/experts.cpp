@@ -52,7 +52,8 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     const int64_t more = b.neurons - n * all.neurons;  // of the shared expert
     check(b.complete() && (more == 0 || more == shared) && b.up.k == d && all.neurons % PI_GROUP == 0,
           "the bundles are of other experts");
-    check(more == 0 || (!b.gated() && more % PI_GROUP == 0), "a shared expert with gates, or broken groups, is no bundle");
+    check(more == 0 || (!b.gated() && more % PI_GROUP == 0),
+          "a shared expert with gates, or broken groups, is no bundle");
     const bool reads_up = b.gated() || all.predictor;
     check((!reads_up || (b.up.stride && repacked_type(b.up.type) >= 0)) && (!b.gated() || b.gate.type == b.up.type) &&
               repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
@@ -99,7 +100,8 @@ void Program::reserve_resting(const ExpertMatrices& all) {
 
 void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
   const int64_t groups = (bundled + neurons - 1) / neurons;
-  ExpertRows::Sizes all{sizes.max_tokens, n, top_k, neurons, sizes.d_model, bundled, groups, workspace->pool->threads()};
+  ExpertRows::Sizes all{sizes.max_tokens, n,       top_k,  neurons,
+                        sizes.d_model,    bundled, groups, workspace->pool->threads()};
   if (expert_rows) {
     const auto& had = expert_rows->sizes;
     if (had.experts >= n && had.top_k >= top_k && had.neurons >= neurons && had.bundled >= bundled &&
