@@ -213,7 +213,7 @@ class HybridExperts(HybridTerms):
     ) -> tuple[Weights, NDArray[np.float32]] | None:
         """What selects among the neurons of the CPU's experts, and the norm of their input; None: nothing does. The GPU
         computes those that fire of its own."""
-        if cpu.expert_predictors is None or self.config.why_whole is not None:
+        if cpu.expert_predictors is None or self.config.whole_reason is not None:
             return None
         if weights.norm is None:
             raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")

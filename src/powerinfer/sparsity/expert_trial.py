@@ -25,13 +25,13 @@ from powerinfer.models.blocks import wire_embedding, wire_layer
 from powerinfer.neurons import Indices
 from powerinfer.sparsity.selection import Selection, check_experts
 from powerinfer.sparsity.selector_trial import GAIN, TimedLayer, TimedLayers, Way
-from powerinfer.sparsity.trials import Outcome, Subject, Trial, conditions
+from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, conditions
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
 
-SUBJECT = Subject("neurons in experts", TimedLayers)
+SUBJECT = TrialSubject("neurons in experts", TimedLayers)
 WAYS: tuple[Way, ...] = ("dense", "exact")
 PROMPT = 8
 """Tokens before those that are timed, of each sequence."""
