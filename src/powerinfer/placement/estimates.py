@@ -18,7 +18,7 @@ from powerinfer.formats.catalogue import CatalogueModel, Download, catalogue
 from powerinfer.formats.catalogue_names import short_name
 from powerinfer.hardware.description import Hardware
 from powerinfer.neurons import Profile
-from powerinfer.placement.budget import Claims
+from powerinfer.placement.budget import Claims, Footprint
 from powerinfer.placement.mixes import read_dtype
 from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.power_law import assumed_profile
@@ -36,7 +36,7 @@ LARGER = 30.0
 
 _REQUESTS = 8  # that decode together, as the engine's own default
 _CHUNK = 512
-_KEPT = 0.9  # of the experts on the GPU that a longer context may not take away
+_KEPT = 0.9  # of the experts on the GPU, or the weights beside a disk, that a longer context may not take away
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _context(request: PlanRequest, base: Claims) -> int:
     """Tokens of the longest context, doubled from that of the request, with which the weights stay where `base` has
     them."""
     longest, most = request.context, request.model.config.context_length
-    while longest < most and (base.disk is None or base.gpu_layers):  # else it takes memory from weights
+    while longest < most:
         tried = min(2 * longest, most)
         claims = replace(request, context=tried).claims_if_any()
         if isinstance(claims, RequestError) or not _stays(base, claims):
@@ -187,10 +187,16 @@ def _context(request: PlanRequest, base: Claims) -> int:
 
 
 def _stays(base: Claims, claims: Claims) -> bool:
-    """Whether the weights are where `base` has them, but for a few experts."""
-    layers = claims.gpu_layers >= base.gpu_layers and claims.gpu_head >= base.gpu_head
-    experts = claims.gpu.get("experts", 0) >= _KEPT * base.gpu.get("experts", 0)
-    return layers and experts and (claims.disk is None or base.disk is not None)
+    """Whether the weights are where `base` has them, but for a few experts, or a few of those that RAM has beside a
+    disk."""
+    if (claims.gpu_layers, claims.gpu_head) < (base.gpu_layers, base.gpu_head) or (claims.disk and not base.disk):
+        return False
+
+    def stay(held: Footprint, before: Footprint, *uses: str) -> bool:
+        return sum(held.get(use, 0) for use in uses) >= _KEPT * sum(before.get(use, 0) for use in uses)
+
+    rest = base.disk is None or stay(claims.cpu, base.cpu, "attention", "head", "panels", "experts")
+    return rest and stay(claims.gpu, base.gpu, "experts")
 
 
 def offers(hardware: Hardware, context: int = CONTEXT, progress: Progress = silent) -> list[Offer]:
