@@ -193,7 +193,7 @@ class Values:
         rng = np.random.default_rng([SEED, *name.encode()])
         values = rng.standard_normal(dims, np.float32) * np.float32(dims[-1] ** -0.5)
         if name.startswith(("ssm_out", "attn_output", "ffn_down")):  # nothing in the direction of what is carried
-            values *= np.float32((2 * len(self._sizes.pattern)) ** -0.5)
+            values *= np.float32((50 * len(self._sizes.pattern)) ** -0.5)
             along = np.einsum("w,...wc->...c", self._carried, values) / len(self._carried)
             values -= self._carried[:, None] * along[..., None, :]
         elif name.startswith("ffn_up") and share is not None:
