@@ -174,6 +174,15 @@ struct Quantised {
   }
 };
 
+#if defined(PI_PIECES)
+template <class W>
+void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
+  // Codes of a byte each gain less from pieces.
+  if (tokens < (BYTES<W> ? 3 * WIDE_FROM : WIDE_FROM))
+    return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
+  linear_in_pieces<W>(l, x, p0, p1, tokens, scratch);
+}
+#else
 // Of codes that are a byte each, in panels that are in a cache: asks for other lines.
 template <class W>
 void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
@@ -193,15 +202,6 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
     for (; p < p1; p++) along_tokens(Index<1>{}, p);
 }
 
-#if defined(PI_PIECES)
-template <class W>
-void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  // Codes of a byte each gain less from pieces.
-  if (tokens < (BYTES<W> ? 3 * WIDE_FROM : WIDE_FROM))
-    return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
-  linear_in_pieces<W>(l, x, p0, p1, tokens, scratch);
-}
-#else
 // For many tokens a few panels are widened once, then used for all tokens but the last few.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
