@@ -7,7 +7,7 @@
 
 namespace {
 
-// By how much widened codes are above their value: signed ones are moved, so that all are unsigned.
+// By how much bytes of widened codes are above their value: signed ones are moved, so that all are unsigned.
 template <class W>
 constexpr int ABOVE = W::SIGNED ? 128 : W::OFFSET;
 
@@ -15,14 +15,15 @@ constexpr int ABOVE = W::SIGNED ? 128 : W::OFFSET;
 // the last sum has to fit into 16 bits; on the way there it may wrap.
 enum { START_NONE, START_WHOLE, START_PAIRS };
 
-// What a tile knows of a type; types that agree share its code. PLANES: bytes of a widened code, of which two have four
-// bits each. DEPTH: groups whose products are added in 16 bits. MIN, HALVES: as in the traits.
-template <int PLANES_, int DEPTH_, int START_, bool MIN_, int HALVES_>
+// What a tile knows of a type; types that agree share its code. WIDTH: bytes of a widened code: signed ones, whose pairs
+// do not fit into 16 bits, become words, the even and the odd ones apart, and so do activations. DEPTH: groups whose
+// products are added in 16 bits. MIN, HALVES: as in the traits.
+template <int WIDTH_, int DEPTH_, int START_, bool MIN_, int HALVES_>
 struct Piece {
-  static constexpr int PLANES = PLANES_, DEPTH = DEPTH_, START = START_, HALVES = HALVES_;
+  static constexpr int WIDTH = WIDTH_, DEPTH = DEPTH_, START = START_, HALVES = HALVES_;
   static constexpr bool MIN = MIN_;
   static constexpr int VECTORS = HALVES == 2 ? 3 : MIN ? 2 : 1;  // floats of a row and block: d, then m or the halves'
-  static constexpr int BLOCKS = PIECE_BLOCKS / PLANES;
+  static constexpr int BLOCKS = PIECE_BLOCKS / WIDTH;
 };
 
 #if defined(PI_PAIRS)
@@ -32,29 +33,35 @@ constexpr bool FITS =
     127 * 16 / W::HALVES * (W::OFFSET > W::MOST - W::OFFSET ? W::OFFSET : W::MOST - W::OFFSET) < 32768;
 template <class W>
 using PieceOf = Piece<W::SIGNED ? 2 : 1, W::SIGNED || FITS<W> ? 8 : pairs_depth(W::MOST),
-                      ABOVE<W> == 0           ? START_NONE
-                      : W::SIGNED || !FITS<W> ? START_WHOLE
-                                              : START_PAIRS,
+                      W::SIGNED || W::OFFSET == 0 ? START_NONE
+                      : FITS<W>                   ? START_PAIRS
+                                                  : START_WHOLE,
                       W::MIN, W::HALVES>;
 #else
 template <class W>
 using PieceOf = Piece<1, 8, ABOVE<W> == 0 ? START_NONE : START_WHOLE, W::MIN, W::HALVES>;
 #endif
 
-// Blocks [b0, b0 + n) of a panel: codes as [block][plane][8 groups][64], factors as [block][VECTORS][16].
+// Blocks [b0, b0 + n) of a panel: codes as [block][8 groups][64], twice that as words, factors as [block][VECTORS][16].
 template <class W>
 void widen_piece(const Panels& w, int64_t b0, int64_t n, uint8_t* codes, float* floats) {
   using C = PieceOf<W>;
   for (int64_t i = 0; i < n; i += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto u) __attribute__((always_inline)) {
       const int64_t b = b0 + i + u.value;
-      uint8_t* to = codes + (i + u.value) * C::PLANES * 512;
+      uint8_t* to = codes + (i + u.value) * C::WIDTH * 512;
       for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64) fetch_line(w.codes + b * W::BLOCK_BYTES + 4096 + line);
       unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
         u8x64 c = W::template group<g.value / 4, u.value>(w.codes, b, Index<g.value % 4>{});
+#if defined(PI_PAIRS)
+        if constexpr (C::WIDTH == 2) {
+          b_store(to + 512 + g.value * 64, odd_words(c));
+          c = even_words(c);
+        }
+#else
         if constexpr (W::SIGNED) c = b_sub(c, b_set(-128));
-        if constexpr (C::PLANES == 2) b_store(to + 512 + g.value * 64, b_low4(c));
-        b_store(to + g.value * 64, C::PLANES == 2 ? b_high4(c) : c);
+#endif
+        b_store(to + g.value * 64, c);
       });
       float* f = floats + (i + u.value) * C::VECTORS * 16;
       const Scales s = W::scales(w.scales, b);
@@ -80,14 +87,20 @@ template <class C, int G0, int G1, int T>
 PI_INLINE void integers(const uint8_t* codes, const int8_t* const (&q)[T], int64_t at, const int32_t* start,
                         i32x16 (&value)[T]) {
 #if defined(PI_PAIRS)
-  unroll<0, C::PLANES>([&](auto plane) __attribute__((always_inline)) {
-    if (plane.value)
-      __asm__ volatile("" : : : "memory");  // activations are read again: there are no registers for them
+  if constexpr (C::WIDTH == 2) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) value[t] = i_set(0);
+    unroll<0, 16>([&](auto g) __attribute__((always_inline)) {
+      const u8x64 c = b_load(codes + g.value * 64);
+#pragma GCC unroll 16
+      for (int t = 0; t < T; t++) value[t] = dot_words(value[t], c, word(q[t] + 2 * at + g.value * 4));
+    });
+  } else {
     unroll<0, (G1 - G0 + C::DEPTH - 1) / C::DEPTH>([&](auto chain) __attribute__((always_inline)) {
       constexpr int FIRST = G0 + chain.value * C::DEPTH, END = FIRST + C::DEPTH < G1 ? FIRST + C::DEPTH : G1;
       u8x64 pairs[T];
       unroll<FIRST, END>([&](auto g) __attribute__((always_inline)) {
-        const u8x64 c = b_load(codes + plane.value * 512 + g.value * 64);
+        const u8x64 c = b_load(codes + g.value * 64);
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
           const u8x64 more = pairs_dot(c, word(q[t] + at + g.value * 4));
@@ -97,11 +110,11 @@ PI_INLINE void integers(const uint8_t* codes, const int8_t* const (&q)[T], int64
 #pragma GCC unroll 16
       for (int t = 0; t < T; t++) {
         if constexpr (C::START == START_PAIRS) pairs[t] = pairs_add(pairs[t], pairs_set(start[t]));
-        const i32x16 more = pairs_sum<(C::PLANES == 2 && plane.value == 0 ? 16 : 1)>(pairs[t]);
-        value[t] = plane.value + chain.value == 0 ? more : i_add(value[t], more);
+        const i32x16 more = pairs_sum<1>(pairs[t]);
+        value[t] = chain.value == 0 ? more : i_add(value[t], more);
       }
     });
-  });
+  }
   if constexpr (C::START == START_WHOLE) {
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) value[t] = i_add(value[t], i_set(start[t]));
@@ -123,12 +136,12 @@ void piece_tile(const uint8_t* codes, const float* floats, const int8_t* x, int6
                 int64_t t0, int64_t blocks, float* sums) {
   const int8_t* q[T];
 #pragma GCC unroll 16
-  for (int t = 0; t < T; t++) q[t] = x + (t0 + t) * k + b0 * 32;
+  for (int t = 0; t < T; t++) q[t] = x + ((t0 + t) * k + b0 * 32) * C::WIDTH;
   const int64_t n = a.n;
   const int32_t* start = a.start + b0 * C::HALVES * n + t0;
   const float *d = a.d + b0 * n + t0, *sd = a.sd + b0 * n + t0;
   sums += t0 * 16;
-  for (int64_t b = 0; b < blocks; b++, d += n, sd += n, codes += C::PLANES * 512, floats += C::VECTORS * 16) {
+  for (int64_t b = 0; b < blocks; b++, d += n, sd += n, codes += C::WIDTH * 512, floats += C::VECTORS * 16) {
     f32x16 value[T];
     unroll<0, C::HALVES>([&](auto h) __attribute__((always_inline)) {
       i32x16 whole[T];
@@ -177,7 +190,7 @@ void set_factors(const PiActs* x, int64_t t0, const Factors& to) {
 template <class W>
 void linear_in_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   using C = PieceOf<W>;
-  const int64_t nb = x->k / 32, fit = tokens_at_once(l, x->k, TILE_PIECE),
+  const int64_t nb = x->k / 32, fit = tokens_at_once(l, C::WIDTH * x->k, TILE_PIECE),
                 some = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
   auto* const codes = (uint8_t*)scratch;
   auto* const floats = (float*)(codes + PIECE_BLOCKS * 512);
@@ -187,7 +200,14 @@ void linear_in_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1
     const int64_t n = tokens - m < some ? tokens - m : some;
     const Factors a{(int32_t*)(d + 2 * n * nb), d, d + n * nb, n};
     set_factors<W>(x, m, a);
-    const int8_t* const q = x->q + m * x->k;
+    const int8_t* q = x->q + m * x->k;
+#if defined(PI_PAIRS)
+    if constexpr (C::WIDTH == 2) {
+      auto* const words = (uint8_t*)(d + (3 * n * nb + 15) / 16 * 16);
+      for (int64_t i = 0; i < n * nb; i++) b_store(words + i * 64, words_of(q + i * 32));
+      q = (const int8_t*)words;
+    }
+#endif
     for (int64_t p = p0; p < p1; p++) {
       const Panels w = panels_at(l, x->k, p);
       memset(sums, 0, (size_t)n * 64);

@@ -326,6 +326,22 @@ PI_INLINE u8x64 pairs_add(u8x64 x, u8x64 y) {
   __asm__("" : "+x"(r.a), "+x"(r.b));  // gcc would compute all products first, and then add what no registers hold
   return r;
 }
+// Signed bytes as words of 16 bits, the even or the odd ones, and the sums of the products of two words.
+PI_INLINE __m256i even_words(__m256i x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+PI_INLINE __m256i odd_words(__m256i x) { return _mm256_srai_epi16(x, 8); }
+PI_INLINE u8x64 even_words(u8x64 x) { return {even_words(x.a), even_words(x.b)}; }
+PI_INLINE u8x64 odd_words(u8x64 x) { return {odd_words(x.a), odd_words(x.b)}; }
+// 32 activations: words of the even ones, then of the odd ones.
+PI_INLINE u8x64 words_of(const int8_t* a) {
+  const __m256i x = _mm256_loadu_si256((const __m256i*)a);
+  return {even_words(x), odd_words(x)};
+}
+PI_INLINE i32x16 dot_words(i32x16 c, u8x64 w, int32_t a) {
+  __m256i x = _mm256_set1_epi32(a);
+  i32x16 r = {_mm256_add_epi32(c.a, _mm256_madd_epi16(w.a, x)), _mm256_add_epi32(c.b, _mm256_madd_epi16(w.b, x))};
+  __asm__("" : "+x"(r.a), "+x"(r.b));
+  return r;
+}
 PI_INLINE u8x64 pairs_set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 // What `groups` of activations add where codes are stored `offset` above their value, to be taken out of both halves of
 // a word.
