@@ -67,6 +67,11 @@ PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1)
     for (; p < p1; p++) along<W, 1, TOKENS>(l, panels_at(l, x->k, p), x, p, 0, T);
 }
 
+PI_INLINE void ask(const PiAhead& ahead, int64_t block) {
+#pragma GCC unroll 8
+  for (int i = 0; i < PiAhead::LINES; i++) fetch_line(ahead.line[i] + block * ahead.stride);
+}
+
 // Four bytes of a row of activations.
 PI_INLINE int32_t word(const int8_t* p) {
   int32_t w;

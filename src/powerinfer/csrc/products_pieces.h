@@ -42,7 +42,7 @@ template <class W>
 using PieceOf = Piece<1, 8, ABOVE<W> == 0 ? START_NONE : START_WHOLE, W::MIN, W::HALVES>;
 #endif
 
-// Blocks [b0, b0 + n) of a panel: codes as [block][8 groups][64], twice that as words, factors as [block][VECTORS][16].
+// Blocks [b0, b0 + n) of a panel, and what it asks for meanwhile: codes as [block][8 groups][64], twice that as words, factors as [block][VECTORS][16].
 template <class W>
 void widen_piece(const Panels& w, int64_t b0, int64_t n, uint8_t* codes, float* floats) {
   using C = PieceOf<W>;
@@ -50,7 +50,12 @@ void widen_piece(const Panels& w, int64_t b0, int64_t n, uint8_t* codes, float* 
     unroll<0, W::UNROLL>([&](auto u) __attribute__((always_inline)) {
       const int64_t b = b0 + i + u.value;
       uint8_t* to = codes + (i + u.value) * C::WIDTH * 512;
-      for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64) fetch_line(w.codes + b * W::BLOCK_BYTES + 4096 + line);
+      if (BYTES<W> && w.ahead) {
+        ask(*w.ahead, b);
+      } else {
+        for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64)
+          fetch_line(w.codes + b * W::BLOCK_BYTES + 4096 + line);
+      }
       unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
         u8x64 c = W::template group<g.value / 4, u.value>(w.codes, b, Index<g.value % 4>{});
 #if defined(PI_PAIRS)
@@ -209,7 +214,8 @@ void linear_in_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1
     }
 #endif
     for (int64_t p = p0; p < p1; p++) {
-      const Panels w = panels_at(l, x->k, p);
+      Panels w = panels_at(l, x->k, p);
+      if (l->ahead && m == 0) w.ahead = l->ahead + p;
       memset(sums, 0, (size_t)n * 64);
       for (int64_t b = 0; b < nb; b += C::BLOCKS) {
         const int64_t blocks = nb - b < C::BLOCKS ? nb - b : C::BLOCKS;

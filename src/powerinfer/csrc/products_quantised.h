@@ -49,11 +49,6 @@ void widen_scales(const uint8_t* scales, int64_t nb, float* out) {
   }
 }
 
-PI_INLINE void ask(const PiAhead& ahead, int64_t block) {
-#pragma GCC unroll 8
-  for (int i = 0; i < PiAhead::LINES; i++) fetch_line(ahead.line[i] + block * ahead.stride);
-}
-
 template <class W>
 struct Quantised {
   // Whether several groups are added in 16 bits (simd.h).
@@ -178,7 +173,7 @@ struct Quantised {
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   // Codes of a byte each gain less from pieces.
-  if (tokens < (BYTES<W> ? 3 * WIDE_FROM : WIDE_FROM))
+  if (!l->ahead && tokens < (BYTES<W> ? 3 * WIDE_FROM : WIDE_FROM))
     return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   linear_in_pieces<W>(l, x, p0, p1, tokens, scratch);
 }
