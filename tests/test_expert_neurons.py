@@ -99,6 +99,32 @@ def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_pa
         one.close()
 
 
+def test_experts_with_gates_beside_a_shared_one(tmp_path: Path) -> None:
+    """That one is computed whole, with a weight for each token, in the same way as without selector."""
+    path, executors = model(tmp_path), []
+    for exact in (False, True):
+        checkpoint, rng = open_checkpoint(path), np.random.default_rng(4)
+        layers = []
+        for at, layer in enumerate(checkpoint.config.layers):
+            assert isinstance(layer.ffn, ExpertsConfig)
+            layers.append(replace(layer, ffn=replace(layer.ffn, shared_size=SHARED, shared_weight=True)))
+            shapes = dict(layers[at].ffn.tensors(D))
+            for name in ("shared_gate", "shared_up", "shared_down", "shared_weight"):
+                values = rng.standard_normal(shapes[name]).astype(np.float32)
+                data = values.view(np.uint8)
+                checkpoint._tensors[f"layers.{at}.{name}"] = RawTensor("F32", shapes[name], data)
+        checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
+        engine = EngineConfig(threads=2, context=128, kv_type="f32", prefill_chunk=TOKENS)
+        executors.append(load(checkpoint, engine, in_experts=exact))
+    whole, exact_ones = executors
+    assert sorted(exact_ones.expert_ffns) == list(range(LAYERS))
+    assert np.array_equal(logits(exact_ones, TOKENS), logits(whole, TOKENS))
+    for step in (1, 25):
+        assert far(logits(exact_ones, step), logits(whole, step)) <= ALLOWED["F16"]
+    for one in executors:
+        one.close()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_that_can_be_zero(activation: str, tmp_path: Path) -> None:
     path, other = model(tmp_path, activation=activation), model(tmp_path, activation="silu")
@@ -263,7 +289,7 @@ def test_an_expert_without_a_gate_is_replaced(tmp_path: Path) -> None:
         ({"activation": "silu"}, "silu is never exactly zero"),
         ({"gated": False, "shared_size": 8}, None),
         ({"gated": False, "latents": 32}, "experts of latents"),
-        ({"shared_size": 8}, "a shared expert"),
+        ({"shared_size": 8}, None),
         ({"size": 40}, "40 neurons of an expert are not whole groups of 32"),
         ({}, None),
     ],

@@ -841,8 +841,6 @@ class ExpertsConfig(FfnKind):
         """Reason for which the neurons inside selected experts are not separable; None: they are."""
         if self.activation not in RECTIFIED:
             return f"the activation {self.activation} is never exactly zero"
-        if self.gated and self.shared_size:
-            return "layers with a shared expert are computed whole"
         if self.bias or self.latents:
             return f"experts {'with biases' if self.bias else 'of latents'} are computed whole"
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
