@@ -47,7 +47,8 @@ PI_INLINE Panels panels_at(const PiLinear* l, int64_t k, int64_t p, int64_t some
 // Tokens [t, end) by P panels, in the largest tiles that fit.
 template <class W, int P, int T>
 PI_INLINE int64_t along(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p, int64_t t, int64_t end) {
-  for (; t + T <= end; t += T) tile<W, P, T>(l, w, x, p, t);
+  // Eight in two tiles of four rather than six and two, whose few sums would wait for one another.
+  for (; t + T <= end && (T != 6 || T != TILE_F || end - t != 8); t += T) tile<W, P, T>(l, w, x, p, t);
   if constexpr (T > 8) return along<W, P, 8>(l, w, x, p, t, end);
   else if constexpr (T > 4) return along<W, P, 4>(l, w, x, p, t, end);
   else if constexpr (T > 2) return along<W, P, 2>(l, w, x, p, t, end);

@@ -70,9 +70,10 @@ void float_tile(const float* w, const float* x, int64_t ldx, int64_t n, float* s
 void float_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   auto* const w = (float*)scratch;
   auto* const sums = w + PIECE * 16;
-  const int64_t fit = tokens_at_once(l, x->k, 24), some = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
-  for (int64_t m = 0; m < tokens; m += some) {
-    const int64_t n = tokens - m < some ? tokens - m : some;
+  const int64_t fit = tokens_at_once(l, x->k, 48),
+                some = fit < PI_PIECE_TOKENS - FLOATS_FROM ? fit : PI_PIECE_TOKENS - FLOATS_FROM;
+  for (int64_t m = 0, n; m < tokens; m += n) {
+    n = tokens - m < some + FLOATS_FROM ? tokens - m : some;
     for (int64_t p = p0; p < p1; p++) {
       const uint8_t* codes = panels_at(l, x->k, p).codes;
       memset(sums, 0, (size_t)n * 64);
@@ -84,10 +85,16 @@ void float_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
         }
         const float* f = x->f + m * x->ldf + k;
         int64_t t = 0;
-        for (; t + 6 <= n; t += 6) float_tile<6>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16);
-        if (t + 4 <= n) float_tile<4>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16), t += 4;
-        if (t + 2 <= n) float_tile<2>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16), t += 2;
-        if (t < n) float_tile<1>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16);
+        const auto run = [&](auto of) {
+          float_tile<of.value>(w, f + t * x->ldf, x->ldf, ks, sums + t * 16);
+          t += of.value;
+        };
+        // No tile of one or two: its few sums would wait for one another.
+        while (n - t > 8 || n - t == 6) run(Index<6>{});
+        if (n - t > 6) run(Index<4>{});
+        if (n - t == 5) run(Index<5>{});
+        if (n - t == 4) run(Index<4>{});
+        if (n - t == 3) run(Index<3>{});
       }
       for (int64_t t = 0; t < n; t++) {
         const f32x16 sum[1][1] = {{f_load(sums + t * 16)}};
