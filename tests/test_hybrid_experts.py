@@ -619,7 +619,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
         assert main(["plan", "-m", str(path), "--selector", selector, *flags]) == 0
         document = json.loads(capsys.readouterr().out.splitlines()[-1])
         held.append(document["bytes"]["cpu"]["panels"])
-        assert any("as long as with every neuron" in one for one in document["assumed"]) == (selector == "exact")
+        assert any("of the neurons of experts fire" in one for one in document["assumed"]) == (selector == "exact")
     assert held[1] - held[0] == LAYERS * 4 * (by[1] - each[1])
 
 

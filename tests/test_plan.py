@@ -623,9 +623,10 @@ CHANGES: dict[str, Any] = {
 
 def test_the_key_depends_on_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_of(small_model(d_ff=256))
-    assert {field.name for field in dataclasses.fields(request)} == {"model", "profile", "hardware", *CHANGES}
+    assert {field.name for field in dataclasses.fields(request)} == {"model", "profile", "profiled", "hardware", *CHANGES}
     changed = [replace(request, **{name: value}) for name, value in CHANGES.items()]
     changed.append(replace(request, profile=profile_of(3, 256, seed=9)))
+    changed.append(replace(request, profiled=False))
     changed.append(replace(request, hardware=replace(request.hardware, sync_us=31.0)))
     changed.append(replace(request, model=replace(request.model, fingerprint="another")))
     changed.append(replace(request, model=replace(request.model, selected=(2.0,) * 3)))

@@ -161,19 +161,19 @@ void pack_rows(Pool& pool, const std::string& type_name, const std::string& kind
 // Down of experts, whose blocks lie across neurons.
 void pack_down_of(Pool& pool, const std::string& type_name, int64_t k, int64_t neurons, Bytes data, OutBytes2 out,
                   int64_t pitch, int64_t at) {
-  const int64_t groups = (int64_t)out.shape(0), each = neurons / PI_GROUP;
+  const int64_t groups = (int64_t)out.shape(0), per_expert = neurons / PI_GROUP;
   const PiRows all =
       rows_of(type_name, PI_ADD, k, groups * PI_GROUP, out.data(), out.shape(0), out.shape(1), pitch, at);
   require(pi_across(all.type) >= 0, "blocks of this type do not lie across neurons");
-  require(neurons > 0 && neurons % PI_GROUP == 0 && groups % each == 0, "experts have whole groups of neurons");
-  const int64_t block = pi_facts(all.type).bytes, row = each * block;
-  require((int64_t)data.shape(0) == groups / each * k * row, "the data has another size than these experts");
+  require(neurons > 0 && neurons % PI_GROUP == 0 && groups % per_expert == 0, "experts have whole groups of neurons");
+  const int64_t block = pi_facts(all.type).bytes, row = per_expert * block;
+  require((int64_t)data.shape(0) == groups / per_expert * k * row, "the data has another size than these experts");
   nb::gil_scoped_release release;
   pool.run([&](int thread) {
     int64_t begin, end;
     share(groups, 1, pool.threads(), thread, &begin, &end);
     for (int64_t g = begin; g < end; g++)
-      pack_group_across(all.type, k, data.data() + g / each * k * row + g % each * block, row,
+      pack_group_across(all.type, k, data.data() + g / per_expert * k * row + g % per_expert * block, row,
                         out.data() + g * all.stride, pitch, at);
   });
 }

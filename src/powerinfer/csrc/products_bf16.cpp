@@ -56,13 +56,13 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
 }
 #else
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  const int64_t row = pi_round_up(x->k, 32), some = pi_floats_at_once(row);
+  const int64_t row = pi_round_up(x->k, 32), chunk = pi_floats_at_once(row);
   PiActs a = *x;
   a.f = (float*)scratch;
   a.ldf = row;
   PiLinear part = *l;
-  for (int64_t m = 0; m < tokens; m += some, part.out += some * l->ldo) {
-    const int64_t n = tokens - m < some ? tokens - m : some;
+  for (int64_t m = 0; m < tokens; m += chunk, part.out += chunk * l->ldo) {
+    const int64_t n = tokens - m < chunk ? tokens - m : chunk;
     for (int64_t t = 0; t < n; t++)
       for (int64_t i = 0; i < row; i += 16)
         f_store((float*)scratch + t * row + i, f_load_bf16(x->b + (m + t) * x->ldb + i));

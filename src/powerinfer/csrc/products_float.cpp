@@ -71,9 +71,9 @@ void float_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
   auto* const w = (float*)scratch;
   auto* const sums = w + PIECE * 16;
   const int64_t fit = tokens_at_once(l, x->k, 48),
-                some = fit < PI_PIECE_TOKENS - FLOATS_FROM ? fit : PI_PIECE_TOKENS - FLOATS_FROM;
+                chunk = fit < PI_PIECE_TOKENS - FLOATS_FROM ? fit : PI_PIECE_TOKENS - FLOATS_FROM;
   for (int64_t m = 0, n; m < tokens; m += n) {
-    n = tokens - m < some + FLOATS_FROM ? tokens - m : some;
+    n = tokens - m < chunk + FLOATS_FROM ? tokens - m : chunk;
     for (int64_t p = p0; p < p1; p++) {
       const uint8_t* codes = panels_at(l, x->k, p).codes;
       memset(sums, 0, (size_t)n * 64);

@@ -149,14 +149,14 @@ void piece_tile(const uint8_t* codes, const float* floats, const int8_t* x, int6
   for (int64_t b = 0; b < blocks; b++, d += n, sd += n, codes += C::WIDTH * 512, floats += C::VECTORS * 16) {
     f32x16 value[T];
     unroll<0, C::HALVES>([&](auto h) __attribute__((always_inline)) {
-      i32x16 whole[T];
-      integers<C, 8 / C::HALVES * h.value, 8 / C::HALVES*(h.value + 1), T>(codes, q, b * 32, start, whole);
+      i32x16 totals[T];
+      integers<C, 8 / C::HALVES * h.value, 8 / C::HALVES*(h.value + 1), T>(codes, q, b * 32, start, totals);
       if constexpr (C::START != START_NONE) start += n;
 #pragma GCC unroll 16
       for (int t = 0; t < T; t++) {
-        value[t] = C::HALVES == 1 ? i_float(whole[t])
-                   : h.value      ? f_fma(i_float(whole[t]), f_load(floats + 32), value[t])
-                                  : f_mul(i_float(whole[t]), f_load(floats + 16));
+        value[t] = C::HALVES == 1 ? i_float(totals[t])
+                   : h.value      ? f_fma(i_float(totals[t]), f_load(floats + 32), value[t])
+                                  : f_mul(i_float(totals[t]), f_load(floats + 16));
       }
     });
     const f32x16 by = f_load(floats);
@@ -196,13 +196,13 @@ template <class W>
 void linear_in_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   using C = PieceOf<W>;
   const int64_t nb = x->k / 32, fit = tokens_at_once(l, C::WIDTH * x->k, TILE_PIECE),
-                some = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
+                chunk = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
   auto* const codes = (uint8_t*)scratch;
   auto* const floats = (float*)(codes + PIECE_BLOCKS * 512);
   auto* const sums = floats + PIECE_BLOCKS * 48;
   auto* const d = sums + PI_PIECE_TOKENS * 16;
-  for (int64_t m = 0; m < tokens; m += some) {
-    const int64_t n = tokens - m < some ? tokens - m : some;
+  for (int64_t m = 0; m < tokens; m += chunk) {
+    const int64_t n = tokens - m < chunk ? tokens - m : chunk;
     const Factors a{(int32_t*)(d + 2 * n * nb), d, d + n * nb, n};
     set_factors<W>(x, m, a);
     const int8_t* q = x->q + m * x->k;

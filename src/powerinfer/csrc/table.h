@@ -396,8 +396,8 @@ enum { PI_PIECE_TOKENS = 252 };
 
 // Rows of activations that a thread has in its scratch as floats: a multiple of 12, which all tiles divide.
 static inline int64_t pi_floats_at_once(int64_t k) {
-  const int64_t some = 98304 / k / 12 * 12;
-  return some < 12 ? 12 : some;
+  const int64_t tokens = 98304 / k / 12 * 12;
+  return tokens < 12 ? 12 : tokens;
 }
 
 // Bytes of scratch for `linear` per thread, 64-byte aligned, whichever is most. Quantised weights: the blocks of two panels

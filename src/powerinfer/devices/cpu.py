@@ -120,12 +120,11 @@ class ExpertSum:
         config: ExpertsConfig,
         of_all: _native.ExpertMatrices,
         matrices: Sequence[_native.Matrix],
-        n: int,
         by_neuron: ByNeuron | None = None,
         resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
         norm: _native.Norm | None = None,
     ) -> None:
-        """of_all: n experts, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
+        """of_all: the experts of config, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
         they are, what memory they have and how they are selected, where they rest on disk, and there are no
         matrices; norm: of what they are given, which a predictor reads as it is."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
@@ -139,7 +138,7 @@ class ExpertSum:
         self._pool = pool
         self._program = program
         self._matrices = matrices
-        self._n = n
+        self._n = config.n_experts
         self._top_k = config.router.top_k
         self._latents = config.latents
         self.op = program.expert_sum(of_all, router, norm)
@@ -607,17 +606,17 @@ class CpuExecutor:
         tensors = iter(experts)
         first = next(tensors)
         n, top, spec = first.shape[0], config.router.top_k, _native.NeuronSpec(config.activation, config.threshold)
+        subset = replace(config, n_experts=n)
         if self.in_experts and config.whole_reason is None:
-            subset = replace(config, n_experts=n)
             weights, norm = predicted or (None, None)
             of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors), weights)
             own, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
-            return ExpertSum(self._pool, self._program, config, of_some, own, n, by_neuron, norm=of_input)
+            return ExpertSum(self._pool, self._program, subset, of_some, own, by_neuron, norm=of_input)
         matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
         *gates, up, down = matrices
         more = _biases(config, biases) | self._latent_shapes(config)
         of_some = _native.ExpertMatrices(n, config.size, spec, gates[0] if gates else None, up, down, **more)
-        return ExpertSum(self._pool, self._program, config, of_some, matrices, n)
+        return ExpertSum(self._pool, self._program, subset, of_some, matrices)
 
     def _latent_shapes(self, config: ExpertsConfig) -> dict[str, _native.Matrix]:
         """Matrices that native experts take for those around them where their caller multiplies with these."""
@@ -639,7 +638,7 @@ class CpuExecutor:
         spec = _native.NeuronSpec(config.activation, config.threshold)
         of_all, slots = self._resting(self.disk, layer, spec, experts, biases, self._latent_shapes(config))
         resting = self.disk, slots, _router(config.router, correction, router_bias)
-        expert_sum = ExpertSum(self._pool, self._program, config, of_all, (), config.n_experts, resting=resting)
+        expert_sum = ExpertSum(self._pool, self._program, config, of_all, (), resting=resting)
         self.disk.add_experts(layer, expert_sum.op, slots)
         return expert_sum
 

@@ -266,7 +266,7 @@ class PlanRequest:
             "group": GROUP,
             "ram_method": RAM_ACCOUNTING,
         }
-        own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits", "profiled")
+        own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits")
         for name, known in (("experts", self.frequencies), ("hits", self.hits)):
             if known is not None:
                 pairs = sorted((layer, each.tobytes()) for layer, each in known.items())
