@@ -75,7 +75,7 @@ TEMPLATES = {
     "parameters as texts": each(  # Nemotron 3
         "<tool_call>\n<function={{ f.name }}>\n" + ITEMS
         + "<parameter={{ k }}>\n{% if v is mapping or (v is sequence and v is not string) %}{{ v | tojson }}{% else %}"
-        + "{{ v }}{% endif %}\n</parameter>\n" + END + "</function>\n</tool_call>\n"
+        + "{{ v }}{% endif %}{{ '\n' }}</parameter>\n" + END + "</function>\n</tool_call>\n"
     ),
     "parameters with attributes": "\n<calls>\n"
     + each(

@@ -122,7 +122,9 @@ void Pool::barrier() {
   asleep_.fetch_sub(1);
   const int64_t now = now_ns();
   if (now - since < STALL_NS) return;
-  if (since - stalled_.exchange(now, std::memory_order_relaxed) < CROWDED_NS)
+  // Threads that waited for the same one are a single stall: the first of them has written a time after `since`.
+  const int64_t last = stalled_.exchange(now, std::memory_order_relaxed);
+  if (last > 0 && last <= since && since - last < CROWDED_NS)
     crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
 }
 

@@ -43,7 +43,7 @@ class Pool {
     std::lock_guard<std::mutex> one(busy_);
     work();
   }
-  // Called by all threads inside a job: none returns before all have arrived.
+  // Called by all threads inside a job: none returns before all have arrived. A thread that waits long sleeps.
   void barrier();
   // Called by all threads inside a job, at most once between two barriers: work(begin, end) for parts of n, in whole
   // units, each by the thread that is free first. So a slow core, or one that others use, holds nobody up. A thread takes

@@ -610,8 +610,8 @@ class CpuExecutor:
         if self.in_experts and config.whole_reason is None:
             weights, norm = predicted or (None, None)
             of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors), weights)
-            own, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
-            return ExpertSum(self._pool, self._program, subset, of_some, own, by_neuron, norm=of_input)
+            gates, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
+            return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input)
         matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
         *gates, up, down = matrices
         more = _biases(config, biases) | self._latent_shapes(config)

@@ -74,9 +74,9 @@ def _types_of_down(checkpoint: Checkpoint, stored: Mapping[int, str], requested:
     kinds = {layer: checkpoint.taken_type(name) for layer, name in stored.items()}
     across = {layer: PACKED_DOWN.get(kind, "") for layer, kind in kinds.items() if not by_neuron(stored[layer])}
     blocks = {layer: kind for layer, kind in across.items() if kind and can_hold(checkpoint.config, "down", kind)}
-    others = {kind for layer, kind in kinds.items() if layer not in blocks}
+    requantised = {kind for layer, kind in kinds.items() if layer not in blocks}
     by_neurons = all(by_neuron(name) for layer, name in stored.items() if layer not in blocks)
-    other = _type_of_down(checkpoint.config.d_model, others, by_neurons, requested) if others else ""
+    other = _type_of_down(checkpoint.config.d_model, requantised, by_neurons, requested) if requantised else ""
     return {layer: blocks.get(layer, other) for layer in kinds}
 
 
