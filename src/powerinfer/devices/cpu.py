@@ -124,9 +124,9 @@ class ExpertSum:
         resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
         norm: _native.Norm | None = None,
     ) -> None:
-        """of_all: the experts of config, with these matrices; by_neuron: up and down, where they are no matrices; resting: where
-        they are, what memory they have and how they are selected, where they rest on disk, and there are no
-        matrices; norm: of what they are given, which a predictor reads as it is."""
+        """of_all: the experts of config, with these matrices; by_neuron: up and down, where they are no matrices;
+        resting: where they are, what memory they have and how they are selected, where they rest on disk, and there are
+        no matrices; norm: of what they are given, which a predictor reads as it is."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
         router = _native.RouterSpec(config.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -211,17 +211,17 @@ class HybridExperts(HybridTerms):
     def _predictor_of(
         self, cpu: CpuExecutor, weights: ExpertWeights, on_cpu: Indices
     ) -> tuple[Weights, NDArray[np.float32]] | None:
-        """What selects among the neurons of the CPU's experts, and the norm of their input; None: nothing does. The GPU
-        computes those that fire of its own."""
+        """The predictor of the neurons of the CPU's experts, and the norm of their input; None: none selects there. The
+        GPU computes the neurons of its experts that fire."""
         if cpu.expert_predictors is None or self.config.whole_reason is not None:
             return None
         if weights.norm is None:
             raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
-        about, inner, outer = cpu.expert_predictors(self.layer)
+        metadata, inner, outer = cpu.expert_predictors(self.layer)
         n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
         rows = outer.rows()
-        own = rows[: n * size].reshape(n, size, -1)[on_cpu]
-        return (about, inner, RawTensor(outer.type, (len(on_cpu) * size, rank), own.reshape(-1))), weights.norm
+        cold = rows[: n * size].reshape(n, size, -1)[on_cpu]
+        return (metadata, inner, RawTensor(outer.type, (len(on_cpu) * size, rank), cold.reshape(-1))), weights.norm
 
     def _publish(self) -> None:
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
@@ -636,8 +636,8 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
         tokens = max((layer["tokens"] for layer in layers), default=0)
         totals["hot"] += tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts
         fired, neurons = totals["sampled_active"], totals["neurons"]
-        found = {
+        predicted = {
             "candidate_fraction": totals["candidates"] / neurons if neurons else None,
             "recall": totals["sampled_found"] / fired if fired else None,
         }
-        return {**self._report(layers, totals), **found, "policy": self.policy, "copied": totals["copied"]}
+        return {**self._report(layers, totals), **predicted, "policy": self.policy, "copied": totals["copied"]}
