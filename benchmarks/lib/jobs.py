@@ -60,7 +60,7 @@ class Jobs:
                 result = {"error": programs.reason(error)}
         taken = time.monotonic() - begin
         self.longest[_section(key)] = max(self.longest.get(_section(key), 0.0), taken)
-        others = {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
+        others = {"others": round(load.other_cores, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
         self.done[key] = result | others | {"wall_s": round(taken, 1), "commit": machine.commit()}
         results.write_json(self.out, self.document)
         print(f"{key}: {_said(result)} ({taken:.0f} s)", file=sys.stderr, flush=True)

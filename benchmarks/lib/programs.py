@@ -170,7 +170,7 @@ def one_round(runs: dict[str, Runs], number: int, retries: int, quiet: float, jo
                 runs[label].error = reason(error)
                 print(f"  {label}: {reason(error)}", file=sys.stderr)
                 break
-            result |= {"others": round(load.others, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
+            result |= {"others": round(load.other_cores, 3), "steal": round(load.steal, 3), "disturbed": load.disturbed}
             if best is None or load.cores < best["others"] + best["steal"]:
                 best = result
             if not load.disturbed:

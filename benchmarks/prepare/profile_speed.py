@@ -90,7 +90,7 @@ def main() -> None:
     for path in arguments.models:
         with Disturbance() as load_of_others:
             found.append(measure(path, arguments.rounds, arguments.tokens))
-        found[-1] |= {"others_cores": load_of_others.others, "disturbed": load_of_others.disturbed}
+        found[-1] |= {"others_cores": load_of_others.other_cores, "disturbed": load_of_others.disturbed}
         one = found[-1]
         print(
             f"{one['model']}: plain {one['plain_tok_s']:.0f} tok/s, profiled {one['profiled_tok_s']:.0f}, "
