@@ -338,7 +338,9 @@ def test_the_order_of_claim() -> None:
             assert other == pytest.approx(attention + cost.matrix_seconds(cpu, model.predictors[layers - 1], True))
         check(made)
     nothing = make_plan(replace(request, vram=request.model.kv_bytes("f16", 64, 1, slice(1))))
-    assert not nothing.bytes["gpu"] and "do not hold driver, scratch" in " ".join(nothing.reasons)
+    assert not nothing.bytes["gpu"] and "driver, scratch and the attention of one layer" in nothing.reasons[0]
+    nothing = make_plan(replace(nothing.request, selector="all"))
+    assert not nothing.bytes["gpu"] and nothing.reasons[0].endswith("driver, scratch and one layer")
 
 
 def test_what_groups_of_bundles_share_is_on_both_sides() -> None:
@@ -538,6 +540,19 @@ def test_a_gpu_that_would_only_slow_things_down_is_left_alone() -> None:
     assert not any("--vram" in line for line in made.reasons)
     check(made)
     assert make_plan(replace(tight, policy="ilp")).claims.gpu_layers == 3, "the paper's program does not ask"
+
+
+def test_the_cpu_alone_without_room_for_bundles_computes_every_neuron() -> None:
+    request = request_of(small_model(predictors=False), hardware=machine(4 * GIB, sync_us=1e5), chosen=True)
+    tight = with_groups(request, 1)
+    dense = replace(tight, selector="all", chosen=False)
+    tight, dense = (replace(one, ram=budget.least_ram(dense.model, dense.workload)) for one in (tight, dense))
+    made, alone = make_plan(tight), make_plan(replace(dense, vram=0))
+    assert "the CPU alone is faster" in made.reasons[0] and "every neuron is computed" in made.reasons[1]
+    document, other = made.document(), alone.document()
+    assert (document.selector, document.key) == ("all", tight.key) and other.selector == "all"
+    assert document.predicted.dense_tok_s == document.predicted.decode_tok_s == other.predicted.dense_tok_s
+    assert document.bytes == other.bytes
 
 
 def test_requests_that_do_not_go_together() -> None:

@@ -213,7 +213,7 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     out.line(
         f"{request.model.name}, {request.model.parameters / 1e9:.3g} G parameters, {request.model.weight_type}, on "
         f"{request.hardware.name}: {_size(budgets.vram)} of VRAM, {_size(budgets.ram)} of RAM; context "
-        f"{request.context}, batch {request.batch}, selector {request.selector}, policy {request.policy}"
+        f"{request.context}, batch {request.batch}, selector {document.selector}, policy {request.policy}"
     )
     if not request.hardware.key:
         out.line(f"{request.hardware.name}: {request.hardware.source}")

@@ -308,7 +308,8 @@ class Plan:
     """The answer to a request: placement of the dense parts (claims) and of the neurons (choice).
 
     others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
-    at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say.
+    at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say. settled: the
+    selector, where that is another than the request's.
     """
 
     request: PlanRequest
@@ -318,6 +319,12 @@ class Plan:
     reasons: tuple[str, ...]
     helps: tuple[Help, ...]
     from_disk: Prediction | None = None
+    settled: str | None = None
+
+    @property
+    def selector(self) -> str:
+        """The selector of its steps."""
+        return self.settled or self.request.selector
 
     @property
     def neurons(self) -> list[dict[Tier, int]]:
@@ -408,7 +415,7 @@ class Plan:
     def dense_tok_s(self) -> float | None:
         """Estimated tokens per second if every neuron is computed, within the same budgets; None: no room."""
         request = self.request
-        if request.selector == "all" and request.model.firing == 1:
+        if self.selector == "all" and request.model.firing == 1:
             return request.batch / self.choice.seconds
         dense = place(replace(request, model=replace(request.model, firing=1.0), selector="all", policy="time"))
         return None if isinstance(dense, RequestError) else request.batch / dense.choice.seconds
@@ -484,7 +491,7 @@ class Plan:
             weight_type=request.model.weight_type,
             profile=request.profile.digest,
             policy="layers" if self.claims.whole else request.policy,
-            selector=request.selector,
+            selector=self.selector,
             budgets=Budgets(vram, ram),
             context=request.context,
             batch=request.batch,
@@ -549,7 +556,8 @@ def place(request: PlanRequest) -> Plan | RequestError:
     if isinstance(alone, RequestError) or alone.choice.seconds >= plan.choice.seconds:
         return plan
     slower = f"with the GPU a step would take {1e3 * plan.choice.seconds:.1f} ms: the CPU alone is faster"
-    return replace(alone, request=request, reasons=(slower, *alone.reasons[1:]))  # the first: no GPU
+    reasons = slower, *alone.reasons[1:]  # the first: no GPU
+    return replace(alone, request=request, reasons=reasons, settled=alone.selector)
 
 
 def _split_plan(request: PlanRequest) -> Plan | RequestError:
@@ -1100,7 +1108,10 @@ def _why_no_gpu(request: PlanRequest) -> str:
     hardware = request.hardware
     vram, _ = budgets(hardware, request.vram, request.ram)
     if vram:
-        return f"no GPU is used: {gib(vram)} do not hold driver, scratch and the attention of one layer"
+        part = "the attention of one layer"
+        if request.selector == "all":
+            part = "one layer without experts" if any(request.model.n_experts) else "one layer"
+        return f"no GPU is used: {gib(vram)} do not hold driver, scratch and {part}"
     unused = f", so {gib(request.vram)} of VRAM stay unused; --hardware describes another" if request.vram else ""
     return f"no GPU is used: {'--vram is 0' if hardware.gpu else f'{hardware.name} has none{unused}'}"
 
