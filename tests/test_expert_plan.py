@@ -15,11 +15,15 @@ from test_plan import GIB, MIB, machine
 from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.devices.cpu_experts import expert_layout
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.bundle_memory import apart_bytes
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.expert_files import open_expert_profile
 from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import Resolved, needs
+from powerinfer.kernels import cpu
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, kept_document, make_plan, save_plan
@@ -265,7 +269,52 @@ def test_neurons_inside_experts_that_do_not_fire_are_not_read(dtype: str) -> Non
         assert dense.document().predicted.skipping_tok_s == dense.skipping_tok_s
 
 
+def test_neurons_of_experts_are_counted_where_a_load_has_them() -> None:
+    """Of Nemotron 3 Nano: up and the shared expert as matrices, down of both, too, as bundles."""
+    config = find_shape("nemotron-3-nano-30b-a3b").config
+    model = described_model(config, "q8_0", "made up", 0.0)
+    about, d_model = next(iter(config.experts.values())), config.d_model
+    n, size = about.n_experts, about.size
+    layout = expert_layout(d_model, "Q8_0", "Q8_0")
+    down = apart_bytes(layout, n_groups(size))
+    up = cpu.matrix_bytes("Q8_0", size, d_model)
+    shared = (about.shared_size, d_model), (d_model, about.shared_size)
+    beside = cpu.matrix_bytes("F32", n, d_model) + sum(cpu.matrix_bytes("Q8_0", *shape) for shape in shared)
+    more = n_groups(about.shared_size)
+    for predicted, experts, of_shared in (
+        (False, n * (up + down), apart_bytes(layout, more)),
+        (True, n * n_groups(size) * layout.group_bytes, more * layout.group_bytes),
+    ):
+        skipping = model.by_neuron(predicted)
+        for layer in range(config.n_layers):
+            held = sum(one.panels for one in skipping.ffn[layer])
+            assert held == (beside + experts + of_shared if layer in config.experts else 0)
+            if layer in config.experts:
+                assert skipping.expert_bytes(layer)[1] == experts // n, "the shared one is on the GPU, then"
+                assert skipping.expert_bytes(layer)[0] == model.expert_bytes(layer)[0]
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_a_shared_expert_with_gates_is_no_bundle(predicted: bool) -> None:
+    config = cut("deepseek-v2-lite")
+    layers = [replace(one, ffn=replace(one.ffn, activation="relu")) for one in config.layers]
+    model = described_model(replace(config, layers=tuple(layers)), "q8_0", "made up", 0.0)
+    skipping, (layer, about) = model.by_neuron(predicted), next(iter(model.config.experts.items()))
+    layout = expert_layout(config.d_model, "Q8_0", "Q8_0", gated=predicted)
+    gates = 0 if predicted else cpu.matrix_bytes("Q8_0", about.size, config.d_model)
+    experts = about.n_experts * (gates + n_groups(about.size) * layout.group_bytes)
+    assert skipping.expert_bytes(layer)[1] == experts // about.n_experts and about.shared_size
+    beside = sum(one.panels for one in model.beside[layer])
+    assert sum(one.panels for one in skipping.ffn[layer]) == experts + beside
+
+
 def test_types_without_rows_of_neurons_skip_none() -> None:
     assert not described_model(cut("smallthinker-21b"), "q4_k_m", "made up", 0.0).may_skip
     assert described_model(cut("smallthinker-21b"), "q4_0", "made up", 0.0).may_skip
     assert not described_model(cut("qwen3-30b-a3b"), "q4_0", "made up", 0.0).may_skip
+    config = cut("smallthinker-4b")  # in experts of 800 neurons down alone has rows of single ones
+    odd = replace(config, layers=tuple(replace(one, ffn=replace(one.ffn, size=800)) for one in config.layers))
+    model = described_model(odd, "q4_k_m", "made up", 0.0)
+    assert {tuple(one.type for one in own[1:]) for own in model.experts} <= {("Q4_K", "Q5_0"), ("Q4_K", "Q8_0")}
+    assert not model.may_skip and described_model(odd, "q8_0", "made up", 0.0).may_skip
+    assert make_plan(replace(request_of(odd, 4 * GIB), model=model)).skipping_tok_s is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import model_files
 import numpy as np
 import pytest
 from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf
@@ -15,13 +17,16 @@ from test_prepared import describe
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
-from powerinfer.devices import Batch
+from powerinfer.devices import Batch, cpu_experts
+from powerinfer.devices import cpu as cpu_module
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import PREDICTOR_TYPES, open_predictor, write_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.models import load
 from powerinfer.neurons import Predictor
+from powerinfer.placement.budget import Workload, in_ram
+from powerinfer.placement.shapes import checkpoint_model
 
 EXPERTS, TOP, RANK = 4, 2, 32
 
@@ -380,6 +385,40 @@ def test_without_gates_it_is_exact_where_all_are_candidates(
     assert np.array_equal(logits(predicted, TOKENS), logits(dense, TOKENS))
     for one in (dense, exact, predicted):
         one.close()
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("kinds", [("Q8_0", None), ("Q5_0", "Q8_0"), ("Q4_0", "gated")])
+def test_a_plan_counts_what_a_load_holds(
+    kinds: tuple[str, str | None], predicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows long enough that their padding hides nothing."""
+    monkeypatch.setattr(model_files, "HEADS", 32)
+    for module in (model_files, sys.modules[__name__]):
+        monkeypatch.setattr(module, "D", 512)
+    gated, kind = kinds[1] == "gated", kinds[0]
+    path = model(tmp_path, kind) if gated else plain_model(tmp_path, *kinds)
+    path = give_predictors(path) if gated else give_plain_predictors(path)
+    held, pack, own_pages = [], cpu_module.pack, cpu_experts.own_pages
+
+    def packed(*args: Any) -> Any:
+        matrix = pack(*args)
+        held.append(matrix.nbytes)
+        return matrix
+
+    def pages(nbytes: int) -> Any:
+        held.append(nbytes)
+        return own_pages(nbytes)
+
+    monkeypatch.setattr(cpu_module, "pack", packed)
+    monkeypatch.setattr(cpu_experts, "own_pages", pages)
+    executor = opened(path) if predicted else whole(path, exact=True)
+    ffns = executor.expert_ffns.values()
+    rows = EXPERTS * FF if gated else PLAIN_EXPERTS * FF + (0 if kinds[1] else SHARED)
+    of_predictors = sum(inner + rows * outer for inner, outer in (ffn.predictor for ffn in ffns))
+    executor.close()
+    planned = in_ram(checkpoint_model(open_checkpoint(path)).by_neuron(predicted), Workload("f16", 64, 32))
+    assert sum(held) - of_predictors == planned["attention"] + planned["head"] + planned["panels"]
 
 
 @pytest.mark.parametrize("level", _native.levels())

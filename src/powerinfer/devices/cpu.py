@@ -27,7 +27,7 @@ from powerinfer.config import (
 )
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.choices import CachePages, Choice, StateSlots, machine_choices
-from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, bundle_down, rebundle
+from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, bundle_down, holds_shared, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.file_rows import ROOM, FileRows
@@ -37,7 +37,7 @@ from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
 from powerinfer.kernels import cpu
-from powerinfer.neurons import BUNDLE_GROUP, NO_VECTORS, FfnVectors
+from powerinfer.neurons import NO_VECTORS, FfnVectors
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -679,7 +679,7 @@ class CpuExecutor:
         if not config.gated and weights is not None:
             return self._predicted_bundled_experts(config, spec, experts, weights, shared)
         if not config.gated:
-            return self._plain_bundled_experts(config, spec, experts, shared[-1] if shared else None)
+            return self._plain_bundled_experts(config, spec, experts, shared)
         tensors, predictor = iter(experts), self.parts.predictor(weights)
         gate = None if predictor else self._stack(next(tensors), top)
         of_rows = next(tensors) if predictor else None
@@ -695,16 +695,19 @@ class CpuExecutor:
         return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
 
     def _plain_bundled_experts(
-        self, config: ExpertsConfig, spec: _native.NeuronSpec, experts: Iterable[RawTensor], shared: RawTensor | None
+        self,
+        config: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        shared: Sequence[RawTensor],
     ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
-        """Experts without gates, with a matrix of up and bundles of down. shared: down of a shared expert."""
+        """Experts without gates, with a matrix of up and bundles of down. shared: matrices of a shared expert."""
         n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         of_up, of_down = experts
         up = self._stack(of_up, top)
-        if shared is not None and (shared.type != of_down.type or shared.shape[1] % BUNDLE_GROUP):
-            shared = None
-        more = 0 if shared is None else shared.shape[1]
-        layout, rows = bundle_down(config, self.d_model, of_up.type, of_down, shared, self._pool.threads)
+        with_shared = holds_shared(config, (of_up.type, of_down.type), [one.type for one in shared], predicted=False)
+        more, of_shared = (config.predicted_shared, shared[-1]) if with_shared else (0, None)
+        layout, rows = bundle_down(config, self.d_model, of_up.type, of_down, of_shared, self._pool.threads)
         types = None, of_up.type, layout.down_type
         native = _native.apart_bundles(n * size + more, self.d_model, *types, spec, None, rows)
         neurons = _native.NeuronSum(self._workspace, native)
@@ -724,8 +727,8 @@ class CpuExecutor:
         expert."""
         n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         up, down = experts
-        of_rows = shared if config.predicted_shared and [one.type for one in shared] == [up.type, down.type] else ()
-        more = config.predicted_shared if of_rows else 0
+        with_shared = holds_shared(config, (up.type, down.type), [one.type for one in shared], predicted=True)
+        more, of_rows = (config.predicted_shared, shared) if with_shared else (0, ())
         settings, inner, outer = weights
         n_rows = n * size + more
         outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))

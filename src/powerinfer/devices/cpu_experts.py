@@ -7,13 +7,13 @@ The weights rest once: prompts repack the bundles of an expert, a few panels at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from powerinfer import _native
-from powerinfer.config import ExpertsConfig
+from powerinfer.config import ExpertsConfig, ModelConfig
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import own_pages, transposed
 from powerinfer.formats.quant import Bytes
@@ -65,6 +65,39 @@ class ExpertFfn:
         shared, row = self.predictor
         counts["bytes"] = round(nbytes + counts["steps"] * shared + counts.pop("predictor_rows") * row)
         return counts | {"neurons": counts["tokens"] * self.neurons}
+
+
+def types_problem(config: ModelConfig, type_of: Callable[[str], str], predicted: bool) -> str | None:
+    """Reason for which neurons inside experts cannot be told apart with matrices of these types; None: they can be, or
+    are not in any layer. type_of: of a matrix by its canonical name; predicted: before the first product, too."""
+    for layer, ffn in config.experts.items():
+        if ffn.whole_reason is not None:
+            continue
+        of_rows = ffn.matrices if predicted else ffn.matrices[1:]
+        kinds = {name: type_of(f"layers.{layer}.experts_{name}") for name in of_rows}
+        for name, kind in kinds.items():
+            allowed = DOWN_TYPES if name == "down" else ROW_TYPES
+            if kind not in allowed:
+                return (
+                    f"experts of type {kind} have no rows of single neurons of {name} (only {', '.join(allowed)}); "
+                    "take the model in one of these, or use --selector all"
+                )
+        if kinds["down"] in ACROSS and config.d_model % 32:
+            return f"a neuron's {config.d_model} weights are not whole blocks; use --selector all"
+        if "gate" in kinds and kinds["gate"] != kinds["up"]:
+            return (
+                f"gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer} must have the same type; "
+                "use --selector exact or all"
+            )
+    return None
+
+
+def holds_shared(config: ExpertsConfig, types: Sequence[str], shared: Sequence[str], predicted: bool) -> bool:
+    """Whether bundles of experts have those of the shared one behind them: without gates, in whole groups and in the
+    same types. types, shared: of up and down of the experts and of the shared one, (): it is not there; predicted:
+    bundles have up, too."""
+    first = 0 if predicted else 1
+    return config.predicted_shared > 0 and tuple(shared[first:]) == tuple(types[first:])
 
 
 def bundle(

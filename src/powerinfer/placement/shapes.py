@@ -25,7 +25,7 @@ from powerinfer.config import (
     ModelConfig,
     ParallelConfig,
 )
-from powerinfer.devices.cpu_experts import DOWN_TYPES, expert_layout, plain_layout
+from powerinfer.devices.cpu_experts import expert_layout, holds_shared, plain_layout, types_problem
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
@@ -144,30 +144,38 @@ class Model:
         """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, of
         those without gates down; predicted: the first product, too."""
 
-        def bundled(layer: int, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
-            about = self.config.layers[layer].ffn
-            if not isinstance(about, ExpertsConfig) or about.whole_reason is not None:
-                return matrices
-            *others, up, down = matrices
-            groups = about.n_experts * n_groups(about.size)
-            if not about.gated:
-                groups += n_groups(about.shared_size)
-                if not predicted:
-                    layout = plain_layout(self.config.d_model, up.type, down.type)
-                    return up, replace(down, panels=groups * layout.group_bytes)
-            layout = expert_layout(self.config.d_model, up.type, down.type, about.gated and predicted)
-            others = [replace(one, panels=0) for one in others] if predicted else others
-            return *others, replace(up, panels=groups * layout.group_bytes), replace(down, panels=0)
+        def bundled(layer: int, matrices: tuple[Matrix, ...], shared: bool) -> tuple[Matrix, ...]:
+            panels = self._bundled(layer, predicted, shared)
+            return tuple(replace(one, panels=panels.get(one.name, one.panels)) for one in matrices)
 
-        pairs = [list(map(bundled, range(self.config.n_layers), every)) for every in (self.ffn, self.experts)]
-        firing = law_of(self.config).active
-        return replace(self, ffn=tuple(pairs[0]), experts=tuple(pairs[1]), in_experts=True, firing=firing)
+        layers = range(self.config.n_layers)
+        ffn = tuple(bundled(layer, self.ffn[layer], True) for layer in layers)
+        experts = tuple(bundled(layer, self.experts[layer], False) for layer in layers)  # beside a GPU, which has it
+        return replace(self, ffn=ffn, experts=experts, in_experts=True, firing=law_of(self.config).active)
+
+    def _bundled(self, layer: int, predicted: bool, shared: bool) -> dict[str, int]:
+        """Bytes in RAM of matrices of a layer's experts in whose place are bundles, by name: one of these matrices
+        counts the bundles, the others nothing. shared: with those of the shared expert, whose matrices stay beside."""
+        about = self.config.layers[layer].ffn
+        if not isinstance(about, ExpertsConfig) or about.whole_reason is not None:
+            return {}
+        *gate, up, down = self.experts[layer]
+        groups, d_model = about.n_experts * n_groups(about.size), self.config.d_model
+        beside = [one.type for one in self.beside[layer] if ".shared_" in one.name]
+        if shared and holds_shared(about, (up.type, down.type), beside, predicted):
+            groups += n_groups(about.predicted_shared)
+        if not about.gated and not predicted:
+            return {down.name: groups * plain_layout(d_model, up.type, down.type).group_bytes}
+        layout = expert_layout(d_model, up.type, down.type, about.gated and predicted)
+        firsts = {one.name: 0 for one in gate if predicted}
+        return firsts | {up.name: groups * layout.group_bytes, down.name: 0}
 
     @cached_property
     def may_skip(self) -> bool:
-        """Whether neurons inside experts can be told apart, by their configuration and types."""
-        downs = (own[-1].type for layer, own in enumerate(self.experts) if self._told_apart(layer))
-        return self.config.whole_experts_reason is None and all(kind in DOWN_TYPES for kind in downs)
+        """Whether neurons inside experts can be told apart by `exact`, by their configuration and types."""
+        types = {one.name: one.type for layer in self.experts for one in layer}
+        config = self.config
+        return config.whole_experts_reason is None and types_problem(config, types.__getitem__, False) is None
 
     def _told_apart(self, layer: int) -> bool:
         ffn = self.config.layers[layer].ffn

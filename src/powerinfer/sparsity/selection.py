@@ -19,7 +19,6 @@ from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
 from powerinfer.formats.profile_file import open_profile
-from powerinfer.formats.weight_types import ACROSS
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 
@@ -71,7 +70,7 @@ def check_neurons(config: ModelConfig, user: str) -> None:
 
 def check_experts(selector: str, checkpoint: Checkpoint) -> None:
     """RequestError if the selector cannot select neurons inside the experts of a model."""
-    from powerinfer.devices.cpu_experts import DOWN_TYPES, ROW_TYPES
+    from powerinfer.devices.cpu_experts import types_problem
 
     config = checkpoint.config
     if selector not in ("exact", "predicted"):
@@ -81,27 +80,9 @@ def check_experts(selector: str, checkpoint: Checkpoint) -> None:
         raise RequestError(f"selector {selector}: {config.whole_experts_reason}; the model runs with --selector all")
     if selector == "predicted" and config.unpredicted_reason is not None:
         raise RequestError(f"selector predicted: {config.unpredicted_reason}; use --selector exact or all")
-    for layer, ffn in enumerate(layer.ffn for layer in config.layers):
-        if not isinstance(ffn, ExpertsConfig) or ffn.whole_reason is not None:
-            continue
-        of_rows = ffn.matrices[1:] if selector == "exact" else ffn.matrices
-        kinds = {name: checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in of_rows}
-        for name, kind in kinds.items():
-            allowed = DOWN_TYPES if name == "down" else ROW_TYPES
-            if kind not in allowed:
-                raise RequestError(
-                    f"selector {selector}: experts of type {kind} have no rows of single neurons of {name} (only "
-                    f"{', '.join(allowed)}); take the model in one of these, or use --selector all"
-                )
-        if kinds["down"] in ACROSS and config.d_model % 32:
-            raise RequestError(
-                f"selector {selector}: a neuron's {config.d_model} weights are not whole blocks; use --selector all"
-            )
-        if "gate" in kinds and kinds["gate"] != kinds["up"]:
-            raise RequestError(
-                f"selector predicted: gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer} must "
-                "have the same type; use --selector exact or all"
-            )
+    problem = types_problem(config, checkpoint.taken_type, selector == "predicted")
+    if problem is not None:
+        raise RequestError(f"selector {selector}: {problem}")
 
 
 def check_suited(selector: str, config: ModelConfig) -> None:
