@@ -23,9 +23,12 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.predictor_file import PREDICTOR_TYPES, open_predictor, write_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+from powerinfer.hybrid import in_ram as in_ram_module
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.resolved import needs
 from powerinfer.models import load
 from powerinfer.neurons import Predictor
-from powerinfer.placement.budget import Workload, in_ram
+from powerinfer.placement.budget import Workload, gib, in_ram
 from powerinfer.placement.shapes import checkpoint_model
 
 EXPERTS, TOP, RANK = 4, 2, 32
@@ -261,6 +264,21 @@ def test_a_model_says_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFix
         "the file is in no one's way"
     )
     assert main(["plan", "-m", str(path), "--hardware", "pc-16gb", "--context", "64"]) == 0
+
+
+def test_free_memory_holds_predictors_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = give_predictors(model(tmp_path))
+    engine = EngineConfig(gpu="none", threads=1, selector="predicted", prefill_chunk=32, context=64)
+    needed = needs(resolve(open_checkpoint(path), engine)).ram
+    monkeypatch.setattr(in_ram_module, "_MOST_GROWTH", 1 << 20)
+    for free in (needed, needed - 1):
+        for name in ("available_memory", "container_memory"):
+            monkeypatch.setattr(f"powerinfer.system.{name}", lambda free=free: free)
+        if free == needed:
+            assert resolve(open_checkpoint(path), engine).selection.in_experts_bytes > 0
+        else:
+            with pytest.raises(RequestError, match=f"needs {gib(needed)} of RAM.*, and this container leaves it"):
+                resolve(open_checkpoint(path), engine)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ def place_in_ram(resolved: Resolved) -> Resolved:
         return resolved
     model = model_of(resolved)
     if ram is None:
-        needed = ram_bytes(model, shortened(engine, model))
+        selection = resolved.selection if resolved.selection.in_experts else DENSE  # bundles may stay in their file
+        needed = ram_bytes(model, shortened(engine, model), selection)
         return demand(placed_within(resolved, model, free, needed, lambda short, ram: placed_in(short, model, ram)))
     placed = demand(placed_in(resolved, model, ram))
     total = ram_bytes(model, engine, placed.selection)
