@@ -136,7 +136,7 @@ def test_a_file_of_many_subjects_takes_no_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forgives", [False, True])
-@pytest.mark.parametrize("error", [PowerInferError("no"), ValueError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [PowerInferError("no"), MemoryError(), ValueError("no"), KeyboardInterrupt()])
 def test_a_trial_that_fails(tmp_path: Path, error: BaseException, forgives: bool) -> None:
     """It is tried again at the next start; where it is forgiven, the fallback stays then, and where it is not forgiven
     but did not outlive its process."""
@@ -150,11 +150,11 @@ def test_a_trial_that_fails(tmp_path: Path, error: BaseException, forgives: bool
         assert (entry.problem, result) == (trials.INTERRUPTED, Answer(0)), "what stays if the process dies now"
         raise error
 
-    if forgives and isinstance(error, PowerInferError):
+    if forgives and isinstance(error, PowerInferError | MemoryError):
         for failures in (1, 2):
             begun = trial()
             assert begun.find() is None, failures
-            assert begun.run(fails).problem == "the trial failed: no"
+            assert begun.run(fails).problem == f"the trial failed: {str(error) or 'out of memory'}"
     else:
         with pytest.raises(type(error)):
             trial().run(fails)

@@ -61,8 +61,8 @@ class TrialSubject(Generic[R]):
     """The question that a trial answers. result: the dataclass of an answer, checked when it is read.
 
     fallback: saved while the trial runs, so that a process that does not outlive it is not caught again; None: nothing
-    is. forgives: a failure leaves the fallback, and the next start tries once more; else it is raised. tries: the most
-    trials at a start while others disturb them; the quietest counts.
+    is. forgives: a failure, of memory too, leaves the fallback, and the next start tries once more; else it is raised.
+    tries: the most trials at a start while others disturb them; the quietest counts.
     """
 
     name: str
@@ -139,9 +139,11 @@ class Trial(Generic[R]):
         except BaseException as error:
             if subject.fallback is not None and not subject.forgives:
                 self._write(None)
-            if subject.fallback is None or not subject.forgives or not isinstance(error, PowerInferError):
+            forgivable = isinstance(error, PowerInferError | MemoryError)
+            if subject.fallback is None or not subject.forgives or not forgivable:
                 raise
-            problem, failures = f"the trial failed: {error}"[:_PROBLEM], min(FAILURES, self._failures + 1)
+            text = str(error) or "out of memory"
+            problem, failures = f"the trial failed: {text}"[:_PROBLEM], min(FAILURES, self._failures + 1)
             return self.keep(subject.fallback, time.perf_counter() - begin, problem=problem, failures=failures)
         disturbed, result = min(runs, key=lambda run: run[0])
         return self.keep(result, time.perf_counter() - begin, disturbed=disturbed)
