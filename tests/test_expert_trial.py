@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from model_files import LAYERS
 from test_expert_neurons import model, plain_model
 
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
+from powerinfer.devices.disk import OnDisk
+from powerinfer.formats import checkpoint
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.hybrid import beside_gpu, expert_selector
+from powerinfer.hybrid.load import Loading
 from powerinfer.hybrid.resolve import resolve
-from powerinfer.sparsity import expert_trial
+from powerinfer.hybrid.resolved import Resolved, needs
+from powerinfer.placement.budget import RUNTIME_BYTES
+from powerinfer.sparsity import expert_trial, trials
+from powerinfer.sparsity.selection import select
 
 SETTINGS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 Timed = Callable[[float], list[int]]
@@ -68,7 +81,7 @@ def test_what_is_not_tried(timed: Timed, tmp_path: Path, monkeypatch: pytest.Mon
     said, selector = loaded(model(tmp_path), trial=False)
     assert selector is None and "--no-trial" in said
     assert loaded(model(tmp_path, "F32"))[1] is None and loaded(model(tmp_path, activation="silu"))[1] is None
-    monkeypatch.setattr(expert_trial, "available_memory", lambda: 1000)
+    monkeypatch.setattr(expert_selector, "available_memory", lambda: 1000)
     said, selector = loaded(model(tmp_path))
     assert selector is None and "no room" in said and not sizes
 
@@ -80,3 +93,99 @@ def test_both_layouts_run_in_the_same_steps(tmp_path: Path) -> None:
     result = expert_trial.measured(checkpoint, engine, [1, 2, 3])
     assert expert_trial.fits(result, engine) and not expert_trial.fits(result, EngineConfig(max_batch=1))
     assert all(0 < seconds < 10 for seconds in result.layers[0].seconds.values())
+
+
+def placed(path: Path, **options: object) -> Resolved:
+    """A load on the CPU, as it was decided."""
+    return resolve(open_checkpoint(path), EngineConfig(gpu="none", threads=1, max_batch=4, **options))  # type: ignore[arg-type]
+
+
+def chosen(resolved: Resolved) -> Resolved:
+    """The same when it begins."""
+    return expert_selector.with_choice(resolved, Loading(lambda: [1, 2]))
+
+
+def test_a_disturbed_trial_counts_where_there_is_no_room_for_another(
+    timed: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sizes = model(tmp_path), timed(0.5)
+    chosen(placed(path))
+    file = next(tmp_path.rglob("trials.json"))
+    document = json.loads(file.read_text())
+    document["trials"][0]["disturbed"] = 1.0
+    file.write_text(json.dumps(document))
+    monkeypatch.setattr(trials, "quiet", lambda: True)
+    assert not placed(path).selection.in_experts, "it is to be repeated"
+    monkeypatch.setattr(expert_selector, "available_memory", lambda: 1000)
+    again = placed(path, ram=1 << 30)
+    assert again.selection.in_experts and chosen(again) == again and sizes == [1, 4]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt()])
+def test_a_trial_that_does_not_end_leaves_whole_experts(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    path, resolved = model(tmp_path), placed(model(tmp_path))
+    monkeypatch.setattr(expert_trial, "measured", fails)
+    if isinstance(error, MemoryError):
+        for _ in range(trials.FAILURES):
+            assert "the trial failed: out of memory" in chosen(resolved).selection.reason
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            chosen(resolved)
+    left = placed(path).selection
+    assert left.selector == "all" and left.reason.endswith("trials.json)") and chosen(placed(path)).selection == left
+
+
+def test_the_first_start_takes_the_memory_of_the_next(timed: Timed, tmp_path: Path) -> None:
+    path, ram = model(tmp_path, "Q4_0"), 1 << 30
+    timed(0.5)
+    before = placed(path, ram=ram)
+    first = chosen(before)
+    assert first.selection.in_experts and needs(first).ram > needs(before).ram
+    assert before.placement.kv_room is not None and first.placement.kv_room is not None
+    assert before.placement.kv_room - first.placement.kv_room == needs(first).ram - needs(before).ram
+    assert placed(path, ram=ram).placement == first.placement
+
+
+def test_the_trial_keeps_to_ram(timed: Timed, tmp_path: Path) -> None:
+    path, sizes = model(tmp_path), timed(0.5)
+    resolved = placed(path, ram=1 << 30)
+    short = replace(resolved, engine=replace(resolved.engine, ram=RUNTIME_BYTES))
+    assert "no room" in chosen(short).selection.reason and not sizes
+    assert chosen(resolved).selection.in_experts and sizes
+
+
+def test_where_nothing_is_tried_the_reason_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, disk = model(tmp_path), SimpleNamespace(about=OnDisk())
+    assert placed(path).selection.reason.startswith("a trial at load")
+    monkeypatch.setattr(expert_selector, "place_in_ram", lambda resolved: resolved.placed(disk=disk))
+    resolved = placed(path)
+    assert "on disk, where experts are computed whole" in resolved.selection.reason
+    assert chosen(resolved) == resolved
+    opened, engine = open_checkpoint(path), EngineConfig()
+    beside = beside_gpu._split_selection(opened, engine, select(opened, engine))
+    assert beside.selector == "all" and beside.reason.startswith("beside a GPU experts are computed whole")
+    asked = replace(engine, selector="exact")
+    assert beside_gpu._split_selection(opened, asked, select(opened, asked)).reason == "asked for"
+
+
+def test_few_experts_of_a_converted_matrix_are_converted_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, index = open_checkpoint(model(tmp_path, "F32"), quantize="q8_0"), np.array([2, 0], np.int32)
+    name = "layers.0.experts_up"
+    full, converted = one.take(name), list[int]()
+    real = checkpoint.convert  # type: ignore[attr-defined]
+
+    def noted(tensor: RawTensor, *more: Any) -> RawTensor:
+        converted.append(tensor.shape[0])
+        return real(tensor, *more)
+
+    monkeypatch.setattr(checkpoint, "convert", noted)
+    some = one.take_some(name, index)
+    assert converted == [2] and some.type == "Q8_0"
+    assert np.array_equal(some.data.reshape(2, -1), full.data.reshape(full.shape[0], -1)[index])

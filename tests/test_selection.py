@@ -152,7 +152,6 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "devices/wanted.py": ["engine.gpu != 'auto'"],
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
-    "hybrid/expert_selector.py": ["('auto', 'all')"],  # a trial decides inside experts
     "hybrid/beside_gpu.py": [
         "engine.selector != 'auto'",
         "engine.selector != 'auto'",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -253,22 +253,28 @@ class Checkpoint:
         if name not in self._targets:
             return tensor.gathered()
         change = convert if stored == name else transpose
+        return self._converted_to(name, tensor.gathered(), change)
+
+    def _converted_to(self, name: str, tensor: RawTensor, change: Callable[..., RawTensor]) -> RawTensor:
+        """The tensor in the type that `take` gives; `change` makes it."""
         try:
-            return change(tensor.gathered(), self._targets[name], self._tick)
+            return change(tensor, self._targets[name], self._tick)
         except ModelError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from None
 
     def take_some(self, name: str, index: Indices) -> RawTensor:
         """Matrices of the index, of a tensor [n, out, in] that `take` gives as a whole."""
         tensor = self._tensors.get(name)
-        if name not in self._targets and isinstance(tensor, StackedTensor):
-            for file in self._files:
-                file.check()
-            self._used.add(name)
-            return StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
-        full = self.take(name)
-        data = full.data.reshape(full.shape[0], -1)[index]
-        return RawTensor(full.type, (len(index), *full.shape[1:]), data.reshape(-1))
+        if isinstance(tensor, StackedTensor):
+            some = StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
+        elif isinstance(tensor, RawTensor) and tensor.data.ndim == 1 and name in self._targets:
+            some = _some(tensor, index)
+        else:
+            return _some(self.take(name), index)
+        for file in self._files:
+            file.check()
+        self._used.add(name)
+        return self._converted_to(name, some, convert) if name in self._targets else some
 
     def _check_thresholds(self, name: str, values: Float32) -> None:
         if not (np.isfinite(values).all() and (values >= 0).all()):
@@ -350,6 +356,12 @@ class Checkpoint:
             for part in self._tensors[name].samples():
                 digest.update(part)
         return digest.hexdigest()[:32]
+
+
+def _some(tensor: RawTensor, index: Indices) -> RawTensor:
+    """Matrices of the index, of a tensor [n, out, in]."""
+    data = tensor.data.reshape(tensor.shape[0], -1)[index]
+    return RawTensor(tensor.type, (len(index), *tensor.shape[1:]), data.reshape(-1))
 
 
 def _place(file: MappedFile, run: Bytes) -> Place | None:

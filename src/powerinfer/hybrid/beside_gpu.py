@@ -27,7 +27,7 @@ from powerinfer.hybrid.resolved import (
 )
 from powerinfer.kernels import cpu
 from powerinfer.progress import Progress
-from powerinfer.sparsity.selection import Selection, select
+from powerinfer.sparsity.selection import Selection, select, tried_inside
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
@@ -71,9 +71,13 @@ def place_beside_gpu(
 
 
 def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -> Selection:
-    """The selector beside a GPU, where neurons are split only if it is known which are hot."""
+    """The selector beside a GPU, where neurons are split only if it is known which are hot, and no trial chooses one
+    inside experts."""
     from powerinfer.formats.prepared import PROFILE, PreparedFile
 
+    if tried_inside(engine, checkpoint.config, selection):
+        whole = "beside a GPU experts are computed whole, unless --selector exact is asked for"
+        return replace(selection, reason=whole)
     if selection.bundles is None:
         return selection
     reason = checkpoint.config.unsplit_reason

@@ -49,8 +49,7 @@ def permitted(resolved: Resolved) -> Resolved | RequestError:
 
 
 def _placed(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
-    from powerinfer.hybrid.expert_selector import with_earlier_choice
-    from powerinfer.hybrid.in_ram import place_in_ram
+    from powerinfer.hybrid.expert_selector import place_as_chosen
 
     selection = select(checkpoint, engine)
     name, reason = wanted_gpu(engine)
@@ -71,16 +70,15 @@ def _placed(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, sa
         say(UNUSED_VRAM.format(reason))
     elif engine.gpu == "auto" and engine.vram is None and lacks_torch():
         say(NOT_USED.format(reason))
-    return place_in_ram(with_earlier_choice(Resolved(checkpoint, engine, selection, UsedGpu(reason=reason))))
+    return place_as_chosen(Resolved(checkpoint, engine, selection, UsedGpu(reason=reason)))
 
 
 def on_cpu_alone(resolved: Resolved, reason: str) -> Resolved:
     """The same on the CPU alone. reason: for people. RequestError if --ram is too little for that."""
-    from powerinfer.hybrid.expert_selector import with_earlier_choice
-    from powerinfer.hybrid.in_ram import place_in_ram
+    from powerinfer.hybrid.expert_selector import place_as_chosen
 
     checkpoint, engine = resolved.checkpoint, resolved.engine
     if resolved.device.spared:
         engine = replace(engine, threads=0)
     selection = select(checkpoint, engine)
-    return place_in_ram(with_earlier_choice(Resolved(checkpoint, engine, selection, UsedGpu(reason=reason))))
+    return place_as_chosen(Resolved(checkpoint, engine, selection, UsedGpu(reason=reason)))

@@ -375,6 +375,12 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
     )
 
 
+def partial_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
+    """The first layers of a checkpoint, with some of their experts, as a configuration has them: without bundles and
+    predictors."""
+    return _model(config, checkpoint.path.name, checkpoint.taken_type, (), (), ())
+
+
 def described_model(
     config: ModelConfig,
     dtype: str = "f16",

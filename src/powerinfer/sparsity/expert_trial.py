@@ -26,12 +26,11 @@ from powerinfer.neurons import Indices
 from powerinfer.sparsity.selection import Selection, check_experts
 from powerinfer.sparsity.selector_trial import GAIN, TimedLayer, TimedLayers, Way
 from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, conditions
-from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
 
-SUBJECT = TrialSubject("neurons in experts", TimedLayers)
+SUBJECT = TrialSubject("neurons in experts", TimedLayers, forgives=True)
 WAYS: tuple[Way, ...] = ("dense", "exact")
 PROMPT = 8
 """Tokens before those that are timed, of each sequence."""
@@ -39,7 +38,6 @@ ROUNDS = 8
 EXPERTS = 32
 """Experts of a layer that are loaded, at least."""
 
-_SPARE = 4  # of the bytes that are loaded: both layouts, and what others may take
 _EXACT = Selection("exact", "", in_experts=True)
 
 
@@ -54,6 +52,13 @@ def first_layer(checkpoint: Checkpoint) -> int:
     return next(layer for layer, experts in layers if experts.whole_reason is None)
 
 
+def small_engine(engine: EngineConfig) -> EngineConfig:
+    """The options of the trial: contexts that its steps fill, in the largest batch."""
+    sizes = sizes_tried(engine)
+    pages = -(-(PROMPT + ROUNDS + 1) * len(sizes) // cpu.PAGE)
+    return replace(engine, context=cpu.PAGE * pages, max_batch=max(sizes), prefill_chunk=max(sizes))
+
+
 def obstacle(checkpoint: Checkpoint, engine: EngineConfig) -> str | None:
     """Reason for which `--selector auto` tries nothing inside experts; None: it does."""
     if not checkpoint.config.experts or checkpoint.config.whole_experts_reason is not None:
@@ -65,12 +70,13 @@ def obstacle(checkpoint: Checkpoint, engine: EngineConfig) -> str | None:
     return None if engine.trial else "--no-trial: --selector exact skips neurons inside experts, if asked for"
 
 
-class _FewExperts:
-    """A checkpoint with the first layers, of which each has the first few experts (`Tensors`)."""
+class FewExperts:
+    """A checkpoint with the layers up to the first of experts whose neurons are separable, of which each has the first
+    few experts (`Tensors`)."""
 
-    def __init__(self, checkpoint: Checkpoint, layers: int) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        cut = map(self._cut, checkpoint.config.layers[:layers])
+        cut = map(self._cut, checkpoint.config.layers[: first_layer(checkpoint) + 1])
         self.config = replace(checkpoint.config, layers=tuple(cut))
 
     def _cut(self, layer: LayerConfig) -> LayerConfig:
@@ -107,34 +113,27 @@ class _FewExperts:
         self._checkpoint.check_unchanged()
 
 
-def has_room(checkpoint: Checkpoint) -> bool:
-    """Whether the free memory holds what the trial loads."""
-    few = _FewExperts(checkpoint, first_layer(checkpoint) + 1)
-    nbytes = 0
-    for name in checkpoint.names():
-        layer, _, part = name.removeprefix("layers.").partition(".")
-        if not layer.isdecimal() or int(layer) >= len(few.config.layers):
-            continue
-        share = 1.0
-        if part.startswith("experts_"):
-            share = few.config.experts[int(layer)].n_experts / checkpoint.config.experts[int(layer)].n_experts
-        nbytes += round(share * checkpoint.nbytes_of(name))
-    return not 0 < available_memory() < _SPARE * nbytes
-
-
 def expert_trial(checkpoint: Checkpoint, engine: EngineConfig) -> Trial[TimedLayers]:
     """The trial of a model without an `obstacle`."""
     sizes = " ".join(map(str, sizes_tried(engine)))
-    return Trial(SUBJECT, checkpoint, engine, conditions(checkpoint, engine, _EXACT) | {"sizes": sizes})
+    subject = replace(SUBJECT, fallback=_whole(engine))
+    return Trial(subject, checkpoint, engine, conditions(checkpoint, engine, _EXACT) | {"sizes": sizes})
+
+
+def _whole(engine: EngineConfig) -> TimedLayers:
+    """Whole experts, unmeasured."""
+    return TimedLayers([TimedLayer({str(size): "dense" for size in sizes_tried(engine)})])
 
 
 def fits(result: TimedLayers, engine: EngineConfig) -> bool:
     """Whether a saved result answers this trial."""
-    return result.fits(1, WAYS[1:], sizes_tried(engine))
+    return result == _whole(engine) or result.fits(1, WAYS[1:], sizes_tried(engine))
 
 
 def selection_of(outcome: Outcome[TimedLayers]) -> Selection:
     """The selector that a trial chose: what is faster for one token, and in the largest batch not slower."""
+    if outcome.problem:
+        return Selection("all", outcome.reason(""))
     (verdict,) = outcome.result.verdicts(earlier=outcome.seconds is None)
     exact = all(way == "exact" for way in verdict.ways.values())
     origin = "" if outcome.seconds is None else f"; {outcome.origin}"
@@ -145,10 +144,8 @@ def selection_of(outcome: Outcome[TimedLayers]) -> Selection:
 def measured(checkpoint: Checkpoint, engine: EngineConfig, sample: Sequence[int]) -> TimedLayers:
     """Times of the experts of the first such layer in both layouts, in the same steps."""
     layer, sizes = first_layer(checkpoint), sizes_tried(engine)
-    steps = PROMPT + ROUNDS + 1
-    pages = max(sizes) * -(-steps * len(sizes) // cpu.PAGE)
-    few = _FewExperts(checkpoint, layer + 1)
-    small = replace(engine, context=cpu.PAGE * -(-steps * len(sizes) // cpu.PAGE), max_batch=max(sizes))
+    few, small = FewExperts(checkpoint), small_engine(engine)
+    pages = small.max_batch * -(-(small.context or 0) // cpu.PAGE)
     executor = CpuExecutor(few.config, small, rotations(checkpoint, small), pages=pages)
     try:
         wire_embedding(executor, checkpoint)

@@ -123,6 +123,12 @@ def auto(
     return ("predicted", "predictors are trained") if predictors else ("exact", "bundles are prepared")
 
 
+def tried_inside(engine: EngineConfig, config: ModelConfig, selection: Selection) -> bool:
+    """Whether a trial may still choose a selector inside experts, on the CPU alone."""
+    may = bool(config.experts) and config.whole_experts_reason is None
+    return may and (engine.selector, selection.selector) == ("auto", "all")
+
+
 def choose(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = None) -> tuple[str, str]:
     """(name of the selector, reason) for running a model; no file is read. lacking: as for `auto`."""
     if engine.selector != "auto":
