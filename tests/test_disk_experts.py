@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_shapes import TOP, shape
-from model_files import experts_gguf
+from model_files import experts_gguf, mamba_gguf
 from serving import ByteTokenizer, client, post, serving
 from test_disk import ENGINE as OF_TWO
 from test_disk import answers, least_of, steps
@@ -234,6 +234,15 @@ def test_a_slow_disk_changes_nothing(name: str, slots: int, written: Any, expect
     assert report()["guess_rate"] == counts["right"] / counts["guessed"]
     if name == "smallthinker-4b":  # its router selects before attention
         assert counts["guessed"] == counts["right"]
+
+
+def test_experts_are_guessed_across_layers_without_any(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(mamba_gguf("ME*E").write(tmp_path / "m.gguf"))
+    whole = load(checkpoint, ENGINE)
+    right = answers(whole)
+    whole.close()
+    counts = check_bits(on_disk(open_checkpoint(tmp_path / "m.gguf"), 2, direct=False, prefetch=True), right)
+    assert counts["guessed"] >= counts["right"] > 0
 
 
 def test_guesses_end_where_they_are_wrong(tmp_path: Path) -> None:

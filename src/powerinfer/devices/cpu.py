@@ -574,12 +574,14 @@ class CpuExecutor:
 
     def _foresee(self, disk: DiskTier, layer: int, router: RawTensor) -> None:
         """Read a layer's experts as soon as they are known: by a router before attention, or, of `prefetch`, in the
-        layer before it, which then computes the router, too."""
-        op = self._experts[layer]
+        last layer before it that has experts, which then computes the router, too; not in one whose experts get
+        latents, for which the router has no weights."""
+        op, experts = self._experts[layer], self.config.experts
+        before = max((other for other in self._experts if other < layer), default=-1)
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
-        elif disk.about.prefetch and {layer - 1} <= self._experts.keys() & disk.about.experts:
-            self._experts[layer - 1].foresee(op, self._guessing(router))
+        elif disk.about.prefetch and before in disk.about.experts and not experts[before].latents:
+            self._experts[before].foresee(op, self._guessing(router))
 
     def _guessing(self, router: RawTensor) -> _native.Matrix:
         """The matrix of a router for guesses, which need not be exact."""

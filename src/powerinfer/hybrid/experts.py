@@ -235,7 +235,7 @@ class HybridExperts(HybridTerms):
             self._cpu_part.op.elsewhere[:] = self._slot >= 0
 
     def foresee(self, cpu: CpuExecutor, before: HybridExperts, router: RawTensor) -> None:
-        """Have the layer before guess experts on disk that are needed, and read them early.
+        """Have the last layer before with experts guess those on disk that are needed, and read them early.
 
         What a layer's router gets differs from what the one before it got by what is added to the stream between them,
         and by the weights of their norms: these are part of the matrix that guesses. router: [experts, d_model].
@@ -611,7 +611,7 @@ class ExpertSplit(Split[HybridExperts]):
     def __call__(self, cpu: CpuExecutor, layers: GpuLayers, layer: int, weights: ExpertWeights) -> HybridExperts:
         """PowerInferError if a device runs out of memory."""
         ffn = HybridExperts(self, cpu, layers, layer, weights)
-        if self.ffns and self.ffns[-1].layer == layer - 1:
+        if self.ffns:
             ffn.foresee(cpu, self.ffns[-1], weights.router)
         self.ffns.append(ffn)
         return ffn
