@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.models import disk_models, expert_models, writers
 from benchmarks.models.weights import Plan
-from powerinfer.config import ExpertsConfig, ModelConfig, RouterConfig
+from powerinfer.config import ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.expert_files import open_trace, trace_place
+from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.quant import block_type
-from powerinfer.placement import shapes
 
 
 def file_bytes(config: ModelConfig, about: expert_models.Weights) -> int:
@@ -33,8 +33,18 @@ def test_about_three_gigabytes() -> None:
     assert 2.8e9 < sum(prod(writers.stored_shape(dims, disk_models.STORED)) for _, dims in tensors) < 3.1e9
 
 
+TINY = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
+    "vocab_size": 1024, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def tiny_config(layers: int, **keys: object) -> ModelConfig:
+    return read_config(TINY | {"num_hidden_layers": layers} | keys, Path("config.json"))
+
+
 def tiny_dense(layers: int) -> ModelConfig:
-    return replace(shapes._llama(layers, 128, 4, 2, 256, "silu"), architecture="llama", vocab_size=1024)
+    return replace(tiny_config(layers, model_type="llama"), architecture="llama")
 
 
 def tiny_relu(layers: int) -> Plan:
@@ -43,9 +53,9 @@ def tiny_relu(layers: int) -> Plan:
 
 
 def tiny_experts(layers: int) -> ModelConfig:
-    ffn = ExpertsConfig(32, 64, RouterConfig(4))
-    config = shapes._experts("qwen3_moe", layers, 256, (8, 2), ffn, 1024, 4096, qk_norm="head")
-    return replace(config, architecture="qwen3moe")
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    heads = {"num_attention_heads": 8, "head_dim": 32, "hidden_size": 256}
+    return replace(tiny_config(layers, model_type="qwen3_moe", **experts, **heads), architecture="qwen3moe")
 
 
 @pytest.fixture
