@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 import test_expert_neurons as neurons_inside  # noqa: E402
 from expert_shapes import shape  # noqa: E402
 from gpu_device import device_name  # noqa: E402
+from model_files import mamba_gguf  # noqa: E402
 from serving import ByteTokenizer  # noqa: E402
 from test_disk import steps  # noqa: E402
 from test_disk_experts import on_disk, single_tokens, written  # noqa: E402, F401
@@ -183,6 +184,18 @@ def test_experts_are_guessed_a_layer_ahead(name: str, written: Callable[[str], P
     assert not none["guessed"] and 0 < some["guessed"] < 0.75 * every["guessed"]
     assert abs(every["right"] / every["guessed"] - right) < 0.05
     assert some["right"] > 0.5 * some["guessed"]
+
+
+@pytest.mark.usefixtures("device")
+def test_experts_are_guessed_across_layers_without_any(tmp_path: Path) -> None:
+    path, found = mamba_gguf("ME*E").write(tmp_path / "m.gguf"), []
+    for prefetch in (False, True):
+        with split(path, 2, 0.0, prefetch=prefetch) as (executor, _):
+            found.append((answers(executor), executor.disk.counts()["guessed"]))
+    (expected, none), (same, some) = found
+    assert none == 0 < some
+    for one, other in zip(same, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])

@@ -266,15 +266,15 @@ class Checkpoint:
         """Matrices of the index, of a tensor [n, out, in] that `take` gives as a whole."""
         tensor = self._tensors.get(name)
         if isinstance(tensor, StackedTensor):
-            some = StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
+            few = StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
         elif isinstance(tensor, RawTensor) and tensor.data.ndim == 1 and name in self._targets:
-            some = _some(tensor, index)
+            few = _selected(tensor, index)
         else:
-            return _some(self.take(name), index)
+            return _selected(self.take(name), index)
         for file in self._files:
             file.check()
         self._used.add(name)
-        return self._converted_to(name, some, convert) if name in self._targets else some
+        return self._converted_to(name, few, convert) if name in self._targets else few
 
     def _check_thresholds(self, name: str, values: Float32) -> None:
         if not (np.isfinite(values).all() and (values >= 0).all()):
@@ -358,7 +358,7 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
-def _some(tensor: RawTensor, index: Indices) -> RawTensor:
+def _selected(tensor: RawTensor, index: Indices) -> RawTensor:
     """Matrices of the index, of a tensor [n, out, in]."""
     data = tensor.data.reshape(tensor.shape[0], -1)[index]
     return RawTensor(tensor.type, (len(index), *tensor.shape[1:]), data.reshape(-1))
