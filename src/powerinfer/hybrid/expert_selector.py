@@ -27,14 +27,14 @@ def place_as_chosen(resolved: Resolved) -> Resolved:
     checkpoint, engine = resolved.checkpoint, resolved.engine
     problem = obstacle(checkpoint, engine)
     if problem is not None:
-        return place_in_ram(_whole(resolved, problem))
+        return place_in_ram(_with_reason(resolved, problem))
     outcome = _earlier(expert_trial(checkpoint, engine), resolved)
     if outcome is not None:
         return place_in_ram(_chosen(resolved, outcome))
     placed = place_in_ram(resolved)
     if placed.placement.disk is None:
         return placed
-    return _whole(placed, "a part of the model is on disk, where experts are computed whole")
+    return _with_reason(placed, "a part of the model is on disk, where experts are computed whole")
 
 
 def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
@@ -50,7 +50,7 @@ def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     trial = expert_trial(checkpoint, engine)
     outcome = _earlier(trial, resolved)
     if outcome is None and not _has_room(resolved):
-        return _whole(resolved, "no room for the trial inside experts")
+        return _with_reason(resolved, "no room for the trial inside experts")
     if outcome is None:
         loading.progress("trial of neurons in experts", 0, 1)
         text = loading.sample()
@@ -60,8 +60,8 @@ def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     return place_in_ram(chosen) if chosen.selection.in_experts else chosen
 
 
-def _whole(resolved: Resolved, reason: str) -> Resolved:
-    """The same with whole experts."""
+def _with_reason(resolved: Resolved, reason: str) -> Resolved:
+    """The same, whose experts are whole for this reason."""
     return replace(resolved, selection=replace(resolved.selection, reason=reason))
 
 
@@ -106,5 +106,5 @@ def _chosen(resolved: Resolved, outcome: Outcome[TimedLayers]) -> Resolved:
     limit = engine.ram or available_memory()
     needed = ram_bytes(model, engine if engine.ram else shortened(engine, model), selection)
     if 0 < limit < needed:
-        return _whole(resolved, "RAM does not hold experts whose neurons are separable")
+        return _with_reason(resolved, "RAM does not hold experts whose neurons are separable")
     return chosen
