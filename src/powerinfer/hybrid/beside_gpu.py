@@ -76,8 +76,8 @@ def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Se
     from powerinfer.formats.prepared import PROFILE, PreparedFile
 
     if tried_inside(engine, checkpoint.config, selection):
-        reason = "beside a GPU experts are computed whole, unless --selector exact is asked for"
-        return replace(selection, reason=reason)
+        untried = "beside a GPU experts are computed whole, unless --selector exact is asked for"
+        return replace(selection, reason=untried)
     if selection.bundles is None:
         return selection
     reason = checkpoint.config.unsplit_reason

@@ -116,18 +116,18 @@ class FewExperts:
 def expert_trial(checkpoint: Checkpoint, engine: EngineConfig) -> Trial[TimedLayers]:
     """The trial of a model without an `obstacle`."""
     sizes = " ".join(map(str, sizes_tried(engine)))
-    subject = replace(SUBJECT, fallback=_whole(engine))
+    subject = replace(SUBJECT, fallback=unmeasured(engine))
     return Trial(subject, checkpoint, engine, conditions(checkpoint, engine, _EXACT) | {"sizes": sizes})
 
 
-def _whole(engine: EngineConfig) -> TimedLayers:
+def unmeasured(engine: EngineConfig) -> TimedLayers:
     """Whole experts, unmeasured."""
     return TimedLayers([TimedLayer({str(size): "dense" for size in sizes_tried(engine)})])
 
 
 def fits(result: TimedLayers, engine: EngineConfig) -> bool:
     """Whether a saved result answers this trial."""
-    return result == _whole(engine) or result.fits(1, WAYS[1:], sizes_tried(engine))
+    return result == unmeasured(engine) or result.fits(1, WAYS[1:], sizes_tried(engine))
 
 
 def selection_of(outcome: Outcome[TimedLayers]) -> Selection:
