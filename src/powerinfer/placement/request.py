@@ -274,7 +274,8 @@ def _check_experts(selector: str, hot: float | None, active: float | None) -> No
         raise RequestError("--hot-share and --active are for models without experts: leave them out")
     if selector != "all":
         raise RequestError(
-            f"--selector {selector}: plans of experts know exact alone, and with -m MODEL: leave out --selector"
+            f"--selector {selector}: plans of experts count every neuron, or with the file of a model (-m FILE.gguf) "
+            "exact: leave out --selector"
         )
 
 
