@@ -1,12 +1,13 @@
 """Build llama.cpp, the peer of the benchmarks, from the sdist of llama-cpp-python, for exactly this machine.
 
-    python -m benchmarks.lib.llama_cpp FOLDER [--no-amx | --cuda ARCHITECTURE]      prints the folder of the binaries
+    python -m benchmarks.lib.llama_cpp FOLDER [--no-amx | --avx2 | --cuda ARCHITECTURE]      prints the binaries' folder
     python -m benchmarks.lib.llama_cpp FOLDER --archive FILE.tgz
 
 Release build, GGML_NATIVE, OpenMP, its own kernels repacking weights (CPU_REPACK), as its README says. One line is
 added to its AMX code: gcc treats `_tile_loadconfig` as reading 8 bytes of the 64, drops the stores of the rest, and
 the program then dies in the first prefill. `--no-amx` builds a second variant without AMX, for a comparison that also
-holds on processors that have none. Needs cmake, ninja and a C++ compiler.
+holds on processors that have none, `--avx2` one with AVX2, FMA, F16C and BMI2 and nothing newer. Needs cmake, ninja
+and a C++ compiler.
 
 `--cuda 90` builds for an NVIDIA GPU too (89: RTX 40, 90: H100 and H200), with CUDA graphs and flash attention as by
 default; needs CUDA's compiler, nvcc. What is built already stays, so a build that was stopped goes on. Compiling the
@@ -41,6 +42,7 @@ PROGRAMS = ("llama-bench", "llama-completion", "llama-perplexity", "llama-quanti
 CUDA_PROGRAMS = ("llama-bench", "llama-batched-bench")
 PARTS = ("CMakeLists.txt", "LICENSE", "app", "cmake", "common", "ggml", "include", "licenses", "src", "tools", "vendor")
 SERVER = ("AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VNNI", "AVX512_BF16", "AMX_TILE", "AMX_INT8", "AMX_BF16")
+AVX2 = ("AVX2", "FMA", "F16C", "BMI2")
 AMX_LINE = "    _tile_loadconfig(&tc);\n"
 AMX_MENDED = '    asm volatile("" : : "m"(tc));  // gcc: keep all stores to tc\n' + AMX_LINE
 
@@ -94,17 +96,17 @@ def aborting(target: Path, programs: tuple[str, ...], env: dict[str, str]) -> Pa
 
 def build(
     folder: Path, amx: bool = True, cuda: str | None = None, flash_attention: bool = True, native: bool = True,
-    wheels: bool = False, few: bool = False,
+    wheels: bool = False, few: bool = False, avx2: bool = False,
 ) -> Path:  # fmt: skip
     """Configure and build (only what is missing); returns the folder of the binaries.
 
-    cuda: compute capability of the GPU without its point, None for a build without CUDA; wheels, few: see above.
+    cuda: compute capability of the GPU without its point, None for a build without CUDA; wheels, few, avx2: see above.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / ("build" if amx else "build-no-amx")
+    target = folder / ("build-avx2" if avx2 else "build" if amx else "build-no-amx")
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DBUILD_SHARED_LIBS=OFF"]
-    flags += [f"-DGGML_NATIVE={'ON' if native else 'OFF'}"]
-    flags += [] if native else [f"-DGGML_{name}=ON" for name in SERVER]
+    flags += [f"-DGGML_NATIVE={'ON' if native and not avx2 else 'OFF'}"]
+    flags += [f"-DGGML_{name}=ON" for name in (AVX2 if avx2 else () if native else SERVER)]
     flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
     programs = PROGRAMS
     if not amx:
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     variant = parser.add_mutually_exclusive_group()
     variant.add_argument("--no-amx", action="store_true")
+    variant.add_argument("--avx2", action="store_true", help="for processors with AVX2 and nothing newer")
     variant.add_argument("--cuda", metavar="ARCHITECTURE", help="compute capability without its point, such as 90")
     variant.add_argument("--archive", type=Path, metavar="FILE")
     parser.add_argument("--no-flash-attention", action="store_true", help="with --cuda")
@@ -161,7 +164,7 @@ def main() -> None:
     if (arguments.wheels or arguments.few) and arguments.cuda is None:
         parser.error("--wheels and --few are for a build with --cuda")
     variant_of = (not arguments.no_amx, arguments.cuda, not arguments.no_flash_attention, not arguments.no_native)
-    print(build(arguments.folder, *variant_of, arguments.wheels, arguments.few))
+    print(build(arguments.folder, *variant_of, arguments.wheels, arguments.few, arguments.avx2))
 
 
 if __name__ == "__main__":

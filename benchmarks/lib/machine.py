@@ -8,6 +8,8 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,32 @@ def description() -> dict[str, Any]:
         "python": platform.python_version(),
         "command": " ".join(["python", *program(), *map(without_folders, sys.argv[1:])]),
     }
+
+
+_BUSY = """
+import os, sys
+while os.getppid() == int(sys.argv[1]):
+    sum(range(1 << 16))
+"""
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """That many processes which each use all of a core that they get. They end with the context, and with the caller.
+
+    A `Disturbance` around it counts them as the caller's own.
+    """
+    command = [sys.executable, "-c", _BUSY, str(os.getpid())]
+    started = []
+    try:
+        for _ in range(processes):
+            started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        yield
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
 
 
 def wait_until_quiet(seconds: float) -> None:

@@ -208,6 +208,7 @@ def peer_facts(folder: Path) -> dict[str, str]:
     cache = folder.parent / "CMakeCache.txt"
     wanted = ("CMAKE_BUILD_TYPE", "CMAKE_CXX_FLAGS", "GGML_NATIVE", "GGML_OPENMP", "GGML_LLAMAFILE", "GGML_CPU_REPACK")
     wanted += ("GGML_CUDA", "CMAKE_CUDA_ARCHITECTURES", "GGML_CUDA_FA", "GGML_CUDA_GRAPHS")
+    wanted += ("GGML_AVX2", "GGML_AVX512", "GGML_AMX_INT8")
     pairs = (line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line) if cache.exists() else ()
     facts = {key.split(":")[0]: value for key, value in pairs if key.split(":")[0] in wanted}
     done = subprocess.run([str(folder / "llama-bench"), "--version"], capture_output=True, text=True)

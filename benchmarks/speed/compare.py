@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import machine, results
+from benchmarks.lib import cells, machine, results
 from benchmarks.lib.programs import (
     OURS,
     PROMPT,
-    RATES,
     Engines,
+    Job,
     Runs,
     add_arguments,
     bandwidth,
@@ -42,24 +42,37 @@ NAMES = ("smollm2-Q4_1", "r1b-Q4_0", "r1b-Q8_0", "r1b-Q4_K_M", "r1b-F16", "r1b-B
 
 def compare_speed(engines: Engines, model: Path, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
     runs = {label: Runs() for label in engines.labels()}
-    for number in range(arguments.rounds):
-        one_round(
-            runs,
-            number,
-            arguments.retries,
-            arguments.quiet,
-            lambda label: engines.measure(label, model, threads),
-        )
-        shown = [
-            f"{label} {run[RATES[0]]:.0f}/{run[RATES[1]]:.1f}" + ("*" if run["disturbed"] else "")
-            for label, run in ((label, engine.rounds[-1]) for label, engine in runs.items())
-            if run is not None
-        ]
-        print(f"{model.stem} {threads} threads, round {number + 1}:", "; ".join(shown), file=sys.stderr)
+    for _ in range(arguments.rounds):
+        measure_round(engines, model, threads, arguments, runs)
+    return speed_entry(model, threads, engines.rates, runs)
+
+
+def measure_round(
+    engines: Engines,
+    model: Path,
+    threads: int,
+    arguments: argparse.Namespace,
+    runs: dict[str, Runs],
+    job: Job | None = None,
+) -> None:
+    """The next round of all engines, shown on stderr. job: what runs one of them, where that is more than measuring."""
+    number = len(runs[OURS].rounds)
+    job = job or (lambda label: engines.measure(label, model, threads))
+    one_round(runs, number, arguments.retries, arguments.quiet, job)
+    shown = [
+        f"{label} {'/'.join(cells.number(run[name]) for name in engines.rates)}" + "*" * run["disturbed"]
+        for label, run in ((label, engine.rounds[-1]) for label, engine in runs.items())
+        if run is not None
+    ]
+    print(f"{model.stem} {threads} threads, round {number + 1}:", "; ".join(shown), file=sys.stderr)
+
+
+def speed_entry(model: Path, threads: int, rates: tuple[str, ...], runs: dict[str, Runs]) -> dict[str, Any]:
+    """The figures of a model and a number of threads, and the rounds that they come from."""
     result: dict[str, Any] = {"model": model.stem, "threads": threads, "file_bytes": model.stat().st_size}
-    result["engines"] = {label: run.summary(RATES) | constant_fields(run) for label, run in runs.items()}
+    result["engines"] = {label: run.summary(rates) | constant_fields(run) for label, run in runs.items()}
     result["ratio"] = {
-        label: {name: ratios(runs[OURS], run, name) for name in RATES} for label, run in runs.items() if label != OURS
+        label: {name: ratios(runs[OURS], run, name) for name in rates} for label, run in runs.items() if label != OURS
     }
     result["rounds"] = {label: run.rounds for label, run in runs.items()}
     for rounds in result["rounds"].values():

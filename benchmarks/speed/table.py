@@ -13,6 +13,7 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.programs import OURS
 from benchmarks.lib.results import RESULTS, merged, newest, of_kind, of_one_machine
 from benchmarks.lib.tables import items, origin, paragraphs, processor, table, write_tables
+from benchmarks.speed.processors_table import processors_table
 
 LABELS = {"prefill_tok_s": "prefill of {prompt_tokens}", "decode_tok_s": "decode of {gen_tokens}"}
 MODELS = {"smollm2": "SmolLM2-135M", "r1b": "LLaMA 1.1B (random)"}
@@ -194,7 +195,11 @@ def _experts_on(documents: list[dict[str, Any]]) -> str:
 
 
 PAGES = {
-    ROOT / "docs/benchmarks.md": lambda: {"benchmark table": benchmark_table(), "expert figures": experts_table()},
+    ROOT / "docs/benchmarks.md": lambda: {
+        "benchmark table": benchmark_table(),
+        "expert figures": experts_table(),
+        "processors table": processors_table(),
+    },
     ROOT / "README.md": lambda: {"speed table": short_table(newest_speed())},
 }
 
