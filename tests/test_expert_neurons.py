@@ -18,7 +18,7 @@ from powerinfer.cli.main import main
 from powerinfer.config import THRESHOLDED, EngineConfig, ExpertsConfig, RouterConfig
 from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.quant import quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.models import load
@@ -99,24 +99,25 @@ def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_pa
         one.close()
 
 
+def with_shared(path: Path) -> Checkpoint:
+    """A model of experts with gates, beside a random shared one with a weight for each token."""
+    checkpoint, rng = open_checkpoint(path), np.random.default_rng(4)
+    layers = []
+    for at, layer in enumerate(checkpoint.config.layers):
+        assert isinstance(layer.ffn, ExpertsConfig)
+        layers.append(replace(layer, ffn=replace(layer.ffn, shared_size=SHARED, shared_weight=True)))
+        shapes = dict(layers[at].ffn.tensors(D))
+        for name in ("shared_gate", "shared_up", "shared_down", "shared_weight"):
+            data = rng.standard_normal(shapes[name]).astype(np.float32).view(np.uint8).reshape(-1)
+            checkpoint._tensors[f"layers.{at}.{name}"] = RawTensor("F32", shapes[name], data)
+    checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
+    return checkpoint
+
+
 def test_experts_with_gates_beside_a_shared_one(tmp_path: Path) -> None:
-    """That one is computed whole, with a weight for each token, in the same way as without selector."""
-    path, executors = model(tmp_path), []
-    for exact in (False, True):
-        checkpoint, rng = open_checkpoint(path), np.random.default_rng(4)
-        layers = []
-        for at, layer in enumerate(checkpoint.config.layers):
-            assert isinstance(layer.ffn, ExpertsConfig)
-            layers.append(replace(layer, ffn=replace(layer.ffn, shared_size=SHARED, shared_weight=True)))
-            shapes = dict(layers[at].ffn.tensors(D))
-            for name in ("shared_gate", "shared_up", "shared_down", "shared_weight"):
-                values = rng.standard_normal(shapes[name]).astype(np.float32)
-                data = values.view(np.uint8)
-                checkpoint._tensors[f"layers.{at}.{name}"] = RawTensor("F32", shapes[name], data)
-        checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
-        engine = EngineConfig(threads=2, context=128, kv_type="f32", prefill_chunk=TOKENS)
-        executors.append(load(checkpoint, engine, in_experts=exact))
-    whole, exact_ones = executors
+    """That one is computed whole, in the same way as without selector."""
+    path, engine = model(tmp_path), EngineConfig(threads=2, context=128, kv_type="f32", prefill_chunk=TOKENS)
+    whole, exact_ones = executors = [load(with_shared(path), engine, in_experts=exact) for exact in (False, True)]
     assert sorted(exact_ones.expert_ffns) == list(range(LAYERS))
     assert np.array_equal(logits(exact_ones, TOKENS), logits(whole, TOKENS))
     for step in (1, 25):

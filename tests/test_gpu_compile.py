@@ -143,12 +143,17 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     def weight(kind: str, rows: int = d_ff, k: int = d_model) -> gpu.Weight:
         return gpu.empty(kind, rows, k, "cpu")
 
-    def by_neuron(kind: str, gate: str | None, activation: str, x: torch.Tensor, slots: int = 4) -> None:
+    def by_neuron(
+        kind: str, gate: str | None, activation: str, x: torch.Tensor, slots: int = 4, predictor: str | None = None
+    ) -> None:
+        selects = None if predictor is None else gpu_experts.ExpertPredictor(weight(predictor, d_ff, 128), 0.5)
+        hidden = None if predictor is None else torch.empty(len(x), 128)
         shared = torch.empty(d_ff // 32, d_model, dtype=torch.float16) if kind in gpu.SHARING else None
         parts = None if gate is None else weight(gate), weight(kind), weight(gpu.SHARING.get(kind, kind))
-        own = gpu_experts.Experts(slots, d_ff // slots, *parts, activation, 0.0, by_neuron=True, shared=shared)
+        options = {"by_neuron": True, "shared": shared, "predictor": selects}
+        own = gpu_experts.Experts(slots, d_ff // slots, *parts, activation, 0.0, **options)
         places = torch.zeros(len(x), 2, dtype=torch.int32)
-        gpu_experts.expert_sum(own, x, places, places.float(), places[0], x.clone())
+        gpu_experts.expert_sum(own, x, places, places.float(), places[0], x.clone(), hidden)
 
     for kind in gpu.GPU_TYPES if EVERY else few_types:
         gpu.linear(weight(kind, wide, wide), torch.empty(gpu.FEW, wide))
@@ -174,6 +179,9 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         bundled = ("F16", "F32", "relu"), ("Q8_0", None, "relu2"), ("Q4_0", "Q4_0", "relu2"), ("BF16", "Q8_0", "drelu")
         for kind, gate, activation in bundled[: 1 + 2 * whole + EVERY if EVERY or tokens == 1 else 1]:
             by_neuron(kind, gate, activation, x)
+        by_neuron("Q8_0", None, "relu2", x, predictor="Q8_0")
+        if whole and (EVERY or tokens == 1):
+            by_neuron("F16", "F16", "drelu", x, predictor="F16")
         if not whole:
             continue
         bias = torch.empty(d_ff)

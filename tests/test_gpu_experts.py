@@ -233,6 +233,74 @@ def test_neurons_that_fire(
         np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+@pytest.mark.parametrize(
+    ("kind", "gated", "outer"), [("F16", True, "Q8_0"), ("Q4_0", True, "F16"), ("Q5_0", False, "Q8_0")]
+)
+def test_neurons_that_a_predictor_selects(
+    kernels: str,  # noqa: F811
+    kind: str,
+    gated: bool,
+    outer: str,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others may be no numbers in every matrix. A z that is no number selects."""
+    if by_interpreter() and tokens not in {"F16": (1, 12), "Q4_0": (3,), "Q5_0": (1, 3)}[kind]:
+        pytest.skip("the interpreter goes through these kernels with another type")
+    d, size, rank, threshold = 96, 64, 32, 0.3
+    about, tensors = some_experts(kind, d, size, gated, "relu2")
+    rng = np.random.default_rng(11)
+    selecting = RawTensor(outer, (N, size, rank), stored_evenly(outer, N * size, rank, rank**-0.5, rng))
+    index = np.array([0, 3, 4, 8, 11], np.int32)
+    experts = gpu_experts.resident(
+        tensors, index, about, device_name(), by_neuron=True, predictor=(threshold, selecting)
+    )
+    every = [*tensors, selecting]
+    assert experts.nbytes == 5 * sum(gpu.weight_bytes(one.type, *one.shape[1:]) for one in every)
+    x, weights, hidden = floats(6, tokens, d), np.abs(floats(7, tokens, TOP)), np.maximum(floats(9, tokens, rank), 0)
+    selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1)
+    places = np.full(N, -1, np.int32)
+    places[index] = np.arange(len(index))
+    slots = places[selected]
+    z = np.einsum("snr,tr->tsn", selecting.float32().astype(np.float64)[index], hidden)
+    assert np.abs(z - threshold).min() > 1e-5, "which are selected does not depend on rounding"
+    candidates = z >= threshold
+    assert 0.1 < candidates.mean() < 0.6
+    given = on_device(x), on_device(slots), on_device(weights)
+
+    def found(hidden: Float32 | None) -> np.ndarray:
+        own = None if hidden is None else on_device(hidden)
+        return gpu_experts.expert_sum(experts, *given, hidden=own).cpu().numpy()
+
+    expected, most = np.zeros_like(x, np.float64), 0.0
+    *gate, up, down = (one.float32().astype(np.float64)[index] for one in tensors)
+    for token, slot_row in enumerate(slots):
+        for place, slot in enumerate(slot_row):
+            if slot >= 0:
+                u = up[slot] @ x[token]
+                h = np.maximum(gate[0][slot] @ x[token], 0) ** 2 * u if gated else np.maximum(u, 0) ** 2
+                h *= weights[token, place]
+                expected[token] += down[slot] @ (h * candidates[token, slot])
+                most = max(most, float((np.abs(down[slot]) @ np.abs(h)).max()))
+    first, whole, bound = found(hidden), found(None), 40 * (d + size) * EPS * most
+    assert np.abs(first - expected).max() <= bound < 0.01 * most < np.abs(whole - expected).max()
+    unknown = hidden.copy()
+    unknown[0] = np.nan
+    np.testing.assert_allclose(found(unknown)[0], whole[0], atol=bound)
+    np.testing.assert_array_equal(found(unknown)[1:], first[1:])
+    if kernels == "triton":
+        needed = np.zeros((len(index), size), bool)
+        for token, slot_row in enumerate(slots):
+            for slot in slot_row[slot_row >= 0]:
+                needed[slot] |= candidates[token, slot]
+        unused = torch.from_numpy(~needed.reshape(-1)).to(device_name())
+        for weight in (experts.gate, experts.up, experts.down):
+            if weight is not None:
+                damage(weight, unused)
+        np.testing.assert_array_equal(found(hidden), first)
+
+
 def damage(weight: gpu.Weight, rows: torch.Tensor) -> None:
     """Make rows that do not count no numbers or, of codes, whose scales others share, other ones."""
     if weight.data.dtype in (torch.float16, torch.bfloat16):

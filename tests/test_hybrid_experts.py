@@ -34,7 +34,7 @@ from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
 from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
-from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
@@ -169,12 +169,12 @@ def static_where_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_latent, "attention", static_latents)
 
 
-def static_sum(experts: Any, x: Any, slots: Any, weights: Any, table: Any, into: Any) -> Any:
+def static_sum(experts: Any, x: Any, slots: Any, weights: Any, table: Any, into: Any, hidden: Any = None) -> Any:
     """`gpu_experts.expert_sum` by operators that do not depend on data: every expert for every token."""
     every, slots = torch.zeros_like(x), table[slots.long()]
     for slot in range(experts.slots):
         own = (weights * (slots == slot)).sum(dim=1)
-        every = every + gpu_experts._expert(experts, slot, x, own)
+        every = every + gpu_experts._expert(experts, slot, x, own, hidden)
     return into.add_(every)
 
 
@@ -446,7 +446,7 @@ def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> 
 
 @contextmanager
 def by_neuron(
-    path: Path,
+    source: Path | Checkpoint,
     share: float,
     movable: bool = False,
     stage: Stage | None = None,
@@ -454,7 +454,8 @@ def by_neuron(
     selector: str = "exact",
 ) -> Iterator[tuple[Any, list[HybridExperts]]]:
     """Split experts of which only the neurons that fire, or that a predictor selects, are computed."""
-    checkpoint, engine = open_checkpoint(path), engine_of(selector=selector, recall_every=1)
+    checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
+    engine = engine_of(selector=selector, recall_every=1)
     parts = ExpertSplit(some(checkpoint.config, share), movable, stage, copier)
     placed = on_gpu(checkpoint.config.n_layers, head=True)
     resolved = Resolved(checkpoint, engine, select(checkpoint, engine), **placed)
@@ -513,10 +514,26 @@ def test_neurons_of_experts_without_gates(kind: str, tmp_path: Path) -> None:
             assert (active is None) if share == 1 else 0.3 < active < 0.7
 
 
+@pytest.mark.usefixtures("device")
+def test_experts_with_gates_beside_a_shared_one(tmp_path: Path) -> None:
+    """The GPU computes that one whole, whatever selects neurons of the others."""
+    path, chunks = neurons_inside.model(tmp_path), [40, 1, 1, 5, 1, 32, 1]
+    predicted_experts.give_predictors(path, threshold=-1e5, checkpoint=neurons_inside.with_shared(path))
+    alone = load(neurons_inside.with_shared(path), engine_of())
+    whole = logits_of(alone, chunks)
+    alone.close()
+    for share, selector in ((0.0, "exact"), (0.5, "exact"), (0.5, "predicted"), (1.0, "exact")):
+        with by_neuron(neurons_inside.with_shared(path), share, selector=selector) as (executor, ffns):
+            assert all(ffn._shared is not None for ffn in ffns)
+            assert neurons_inside.far(logits_of(executor, chunks), whole) <= 1e-3
+            assert share == 1 or 0.1 < ExpertSparsity(executor, ffns).report()["active_fraction"] < 0.7
+
+
 @pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.usefixtures("device")
-def test_predictors_select_in_the_experts_that_the_cpu_has(gates: bool, tmp_path: Path) -> None:
-    """It gets the layer's input before its norm. Where all are candidates the answer is that of all neurons."""
+def test_predictors_select_inside_split_experts(gates: bool, tmp_path: Path) -> None:
+    """They get the layer's input before its norm. Where all are candidates the answer is that of all neurons, and else
+    the same wherever experts are."""
     made = neurons_inside.model(tmp_path, "F16") if gates else neurons_inside.plain_model(tmp_path, "Q5_0")
     give = predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors
     chunks = [40, 1, 1, 5, 1, 32, 1]
@@ -530,12 +547,16 @@ def test_predictors_select_in_the_experts_that_the_cpu_has(gates: bool, tmp_path
             assert report["recall"] == report["candidate_fraction"] == 1 and 0.1 < report["active_fraction"] < 0.7
     give(path)
     found = []
-    for share in (0.0, 0.5):
+    for share in (0.0, 0.5, 1.0):
         with by_neuron(path, share, selector="predicted") as (executor, ffns):
             found.append(logits_of(executor, chunks))
             report = ExpertSparsity(executor, ffns).report()
-            assert 0.3 < report["recall"] < 0.7 and 0.3 < report["candidate_fraction"] < 0.7
-    assert neurons_inside.far(found[1], whole) > 0.01, "half of the CPU's neurons are missing"
+            if share < 1:
+                assert 0.3 < report["recall"] < 0.7 and 0.3 < report["candidate_fraction"] < 0.7
+            with ExpertSparsity(executor, ffns).suspended():
+                assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.03
+        assert neurons_inside.far(found[-1], whole) > 0.01, "half of the neurons are missing"
+        assert neurons_inside.far(found[-1], found[0]) <= (1e-3 if gates else 0.03)
     if gates:  # a shared expert is the GPU's, and whole
         alone = predicted_experts.opened(path)
         assert neurons_inside.far(found[0], logits_of(alone, chunks)) <= 1e-3
@@ -546,7 +567,7 @@ def test_predictors_select_in_the_experts_that_the_cpu_has(gates: bool, tmp_path
     ):
         pass
     with by_neuron(path, 0.5, copier=Copier(policy_of(path, "lru")), selector="predicted") as (executor, ffns):
-        logits_of(executor, chunks)
+        assert neurons_inside.far(logits_of(executor, chunks), found[0]) <= (1e-3 if gates else 0.03)
         assert all(ffn.collect()["copied"] for ffn in ffns)
 
 
@@ -577,15 +598,17 @@ def test_neurons_inside_experts_that_move(gates: bool, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("gates", [True, False])
-def test_neurons_inside_experts_with_the_kernels_of_a_gpu(gates: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gates", "selector"), [(True, "exact"), (False, "exact"), (False, "predicted")])
+def test_neurons_inside_experts_with_the_kernels_of_a_gpu(gates: bool, selector: str, tmp_path: Path) -> None:
     made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q5_0")
     path, chunks = made, [33, 3, 1] if gates else [3, 1]
-    with by_neuron(path, 0.5) as (executor, _):
+    if selector == "predicted":
+        predicted_experts.give_plain_predictors(path)
+    with by_neuron(path, 0.5, selector=selector) as (executor, _):
         expected = logits_of(executor, chunks)
     gpu.force_triton(True)
     try:
-        with by_neuron(path, 0.5) as (executor, _):
+        with by_neuron(path, 0.5, selector=selector) as (executor, _):
             assert neurons_inside.far(logits_of(executor, chunks), expected) <= 1e-3
     finally:
         gpu.force_triton(None)

@@ -20,7 +20,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, cpu_experts
 from powerinfer.devices import cpu as cpu_module
 from powerinfer.devices.cpu import CpuExecutor
-from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import PREDICTOR_TYPES, open_predictor, write_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.hybrid import in_ram as in_ram_module
@@ -34,15 +34,17 @@ from powerinfer.placement.shapes import checkpoint_model
 EXPERTS, TOP, RANK = 4, 2, 32
 
 
-def give_predictors(path: Path, threshold: float = 0.0, kind: str = "F16", seed: int = 5) -> Path:
-    """The same path, with random predictors beside it: z of a neuron is as often above 0 as below."""
+def give_predictors(
+    path: Path, threshold: float = 0.0, kind: str = "F16", seed: int = 5, checkpoint: Checkpoint | None = None
+) -> Path:
+    """The same path, with random predictors beside it: z of a neuron is as often above 0 as below. checkpoint: the
+    model, None: the one at the path."""
     rng = np.random.default_rng(seed)
     pair = lambda: tuple(  # noqa: E731
         rng.standard_normal(shape).astype(np.float32) for shape in ((RANK, D), (EXPERTS * FF, RANK))
     )
-    write_predictor(
-        open_checkpoint(path), None, kind, [Predictor(RANK, threshold, 0)] * LAYERS, [pair() for _ in range(LAYERS)]
-    )
+    layers = [Predictor(RANK, threshold, 0)] * LAYERS
+    write_predictor(checkpoint or open_checkpoint(path), None, kind, layers, [pair() for _ in range(LAYERS)])
     return path
 
 

@@ -29,6 +29,7 @@ class Step:
     total: Tensor | None = None  # likewise: where the parts of an FFN are added if their sum is normalised; None: x
     attended: Tensor | None = None  # float32 [T, heads * head_dim]; of latent attention [heads, T, latents]
     beside: Tensor | None = None  # float32 [T, heads * head_dim], of Mamba2 beside attention
+    hidden: Tensor | None = None  # float32 [T, rank], of a predictor inside experts; None: it selects nothing
     runs: Tensor | None = None  # int32 [S, 4] of models with states, as `runs_with_slots`
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
 

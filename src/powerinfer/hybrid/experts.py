@@ -7,6 +7,8 @@ types that the GPU lacks and converts, their weights by as much as Q8_0 rounds.
 A router that reads what the layer gets runs before attention, and the selection is sent ahead of the experts' input:
 the CPU orders its rows and fetches weights into its caches while attention runs.
 
+A predictor inside experts runs on each device, for the experts that this one has.
+
 For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU from the model's file. Where
 RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and that
 it does not have, and computes the others meanwhile, in prompts, too.
@@ -38,7 +40,7 @@ from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import Indices
+from powerinfer.neurons import Indices, Predictor
 from powerinfer.placement.experts import Policy, Swap
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class HybridExperts(HybridTerms):
     most = 2
     _freed = (
         "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_latents", "_slots", "_biases",
-        "_tensors", "_disk",
+        "_tensors", "_disk", "_inner", "_predictors",
     )  # fmt: skip
 
     def __init__(
@@ -174,6 +176,8 @@ class HybridExperts(HybridTerms):
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
         self._predicted = False  # the CPU gets the layer's input before its norm
+        self._predictors = None if self.config.whole_reason is not None else cpu.expert_predictors
+        self._inner: gpu.Weight | None = None  # of the predictor of the GPU's experts
         self._resting: Sequence[RestingTensor] = ()
         views: list[RawTensor] | None = None
 
@@ -194,10 +198,13 @@ class HybridExperts(HybridTerms):
             if len(of_slot):
                 by_neuron = cpu.in_experts and self.config.whole_reason is None
                 by_neuron = by_neuron and gpu_experts.tells_apart(tensors[-1].type, self.config.size)
-                self._gpu_part = gpu_experts.resident(tensors, of_slot, self.config, device, self._biases, by_neuron)
+                predictor = self._upload_predictor() if by_neuron else None
+                self._gpu_part = gpu_experts.resident(
+                    tensors, of_slot, self.config, device, self._biases, by_neuron, predictor
+                )
             if len(on_cpu):
                 matrices = (_rows_of(tensor, on_cpu) for tensor in tensors)
-                predicted = self._predictor_of(cpu, weights, on_cpu)
+                predicted = self._cpu_predictor(weights, on_cpu)
                 self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu), predicted)
                 self._predicted = predicted is not None
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
@@ -208,20 +215,37 @@ class HybridExperts(HybridTerms):
         self._publish()
         return views
 
-    def _predictor_of(
-        self, cpu: CpuExecutor, weights: ExpertWeights, on_cpu: Indices
+    def _predictor(self) -> tuple[Predictor, RawTensor, RawTensor] | None:
+        """The predictor among the neurons of the layer's experts: inner [rank, d_model] and outer [experts, size,
+        rank]; None: nothing selects. ModelError if its file has changed."""
+        if self._predictors is None:
+            return None
+        about, inner, outer = self._predictors(self.layer)
+        n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
+        return about, inner, RawTensor(outer.type, (n, size, rank), outer.rows()[: n * size].reshape(-1))
+
+    def _upload_predictor(self) -> tuple[float, RawTensor] | None:
+        """Upload what all experts share of it; the rest, as of `gpu_experts.resident`."""
+        predictor = self._predictor()
+        if predictor is None:
+            return None
+        about, inner, outer = predictor
+        self._inner = gpu.upload(inner, self._layers.device)
+        return about.threshold, outer
+
+    def _cpu_predictor(
+        self, weights: ExpertWeights, on_cpu: Indices
     ) -> tuple[Weights, NDArray[np.float32]] | None:
-        """The predictor of the neurons of the CPU's experts, and the norm of their input; None: none selects there. The
-        GPU computes the neurons of its experts that fire."""
-        if cpu.expert_predictors is None or self.config.whole_reason is not None:
+        """The same of the CPU's experts, and the norm of their input."""
+        predictor = self._predictor()
+        if predictor is None:
             return None
         if weights.norm is None:
             raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
-        metadata, inner, outer = cpu.expert_predictors(self.layer)
-        n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
-        rows = outer.rows()
-        cold = rows[: n * size].reshape(n, size, -1)[on_cpu]
-        return (metadata, inner, RawTensor(outer.type, (len(on_cpu) * size, rank), cold.reshape(-1))), weights.norm
+        about, inner, outer = predictor
+        cold = _rows_of(outer, on_cpu)
+        n, size, rank = cold.shape
+        return (about, inner, RawTensor(outer.type, (n * size, rank), cold.data)), weights.norm
 
     def _publish(self) -> None:
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
@@ -288,11 +312,13 @@ class HybridExperts(HybridTerms):
     def _exchange(self, swaps: list[Swap]) -> None:
         """Begin to copy experts into slots, beside the steps: the next step of the layer has them."""
         assert self._copier is not None and self._gpu_part is not None
-        stored, part, biases = self._stored, self._gpu_part, self._biases
+        stored, part, biases, predictor = self._stored, self._gpu_part, self._biases, self._predictor
 
         def copy() -> None:
+            selects = None if part.predictor is None else predictor()
             for slot, expert in swaps:
-                gpu_experts.replace(part, slot, stored(expert), expert, biases)
+                outer = None if selects is None else _matrix_of(selects[2], expert)
+                gpu_experts.replace(part, slot, stored(expert), expert, biases, outer)
 
         self._copying = swaps, self._copier.begin(streams_of(self._layers.device), copy)
 
@@ -337,11 +363,13 @@ class HybridExperts(HybridTerms):
         return 0 if self._cpu_part is None else self._cpu_part.nbytes
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the GPU by part: ffn (router, shared expert, latents' matrices, hot experts)."""
+        """Bytes on the GPU by part: ffn (router, shared expert, latents' matrices, hot experts with their rows of a
+        predictor), and what all experts share of this."""
         parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
         parts.append(0 if self._gpu_part is None else self._gpu_part.nbytes)
         vectors = self._router_bias, self._correction, self._shared_weight, self._slots
-        return {"ffn": sum(parts) + tensor_bytes(*vectors)}
+        inner = {} if self._inner is None else {"predictor": self._inner.nbytes}
+        return {"ffn": sum(parts) + tensor_bytes(*vectors)} | inner
 
     # ---------------------------------------------------------------- a step
 
@@ -365,7 +393,8 @@ class HybridExperts(HybridTerms):
         return operators
 
     def _selection(self) -> list[Operator]:
-        return [] if self.config.early_router else [self._operator("router", self._select)]
+        operators = [] if self.config.early_router else [self._operator("router", self._select)]
+        return operators if self._inner is None else [*operators, self._operator("predictor", self._hide)]
 
     def _gpu_sums(self) -> list[Operator]:
         operators = []
@@ -381,6 +410,11 @@ class HybridExperts(HybridTerms):
         x = step.x if self.config.early_router else step.read
         logits = gpu.linear(self._router, x, self._router_bias)
         gpu_experts.route(logits, self.config.router, self._correction, experts, weights)
+
+    def _hide(self, step: Step) -> None:
+        assert self._inner is not None
+        few = len(step.x) <= NEURON_TOKENS and not self._suspended
+        step.hidden = gpu.hide(self._inner, step.x) if few else None
 
     def _send(self, step: Step) -> None:
         if (self._latents is None and not self._predicted) or self._streams(step):
@@ -427,7 +461,8 @@ class HybridExperts(HybridTerms):
         assert self._gpu_part is not None and step.read is not None
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
         if self._latents is None:
-            gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target)
+            hidden = None if self._inner is None else step.hidden
+            gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target, hidden)
             step.normed = None
         else:
             before, behind = self._latents
@@ -555,9 +590,12 @@ class HybridExperts(HybridTerms):
             self._cpu_part.op.clear()
 
     def suspend(self, on: bool) -> None:
-        """Choose whether every neuron is computed of cold experts that could skip some."""
+        """Choose whether every neuron is computed of cold experts that could skip some, and each that fires of hot
+        ones."""
         self.collect()
         self._suspended = on
+        if self._inner is not None:
+            self._layers.changed(self.layer)
         if self._cpu_part is not None:
             self._cpu_part.set_whole(on)
 

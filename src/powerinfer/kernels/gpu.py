@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -571,6 +571,13 @@ def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:
         part.copy_(own)
 
 
+def hide(inner: Weight, x: Tensor) -> Tensor:
+    """relu(inner . x), float32 [T, rank], of a predictor's first matrix [rank, d_model] and x, float32 [T, d_model]."""
+    if x.shape[0] <= FEW and _triton(x):
+        return cast("Tensor", _kernels().linear(inner, x, relu=True))
+    return linear(inner, x).relu_()
+
+
 def predict(
     inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
 ) -> None:
@@ -586,7 +593,7 @@ def predict(
         return
     import torch
 
-    z = linear(outer, linear(inner, x).relu_())
+    z = linear(outer, hide(inner, x))
     selected = ~(z < threshold)
     floor = min(floor, outer.rows)
     if floor:

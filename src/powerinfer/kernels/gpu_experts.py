@@ -13,7 +13,7 @@ from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_types import NOT_A_NUMBER, Experts, Weight
+from powerinfer.kernels.gpu_types import NOT_A_NUMBER, ExpertPredictor, Experts, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
@@ -32,18 +32,22 @@ def resident(
     device: Any,
     biases: Biases = (),
     by_neuron: bool = False,
+    predictor: tuple[float, RawTensor] | None = None,
 ) -> Experts:
     """Some experts on a torch device. tensors: [experts, out, in], in the order of `config.matrices`, one needed at a
-    time; index: int32, at least one, the expert of each slot; by_neuron: as `Experts` has it. ModelError for values
-    that the device's type cannot hold."""
+    time; index: int32, at least one, the expert of each slot; by_neuron: as `Experts` has it; predictor: of all experts
+    by neuron, its threshold and its second matrix [experts, size, rank]. ModelError for values that the device's type
+    cannot hold."""
     if not by_neuron:
         return _experts(config, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
     *first, down = tensors
     *gate, up = (_slots(tensor, index, device) for tensor in first)
     weight, shared = _columns(gpu.gpu_type(down.type, config.size), len(index) * config.size, down.shape[1], device)
     matrices = gate[0] if gate else None, up, weight
-    own = config.activation, config.threshold
-    experts = Experts(len(index), config.size, *matrices, *own, by_neuron=True, shared=shared)
+    own, selects = (config.activation, config.threshold), None
+    if predictor is not None:
+        selects = ExpertPredictor(_slots(predictor[1], index, device), predictor[0])
+    experts = Experts(len(index), config.size, *matrices, *own, by_neuron=True, shared=shared, predictor=selects)
     for slot, expert in enumerate(index):
         _put_down(experts, slot, RawTensor(down.type, down.shape[1:], down.data.reshape(down.shape[0], -1)[expert]))
     return experts
@@ -102,10 +106,21 @@ def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Bi
     return Experts(n, about.size, gate[0] if gate else None, up, down, about.activation, about.threshold, **own)
 
 
-def replace(experts: Experts, slot: int, matrices: Sequence[RawTensor], expert: int = 0, biases: Biases = ()) -> None:
-    """Put another expert in a slot. matrices: [out, in], in the order of `ExpertsConfig.matrices`; biases: of all."""
+def replace(
+    experts: Experts,
+    slot: int,
+    matrices: Sequence[RawTensor],
+    expert: int = 0,
+    biases: Biases = (),
+    outer: RawTensor | None = None,
+) -> None:
+    """Put another expert in a slot. matrices: [out, in], in the order of `ExpertsConfig.matrices`; biases: of all;
+    outer: its rows of a predictor, if there is one."""
     import torch
 
+    if experts.predictor is not None:
+        assert outer is not None
+        gpu.overwrite(experts.predictor.outer, slot * experts.size, outer)
     if experts.by_neuron:
         *matrices, down = matrices
         _put_down(experts, slot, down)
@@ -185,16 +200,18 @@ def expert_sum(
     weights: Tensor,
     table: Tensor | None = None,
     into: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts that are here, float32 [T, d_model]; or `into`, that much more.
 
     x: float32 [T, d_model]; slots: int32 [T, top_k], -1 for an expert that is not here; weights: float32 [T, top_k].
-    table: int32 [n], with which slots are experts: the slot of each of the model's.
+    table: int32 [n], with which slots are experts: the slot of each of the model's. hidden: float32 [T, rank] of at
+    most `gpu.FEW` tokens, what the predictor takes (`gpu.hide`); None: every neuron counts.
     """
     if gpu.which(x) == "triton":
         from powerinfer.kernels import triton_experts
 
-        return triton_experts.expert_sum(experts, x, slots, weights, table, into)
+        return triton_experts.expert_sum(experts, x, slots, weights, table, into, hidden)
     import torch
 
     slots = slots if table is None else table[slots.long()]
@@ -202,13 +219,14 @@ def expert_sum(
     for slot in range(experts.slots):
         token, place = (slots == slot).nonzero(as_tuple=True)
         if len(token):
-            out[token, place] = _expert(experts, slot, x[token], weights[token, place])
+            own = None if hidden is None else hidden[token]
+            out[token, place] = _expert(experts, slot, x[token], weights[token, place], own)
     total = out.sum(dim=1)
     return total if into is None else into.add_(total)
 
 
-def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor) -> Tensor:
-    """What one expert gives for float32 [T, d_model], times the tokens' weights."""
+def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor, hidden: Tensor | None) -> Tensor:
+    """What one expert gives for float32 [T, d_model], times the tokens' weights. hidden: as of `expert_sum`."""
 
     def product(weight: Weight, bias: Tensor | None, x: Tensor) -> Tensor:
         rows = slice(slot * (weight.rows // experts.slots), (slot + 1) * (weight.rows // experts.slots))
@@ -224,6 +242,10 @@ def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor) -> Tensor:
     if not experts.by_neuron:
         return weights[:, None] * product(experts.down, experts.down_bias, h)
     begin, end = slot * experts.size, (slot + 1) * experts.size
+    if hidden is not None:
+        assert experts.predictor is not None
+        z = hidden @ gpu.values(experts.predictor.outer, begin, end).T
+        h = h.masked_fill(z < experts.predictor.threshold, 0.0)
     scales = None
     if experts.shared is not None:
         scales = experts.shared[begin // BUNDLE_GROUP : end // BUNDLE_GROUP].repeat_interleave(BUNDLE_GROUP, dim=0)

@@ -158,6 +158,15 @@ NOT_A_NUMBER = -1e30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertPredictor:
+    """The second matrix of a predictor inside experts, outer [slots * size, rank] as `Experts` has up: a token needs
+    the neurons of its experts of which z = outer . hidden is at least threshold, or no number."""
+
+    outer: Weight
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Experts:
     """Some experts of a layer on a device, in slots.
 
@@ -166,7 +175,7 @@ class Experts:
     up where a gate does not fire, and down's of neurons that do not, are not read; then there are no biases, size is a
     multiple of 32, and down, of F16, BF16 or a type of `SHARING`, is [slots * size, d_model], row i being neuron i's
     column. shared: the scales of such a type, float16 [slots * size / 32, d_model], a row for 32 neurons one after
-    another.
+    another. predictor: of experts by neuron, selects before a row is read; None: the first products say what fires.
     """
 
     slots: int
@@ -181,11 +190,13 @@ class Experts:
     down_bias: Tensor | None = None
     by_neuron: bool = False
     shared: Tensor | None = None
+    predictor: ExpertPredictor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        weights = sum(weight.nbytes for weight in (self.gate, self.up, self.down) if weight is not None)
+        outer = None if self.predictor is None else self.predictor.outer
+        weights = sum(weight.nbytes for weight in (self.gate, self.up, self.down, outer) if weight is not None)
         return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias, self.shared)
 
 

@@ -6,7 +6,8 @@ of its tokens, and each token's rows are added up at the end.
 
 Experts by neuron compute all gates of a token's experts (of those without gates, up), and the rest of the neurons that
 fire. One token: these of all its experts are listed, as those of a layer are (`triton_neurons`). Several: rows of up
-and columns of down that no token of an expert needs are masked. Steps of many tokens compute every neuron.
+and columns of down that no token of an expert needs are masked. Steps of many tokens compute every neuron. With a
+predictor the same programs multiply its rows first, and then read of gates, or up, those that some token selects.
 """
 
 from __future__ import annotations
@@ -246,14 +247,27 @@ def _taken(x: Tensor, gate: Weight, up: Weight) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def _selected(
+    hidden, outer, scales, row, mine, live, here, rank, least,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Which neurons, rows [R], a predictor selects of those that are `mine` [R], with T > 1 [R, T]; TYPE "": all."""
+    if TYPE != "":
+        z = row_dots(hidden, outer, scales, row, live, here, rank, TYPE, T, R, C, PRECISION)
+        mine &= (z >= least) | (z != z)
+    return mine
+
+
+@triton.jit
 def _firing_kernel(
-    x, x_up, gate, gate_scales, up, up_scales, slots, table, weights, h, rows, counts, size, k, limit,
+    x, x_up, gate, gate_scales, up, up_scales, hidden, outer, outer_scales, slots, table, weights, h, rows, counts,
+    size, k, rank, limit, least,
     GATED: tl.constexpr, TABLE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    PREDICTOR: tl.constexpr, R: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """h of R neurons of one of the token's experts, times its weight: rows of up are read where the gate fires, all of
     them without gates, when up is in their place. rows: of down, of each neuron; counts: of the R neurons, those that
-    fire."""
+    fire. PREDICTOR: the type of what selects before, "": nothing does."""
     follow()
     j = tl.program_id(1)
     slot = _slot(slots, table, j, TABLE)
@@ -261,9 +275,12 @@ def _firing_kernel(
     live = neuron < size
     row = slot.to(tl.int64) * size + neuron
     a = tl.zeros((R,), tl.float32)
+    mine = live & (slot >= 0)
     if slot >= 0:
-        a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
-        a = tl.where(live, active(a, limit, ACTIVATION), 0.0)
+        mine = _selected(hidden, outer, outer_scales, row, mine, live, 1, rank, least, PREDICTOR, 0, R, P, "ieee")
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        a = row_dots(x, gate, gate_scales, row, mine, 1, k, TYPE, 0, R, C, "ieee")
+        a = tl.where(mine, active(a, limit, ACTIVATION), 0.0)
         fires = a != 0
         if not GATED:
             a *= tl.load(weights + j)
@@ -277,8 +294,41 @@ def _firing_kernel(
     tl.store(counts + j * tl.num_programs(0) + tl.program_id(0), tl.sum((a != 0).to(tl.int32), 0))
 
 
+class _Selecting(NamedTuple):
+    """What a predictor inside experts gives a kernel: `hidden`, its second matrix and the least z; then the type of the
+    matrix, "" without a predictor, and columns of a tile of its rows."""
+
+    hidden: Tensor
+    outer: Tensor
+    scales: Tensor
+    rank: int
+    least: float
+    type: str
+    columns: int
+
+
+def _selecting(experts: Experts, hidden: Tensor | None, other: Tensor, turns: bool) -> _Selecting:
+    """hidden: of each row that is multiplied, None: nothing selects; other: in the place of what is not read; turns:
+    rows are multiplied one by one."""
+    if hidden is None:
+        return _Selecting(other, other, other, 0, 0.0, "", 0)
+    assert experts.predictor is not None
+    outer = experts.predictor.outer
+    columns = min((ONE if turns else WIDE)[outer.type].columns, max(64, triton.next_power_of_2(outer.k)))
+    own = codes(hidden) if turns and outer.type in INTEGERS else hidden
+    return _Selecting(
+        own, outer.data, either(outer.scales, other), outer.k, experts.predictor.threshold, outer.type, columns
+    )
+
+
 def _firing_of_one(
-    experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
+    experts: Experts,
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    table: Tensor | None,
+    into: Tensor | None,
+    hidden: Tensor | None,
 ) -> Tensor:
     up, size, top_k = experts.up, experts.size, slots.shape[1]
     gate = up if experts.gate is None else experts.gate
@@ -286,11 +336,13 @@ def _firing_of_one(
     programs = triton.cdiv(size, tile.rows)
     h = torch.empty((1, top_k * size), dtype=torch.float32, device=x.device)
     rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
+    by = _selecting(experts, hidden, h, True)
     _firing_kernel[(programs, top_k)](
-        *_taken(x, gate, up), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), slots,
-        either(table, slots), weights, h, rows, counts, size, x.shape[1], experts.threshold,
+        *_taken(x, gate, up), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), *by[:3],
+        slots, either(table, slots), weights, h, rows, counts, size, x.shape[1], by.rank, experts.threshold, by.least,
         GATED=experts.gate is not None, TABLE=table is not None, ACTIVATION=experts.activation, TYPE=gate.type,
-        UP_TYPE=up.type, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
+        UP_TYPE=up.type, PREDICTOR=by.type, R=tile.rows, C=tile.columns, P=by.columns, num_warps=tile.warps,
+        launch_pdl=early(x),
     )  # fmt: skip
     return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows, into)
 
@@ -407,11 +459,12 @@ def _grouped_down_kernel(
 
 @triton.jit
 def _grouped_firing_kernel(
-    x, gate, gate_scales, up, up_scales, begin, weight_of, h, size, k, limit,
-    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    x, gate, gate_scales, up, up_scales, hidden, outer, outer_scales, begin, weight_of, h, size, k, rank, limit, least,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, PREDICTOR: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_grouped_hidden_kernel` that reads a row of up where the gate fires for some of the rows of x."""
+    """`_grouped_hidden_kernel` that reads a row of up where the gate fires for some of the rows of x, and a row of
+    gates (without them, of up) where PREDICTOR, of a type as of `_firing_kernel`, selects it for some."""
     slot = tl.program_id(1)
     neuron = tl.program_id(0) * R + tl.arange(0, R)
     live = neuron < size
@@ -419,21 +472,37 @@ def _grouped_firing_kernel(
     last = tl.load(begin + slot + 1)
     for at in range(tl.load(begin + slot), last, T):
         here = last - at
-        a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
-        a = active(a, limit, ACTIVATION)
+        mine = live
         if T > 1:
-            a = tl.where(live[:, None] & (tl.arange(0, T) < here)[None, :], a, 0.0)
-            fires = tl.max((a != 0).to(tl.int32), 1)
-        else:
-            a = tl.where(live, a, 0.0)
-            fires = (a != 0).to(tl.int32)
-        if tl.max(fires, 0) > 0:
-            own = _of(x, at, k, UP_TYPE, T)
-            u = row_dots(own, up, up_scales, row, fires > 0, here, k, UP_TYPE, T, R, C, PRECISION)
-            if ACTIVATION == "drelu":
-                u = tl.where(u <= 0, 0.0, u)
-            a = tl.where(a == 0, 0.0, a * u * _weights(weight_of, at, here, T))
+            mine = live[:, None] & (tl.arange(0, T) < here)[None, :]
+        of_predictor = hidden
+        if PREDICTOR != "":
+            of_predictor = _of(hidden, at, rank, PREDICTOR, T)
+        mine = _selected(
+            of_predictor, outer, outer_scales, row, mine, live, here, rank, least, PREDICTOR, T, R, P, PRECISION
+        )
+        a = mine.to(tl.float32)  # zeros, where none is
+        needed = _some(mine, T)
+        if tl.max(needed, 0) > 0:
+            a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, needed > 0, here, k, TYPE, T, R, C, PRECISION)
+            a = tl.where(mine, active(a, limit, ACTIVATION), 0.0)
+            fires = _some(a != 0, T)
+            if not GATED:
+                a *= _weights(weight_of, at, here, T)
+            elif tl.max(fires, 0) > 0:
+                own = _of(x, at, k, UP_TYPE, T)
+                u = row_dots(own, up, up_scales, row, fires > 0, here, k, UP_TYPE, T, R, C, PRECISION)
+                if ACTIVATION == "drelu":
+                    u = tl.where(u <= 0, 0.0, u)
+                a = tl.where(a == 0, 0.0, a * u * _weights(weight_of, at, here, T))
         _put(h, a, at, here, size, neuron, T)
+
+
+@triton.jit
+def _some(chosen, T: tl.constexpr):
+    """1 of rows [R] of which something is chosen, for some of several tokens; else 0."""
+    chosen = chosen.to(tl.int32)
+    return tl.max(chosen, 1) if T > 1 else chosen
 
 
 @triton.jit
@@ -510,26 +579,34 @@ def _merge_kernel(rows, row_of, slots, out, top_k, d, ADD: tl.constexpr, C: tl.c
 
 
 def expert_sum(
-    experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
+    experts: Experts,
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    table: Tensor | None,
+    into: Tensor | None,
+    hidden: Tensor | None,
 ) -> Tensor:
     """`gpu_experts.expert_sum`."""
     tokens, top_k = slots.shape
+    if tokens == 1 and experts.by_neuron:
+        return _firing_of_one(experts, x, slots, weights, table, into, hidden)
     if tokens == 1:
-        return (_firing_of_one if experts.by_neuron else _of_one)(experts, x, slots, weights, table, into)
+        return _of_one(experts, x, slots, weights, table, into)
     if table is not None:
         slots = table[slots.long()]
     if tokens > TOKENS:
         to = torch.zeros_like(x) if into is None else into
         for at in range(0, tokens, TOKENS):
             some = slice(at, at + TOKENS)
-            expert_sum(experts, x[some], slots[some], weights[some], None, to[some])
+            expert_sum(experts, x[some], slots[some], weights[some], None, to[some], None)
         return to
     d = x.shape[1]
     out = torch.empty((tokens, d), dtype=torch.float32, device=x.device) if into is None else into
     if not tokens:
         return out
     pairs = _ordered(experts, slots, weights)
-    h = _grouped_hidden(experts, x, pairs)
+    h = _grouped_hidden(experts, x, pairs, hidden)
     rows = _grouped_down(experts, h, pairs, d)
     grid, add = (tokens, triton.cdiv(d, COLUMNS)), into is not None
     _merge_kernel[grid](rows, pairs.row_of, slots, out, top_k, d, ADD=add, C=COLUMNS, num_warps=4)
@@ -560,35 +637,46 @@ def _ordered(experts: Experts, slots: Tensor, weights: Tensor) -> _Pairs:
         slots, weights, token_of, weight_of, row_of, begin, pairs, slots.shape[1], experts.slots, BLOCK=PAIRS,
         OTHER=COMPARED, num_warps=4,
     )  # fmt: skip
-    per_slot = int(triton.cdiv(pairs, experts.slots))
-    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(per_slot)))
+    per_slot = int(triton.cdiv(pairs, experts.slots))  # or less: some have no slot, and a token has an expert once
+    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(min(per_slot, len(slots)))))
     return _Pairs(token_of, weight_of, row_of, begin, per_slot, columns)
 
 
-def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs) -> Tensor:
+def _gathered(x: Tensor, pairs: _Pairs) -> Tensor:
+    """The row of x [T, d] of each pair's token."""
+    n, d = len(pairs.token_of), x.shape[1]
+    out = torch.empty((n, d), dtype=torch.float32, device=x.device)
+    _gather_kernel[(n, triton.cdiv(d, COLUMNS))](x.contiguous(), pairs.token_of, out, d, C=COLUMNS, num_warps=4)
+    return out
+
+
+def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs, hidden: Tensor | None) -> Tensor:
     """h of each pair, float32 [pairs, size]."""
     n, (tokens, d), size = len(pairs.token_of), x.shape, experts.size
-    gathered, h = (torch.empty((n, width), dtype=torch.float32, device=x.device) for width in (d, size))
-    _gather_kernel[(n, triton.cdiv(d, COLUMNS))](
-        x.contiguous(), pairs.token_of, gathered, d, C=COLUMNS, num_warps=4
-    )  # fmt: skip
+    gathered = _gathered(x, pairs)
+    h = torch.empty((n, size), dtype=torch.float32, device=x.device)
     up = experts.up
     first = up if experts.gate is None else experts.gate
     turns = pairs.per_slot <= IN_TURN and first.type in INTEGERS and up.type in INTEGERS
     tile = _tile(first, up) if turns else WIDE[up.type]
-    of_each = (pairs.begin, pairs.weight_of, h, size, d, experts.threshold)
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
     shape = {"T": 1 if turns else pairs.columns, "R": tile.rows, "C": tile.columns, "PRECISION": precision(x)}
     shape["num_warps"] = tile.warps
     gate_of, up_of = ((part.data, either(part.scales, part.data)) for part in (first, up))
     grid = triton.cdiv(size, tile.rows), experts.slots
     gathered = codes(gathered) if turns else gathered
-    if experts.by_neuron and experts.gate is not None and tokens <= FEW:
-        _grouped_firing_kernel[grid](gathered, *gate_of, *up_of, *of_each, **kinds, **shape)
+    gated = experts.gate is not None
+    if hidden is not None or (experts.by_neuron and gated and tokens <= FEW):
+        by = _selecting(experts, None if hidden is None else _gathered(hidden, pairs), h, turns)
+        _grouped_firing_kernel[grid](
+            gathered, *gate_of, *up_of, *by[:3], pairs.begin, pairs.weight_of, h, size, d, by.rank, experts.threshold,
+            by.least, GATED=gated, PREDICTOR=by.type, P=by.columns, **kinds, **shape,
+        )  # fmt: skip
     else:
         _grouped_hidden_kernel[grid](
-            gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), *of_each,
-            GATED=experts.gate is not None, BIAS=experts.up_bias is not None, **kinds, **shape,
+            gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), pairs.begin,
+            pairs.weight_of, h, size, d, experts.threshold, GATED=gated, BIAS=experts.up_bias is not None, **kinds,
+            **shape,
         )  # fmt: skip
     return h
 
