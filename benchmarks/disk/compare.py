@@ -3,7 +3,7 @@
     python -m benchmarks.disk.compare --models FOLDER --peer FOLDER_OF_BINARIES [--minutes 9] [--out FILE]
     python -m benchmarks.disk.compare --models FOLDER --engines disk powerinfer powerinfer-ram     without a peer
 
-The models (models/disk_models.py) are made where they are missing: 12 GB with what is prepared for them. Of each there
+The models (models/disk_models.py) are made where they are missing: 15 GB with what is prepared for them. Of each there
 are --rounds rounds; in each every engine runs once, the first one another each round:
 
     powerinfer       with --ram, of --share of the model's file, in a memory cgroup with the same limit: exceeding it
@@ -11,6 +11,8 @@ are --rounds rounds; in each every engine runs once, the first one another each 
     powerinfer-ram   with all of the model in RAM and no limit
     predicted, predicted-ram    of `relu`: the same two with --selector predicted. The others have --selector auto,
                      which takes no predictor: its answers are exact
+    exact            of `silent`: as powerinfer, with --selector exact, of whose experts on disk the rows of down of
+                     neurons that fire are read; the others read whole experts
     llama.cpp        in the same cgroup; its weights are mapped, and the kernel drops pages where it needs room. They
                      are not repacked for its fastest kernels: that makes a copy of most of the model in memory
     llama.cpp-ram    as it is by default, with no limit
@@ -44,10 +46,11 @@ from benchmarks.lib.jobs import Jobs, Result, opened
 from benchmarks.models import disk_models
 
 OURS, OURS_RAM, PEER, PEER_RAM, DISK = "powerinfer", "powerinfer-ram", "llama.cpp", "llama.cpp-ram", "disk"
-PREDICTED, PREDICTED_RAM = "predicted", "predicted-ram"
-ENGINES = (OURS, OURS_RAM, PREDICTED, PREDICTED_RAM, PEER, PEER_RAM, DISK)
-LIMITED = (OURS, PREDICTED, PEER)
-WITH_PREDICTOR = ("relu",)  # models
+PREDICTED, PREDICTED_RAM, EXACT = "predicted", "predicted-ram", "exact"
+ENGINES = (OURS, OURS_RAM, PREDICTED, PREDICTED_RAM, EXACT, PEER, PEER_RAM, DISK)
+LIMITED = (OURS, PREDICTED, EXACT, PEER)
+ONLY = {PREDICTED: ("relu",), PREDICTED_RAM: ("relu",), EXACT: ("silent",)}
+"""Engine -> models, of those that are not for all."""
 PEER_LIMITED = ["--repack", "0", "-lm", "mmap"]
 CONTEXT = 1024
 FIELDS = ("disk", "bytes_per_token", "load_s", "peak_rss_mb", "choices")
@@ -92,6 +95,9 @@ class Measurement(Jobs):
 
     def predicted(self, model: Path, ram: int | None) -> Result:
         return self.ours(model, ram, "predicted")
+
+    def exact(self, model: Path, ram: int | None) -> Result:
+        return self.ours(model, ram, "exact")
 
     def ours(self, model: Path, ram: int | None, selector: str = "auto") -> Result:
         """Rates of one process. ram: bytes, None: no limit."""
@@ -152,9 +158,8 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     arguments = measurement.arguments
     model = disk_models.path_of(arguments.models, name)
     run = {OURS: measurement.ours, OURS_RAM: measurement.ours, PEER: measurement.theirs, PEER_RAM: measurement.theirs}
-    run |= {PREDICTED: measurement.predicted, PREDICTED_RAM: measurement.predicted}
-    without = () if name in WITH_PREDICTOR else (PREDICTED, PREDICTED_RAM)
-    engines = [engine for engine in arguments.engines if engine not in without]
+    run |= {PREDICTED: measurement.predicted, PREDICTED_RAM: measurement.predicted, EXACT: measurement.exact}
+    engines = [engine for engine in arguments.engines if name in ONLY.get(engine, (name,))]
 
     def job(engine: str, share: float | None, number: int) -> tuple[str, Callable[[], Result]]:
         if engine == DISK:

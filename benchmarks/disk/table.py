@@ -1,5 +1,5 @@
 """Write the tables of disks in docs/benchmarks.md, and the plots, from the newest results of compare.py: of the peer,
-and of predictors.
+of predictors, and of experts whose neurons are silent.
 
     python -m benchmarks.disk.table [--check]     --check: only say whether the tables are up to date
 
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from statistics import median
 from typing import Any
 
-from benchmarks.disk.compare import DISK, OURS, OURS_RAM, PEER, PEER_RAM, PREDICTED, PREDICTED_RAM, key_of
+from benchmarks.disk.compare import DISK, EXACT, OURS, OURS_RAM, PEER, PEER_RAM, PREDICTED, PREDICTED_RAM, key_of
 from benchmarks.lib.cells import fixed, measured, middle, number, percent
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.plots import pyplot, save
@@ -219,6 +219,31 @@ def neurons_table(document: dict[str, Any], peers: dict[str, Any] | None) -> str
     return paragraphs(about + disk, table(heads, rows, numbers=True), items(failures(limited)))
 
 
+def silent_table(document: dict[str, Any]) -> str:
+    """How a model of experts decodes most of whose neurons are silent, by what is read of those on disk."""
+    name, settings = "silent", document["settings"]
+    share, size = settings["share"], document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
+    rounds = rounds_of(document, name, share)
+    labels = {OURS: "`auto`: whole experts", EXACT: "`exact`", PEER: "llama.cpp, mmap"}
+    runs = {engine: runs_of(document, engine, name, share, rounds) for engine in labels}
+    rows = []
+    for engine, label in labels.items():
+        cells = []
+        for rate in RATES[::-1]:
+            ratio = None if engine == PEER else middle(ratios(runs[engine], runs[PEER], rate))
+            cells += [cell(runs[engine], rate), fixed(ratio, 1)]
+        cells += [megabytes(of_disk(runs[engine], "bytes_per_token")), percent(of_disk(runs[engine], "hit_rate"), 0)]
+        peak = None if engine == PEER else peak_share(runs[engine])
+        rows.append([label, *cells, percent(peak, 0)])
+    rates = disk_rates(document, name)
+    disk = f" The disk: {rates[0]:.2f} GB/s in order, 4 KiB at random {rates[1]['4096']:.2f}." if rates else ""
+    about = f"{origin(document)}, {settings['threads']} threads on {processor(document)}; {rounds} interleaved rounds, "
+    about += f"{size:.2f} GB with {share:g} of its bytes as RAM, medians; decode of {settings['gen_tokens']}, prompt "
+    about += f"of {settings['prompt_tokens']}, tokens/s, and by llama.cpp's.{disk}"
+    heads = ["", "decode", "ratio", "prompt", "ratio", "read a token, MB", "hits", "peak memory by `--ram`"]
+    return paragraphs(about, table(heads, rows, numbers=True), items(failures(runs)))
+
+
 # --- plots
 
 
@@ -290,12 +315,13 @@ def latest(engine: str, names: Collection[str]) -> dict[str, Any] | None:
 
 
 def tables() -> dict[str, str | None]:
-    document, neurons = latest(PEER, LABELS), latest(PREDICTED, ["relu"])
+    document, neurons, silent = latest(PEER, LABELS), latest(PREDICTED, ["relu"]), latest(EXACT, ["silent"])
     peers = neurons if neurons is not None and has_measured(neurons, PEER, ["relu"]) else document
     return {
         "disk speed": None if document is None else speed_table(document),
         "disk reads": None if document is None else reads_table(document),
         "disk neurons": None if neurons is None else neurons_table(neurons, peers),
+        "disk silent": None if silent is None else silent_table(silent),
     }
 
 

@@ -1,14 +1,17 @@
 """Make the models of disk/compare.py: random weights of about 3 GB each, in the shapes of published models.
 
-    python -m benchmarks.models.disk_models FOLDER [--names dense relu experts] [--layers N]
+    python -m benchmarks.models.disk_models FOLDER [--names dense relu experts silent] [--layers N]
 
 dense     layers of Mistral-7B: SwiGLU, so every weight is read for every token
 relu      layers of Bamboo-7B, dReLU: 10 % of the neurons fire, by a power law (make_model.py); with its profile,
           predictor and bundles, from what is known of the weights (prepared.py)
 experts   layers of Qwen3-30B-A3B: 128 experts, 8 a token, used as unevenly as routing.py makes them (SKEW, LOCALITY);
           with a profile of their use over this repository's pages, and a trace of what another text selects
+silent    blocks of Nemotron 3 Nano 30B-A3B: 128 experts without gates, 6 a token and a shared one, 9 % of whose neurons
+          fire (silent_models.py); with the rows of its experts; 2 GB
 
-All in Q4_0. The same names give the same bytes; what exists is kept. --layers N: fewer layers, to try things.
+All in Q4_0, `silent` in Q5_0. The same names give the same bytes; what exists is kept. --layers N: fewer layers, to try
+things.
 Experts: LRU with memory for an eighth and for a quarter of them hits about 60 and 80 % of what the trace selects
 (docs/experts.md). Of a trained model with 512 experts, 10 a token, 67 and 81 % were reported (llama.cpp, pull request
 27861).
@@ -24,13 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.lib.machine import ROOT
-from benchmarks.models import expert_models, make_model, prepared
+from benchmarks.models import expert_models, make_model, prepared, silent_models
 from benchmarks.models.weights import Plan
 from powerinfer.cli.main import main as powerinfer
 from powerinfer.config import ModelConfig
 from powerinfer.placement.shapes import find_shape
 
-LAYERS = {"dense": 22, "relu": 22, "experts": 8}
+LAYERS = {"dense": 22, "relu": 22, "experts": 8, "silent": 6}
 VOCAB = 32000
 STORED = "q4_0"
 SKEW = LOCALITY = 0.6
@@ -96,12 +99,21 @@ def _experts(path: Path, layers: int, threads: int) -> None:
         shutil.rmtree(aside)
 
 
+def _silent(path: Path, layers: int, threads: int) -> None:
+    if not path.exists():
+        sizes = silent_models.cut("nemotron-3-nano-30b-a3b", layers, VOCAB)
+        silent_models.write(path, sizes, "q5_0", [silent_models.SILENT])
+    _run(["pack", "-m", str(path), "--threads", str(threads)])
+
+
 def _run(command: list[str]) -> None:
     if powerinfer(command):
         raise RuntimeError(f"powerinfer {command[0]} failed")
 
 
-_MAKERS: dict[str, Callable[[Path, int, int], None]] = {"dense": _dense, "relu": _relu, "experts": _experts}
+_MAKERS: dict[str, Callable[[Path, int, int], None]] = {
+    "dense": _dense, "relu": _relu, "experts": _experts, "silent": _silent,
+}  # fmt: skip
 
 
 def main() -> None:

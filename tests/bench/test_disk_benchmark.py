@@ -28,7 +28,7 @@ if what == "bench" and ram and name == "dense.gguf":
     sys.exit(1)
 if what == "bench":
     speed = 6.0 if ram else 10.0
-    if "predicted" in words:
+    if "predicted" in words or "exact" in words:
         speed *= 2
     disk = {"mode": ram, "joined_reads": 3200}
     disk |= {"bytes": 4_000_000_000, "bytes_per_token": 125_000_000, "read_gb_s": 2.0, "hit_rate": 0.75}
@@ -130,6 +130,20 @@ def test_jobs_tables_and_plots(
     monkeypatch.setattr(table, "IMAGES", tmp_path / "img")
     table.draw(document)
     assert {path.name for path in (tmp_path / "img").iterdir()} == {"disk-speed.svg", "disk-hits.svg"}
+
+
+def test_silent_neurons(measured: Callable[..., dict[str, Any]]) -> None:
+    document = measured("--names", "silent", "--rounds", 2, "--sweep")
+    assert "exact/silent/0.5/1" in document["jobs"] and "predicted/silent/0.5/0" not in document["jobs"]
+    for job in document["jobs"].values():
+        job["disturbed"] = False
+    text = table.silent_table(document)
+    assert "0.42 GB with 0.5 of its bytes as RAM" in text and "4 KiB at random 0.25" in text
+    assert [line for line in text.splitlines() if line.startswith("|")][2:] == [
+        "| `auto`: whole experts | 6.00* | 3.0 | 60.0* | 3.0 | 125 | 75 % | 97 % |",
+        "| `exact` | 12.0* | 6.0 | 120* | 6.0 | 125 | 75 % | 97 % |",
+        "| llama.cpp, mmap | 2.00* | | 20.0* | | | | |",
+    ]
 
 
 def test_what_can_be_hidden() -> None:

@@ -6,6 +6,9 @@ mean square of the change of its weights, relative to that of the weights: 0 if 
 and its logits from the bundles are compared with the dense ones on a short text, unless --no-check is given or the
 model has no tokenizer.
 
+Of experts without gates down is stored so, with the codes of the model's file: for --selector exact where RAM does not
+hold all experts, so that of those on disk only the rows of neurons that fire are read.
+
 JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part), seconds, agreement
 (top1_agreement, mean_kl, max_abs_logit_diff, tokens, active_fraction: bundles against dense weights). error and
 agreement are null if nothing was done, agreement also without the comparison.
@@ -15,12 +18,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import THRESHOLDED, EngineConfig, ModelConfig
+from powerinfer.errors import RequestError
 from powerinfer.formats import weight_types
 from powerinfer.text.model_text import has_tokenizer
+
+if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
 
 CONTEXT = 128  # tokens of the check's windows
 TYPES = ("auto", *map(str.lower, weight_types.ROW_TYPES))
@@ -51,11 +58,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.bundle_types import choose_types
+    from powerinfer.prepare.expert_packing import applies
     from powerinfer.prepare.packing import current, describe, pack
     from powerinfer.sparsity.verdict import no_gain
 
     engine = config_from(args, EngineConfig)
     checkpoint = open_model(args.model, engine, out)
+    if applies(checkpoint):
+        return _pack_experts(checkpoint, args, engine, out)
     types = choose_types(checkpoint, _asked(args.type), _asked(args.down_type))
     bundles = None if args.force else current(checkpoint, engine.prepared, types)
     packed = None
@@ -75,6 +85,29 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(document, any(layer.ffn.activation in THRESHOLDED for layer in checkpoint.config.layers), out)
     if not checkpoint.config.partly_rectified:
         out.line(no_gain(checkpoint.config))
+    out.document(document)
+    return 0
+
+
+def _pack_experts(checkpoint: Checkpoint, args: argparse.Namespace, engine: EngineConfig, out: Output) -> int:
+    from powerinfer.cli.progress import Bar
+    from powerinfer.prepare.expert_packing import pack_experts
+
+    if (args.type, args.down_type) != ("auto", "auto"):
+        raise RequestError("experts keep the codes of the model's file: leave out --type and --down-type")
+    with Bar() as bar:
+        rows, seconds = pack_experts(checkpoint, engine.prepared, args.force, bar, engine.threads)
+    kinds = ", ".join(dict.fromkeys(one.layout.down_type for one in rows.layers.values()))
+    document = {
+        "path": str(rows.path),
+        "bytes": rows.file.size,
+        "types": {"gate": None, "up": None, "down": kinds},
+        "layers": len(rows.layers),
+        "error": None if seconds is None else {"down": 0.0},
+        "seconds": seconds or 0.0,
+        "agreement": None,
+    }
+    _show(document, False, out)
     out.document(document)
     return 0
 

@@ -119,12 +119,15 @@ void bind_reads(nb::module_& m) {
 void bind_slots(nb::module_& m) {
   nb::class_<Resting>(m, "Resting",
                       "Where a part of each of equal items rests in a file: item i at offset + i // each * outer\n"
-                      "+ i % each * stride.")
+                      "+ i % each * stride. later: what is needed of it is read when it is.")
       .def(
           "__init__",
           [](Resting* resting, int file, int64_t offset, int64_t bytes, int64_t stride, std::optional<int64_t> each,
-             int64_t outer) { new (resting) Resting{file, offset, bytes, stride, each.value_or(1LL << 40), outer}; },
-          "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0)
+             int64_t outer, bool later) {
+            new (resting) Resting{file, offset, bytes, stride, each.value_or(1LL << 40), outer};
+            resting->later = later;
+          },
+          "file"_a, "offset"_a, "bytes"_a, "stride"_a, "each"_a = nb::none(), "outer"_a = 0, "later"_a = false)
       .def_static(
           "matrices",
           [](const std::string& type, int64_t rows, int64_t k, const std::vector<std::pair<int, int64_t>>& places) {

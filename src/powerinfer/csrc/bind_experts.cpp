@@ -184,7 +184,8 @@ void bind_experts(nb::module_& m) {
           "between\n"
           "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three "
           "are\n"
-          "of `disk_matrix` then, [experts * rows, k]. latent_in, latent_out: the experts read and give latents, which "
+          "of `disk_matrix` then, [experts * rows, k]; with `bundled`, of `expert_rows`, up alone. latent_in, "
+          "latent_out: the experts read and give latents, which "
           "these\n"
           "make of the input, and the output of.");
   nb::class_<Experts, Op>(m, "Experts", "An FFN of experts.")
@@ -236,10 +237,10 @@ void bind_experts(nb::module_& m) {
           [](const Experts& op) {
             const RestingExperts::Stats s = resting_of(op).stats();
             return std::map<std::string, int64_t>{
-                {"wanted", s.wanted}, {"hits", s.hits}, {"guessed", s.guessed}, {"right", s.right}};
+                {"wanted", s.wanted}, {"hits", s.hits}, {"guessed", s.guessed}, {"right", s.right}, {"rows", s.later}};
           },
           "Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;\n"
-          "right: of these, needed.")
+          "right: of these, needed; rows: bytes of rows of down that were read, of those told apart.")
       .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
            "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"

@@ -1,5 +1,6 @@
 // Weights: matrices, bundles of neurons, tables and norms.
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include "bindings.h"
@@ -283,6 +284,46 @@ std::shared_ptr<Bundles> make_apart_bundles(int64_t neurons, int64_t d_model,
   return b;
 }
 
+// Rows of down, of experts in slots and behind them of a shared one. The operator that reads them says where those lie.
+std::shared_ptr<Bundles> make_expert_rows(const std::shared_ptr<Slots>& slots, int64_t experts, int64_t neurons,
+                                          int64_t d_model, const std::string& up_type, const std::string& down_type,
+                                          const NeuronSpec& spec, std::optional<Bytes2> shared) {
+  require(spec.activation.kind < PI_N_ACTS, "only experts have that activation");
+  require(experts > 0 && neurons > 0 && neurons % PI_GROUP == 0, "experts have whole groups of neurons");
+  require(experts == slots->items(), "the slots are of another number of experts");
+  for (size_t part = 1; part < slots->parts(); part++)
+    require(slots->in_lines(part), "the neurons do not begin with cache lines of their file");
+  const int type = row_type(down_type);
+  check_row(type, PI_ADD, d_model);
+  require(d_model % pi_block(type_of(up_type)) == 0, "a quantised row must hold whole blocks");
+  const int64_t row = pi_row_bytes(type, d_model), group = PI_GROUP * row + pi_shared_bytes(type, d_model);
+  require(!shared || (int64_t)shared->shape(1) == group, "the groups of the shared expert have another size");
+  const int64_t more = shared ? (int64_t)shared->shape(0) : 0, all = experts * neurons + more * PI_GROUP;
+  const uint8_t* const memory = slots->memory();
+  const auto [base, last] = std::minmax({memory, shared ? shared->data() : memory}, std::less<const uint8_t*>());
+  const int64_t bytes = std::max(slots->shared()->slots() * slots->slot_bytes(), more * group);
+  require((uintptr_t)base % LINE == 0 && (uintptr_t)last % LINE == 0, "the rows do not begin with cache lines");
+  require(all <= INT32_MAX && (last - base + bytes) / LINE <= UINT32_MAX, "so many neurons cannot be had");
+  auto b = std::make_shared<Bundles>();
+  b->neurons = all;
+  b->members.resize((size_t)all);
+  std::iota(b->members.begin(), b->members.end(), 0);
+  b->lines.resize((size_t)all);
+  b->shared_lines.resize((size_t)(all / PI_GROUP));
+  for (int64_t g = 0; g < more; g++) {
+    const int64_t at = shared->data() - base + g * group, first = experts * neurons + g * PI_GROUP;
+    for (int64_t i = 0; i < PI_GROUP; i++) b->lines[(size_t)(first + i)] = (uint32_t)((at + i * row) / LINE);
+    b->shared_lines[(size_t)(first / PI_GROUP)] = (uint32_t)((at + PI_GROUP * row) / LINE);
+  }
+  b->gate = PiRows{nullptr, 0, 0, 0, d_model, 0};
+  b->up = PiRows{base, 0, 0, 0, d_model, type_of(up_type)};
+  b->down = PiRows{base, 0, 0, 0, d_model, type, b->lines.data(), base, b->shared_lines.data()};
+  b->firsts = false;
+  b->spec = spec;
+  check_vectors(*b);
+  return b;
+}
+
 std::shared_ptr<Bundles> make_resting_bundles(std::shared_ptr<Slots> slots, int64_t d_model,
                                               const std::optional<std::string>& gate_type, const std::string& up_type,
                                               const std::string& down_type, std::optional<int64_t> gate_at,
@@ -527,6 +568,12 @@ void bind_bundles(nb::module_& m) {
       "spec"_a, "up"_a.noconvert().none(), "down"_a.noconvert(), nb::keep_alive<0, 7>(), nb::keep_alive<0, 8>(),
       "Neurons of a layer beside a matrix with their first product, of gate or in a plain FFN of up: their rows of\n"
       "up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share]; kept.");
+  m.def(
+      "expert_rows", &make_expert_rows, "slots"_a, "experts"_a, "neurons"_a, "d_model"_a, "up_type"_a, "down_type"_a,
+      "spec"_a, "shared"_a.noconvert() = nb::none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 8>(),
+      "Bundles of down of experts on disk, `neurons` of each. The parts of the slots' items are up, the rows of down,\n"
+      "read later, and the scales that their groups share, if any. shared: down of a shared expert behind them,\n"
+      "[groups, bytes of 32 rows and what they share], kept.");
   m.def(
       "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
       "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a.noconvert() = nb::none(),

@@ -2,6 +2,7 @@
 
 #include "program.h"
 #include "repack.h"
+#include "resting_experts.h"
 
 namespace {
 
@@ -15,7 +16,9 @@ ExpertStore::Parts parts_of(const ExpertMatrices& all) {
   const Bundles& b = *all.bundled->bundles;
   const int64_t n = all.experts, neurons = all.neurons, d_model = b.up.k;
   ExpertStore::Parts parts{std::vector<Matrix>(),
-                           all.up ? cut(*all.up, n, neurons) : repacked(b.up.type, n, neurons, d_model),
+                           !all.up     ? repacked(b.up.type, n, neurons, d_model)
+                           : all.slots ? on_disk(n, *all.up, neurons)
+                                       : cut(*all.up, n, neurons),
                            repacked(b.down.type, n, d_model, neurons)};
   if (all.gate) parts[ExpertStore::GATE] = cut(*all.gate, n, neurons);
   else if (b.gated()) parts[ExpertStore::GATE] = repacked(b.gate.type, n, neurons, d_model);
@@ -33,16 +36,17 @@ Matrix rows_of(const Matrix& all, int64_t first, int64_t rows) {
 BundledExperts::BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace)
     : ExpertStore(all, parts_of(all), std::move(workspace)),
       bundled_(std::move(all.bundled)),
+      shared_(bundled_->bundles->neurons - experts * neurons),
       predictor_(std::move(all.predictor)),
       out_(predictor_ ? cut(rows_of(*predictor_->out, 0, experts * neurons), experts, neurons) : std::vector<Matrix>()),
       recall_every_(all.recall_every),
-      shared_(bundled_->bundles->neurons - experts * neurons),
       shared_out_(predictor_ ? rows_of(*predictor_->out, experts * neurons, shared_) : Matrix()),
       sampled_((size_t)workspace_->pool->threads()) {}
 
 void BundledExperts::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,
                              int64_t ldo, int64_t p0, int64_t p1) const {
-  if (parts_[part][e].data) return ExpertStore::product(thread, rows, part, e, acts, out, ldo, p0, p1);
+  if (parts_[part][e].data || parts_[part][e].disk)
+    return ExpertStore::product(thread, rows, part, e, acts, out, ldo, p0, p1);
   const Bundles& b = *bundled_->bundles;
   const int64_t first = (int64_t)e * neurons;
   uint8_t* const to = rows.panels_of(thread);
@@ -70,28 +74,34 @@ int64_t BundledExperts::panels_at_once(Part part) const {
 }
 
 void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,
-                              int64_t top_k, const SharedExpert& shared) {
+                              int64_t top_k, const SharedExpert& shared, const Attempt&) {
   if (predictor_) return sum_predicted(t, rows, piece, top_k, shared);
-  list_firing(t, rows, acts, piece.x.tokens, shared);
+  const int64_t tokens = piece.x.tokens;
+  const PiActs inputs = tokens == 1 ? *acts : gather(t, rows, acts, d_model, forms_);
+  begin_list(t.id);
+  if (shared_) list_shared(t, rows, acts, tokens, shared);
+  list_firing(t.id, rows, &inputs, tokens);
   workspace_->pool->barrier();
   bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.activations), experts * neurons + shared_, nullptr);
   if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons + shared_);
 }
 
 // Lists neurons of this thread's share of the active experts, by the products of `matrices` with `inputs`, of rows or of a
-// `single` token. prepare(e, z, lanes): before they are compared with `limit`, |z| where `magnitude`; z: [rows][ldh].
+// `single` token; null: z has them, as they are compared. prepare(e, z, lanes): before they are compared with `limit`, |z| where `magnitude`; z: [rows][ldh].
 // use_listed(e, z, first, listed, n, lanes): n neurons of expert e were listed, of which z has those from `first` on.
 template <class F, class G>
-void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs,
+void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs* inputs,
                           bool single, const Limit& limit, F prepare, G use_listed) const {
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
   share_panels(thread, rows, matrices[0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.n(e), c0 = p0 * PI_LANES, lanes = (p1 - p0) * PI_LANES;
     const int64_t first = (int64_t)e * neurons + c0;
-    const PiActs x = pi_acts_from(&inputs, single ? 0 : begin, 0);
     float* const z = rows.floats(rows.gate) + begin * rows.ldh + c0;
-    workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, p0, p1);
-    prepare(e, z, lanes);
+    if (inputs) {
+      const PiActs x = pi_acts_from(inputs, single ? 0 : begin, 0);
+      workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, p0, p1);
+      prepare(e, z, lanes);
+    }
     int64_t counts[PI_NEURON_TOKENS] = {0};
     int32_t* const listed = share.listed.data() + share.n;
     const int64_t more = workspace_->kernels->neurons.keep(z, rows.ldh, n, lanes, limit.magnitude, limit.value,
@@ -109,21 +119,21 @@ void BundledExperts::begin_list(int thread) const {
   std::fill(share.counts, share.counts + PI_NEURON_TOKENS, 0);
 }
 
+// Activations of an expert's first products, times the weights of its rows.
+void BundledExperts::activate(const ExpertRows& rows, size_t e, float* h, int64_t lanes) const {
+  for (int64_t i = 0; i < rows.n(e); i++) {
+    activation_.apply_first(workspace_->kernels, h + i * rows.ldh, lanes);
+    workspace_->kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(rows.begin[e] + i)], lanes);
+  }
+}
+
 // Lists the neurons that fire, of this thread's share of the first products; `activations` gets them, times the weights of
-// their experts, for every token.
-void BundledExperts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens,
-                                 const SharedExpert& shared) const {
-  const PiKernels* const kernels = workspace_->kernels;
+// their experts, for every token. inputs: null: `activate` was called for all.
+void BundledExperts::list_firing(int thread, const ExpertRows& rows, const PiActs* inputs, int64_t tokens) const {
   const bool single = tokens == 1;
-  const PiActs inputs = single ? *acts : gather(t, rows, acts, d_model, forms_);
   float* const activations = rows.floats(rows.activations);
   const int64_t ldk = experts * neurons + shared_;
-  const auto activate = [&](size_t e, float* h, int64_t lanes) {
-    for (int64_t i = 0; i < rows.n(e); i++) {
-      activation_.apply_first(kernels, h + i * rows.ldh, lanes);
-      kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(rows.begin[e] + i)], lanes);
-    }
-  };
+  const auto prepare = [&](size_t e, float* h, int64_t lanes) { activate(rows, e, h, lanes); };
   const auto know = [&](size_t e, const float* h, int64_t first, const int32_t* listed, int64_t n, int64_t) {
     for (int64_t j = 0; j < n; j++) {
       for (int64_t i = 0; i < tokens && !single; i++) activations[i * ldk + listed[j]] = 0.0f;
@@ -131,9 +141,7 @@ void BundledExperts::list_firing(Thread& t, ExpertRows& rows, const PiActs* acts
         activations[rows.token_of[(size_t)(rows.begin[e] + i)] * ldk + listed[j]] = h[i * rows.ldh + listed[j] - first];
     }
   };
-  begin_list(t.id);
-  if (shared_) list_shared(t, rows, acts, tokens, shared);
-  list(t.id, rows, first_products(), inputs, single, {1, 0.0f}, activate, know);
+  list(thread, rows, first_products(), inputs, single, {1, 0.0f}, prepare, know);
 }
 
 // The same of the shared expert, whose neurons lie behind all others in the bundles.
@@ -142,7 +150,7 @@ void BundledExperts::list_shared(Thread& t, ExpertRows& rows, const PiActs* acts
   const Program& p = *t.program;
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)t.id];
   const int64_t first = experts * neurons, ldk = first + shared_;
-  if (!shared.gate.empty()) workspace_->pool->barrier();              // its weights are there
+  workspace_->pool->barrier();                                        // its weights are there
   const Columns mine = shared.neurons->activate(t, acts, tokens, 2);  // two panels: a group of neurons
   float* const h = p.gate + mine.c0;
   for (int64_t i = 0; i < tokens; i++)
@@ -203,7 +211,7 @@ void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, 
   };
   begin_list(t.id);
   if (shared_) list_predicted_shared(t.id, hidden, tokens);
-  list(t.id, rows, out_, inputs, tokens == 1, {0, predictor_->limit()}, [](size_t, float*, int64_t) {}, select);
+  list(t.id, rows, out_, &inputs, tokens == 1, {0, predictor_->limit()}, [](size_t, float*, int64_t) {}, select);
   workspace_->pool->barrier();
 }
 

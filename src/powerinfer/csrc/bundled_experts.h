@@ -9,13 +9,13 @@ class BundledExperts : public ExpertStore {
   int forms(int64_t tokens) const override { return leaves_out(tokens) && predictor_ ? 0 : forms_; }
   bool leaves_out(int64_t tokens) const override { return !computes_whole_ && tokens <= PI_NEURON_TOKENS; }
   void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece, int64_t top_k,
-                const SharedExpert& shared) override;
+                const SharedExpert& shared, const Attempt& attempt) override;
   bool has_shared() const override { return shared_ > 0; }
   Counts counts() const override;
   void clear() override;
   void set_whole(bool on) override { computes_whole_ = on; }
 
- private:
+ protected:
   void product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out, int64_t ldo,
                int64_t p0, int64_t p1) const override;
   int64_t panels_at_once(Part part) const override;
@@ -25,11 +25,18 @@ class BundledExperts : public ExpertStore {
   };
   void begin_list(int thread) const;
   template <class F, class G>
-  void list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs, bool single,
+  void list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs* inputs, bool single,
             const Limit& limit, F prepare, G use_listed) const;
   const std::vector<Matrix>& first_products() const { return parts_[parts_[GATE].empty() ? UP : GATE]; }
-  void list_firing(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
+  void list_firing(int thread, const ExpertRows& rows, const PiActs* inputs, int64_t tokens) const;
+  void activate(const ExpertRows& rows, size_t e, float* h, int64_t lanes) const;
   void list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
+
+  const std::shared_ptr<NeuronSum> bundled_;
+  const int64_t shared_;  // neurons of the shared expert, behind those of the others
+  bool computes_whole_ = false;
+
+ private:
   void sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k, const SharedExpert& shared);
   void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t top_k, bool sampled) const;
   void list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const;
@@ -38,13 +45,10 @@ class BundledExperts : public ExpertStore {
     return experts + (shared_ + neurons - 1) / neurons;
   }  // of neurons with weights of their own
 
-  const std::shared_ptr<NeuronSum> bundled_;
   const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
   const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
   const int64_t recall_every_;
-  const int64_t shared_;     // neurons of the shared expert, behind those of the others
-  const Matrix shared_out_;  // their rows of the predictor's
-  bool computes_whole_ = false;
+  const Matrix shared_out_;  // of the shared one's neurons, their rows of the predictor's
   Ffn::Recall recall_ = {};
   std::vector<Ffn::Recall> sampled_;  // of the threads
   int64_t predictor_rows_ = 0;

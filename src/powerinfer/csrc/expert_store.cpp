@@ -6,6 +6,7 @@
 
 #include "bundled_experts.h"
 #include "resting_experts.h"
+#include "resting_neurons.h"
 
 ExpertRows::ExpertRows(const Sizes& s)
     : sizes(s),
@@ -31,6 +32,7 @@ ExpertRows::ExpertRows(const Sizes& s)
       activations(PI_NEURON_TOKENS * s.bundled * 4),
       expert_weights((size_t)(PI_NEURON_TOKENS * s.groups)),
       guessed((size_t)(GUESSED * ldl)),
+      fired((size_t)(s.bundled ? PI_NEURON_TOKENS * s.top_k * ldh / PI_LANES : 0)),
       panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
   active.reserve((size_t)s.experts);
 }
@@ -44,7 +46,8 @@ void ExpertRows::compute(const std::vector<int32_t>& experts) {
 }
 
 std::unique_ptr<ExpertStore> ExpertStore::make(ExpertMatrices all, std::shared_ptr<Workspace> workspace) {
-  if (all.slots) return std::make_unique<RestingExperts>(std::move(all), std::move(workspace));
+  if (all.slots && all.bundled) return std::make_unique<RestingNeurons>(std::move(all), std::move(workspace));
+  if (all.slots) return std::make_unique<ExpertsOnDisk>(std::move(all), std::move(workspace));
   if (all.bundled) return std::make_unique<BundledExperts>(std::move(all), std::move(workspace));
   Parts parts{std::vector<Matrix>(), cut(*all.up, all.experts, all.neurons), cut(*all.down, all.experts, all.up->k)};
   if (all.gate) parts[GATE] = cut(*all.gate, all.experts, all.neurons);

@@ -17,7 +17,8 @@ inline const Vector NO_BIAS;
 // them may be those of a shared expert without gates. The rows of their first product (gate, or up without gates) are read
 // with a predictor, which selects among all of these neurons and takes the matrix' place.
 // slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
-// `down` say then what they are alone.
+// `down` say then what they are alone. With `bundled`, of experts without gates, the parts are up, the rows of down, which
+// are read later, and the scales that their groups share, if any.
 // latent_in, latent_out: the experts read and give latents, which these matrices make of the input, and the output of; null:
 // the input and the output themselves.
 struct ExpertMatrices {
@@ -61,6 +62,7 @@ struct ExpertRows {
   Mapping activations;                      // activations of bundled neurons, [PI_NEURON_TOKENS][bundled]
   std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][groups]
   std::vector<float> guessed;               // logits, [GUESSED][ldl]
+  std::vector<uint16_t> fired;              // which neurons of bundled experts fire, a bit each, [rows][ldh / 16]
   Mapping panels;                           // some for each thread, repacked
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
@@ -109,7 +111,7 @@ class ExpertStore {
   // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`.
   virtual bool leaves_out(int64_t) const { return false; }
   virtual void sum_some(Thread&, ExpertRows&, const PiActs*, const NeuronSum::Piece&, int64_t /*top_k*/,
-                        const SharedExpert&) {}
+                        const SharedExpert&, const Attempt&) {}
   // Whether that is the sum of the shared expert, too.
   virtual bool has_shared() const { return false; }
 
@@ -133,6 +135,9 @@ class ExpertStore {
   // acts: of rows, or of a `single` token.
   virtual void sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                         const Attempt& attempt);
+  // The same of experts on disk, some after others: `next`, by thread 0, says which.
+  void sum_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
+                    const std::function<void()>& next, const RestingExperts& resting) const;
   // For each row its token's input, of k elements. Ends with a barrier.
   PiActs gather(const Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
   // Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, two or

@@ -40,11 +40,11 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
   check(n > 0 && all.neurons > 0, "experts need neurons");
   workspace->reserve(1, all.neurons);
   check(all.bundled || !all.predictor, "a predictor selects among experts as bundles");
-  check(!all.bundled || !all.slots, "experts as bundles are in memory");
   if (all.bundled) {
     const Bundles& b = *all.bundled->bundles;
     check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
     check(all.gate_bias.empty() && all.up_bias.empty() && all.down_bias.empty(), "experts as bundles have no biases");
+    check(!all.slots || (!b.gated() && !all.predictor), "of experts on disk those without gates are bundles");
     const auto& first = b.gated() ? all.gate : all.up;
     check(!(b.gated() ? all.up : all.gate) && !all.down && !first == !!all.predictor,
           "experts as bundles have a matrix of their first product or a predictor, and no other matrices");
@@ -65,6 +65,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
       check(all.predictor->floor == 0, "a predictor of experts has no floor");
       workspace->reserve_lists(b.neurons, d, all.predictor->rank());
     }
+    if (all.slots) reserve_resting(all);
     return reserve_expert_rows(n, top_k, all.neurons, b.neurons);
   }
   check(all.up && all.down, "experts need up and down");
@@ -84,18 +85,28 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
 }
 
 void Program::reserve_resting(const ExpertMatrices& all) {
-  check(all.slots->items() == all.experts, "the slots are of another number of experts");
-  check(all.slots->parts() == (all.gate ? 3 : 2), "the slots have another number of matrices than the experts");
+  const Slots& slots = *all.slots;
+  check(slots.items() == all.experts, "the slots are of another number of experts");
   size_t part = 0;
   for (const auto& matrix : {all.gate, all.up, all.down}) {
     if (!matrix) continue;
     const int64_t rows_of = matrix->rows / all.experts, excess = packed_excess(matrix->type, rows_of, matrix->k);
-    check(all.slots->part_bytes(part) == rows_of * stored_row_bytes(matrix->type, matrix->k) &&
-              all.slots->before(part) == excess,
+    check(part < slots.parts() && slots.part_bytes(part) == rows_of * stored_row_bytes(matrix->type, matrix->k) &&
+              slots.before(part) == excess,
           "the slots are of matrices of another size");
     part++;
     workspace->reserve_packed(*matrix, 2 * excess);
   }
+  if (all.bundled) {
+    const PiRows& down = all.bundled->bundles->down;
+    const int64_t shared = all.neurons / PI_GROUP * pi_shared_bytes(down.type, down.k);
+    check(slots.parts() == part + 1 + (shared > 0), "the slots have another number of parts than the experts");
+    check(slots.part_bytes(part) == all.neurons * pi_row_bytes(down.type, down.k) &&
+              (!shared || slots.part_bytes(part + 1) == shared),
+          "the slots are of neurons of another size");
+    part = slots.parts();
+  }
+  check(slots.parts() == part, "the slots have another number of matrices than the experts");
 }
 
 void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
@@ -205,7 +216,8 @@ void Experts::run(Thread& t, const Step& step) {
   if (shared_apart && records_fired_) keep_shared(t, tokens);
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
   if (leaves_out) {
-    store_->sum_some(t, rows, acts, {x, spec_.norm, to, true}, router_.spec.top_k, shared_);
+    store_->sum_some(t, rows, acts, {x, spec_.norm, to, true}, router_.spec.top_k, shared_,
+                     [&](const auto& work) { return p.attempt(work); });
     if (shared_apart) add_shared(t, rows, tokens, to);
     return p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
   }
@@ -338,9 +350,10 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
       if (thread == 0) failure.attempt([&] { after_->expect_guessed(rows, tokens); });
     }
     const PiActs* acts = w.prepare(thread, in, spec_.norm, store_->forms(tokens));
+    const auto attempt = [&](const auto& work) { return failure.attempt(work); };
     if (store_->leaves_out(tokens))
-      return store_->sum_some(t, rows, acts, {in, spec_.norm, to, true}, router_.spec.top_k, shared_);
-    store_->sum_tokens(t, rows, acts, tokens, nullptr, [&](const auto& work) { return failure.attempt(work); });
+      return store_->sum_some(t, rows, acts, {in, spec_.norm, to, true}, router_.spec.top_k, shared_, attempt);
+    store_->sum_tokens(t, rows, acts, tokens, nullptr, attempt);
     merge(t, rows, tokens, to);
   };
   w.pool->run(prepare, job);

@@ -130,6 +130,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   const float limit = multiplied ? 0.0f : threshold;  // which is of activations
   const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, limit, piece.groups, multiplied};
   if (bundles->slots) add_from_disk(thread, piece, acts, firing, n, fired);
+  else if (piece.waves) add_in_waves(thread, piece, acts, firing, n, fired);
   else
     add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n, firing, own.block, own.sums.data(),
                 lists.lds, own.done, fired);
@@ -138,6 +139,22 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   if (thread == 0 && bundles->slots) bundles->slots->settle();
   if (thread == 0 && piece.counted) count(tokens);
   workspace->pool->barrier();
+}
+
+// In the order in which they are added if all are there.
+void NeuronSum::add_in_waves(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
+                             int64_t* fired) {
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  own.n_taken = n;
+  own.begin = own.end = 0;
+  do {
+    workspace->pool->barrier();  // all have taken theirs, or added those of the wave before
+    if (thread == 0) lists.wave.last = !piece.waves->next(lists);
+    workspace->pool->barrier();
+    add_neurons(workspace->kernels, *bundles, acts, piece.x.tokens, own.taken.data() + own.begin, own.end - own.begin,
+                firing, own.block, own.sums.data(), lists.lds, own.done, fired);
+  } while (!lists.wave.last);
 }
 
 // ---- Neurons on disk ------------------------------------------------------------------------------------------------

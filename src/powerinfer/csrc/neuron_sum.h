@@ -44,6 +44,12 @@ class NeuronSum {
     NeuronSum* neurons;
     const Predictor* predictor;
   };
+  // Neurons whose rows come into memory while others are added: by thread 0, `next` chooses which of `taken` the threads
+  // add now, each the next of its own, which are there until it is called again. False: these are the last.
+  struct Waves {
+    virtual ~Waves() = default;
+    virtual bool next(NeuronLists& lists) = 0;
+  };
   // The input of up to PI_NEURON_TOKENS tokens, and where their sums go.
   struct Piece {
     Rows x;            // before the norm
@@ -57,6 +63,7 @@ class NeuronSum {
     Program* program = nullptr;         // of the step; `gate` is overwritten with the h of neurons on disk
     Failure* failure = nullptr;         // where these are summed without a program: what could not be read
     Ahead ahead = {};                   // of neurons on disk: read behind those of this layer
+    Waves* waves = nullptr;             // of neurons whose activations are known; null: all are in memory, or in slots
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
@@ -85,6 +92,8 @@ class NeuronSum {
 
  private:
   void list_selected(int thread, const Piece& piece);
+  void add_in_waves(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
+                    int64_t* fired);
   void add_from_disk(int thread, const Piece& piece, const PiActs* acts, Firing firing, int64_t n, int64_t* fired);
   void next_wave(bool counted);
   void judge_guesses();

@@ -2,57 +2,25 @@
 
 #include <iterator>
 
-namespace {
-
-// Of each expert a matrix as `all` is of all of them, one below the other.
-std::vector<Matrix> on_disk(const ExpertMatrices& all_experts, const Matrix& all, int64_t rows) {
+std::vector<Matrix> on_disk(int64_t experts, const Matrix& all, int64_t rows) {
   const int64_t panels = pi_round_up(rows, PI_LANES) / PI_LANES;
-  std::vector<Matrix> matrices((size_t)all_experts.experts, {all.type, rows, all.k, panels, nullptr, nullptr});
+  std::vector<Matrix> matrices((size_t)experts, {all.type, rows, all.k, panels, nullptr, nullptr});
   for (Matrix& matrix : matrices)
     matrix.disk = std::make_shared<OnDisk>(OnDisk{0, 0, rows * stored_row_bytes(all.type, all.k), rows, {}});
   return matrices;
 }
 
-ExpertStore::Parts parts_of(const ExpertMatrices& all) {
-  ExpertStore::Parts parts{std::vector<Matrix>(), on_disk(all, *all.up, all.neurons),
-                           on_disk(all, *all.down, all.up->k)};
-  if (all.gate) parts[ExpertStore::GATE] = on_disk(all, *all.gate, all.neurons);
-  return parts;
-}
+// ---- Reading them ---------------------------------------------------------------------------------------------------
 
-}  // namespace
-
-RestingExperts::RestingExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace)
-    : ExpertStore(all, parts_of(all), std::move(workspace)),
-      uses((size_t)experts),
+RestingExperts::RestingExperts(std::shared_ptr<Slots> slots, ExpertStore::Parts& parts)
+    : uses((size_t)slots->items()),
       elsewhere(uses.size()),
-      slots_(std::move(all.slots)),
+      slots_(std::move(slots)),
       matrices_(uses.size()),
       guesses_(slots_, ENOUGH) {
-  for (size_t e = 0; e < matrices_.size(); e++) {
-    for (std::vector<Matrix>& part : parts_)
-      if (!part.empty()) matrices_[e].push_back(&part[e]);
-  }
-}
-
-// Some experts after others, those first that are in memory.
-void RestingExperts::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
-                              const Attempt& attempt) {
-  Workspace& w = *workspace_;
-  for (;;) {
-    if (t.id == 0 && !attempt([&] { next(rows); })) rows.compute({});
-    w.pool->barrier();
-    if (rows.active.empty()) return;
-    const bool settles = settles_;  // threads must settle after a product of these
-    multiply(t.id, rows, acts, single, false, fired);
-    w.pool->barrier();
-    if (settles) w.settle(t.id);
-    add_down(t.id, rows, false);
-    w.pool->barrier();
-    if (!settles) continue;
-    w.settle(t.id);
-    w.pool->barrier();
-  }
+  for (size_t e = 0; e < matrices_.size(); e++)
+    for (std::vector<Matrix>& part : parts)
+      if (!part.empty() && part[e].disk) matrices_[e].push_back(&part[e]);
 }
 
 void RestingExperts::expect(const int32_t* expected, int64_t n) {
@@ -62,7 +30,6 @@ void RestingExperts::expect(const int32_t* expected, int64_t n) {
   guesses_.expect(expected_here.data(), (int64_t)expected_here.size());
 }
 
-// Begins to read what the step needs and is not there.
 void RestingExperts::begin(const ExpertRows& rows) {
   all_ += (int64_t)rows.active.size();
   for (const int32_t e : rows.active) hits_ += slots_->held(e);
@@ -80,11 +47,10 @@ void RestingExperts::read_more() {
   while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
 }
 
-// The experts to compute next, in memory until the next call: `active` of the rows; none: that was all.
-void RestingExperts::next(ExpertRows& rows) {
+void RestingExperts::next(ExpertRows& rows, bool stay) {
   for (const int32_t e : now_) {
     slots_->changed(e);
-    slots_->let_go(e);
+    if (!stay) slots_->let_go(e);
   }
   now_.clear();
   read_more();
@@ -128,4 +94,47 @@ void RestingExperts::end() {
   coming_.clear();
   now_.clear();
   pinned_ = 0;
+}
+
+// ---- Experts as matrices --------------------------------------------------------------------------------------------
+
+namespace {
+
+ExpertStore::Parts parts_of(const ExpertMatrices& all) {
+  const int64_t n = all.experts;
+  ExpertStore::Parts parts{std::vector<Matrix>(), on_disk(n, *all.up, all.neurons), on_disk(n, *all.down, all.up->k)};
+  if (all.gate) parts[ExpertStore::GATE] = on_disk(n, *all.gate, all.neurons);
+  return parts;
+}
+
+}  // namespace
+
+ExpertsOnDisk::ExpertsOnDisk(ExpertMatrices all, std::shared_ptr<Workspace> workspace)
+    : ExpertStore(all, parts_of(all), std::move(workspace)), resting_(all.slots, parts_) {}
+
+void ExpertsOnDisk::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
+                             const Attempt& attempt) {
+  const auto next = [&] {
+    if (!attempt([&] { resting_.next(rows); })) rows.compute({});
+  };
+  sum_arriving(t, rows, acts, single, fired, next, resting_);
+}
+
+void ExpertStore::sum_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
+                               const std::function<void()>& next, const RestingExperts& resting) const {
+  Workspace& w = *workspace_;
+  for (;;) {
+    if (t.id == 0) next();
+    w.pool->barrier();
+    if (rows.active.empty()) return;
+    const bool settles = resting.settles();
+    multiply(t.id, rows, acts, single, false, fired);
+    w.pool->barrier();
+    if (settles) w.settle(t.id);
+    add_down(t.id, rows, false);
+    w.pool->barrier();
+    if (!settles) continue;
+    w.settle(t.id);
+    w.pool->barrier();
+  }
 }

@@ -61,6 +61,7 @@ Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t i
       slots_(slots),
       memory_(memory ? std::move(memory) : std::make_shared<SlotMemory>(slots, slot_bytes_)),
       as_read_((size_t)items),
+      times_read_((size_t)items),
       early_((size_t)items),
       slot_of_((size_t)items, -1) {
   const int64_t unit = reads_->direct() && !small_ ? (int64_t)Reads::ALIGN : LINE;
@@ -69,7 +70,7 @@ Slots::Slots(std::shared_ptr<Reads> reads, std::vector<Resting> parts, int64_t i
   bool in_lines = memory_->slots_ * memory_->slot_bytes_ / LINE <= UINT32_MAX;
   for (int64_t i = 0; i < items && reads_->direct() && !small_; i++) in_lines = in_lines && parts_[0].at(i) % LINE == 0;
   if (in_lines && !parts_[0].before) lines_.resize((size_t)items);
-  for (const Resting& part : parts_) item_bytes_ += part.bytes;
+  for (const Resting& part : parts_) item_bytes_ += part.later ? 0 : part.bytes;
   const int64_t most = slots + memory_->all_common_;
   priority.resize((size_t)items);
   item_of_.assign((size_t)most, -1);
@@ -170,6 +171,25 @@ int64_t Slots::place_in_part(const Resting& part, int64_t item) const {
 
 const uint8_t* Slots::part(int64_t item, size_t part) const {
   return memory_->memory_.data() + place(slot_of_[(size_t)item], item, part);
+}
+
+bool Slots::in_lines(size_t part) const {
+  for (int64_t i = 0; i < items(); i++)
+    if (parts_[part].at(i) % LINE) return false;
+  return !parts_[part].before;
+}
+
+void Slots::read_later(int32_t item, size_t part, int64_t first, int64_t bytes) {
+  const Resting& from = parts_[part];
+  check(first >= 0 && bytes <= from.bytes - first, "a part has fewer bytes");
+  later_.push_back({from.file_of(item), from.at(item) + first, bytes, own(item, part) + first});
+}
+
+int64_t Slots::begin_later() {
+  begun_.swap(later_);
+  later_.clear();
+  for (const Read& read : begun_) stats_.later += read.bytes;
+  return small_ ? reads_->begin_small(begun_.data(), begun_.size()) : reads_->begin(begun_.data(), begun_.size());
 }
 
 void Slots::check_items(const int32_t* list, int64_t n) const {
@@ -291,13 +311,15 @@ void Slots::read_misses(bool pinned) {
     item_of_[(size_t)slot] = item;
     slot_of_[(size_t)item] = -2 - slot;
     as_read_[(size_t)item] = 1;
+    times_read_[(size_t)item]++;
     early_[(size_t)item] = !pinned;
     if (pinned) pin(slot);
     coming.slots.push_back(slot);
     if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
     for (size_t i = 0; i < parts_.size(); i++)
-      begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes,
-                        memory_->memory_.data() + place(slot, item, i)});
+      if (!parts_[i].later)
+        begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes,
+                          memory_->memory_.data() + place(slot, item, i)});
   }
   const size_t n = begun_.size();
   coming.ticket = small_ ? reads_->begin_small(begun_.data(), n) : reads_->begin(begun_.data(), n);

@@ -8,7 +8,8 @@
 #include "reads.h"
 
 // Where a part of each item rests: item i at offset + i / each * outer + i % each * stride, or in a place of its own.
-// before: bytes of memory that the part has before those that are read.
+// before: bytes of memory that the part has before those that are read. later: whoever needs bytes of it reads them, of an
+// item that is there or being read (`Slots::read_later`).
 struct Resting {
   struct Place {
     int file;
@@ -19,6 +20,7 @@ struct Resting {
   int64_t each = 1LL << 40, outer = 0;
   int64_t before = 0;
   std::vector<Place> places = {};  // of each item, or none
+  bool later = false;
   int64_t at(int64_t i) const {
     return places.empty() ? offset + i / each * outer + i % each * stride : places[(size_t)i].offset;
   }
@@ -57,6 +59,7 @@ class Slots {
   struct Stats {
     int64_t wanted, hits, bytes;  // items that were pinned; that needed no read; bytes read for the others
     int64_t early;                // of the hits those that `fetch` has read since `settle`
+    int64_t later;                // bytes that were read of parts that are read later
   };
   // parts: of each item, in any order; memory for `slots` items, at least one. memory: which has as many left, and as
   // large ones; null: of its own.
@@ -89,10 +92,19 @@ class Slots {
 
   // Of an item that is pinned and was waited for.
   const uint8_t* part(int64_t item, size_t part) const;
-  // The same to be written to: whoever does so says that the item is no longer as it was read.
+  // The same to be written to, also of one that is being read: whoever does so says that the item is no longer as it was
+  // read.
   uint8_t* own(int64_t item, size_t part) {
-    return memory_->memory_.data() + place(slot_of_[(size_t)item], item, part);
+    const int32_t slot = slot_of_[(size_t)item];
+    return memory_->memory_.data() + place(slot < -1 ? -2 - slot : slot, item, part);
   }
+  // Parts that are read later, of items that are pinned: bytes [first, first + bytes) of one are to be read; begins to
+  // read all that was noted so, and returns the ticket. Whoever does so waits for it (`reads`) before they are let go.
+  void read_later(int32_t item, size_t part, int64_t first, int64_t bytes);
+  int64_t begin_later();
+  // How often an item was read: then nothing is there of its parts that are read later.
+  uint32_t times_read(int64_t item) const { return times_read_[(size_t)item]; }
+  Reads& reads() const { return *reads_; }
   bool as_read(int64_t item) const { return as_read_[(size_t)item]; }
   void changed(int64_t item) { as_read_[(size_t)item] = 0; }
   // Where part 0 of each item lies, in units of 64 bytes from `memory`; of those that are not there, anywhere. Null if
@@ -112,7 +124,8 @@ class Slots {
   size_t parts() const { return parts_.size(); }
   int64_t before(size_t part) const { return parts_[part].before; }
   int64_t part_bytes(size_t part) const { return parts_[part].bytes; }
-  std::vector<float> priority;  // of the items: a policy sets it between steps
+  bool in_lines(size_t part) const;  // whether it begins such a unit, of every item
+  std::vector<float> priority;       // of the items: a policy sets it between steps
 
  private:
   friend class SlotMemory;
@@ -152,6 +165,7 @@ class Slots {
   int64_t taken_ = 0;                       // slots with items
   std::vector<int32_t> where_;              // of each slot with an item, its place in the memory
   std::vector<uint8_t> as_read_;            // items
+  std::vector<uint32_t> times_read_;        // of items
   std::vector<uint8_t> early_;              // items that `fetch` has read, and that were not pinned since, nor settled
   std::vector<int32_t> slot_of_, item_of_;  // -1: none; of an item that is being read -2 - its slot
   std::vector<uint8_t> kept_;               // slots that are pinned, or not to be given to others now
@@ -163,5 +177,5 @@ class Slots {
   std::vector<int32_t> misses_;    // of one call: items to read
   std::vector<int32_t> kept_now_;  // slots of others that it names
   std::vector<uint64_t> victims_;  // ranks of those that they replace
-  std::vector<Read> begun_;
+  std::vector<Read> begun_, later_;
 };

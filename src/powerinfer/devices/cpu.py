@@ -27,12 +27,14 @@ from powerinfer.config import (
 )
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.choices import CachePages, Choice, StateSlots, machine_choices
-from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, bundle_down, holds_shared, rebundle
+from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, bundle_down, holds_shared, put_down, rebundle
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
@@ -517,7 +519,11 @@ class CpuExecutor:
         router = None if weights.early else self.matrix(weights.router)
         latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
-            of_all, slots = self._resting(self.disk, layer, spec, weights.resting(), weights.biases, _latents(latents))
+            if self.in_experts and layer in self.disk.rows:
+                of_all, slots, bundled = self._resting_rows(self.disk, layer, spec, weights)
+            else:
+                resting, around = weights.resting(), _latents(latents)
+                of_all, slots = self._resting(self.disk, layer, spec, resting, weights.biases, around)
         elif self.in_experts and config.whole_reason is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
             of_all, bundled = self._bundled(config, spec, weights, predictor)
@@ -559,9 +565,9 @@ class CpuExecutor:
         latents: Mapping[str, _native.Matrix],
     ) -> tuple[_native.ExpertMatrices, _native.Slots]:
         """Experts that stay on disk, and the memory for some of them. latents: as native experts take them."""
-        if self.in_experts:
-            raise RequestError("experts on disk are computed whole: choose --selector all")
         config = self.config.experts[layer]
+        if self.in_experts and config.whole_reason is None:
+            raise RequestError("experts on disk are computed whole: choose --selector all")
         slots = disk.expert_slots(layer, experts)
         *gate, up, down = (
             _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
@@ -571,6 +577,37 @@ class CpuExecutor:
         of_gate = gate[0] if gate else None
         n, size = config.n_experts, config.size
         return _native.ExpertMatrices(n, size, spec, of_gate, up, down, **more, slots=slots), slots
+
+    def _resting_rows(
+        self, disk: DiskTier, layer: int, spec: _native.NeuronSpec, weights: ExpertWeights
+    ) -> tuple[_native.ExpertMatrices, _native.Slots, Callable[[_native.Experts], ExpertFfn]]:
+        """Experts on disk whose neurons are told apart, the memory for some of them, and what makes the layer's FFN of
+        its operator."""
+        config, (up, down) = self.config.experts[layer], weights.resting()
+        n, size, top, layout = config.n_experts, config.size, config.router.top_k, disk.rows[layer].layout
+        slots = disk.expert_row_slots(layer, up)
+        with_shared = holds_shared(config, (up.type, down.type), [one.type for one in weights.shared], predicted=False)
+        of_shared = None
+        if with_shared:
+            groups = n_groups(config.predicted_shared)
+            of_shared = own_pages(groups * layout.group_bytes).reshape(groups, layout.group_bytes)
+            shared = weights.shared[-1].gathered().data
+            put_down(layout, of_shared, shared.reshape(1, self.d_model, -1), self._pool.threads)
+        native = _native.expert_rows(slots, n, size, self.d_model, up.type, layout.down_type, spec, of_shared)
+        neurons = _native.NeuronSum(self._workspace, native)
+        of_up = _native.disk_matrix(up.type, n * size, up.shape[2], *up.places[0])
+        of_all = _native.ExpertMatrices(n, size, spec, None, of_up, None, bundled=neurons, slots=slots)
+        more, expert = config.predicted_shared * with_shared, up.each_nbytes + size * layout.stride
+        self.bytes_per_token += expert * top
+        return of_all, slots, partial(
+            ExpertFfn,
+            sum=neurons,
+            layout=layout,
+            gate_row=up.each_nbytes / size,
+            predictor=(0, 0.0),
+            neurons=top * size + more,
+            nbytes=expert * top + more * layout.stride + more * up.each_nbytes // size,
+        )
 
     def _foresee(self, disk: DiskTier, layer: int, router: RawTensor) -> None:
         """Read a layer's experts as soon as they are known: by a router before attention, or, of `prefetch`, in the

@@ -31,7 +31,7 @@ DOWN_TYPES = ("F16", "BF16", *ACROSS)
 
 @dataclass(frozen=True)
 class ByNeuron:
-    """Some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes.
+    """Some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes, of those in memory.
 
     predictor: selects neurons before the first product (gates, or without gates up) is computed, whose rows are then in
     the bundles; None: these are a matrix. more: neurons of a shared expert behind all others.
@@ -165,6 +165,11 @@ def plain_layout(d_model: int, up_type: str, down_type: str) -> BundleLayout:
     """Layout of neurons of experts without gates: up, of any type, is a matrix, and down has a type in `DOWN_TYPES`."""
     down_type = ACROSS.get(down_type, down_type)
     return BundleLayout(d_model, False, up_type, down_type, 0, *cpu.bundle_row_bytes(down_type, d_model))
+
+
+def put_down(layout: BundleLayout, groups: Bytes, down: Bytes, threads: int) -> None:
+    """Fill the groups of experts of `plain_layout`. down: uint8 [experts, d_model, bytes of a row], of `DOWN_TYPES`."""
+    _put(layout, groups, None, None, down, threads)
 
 
 def _put(

@@ -20,6 +20,7 @@ from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.formats.tensors import RawTensor
 
 if TYPE_CHECKING:
+    from powerinfer.formats.expert_rows import ExpertRows
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.formats.quant import Bytes
     from powerinfer.formats.tensors import RestingTensor
@@ -70,12 +71,15 @@ class DiskTier:
         files: Sequence[MappedFile],
         places: Iterable[tuple[int, int]] = (),
         reads: _native.Reads | None = None,
+        rows: Mapping[int, ExpertRows] | None = None,
     ) -> None:
         """files: of the model, and of its bundles; places: (file, offset) of `about.matrices`.
 
-        reads: of the files in that order, None: of the disk itself. ModelError if a file cannot be read.
+        reads: of the files in that order, None: of the disk itself; rows: of experts whose neurons are told apart, by
+        layer. ModelError if a file cannot be read.
         """
         self.about = about
+        self.rows = rows or {}
         self._files = list(files)
         self._begin = [file.view().ctypes.data for file in self._files]
         self._streamed = frozenset(places)
@@ -115,6 +119,16 @@ class DiskTier:
         """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
         parts = [_native.Resting.matrices(one.type, one.shape[1], one.shape[2], one.places) for one in matrices]
         return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
+
+    def expert_row_slots(self, layer: int, up: RestingTensor) -> _native.Slots:
+        """The same of experts whose neurons are told apart: up, and down as `rows`. up: of all of them."""
+        own, parts = self.rows[layer], [_native.Resting.matrices(up.type, up.shape[1], up.shape[2], up.places)]
+        for data, later in ((own.rows, True), (own.scales, False)):
+            if data is not None:
+                place = self.place(data)
+                assert place is not None
+                parts.append(_native.Resting(*place, data.shape[1], data.shape[1], later=later))
+        return _native.Slots(self.reads, parts, up.shape[0], self.about.experts[layer])
 
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
         """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""
@@ -236,7 +250,8 @@ class DiskTier:
 
         mode; bytes; read_gb_s: while the disk was reading, None without reads; stall_seconds: that steps waited; of
         neurons and experts wanted, how many RAM had: hit_rate, None where none is on disk; of those read because they
-        were expected, how many were needed: guess_rate, None where none was; small_reads, joined_reads: reads of
+        were expected, how many were needed: guess_rate, None where none was; expert_row_bytes: of the bytes those of
+        rows of down, of experts whose neurons are told apart; small_reads, joined_reads: reads of
         neurons, and in how many the disk read them, since neighbours are read at once.
         """
         since = self.counts()
@@ -247,6 +262,7 @@ class DiskTier:
             "stall_seconds": since["waited"],
             "hit_rate": since["hits"] / since["wanted"] if since["wanted"] else None,
             "guess_rate": since["right"] / since["guessed"] if since["guessed"] else None,
+            "expert_row_bytes": int(since["rows"]),
             "small_reads": int(since["small"]),
             "joined_reads": int(since["joined"]),
         }
@@ -255,7 +271,8 @@ class DiskTier:
         """Counts since the last `clear`, not while a step runs.
 
         wanted: experts and neurons that steps used; hits: those of them that were in memory when the step began;
-        guessed: those that were read because they were expected; right: those of them that were needed; reads, bytes:
+        guessed: those that were read because they were expected; right: those of them that were needed; rows: bytes of
+        down that were read of experts whose neurons are told apart; reads, bytes:
         of everything that was read, the window's too; small: of the reads those of neurons that lie too closely to be
         read in place, joined: in how many the disk read them; waited: seconds in which steps waited for reads; active:
         seconds in which any was under way.
@@ -272,6 +289,7 @@ class DiskTier:
         counted = [one.disk_counts() for each in (self._sums, self._experts) for one in each.values()]
         items = {name: float(sum(one[name] for one in counted)) for name in ("wanted", "hits", "guessed", "right")}
         of_reads = ("reads", "bytes", "small", "joined", "waited", "active")
+        items["rows"] = float(sum(one.disk_counts()["rows"] for one in self._experts.values()))
         items |= {name: float(getattr(read, name)) for name in of_reads}
         for name, more in zip(("reads", "bytes", "active", "waited"), self._read_side_reads.tolist(), strict=True):
             items[name] += more

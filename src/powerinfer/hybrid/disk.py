@@ -25,21 +25,23 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     if plan is None:
         return None
     checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
-    files = [*checkpoint.files, *([] if bundles is None else [bundles.file])]
+    rows = resolved.selection.expert_rows
+    files = [*checkpoint.files, *(one.file for one in (bundles, rows) if one is not None)]
     places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
     direct, reason = _direct(resolved, plan, files)
     policy = resolved.engine.disk_policy
     frequencies = _frequencies(resolved) if plan.about.experts else None
     on_disk = replace(plan.about, direct=direct, policy=policy, neuron_policy=policy, frequencies=frequencies)
     reads = read_files(files, direct)
-    if reads.direct and plan.about.neurons and (gap := _gap(resolved)) is not None:
+    if reads.direct and (plan.about.neurons or rows is not None) and (gap := _gap(resolved)) is not None:
         reads.gap = gap
     if direct and not reads.direct:
         reason = "through the system's cache: this file system cannot do without"
     speed, helps = disk_speed(resolved) if reads.direct else "", disk_helps(resolved)
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
     on_disk = replace(on_disk, why=f"{plan.why}{speed}; {reads.engine}, {reason}{helps}")
-    return DiskTier(on_disk, files, [place for place in places if place is not None], reads)
+    of_layers = None if rows is None else rows.layers
+    return DiskTier(on_disk, files, [place for place in places if place is not None], reads, of_layers)
 
 
 def _gap(resolved: Resolved) -> int | None:
@@ -47,10 +49,16 @@ def _gap(resolved: Resolved) -> int | None:
     from powerinfer.hardware.measure import saved_hardware
 
     hardware, selection = saved_hardware(resolved.engine), resolved.selection
-    if hardware is None or hardware.disk is None or selection.bundles is None:
+    if hardware is None or hardware.disk is None:
         return None
     predicted = selection.selector == "predicted"
-    nbytes = max(layout.pitch - (0 if predicted else layout.gate_bytes) for layout in selection.bundles.layouts)
+    if selection.expert_rows is not None:
+        layouts = [one.layout for one in selection.expert_rows.layers.values()]
+    else:
+        layouts = [] if selection.bundles is None else [*selection.bundles.layouts]
+    if not layouts:
+        return None
+    nbytes = max(layout.pitch - (0 if predicted else layout.gate_bytes) for layout in layouts)
     return hardware.disk.gap(nbytes + Reads.ALIGN)
 
 

@@ -174,7 +174,9 @@ def model_of(resolved: Resolved) -> Model:
 
     checkpoint, selection = resolved.checkpoint, resolved.selection
     model = checkpoint_model(checkpoint, resolved.engine.prepared, fresh=selection.bundles is None)
-    return model.by_neuron(selection.predictors is not None) if selection.in_experts else model
+    if not selection.in_experts:
+        return model
+    return model.by_neuron(selection.predictors is not None, selection.expert_rows is not None)
 
 
 def ram_bytes(model: Model, engine: EngineConfig, selection: Selection = DENSE) -> int:

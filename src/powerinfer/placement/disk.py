@@ -25,6 +25,7 @@ from powerinfer.config import ExpertsConfig, FfnConfig
 from powerinfer.devices.disk import OnDisk, Reads
 from powerinfer.errors import RamError, RequestError
 from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.expert_rows import resting_layers
 from powerinfer.formats.prepared import LINE
 from powerinfer.kernels.cpu import NEURON_TOKENS, READ_COPIES, matrix_bytes
 from powerinfer.models.inventory import Matrix, Unit
@@ -135,10 +136,11 @@ def plan_disk(
 
     Returns the error, with the least that would do, where even one matrix at a time does not fit.
     """
-    if model.in_experts:
+    if model.in_experts and (division.layers or not model.in_rows):
+        rows = ", or run `powerinfer pack` for --selector exact" if resting_layers(model.config) else ""
         return RequestError(
             "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
-            "--selector, and whole experts are read from disk"
+            f"--selector, and whole experts are read from disk{'' if division.layers else rows}"
         )
     experts = _Experts(model, division)
     if experts.converted:
@@ -162,14 +164,16 @@ class _Experts:
             if there < n:
                 self.most[layer] = n - there
         self._model = model
-        self.slot = {layer: _slot_bytes(model.experts[layer], model.n_experts[layer]) for layer in self.most}
+        scales = 2 * BLOCK * model.in_rows  # of rows of down, which are read apart
+        self.slot = {at: _slot_bytes(model.experts[at], model.n_experts[at]) + scales for at in self.most}
         self.least = {at: min(most, least_slots(model.config.experts[at])) for at, most in self.most.items()}
         of_gpu = [layer for layer in self.most if layer < first]
         width = -(-model.config.d_model // 32) * 32
         self.guesses = sum(matrix_bytes("Q8_0", model.n_experts[layer], width) for layer in self.most)  # routers
-        # An expert on its way to the GPU; biases of all experts, which of layers on the CPU as a whole are vectors.
+        # An expert on its way to the GPU; biases of all experts, which of layers on the CPU as a whole are vectors, and
+        # what is beside rows.
         self.moving = max((self.slot[layer] for layer in of_gpu), default=0)
-        self.biases = sum(model.n_experts[layer] * model.expert_biases(layer) for layer in of_gpu)
+        self.beside = sum(model.n_experts[layer] * model.expert_biases(layer) for layer in of_gpu) + model.rows_in_ram
 
     @property
     def converted(self) -> bool:
@@ -232,7 +236,7 @@ class _Budget:
         for unit in order:
             self._in_panels[unit.use] += 0 if unit in free else unit.panels
         self._fixed = sum(self.held[use] for use in ("runtime", "scratch", "embedding", "norms", "kv", "predictor"))
-        self._fixed += self._in_panels.total() + experts.biases + experts.nbytes(experts.least)
+        self._fixed += self._in_panels.total() + experts.beside + experts.nbytes(experts.least)
         self._fixed += sum(layer.least for layer in neurons.values())
         self._prompts = [layer.prompts for layer in neurons.values()]
         self._units = [unit for unit in (_decoded(dense, neurons) for dense in free) if unit.names]
@@ -297,7 +301,7 @@ class _Budget:
             in_panels[unit.use] += unit.panels
         held = self.held | {use: in_panels[use] for use in ("attention", "panels", "head")}
         held["window"] = window
-        held["experts"] = experts.biases + experts.nbytes(in_slots)
+        held["experts"] = experts.beside + experts.nbytes(in_slots)
         held["ffn"] = sum(one.least for one in neurons.values()) + min(beyond, room)
         about = OnDisk(
             frozenset(name for unit in (*self._prompts, *streamed) for name in unit.names),

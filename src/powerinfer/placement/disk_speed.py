@@ -28,6 +28,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.config import ExpertsConfig
+from powerinfer.devices.cpu_experts import plain_layout
+from powerinfer.formats.expert_rows import resting_layers
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.models.inventory import Matrix, Unit
 from powerinfer.neurons import Profile
@@ -225,6 +228,20 @@ class _Steps:
     def _expert_bytes(self, layer: int) -> float:
         return sum(one.file for one in self._model.experts[layer]) / self._model.n_experts[layer]
 
+    def _of_rows(self, layer: int) -> tuple[float, float] | None:
+        """(bytes, seconds) of what is read of an expert's down where its neurons are told apart: the rows that fire or,
+        where that takes the disk no longer, all; None: they are not, or all is read."""
+        about, model = self._model.config.layers[layer].ffn, self._model
+        if not model.in_rows or layer not in resting_layers(model.config):
+            return None
+        assert isinstance(about, ExpertsConfig)
+        *_, up, down = model.experts[layer]
+        row = plain_layout(model.config.d_model, up.type, down.type).down_bytes
+        fire = 1 - (1 - model.firing) ** self._batch
+        seconds = about.size * fire * self._disk.seconds(row + BLOCK)
+        whole = self._disk.seconds(down.file // about.n_experts + BLOCK)
+        return (about.size * fire * row, seconds) if seconds < whole else None
+
     def _needed(self, layer: int, tokens: int) -> float:
         """Of a layer's experts, how many a step of that many tokens needs."""
         about = self._model.config.experts[layer]
@@ -248,13 +265,17 @@ class _Steps:
 
     def _fetched(self, layer: int, seconds: float, first: float, needed: float, missed: float) -> Op:
         n, matrices = self._model.n_experts[layer], self._model.experts[layer]
-        parts = sum(self._disk.seconds(one.file // n + BLOCK) for one in matrices)
+        rows, nbytes = self._of_rows(layer), self._expert_bytes(layer)
+        parts = sum(self._disk.seconds(one.file // n + BLOCK) for one in (matrices if rows is None else matrices[:-1]))
+        if rows is not None:
+            nbytes += rows[0] - matrices[-1].file / n
+            parts += rows[1]
         return Op(
             layer,
             seconds,
             first=first,
             last=min(1.0, missed) * self._each(layer),
-            fetched=missed * self._expert_bytes(layer),
+            fetched=missed * nbytes,
             fetch=self._fetch(missed, parts),
             needed=needed,
             missed=missed,

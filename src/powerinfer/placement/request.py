@@ -231,7 +231,7 @@ def model_subject(
     profile; fresh: as if nothing were packed or trained yet. RequestError, with the command that makes it, if something
     is missing.
     """
-    from powerinfer.formats.prepared import PREDICTOR, PROFILE, PreparedFile
+    from powerinfer.formats.prepared import EXPERT_ROWS, PREDICTOR, PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
 
     config = checkpoint.config
@@ -244,7 +244,8 @@ def model_subject(
         if selector != "exact":
             return expert_subject(model, checkpoint, prepared)
         check_experts(selector, checkpoint)
-        subject = expert_subject(model.by_neuron(), checkpoint, prepared)
+        rows = PreparedFile(EXPERT_ROWS, checkpoint, prepared).exists()
+        subject = expert_subject(model.by_neuron(rows=rows), checkpoint, prepared)
         return replace(subject, assumed=(*subject.assumed, FIRING.format(100 * subject.model.firing)))
     _check_selector(selector, config)
     if selector == "predicted" and not model.predictors:

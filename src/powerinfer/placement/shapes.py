@@ -30,6 +30,7 @@ from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import bundle_layouts, n_groups
+from powerinfer.formats.expert_rows import resting_layers
 from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
@@ -77,7 +78,8 @@ class Model:
     are stored; projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint:
     of the weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised
     to on load, as the engine's option; `type` of the matrices is then this type. in_experts: neurons inside experts are
-    told apart, of which a token needs the share `firing`. converted: canonical names of matrices that do not lie in the
+    told apart, of which a token needs the share `firing`; in_rows: and down of experts rests on disk in rows of them.
+    converted: canonical names of matrices that do not lie in the
     file as they are used.
     """
 
@@ -100,6 +102,7 @@ class Model:
     quantize: str | None = None
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
     in_experts: bool = False
+    in_rows: bool = False
     firing: float = 1.0
     converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
 
@@ -140,9 +143,9 @@ class Model:
             return 0
         return 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
 
-    def by_neuron(self, predicted: bool = False) -> Model:
+    def by_neuron(self, predicted: bool = False, rows: bool = False) -> Model:
         """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, of
-        those without gates down; predicted: the first product, too."""
+        those without gates down; predicted: the first product, too. rows: what RAM does not hold may be on disk."""
 
         def bundled(layer: int, matrices: tuple[Matrix, ...], shared: bool) -> tuple[Matrix, ...]:
             panels = self._bundled(layer, predicted, shared)
@@ -151,7 +154,7 @@ class Model:
         layers = range(self.config.n_layers)
         ffn = tuple(bundled(layer, self.ffn[layer], True) for layer in layers)
         experts = tuple(bundled(layer, self.experts[layer], False) for layer in layers)  # beside a GPU, which has it
-        return replace(self, ffn=ffn, experts=experts, in_experts=True, firing=law_of(self.config).active)
+        return replace(self, ffn=ffn, experts=experts, in_experts=True, in_rows=rows, firing=law_of(self.config).active)
 
     def _bundled(self, layer: int, predicted: bool, shared: bool) -> dict[str, int]:
         """Bytes in RAM of matrices of a layer's experts in whose place are bundles, by name: one of these matrices
@@ -169,6 +172,19 @@ class Model:
         layout = expert_layout(d_model, up.type, down.type, about.gated and predicted)
         firsts = {one.name: 0 for one in gate if predicted}
         return firsts | {up.name: groups * layout.group_bytes, down.name: 0}
+
+    @property
+    def rows_in_ram(self) -> int:
+        """Bytes that RAM has beside experts whose rows of down rest on disk: rows of shared experts, and where each
+        lies."""
+        if not self.in_rows:
+            return 0
+        total = 0
+        for layer, about in resting_layers(self.config).items():
+            panels = {one.name: one.panels for one in self.ffn[layer]}
+            down = self.experts[layer][-1]
+            total += panels[down.name] - down.panels + 4 * (about.n_experts * about.size + about.predicted_shared)
+        return total
 
     @cached_property
     def may_skip(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
+from powerinfer.formats.prepared import BUNDLES, EXPERT_ROWS, PREDICTOR, PROFILE, PreparedFile
 from powerinfer.formats.profile_file import open_profile
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.cpu_ffn import Weights
     from powerinfer.formats.bundle_file import BundleFile
     from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.formats.expert_rows import ExpertRowsFile
 
 ASKED = "asked for"
 
@@ -37,7 +38,8 @@ class Selection:
     reason: for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
     layer, None: the selector has none; files: the prepared files in use. in_experts: it selects neurons inside experts,
-    for which only predictors are prepared, of in_experts_bytes.
+    for which only predictors are prepared, of in_experts_bytes; expert_rows: of these what may be read from disk, None:
+    nothing.
     """
 
     selector: str
@@ -48,6 +50,7 @@ class Selection:
     files: tuple[Path, ...] = ()
     in_experts: bool = False
     in_experts_bytes: int = 0
+    expert_rows: ExpertRowsFile | None = None
 
     def threshold(self, layer: int) -> float:
         """The magnitude up to which activations of a layer count as zero."""
@@ -152,8 +155,10 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     if name != "all" and any(isinstance(layer.ffn, ExpertsConfig) for layer in checkpoint.config.layers):
         check_experts(name, checkpoint)
         _thresholds(checkpoint, engine, name)
-        selection_inside = Selection(name, reason, in_experts=True)
-        return selection_inside if name == "exact" else _with_predictors(selection_inside, checkpoint, engine)
+        inside = Selection(name, reason, in_experts=True)
+        if name != "exact":
+            return _with_predictors(inside, checkpoint, engine)
+        return replace(inside, expert_rows=_expert_rows(checkpoint, engine))
     if name != "all":
         check_neurons(checkpoint.config, f"selector {name}")
     thresholds = _thresholds(checkpoint, engine, name)
@@ -163,6 +168,15 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     bundles = open_bundles(checkpoint, engine.prepared, cpu.bundle_row_bytes)
     selection = Selection(name, reason, thresholds, bundles, files=(bundles.path,))
     return _with_predictors(selection, checkpoint, engine) if name == "predicted" else selection
+
+
+def _expert_rows(checkpoint: Checkpoint, engine: EngineConfig) -> ExpertRowsFile | None:
+    """The rows of experts that are prepared; None: they are not."""
+    from powerinfer.formats.expert_rows import open_expert_rows
+
+    if not PreparedFile(EXPERT_ROWS, checkpoint, engine.prepared).exists():
+        return None
+    return open_expert_rows(checkpoint, engine.prepared, cpu.bundle_row_bytes)
 
 
 def _thresholds(checkpoint: Checkpoint, engine: EngineConfig, selector: str) -> tuple[float, ...]:

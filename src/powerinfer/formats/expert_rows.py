@@ -1,0 +1,127 @@
+"""Down of experts without gates, neuron by neuron, for experts that are read from disk: of layer N `layers.N.rows`, U8
+[experts, bytes], and where rows share scales, group by group, `layers.N.scales`, U8 [experts, bytes].
+
+A row has the codes of the model's file in an order private to the native module, that of bundles (bundle_file.py),
+padded to whole cache lines. Scales lie apart from rows: they are read with an expert, of rows only those of neurons
+that fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from powerinfer.config import ExpertsConfig, ModelConfig
+from powerinfer.formats.bundle_file import RowBytes, n_groups
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.mapped import MappedFile
+from powerinfer.formats.prepared import EXPERT_ROWS, LINE, PreparedFile
+from powerinfer.formats.quant import Bytes
+from powerinfer.formats.weight_types import ACROSS
+from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Down of a layer's experts. layout: of their neurons; rows, scales: uint8 [experts, bytes], None: rows share no
+    scales."""
+
+    layout: BundleLayout
+    rows: Bytes
+    scales: Bytes | None
+
+
+@dataclass(frozen=True)
+class ExpertRowsFile:
+    """The prepared file, mapped. layers: by layer; file: call `file.check()` before reading."""
+
+    layers: Mapping[int, ExpertRows]
+    file: MappedFile
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.file.path
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The description in a file; lists are of `layers`."""
+
+    d_model: int
+    layers: list[int]
+    experts: list[int]
+    neurons: list[int]
+    down_types: list[str]
+
+
+def resting_layers(config: ModelConfig) -> dict[int, ExpertsConfig]:
+    """The layers whose experts can be read from disk neuron by neuron: without gates."""
+    return {at: ffn for at, ffn in config.experts.items() if not ffn.gated and ffn.whole_reason is None}
+
+
+def row_layouts(checkpoint: Checkpoint, bundle_row_bytes: RowBytes) -> dict[int, BundleLayout]:
+    """The layouts of the neurons of these layers, of which up is elsewhere."""
+    d_model, layouts = checkpoint.config.d_model, {}
+    for layer in resting_layers(checkpoint.config):
+        up, down = (checkpoint.taken_type(f"layers.{layer}.experts_{name}") for name in ("up", "down"))
+        down = ACROSS.get(down, down)
+        layouts[layer] = BundleLayout(d_model, False, up, down, 0, *bundle_row_bytes(down, d_model))
+    return layouts
+
+
+def _shapes(config: ExpertsConfig, layout: BundleLayout) -> dict[str, tuple[int, int]]:
+    n = config.n_experts
+    shapes = {"rows": (n, config.size * layout.pitch)}
+    return shapes | ({"scales": (n, n_groups(config.size) * layout.shared_bytes)} if layout.shared_bytes else {})
+
+
+def _header(config: ModelConfig, layouts: Mapping[int, BundleLayout]) -> _Header:
+    ffns = [config.experts[layer] for layer in layouts]
+    downs = [layout.down_type for layout in layouts.values()]
+    return _Header(config.d_model, list(layouts), [one.n_experts for one in ffns], [one.size for one in ffns], downs)
+
+
+def open_expert_rows(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes: RowBytes) -> ExpertRowsFile:
+    """The rows of a model, from the folder `prepared` (None: beside the model). ModelError, with the command that makes
+    them, if there are none or they do not match the model as it is opened."""
+    place = PreparedFile(EXPERT_ROWS, checkpoint, prepared)
+    description, tensors, file = place.read()
+    layouts = row_layouts(checkpoint, bundle_row_bytes)
+    if place.described(_Header, description) != _header(checkpoint.config, layouts):
+        raise place.bad("is of other layers, experts or types than the model's")
+    layers = {}
+    for layer, layout in layouts.items():
+        found = {}
+        for name, shape in _shapes(checkpoint.config.experts[layer], layout).items():
+            tensor = place.holds(tensors, f"layers.{layer}.{name}", "U8", shape)
+            if tensor.data.ctypes.data % LINE:
+                raise place.bad(f"holds layer {layer} where no cache line begins")
+            found[name] = tensor.data.reshape(shape)
+        layers[layer] = ExpertRows(layout, found["rows"], found.get("scales"))
+    place.holds_no_more(tensors)
+    return ExpertRowsFile(layers, file)
+
+
+@contextmanager
+def write_expert_rows(
+    checkpoint: Checkpoint, prepared: str | None, layouts: Mapping[int, BundleLayout]
+) -> Iterator[Callable[[int, int, Bytes], None]]:
+    """Write the rows of a model: the block calls the function with (layer, first expert, uint8 [groups, group_bytes of
+    its layout]), of some experts' whole groups. The file is renamed to its final name when the block succeeds.
+    PowerInferError if it cannot be written."""
+    config = checkpoint.config
+    shapes = {layer: _shapes(config.experts[layer], layout) for layer, layout in layouts.items()}
+    tensors = [(f"layers.{layer}.{name}", "U8", one) for layer, own in shapes.items() for name, one in own.items()]
+    description = asdict(_header(config, layouts))
+    with PreparedFile(EXPERT_ROWS, checkpoint, prepared).fill(description, tensors, keep=False) as part:
+
+        def write(layer: int, first: int, groups: Bytes) -> None:
+            bundles = BUNDLE_GROUP * layouts[layer].pitch
+            for name, data in (("rows", groups[:, :bundles]), ("scales", groups[:, bundles:])):
+                if name in shapes[layer]:
+                    part.put(f"layers.{layer}.{name}", first * shapes[layer][name][1], data.copy().reshape(-1))
+
+        yield write

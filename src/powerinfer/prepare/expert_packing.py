@@ -1,0 +1,70 @@
+"""Making the rows of experts that are read from disk neuron by neuron: down, with the codes of the model's file."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from powerinfer.devices.cpu_experts import put_down, types_problem
+from powerinfer.errors import ModelError, RequestError
+from powerinfer.formats.bundle_file import n_groups
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.expert_rows import (
+    ExpertRowsFile,
+    open_expert_rows,
+    resting_layers,
+    row_layouts,
+    write_expert_rows,
+)
+from powerinfer.kernels import cpu
+from powerinfer.progress import Progress, silent
+
+_AT_ONCE = 32 << 20  # bytes of experts, or one
+
+
+def applies(checkpoint: Checkpoint) -> bool:
+    """Whether a model has experts whose rows can be packed."""
+    return bool(resting_layers(checkpoint.config))
+
+
+def pack_experts(
+    checkpoint: Checkpoint, prepared: str | None, force: bool = False, progress: Progress = silent, threads: int = 0
+) -> tuple[ExpertRowsFile, float | None]:
+    """Write the rows into the folder `prepared` (None: beside the model), unless they are up to date and not `force`.
+    The file, and the seconds that it took; None: it was there.
+
+    RequestError for types whose codes rows cannot keep, PowerInferError if the file cannot be written; no partial file
+    remains. progress: called with ("packing experts", experts done, experts).
+    """
+    problem = types_problem(checkpoint.config, checkpoint.taken_type, False)
+    if problem is not None:
+        raise RequestError(f"pack: {problem}")
+    if not force and (there := current(checkpoint, prepared)) is not None:
+        return there, None
+    begin, done = time.perf_counter(), 0
+    layouts, config = row_layouts(checkpoint, cpu.bundle_row_bytes), checkpoint.config
+    total, cores = sum(config.experts[layer].n_experts for layer in layouts), min(8, cpu.choose_threads(threads)[0])
+    with write_expert_rows(checkpoint, prepared, layouts) as write:
+        for layer, layout in layouts.items():
+            n, groups = config.experts[layer].n_experts, n_groups(config.experts[layer].size)
+            down = checkpoint.take(f"layers.{layer}.experts_down").data.reshape(n, config.d_model, -1)
+            step = max(1, _AT_ONCE // (groups * layout.group_bytes))
+            space = np.zeros((step * groups, layout.group_bytes), np.uint8)
+            for first in range(0, n, step):
+                some = down[first : first + step]
+                rows = space[: len(some) * groups]
+                put_down(layout, rows, some, cores)
+                write(layer, first, rows)
+                done += len(some)
+                progress("packing experts", done, total)
+            checkpoint.release()
+    return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes), time.perf_counter() - begin
+
+
+def current(checkpoint: Checkpoint, prepared: str | None) -> ExpertRowsFile | None:
+    """The rows that are there already, if they are the model's."""
+    try:
+        return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes)
+    except ModelError:
+        return None
