@@ -11,7 +11,7 @@ SOURCES = Path(__file__).parent.parent / "src"
 
 # A room may import rooms of a smaller rank, and itself; rooms of one rank do not know each other.
 RANK = {
-    **dict.fromkeys(("config", "errors", "experts", "neurons", "progress", "sizes", "system"), 0),
+    **dict.fromkeys(("config", "errors", "experts", "neurons", "numa", "progress", "sizes", "system", "topology"), 0),
     **{"formats": 1, "pinned": 1, "kernels": 2, "text": 2, "hub": 3, "devices": 3, "models": 4, "sparsity": 5},
     **{"hardware": 5, "placement": 6, "hybrid": 7, "random_model": 7, "runtime": 8, "tasks": 8, "evaluate": 9},
     **{"comparison": 9, "report": 9, "prepare": 10, "serve": 10, "powerinfer_train": 11, "cli": 12, "__main__": 13},

@@ -1075,7 +1075,11 @@ class EngineConfig:
     """
 
     threads: int = option(
-        0, "CPU threads; 0: every core this process may use, two fewer beside a GPU", metavar="N", flags=("-t",)
+        0,
+        "CPU threads; 0: every core this process may use, two fewer beside a GPU; where cores differ, what a trial at "
+        "load finds fastest",
+        metavar="N",
+        flags=("-t",),
     )
     context: int = option(0, "context length in tokens; 0: the model's own", metavar="N", flags=("-c",))
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))

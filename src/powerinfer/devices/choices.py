@@ -73,13 +73,14 @@ class GpuPart:
 class Choices:
     """Choices in the order in which they are shown. None: there was nothing to choose.
 
-    gpu: its part of the model, whose value is None where the CPU has all; steps: who acts in steps on both devices;
-    neurons: the kernel that sums them; prefill: how prompts are computed; experts: the policy over those on the GPU;
-    trial: the time of the selector's trial, or the file of an earlier one.
+    memory: its NUMA nodes; gpu: its part of the model, whose value is None where the CPU has all; steps: who acts in
+    steps on both devices; neurons: the kernel that sums them; prefill: how prompts are computed; experts: the policy
+    over those on the GPU; trial: the time of the selector's trial, or the file of an earlier one.
     """
 
     isa: Choice[str] | None = None
     threads: Choice[int] | None = None
+    memory: Choice[str] | None = None
     disk: Choice[str] | None = None
     kv_cache: Choice[CachePages] | None = None
     states: Choice[StateSlots] | None = None

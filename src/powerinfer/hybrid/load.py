@@ -22,8 +22,10 @@ from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, on_cpu_alone, permitted
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy
 from powerinfer.kernels import cpu as cpu_kernels
+from powerinfer.numa import interleaved
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity import Sparsity
+from powerinfer.topology import read_nodes
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
@@ -38,6 +40,11 @@ Sample = Callable[[], Sequence[int]]
 """Returns the token ids of a text for measuring the model's speed."""
 
 Loaded = tuple[Executor, Sparsity]
+
+SLOW_NODES = (
+    "{} NUMA nodes: weights rest on the node of the thread that packed them, and are read from others at a fraction of "
+    "the speed; `numactl --interleave=all powerinfer ...` spreads them ({})"
+)
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,26 @@ def load_resolved(
 ) -> Loaded:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
-    say: told if the GPU turns out to have too little memory and is not used.
+    say: told if the GPU turns out to have too little memory and is not used, or what a machine's nodes cost.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
     """
+    nodes = read_nodes()
+    if not nodes:
+        return _loaded(resolved, sample, progress, say)
+    with interleaved(nodes) as refused:
+        executor, sparsity = _loaded(resolved, sample, progress, say)
+    numbers = ", ".join(map(str, nodes))
+    if refused is None:
+        near = f"each thread reads 1/{len(nodes)} of the weights from its own"
+        executor.choices.memory = Choice(f"spread over NUMA nodes {numbers}", near)
+    else:
+        say(SLOW_NODES.format(len(nodes), refused))
+        executor.choices.memory = Choice(f"NUMA nodes {numbers}", f"not spread: {refused}")
+    return executor, sparsity
+
+
+def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) -> Loaded:
     failures, loading = 0, Loading(sample, progress, _once(say))
     first = resolved.placement.plan
     while resolved.device.gpu is not None:
@@ -107,12 +130,18 @@ def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
 
+    threads = None
+    if len(counts := cpu_kernels.thread_counts(resolved.engine.threads)) > 1:
+        from powerinfer.hybrid.thread_trial import with_threads
+
+        resolved, threads = with_threads(resolved, loading, counts)
     resolved = with_choice(resolved, loading)
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     options: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
     disk = open_tier(resolved, loading.say)
     executor = load(checkpoint, engine, loading.progress, resolved.placement.kv_room, disk=disk, **options)
     executor.choices.gpu = Choice(None, resolved.device.reason)
+    executor.choices.threads = threads or executor.choices.threads
     try:
         return executor, attach(executor, checkpoint, engine, selection, loading.sample, loading.progress)
     except BaseException:

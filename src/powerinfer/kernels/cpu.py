@@ -29,6 +29,7 @@ READ_COPIES = _native.READ_COPIES
 ISA_VARIABLE = "POWERINFER_ISA"
 
 _DRIVER_CORES = 2
+_FEW_CORES = 4  # fewer are always all used: leaving one out costs more than it can gain
 
 
 def choose_isa(requested: str | None) -> tuple[str, str]:
@@ -53,6 +54,17 @@ def choose_threads(requested: int) -> tuple[int, str]:
     if not 0 <= requested <= MOST_THREADS:
         raise RequestError(f"threads must be between 0 (automatic) and {MOST_THREADS}, not {requested}")
     return (requested, "asked for") if requested else usable_cores()
+
+
+def thread_counts(requested: int) -> dict[int, str]:
+    """Numbers of threads that may be the fastest, each with what it stands for; first comes that of `choose_threads`,
+    alone where a number is requested, or all cores are equal."""
+    threads, reason = choose_threads(requested)
+    if requested or threads < _FEW_CORES:
+        return {threads: reason}
+    from powerinfer.topology import read_topology
+
+    return read_topology().thread_counts(threads, reason)
 
 
 def spared_cores(requested: int, gpu: str | None) -> int:

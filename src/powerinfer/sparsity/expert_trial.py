@@ -71,12 +71,13 @@ def obstacle(checkpoint: Checkpoint, engine: EngineConfig) -> str | None:
 
 
 class FewExperts:
-    """A checkpoint with the layers up to the first of experts whose neurons are separable, of which each has the first
-    few experts (`Tensors`)."""
+    """A checkpoint's first layers, of which each has the first few experts (`Tensors`). layers: how many, None: up to
+    the first of experts whose neurons are separable."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, layers: int | None = None) -> None:
         self._checkpoint = checkpoint
-        cut = map(self._cut, checkpoint.config.layers[: first_layer(checkpoint) + 1])
+        layers = first_layer(checkpoint) + 1 if layers is None else layers
+        cut = map(self._cut, checkpoint.config.layers[:layers])
         self.config = replace(checkpoint.config, layers=tuple(cut))
 
     def _cut(self, layer: LayerConfig) -> LayerConfig:
