@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -269,6 +270,26 @@ def test_a_described_machine_is_as_large_as_its_budgets(capsys: pytest.CaptureFi
     assert document["weight_type"] == "MXFP4" and document["gpu_layers"] == 0
     document, text = plan(capsys, *shape, "--card", "4060", "--dtype", "Q3_K_M")
     assert document["weight_type"] == "Q8_0" and "Q3_K has no kernels: a load converts it to Q8_0" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--shape qwen3-30b-a3b --card none --ram 1GiB",  # from disk
+        "--shape qwen3-30b-a3b --card none --ram 8GiB -c 40960 --max-batch 60000",  # of the system a whole share
+        "--shape opt-13b --card 4060 --ram 1GiB",
+    ],
+)
+def test_the_ram_that_an_error_asks_for_does(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The system's share of a described machine's RAM is counted in."""
+    assert main(["plan", *flags.split()]) == 2
+    asked = re.search(r"give --ram ([\d.]+\w+)", capsys.readouterr().err)
+    assert asked
+    document, _ = plan(capsys, *flags.split(), "--ram", asked[1])
+    everything = [one["bytes"] for one in document["helps"] if one["what"] == "everything in memory"]
+    if everything:
+        document, _ = plan(capsys, *flags.split(), "--ram", f"{everything[0]}B")
+        assert document["fits"]
 
 
 def test_a_described_machine_has_the_threads_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,11 +33,12 @@ class VramError(RequestError):
 
 
 class RamError(RequestError):
-    """Too little RAM is there, or may be used. least: bytes that would do."""
+    """Too little RAM is there, or may be used. needs, more, lower: of its message the begin, what RAM there is and what
+    would do, and what else helps; least: bytes that would do."""
 
-    def __init__(self, message: str, least: int) -> None:
-        super().__init__(message)
-        self.least = least
+    def __init__(self, needs: str, more: str, least: int, lower: str = "") -> None:
+        super().__init__(f"{needs}, and {more}{lower}")
+        self.needs, self.lower, self.least = needs, lower, least
 
 
 class QueueFullError(RequestError):

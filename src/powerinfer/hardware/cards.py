@@ -164,7 +164,7 @@ def described_machine(
     limit = CORE_GB_S * threads
     cpu = _with_rates(base.cpu, min(limit, CPU_DENSE * gb_s), min(limit, CPU_ROWS * gb_s), CPU_CACHED * gb_s)
     cpu = replace(
-        cpu, name="CPU", memory_bytes=ram, reserved_bytes=min(base.cpu.reserved_bytes, ram // 4), threads=threads,
+        cpu, name="CPU", memory_bytes=ram, reserved_bytes=min(_SYSTEM, ram // 4), threads=threads,
         pack_gb_s=base.cpu.pack_gb_s * threads / base.cpu.threads,
     )  # fmt: skip
     source = f"As published: {modules} ({gb_s:.4g} GB/s)"
@@ -194,6 +194,9 @@ def described_machine(
     )
 
 
+_SYSTEM = 4 << 30
+"""RAM of the system, of which it has at most a quarter."""
+
 _HOST_BYTES = 785 << 20
 """RAM of torch, its libraries and the driver: as measured beside an H200."""
 
@@ -202,6 +205,13 @@ _ASSUMED = (
     f"{CORE_GB_S:g} GB/s a core; {SYNC_US:g} us for both to meet in a layer; 4 GiB of RAM, at most a quarter, and "
     "1 GiB of VRAM for system and driver; fixed times and disk as of pc-16gb"
 )
+
+
+def memory_leaving(nbytes: int, cpu: Device) -> int:
+    """RAM of a described machine whose system leaves so many bytes of it. cpu: as it is with other RAM."""
+    if cpu.reserved_bytes == cpu.memory_bytes // 4:
+        return min(nbytes + _SYSTEM, -(-4 * nbytes // 3))
+    return nbytes + cpu.reserved_bytes
 
 
 def _with_rates(device: Device, dense: float, rows: float, cached: float) -> Device:

@@ -85,9 +85,10 @@ def placed_within(
         return placed
     disk = "" if least == needed else " even if its weights stay on disk"
     return RamError(
-        f"{model.name} needs {gib(least)} of RAM{disk}, and this container leaves it {gib(limit)}: give the container "
-        "more memory, or a lower --context or --prefill-chunk, or take a smaller model",
+        f"{model.name} needs {gib(least)} of RAM{disk}",
+        f"this container leaves it {gib(limit)}: give the container more memory",
         least,
+        ", or a lower --context or --prefill-chunk, or take a smaller model",
     )
 
 

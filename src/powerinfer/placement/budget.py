@@ -30,6 +30,7 @@ from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
+from powerinfer.hardware.cards import memory_leaving
 from powerinfer.hardware.description import Hardware
 from powerinfer.kernels import gpu as kernels
 from powerinfer.models.inventory import Matrix
@@ -537,7 +538,9 @@ def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: i
 
 def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, hardware: Hardware) -> RequestError:
     needed, beside = sum(cpu.values()), sum(gpu.values())
-    if needed > hardware.cpu.memory_bytes:
+    if not hardware.key and ram == hardware.cpu.memory_bytes - hardware.cpu.reserved_bytes:
+        mend = f"give --ram {gib(memory_leaving(needed, hardware.cpu))} or more: {hardware.name} has {gib(ram)} for it"
+    elif needed > hardware.cpu.memory_bytes:
         types = "" if model.fingerprint else f"--dtype (weights of {model.weight_type} are assumed), "
         context = "a lower --context, " if needed - cpu["kv"] <= hardware.cpu.memory_bytes else ""
         mend = f"{hardware.name} has {gib(hardware.cpu.memory_bytes)} of RAM; what helps is {context}{types}"

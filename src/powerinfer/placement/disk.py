@@ -361,6 +361,11 @@ def within(free: int) -> int:
     return free * 9 // 10
 
 
+def free_for(budget: int) -> int:
+    """The free bytes of which that budget is left."""
+    return -(-budget * 10 // 9)
+
+
 def least_slots(about: ExpertsConfig) -> int:
     """Experts that RAM must hold of a layer: those of a token, and as many that are read meanwhile."""
     return min(about.n_experts, 2 * about.router.top_k)
@@ -558,7 +563,8 @@ def _too_little(model: Model, held: Footprint, least: int, whole: int, ram: int)
     context = "--context or " if held["kv"] else ""  # a GPU that has all layers has all of the cache
     lower = f", or a lower {context}--prefill-chunk" if enough - ram < held["kv"] + held["scratch"] else ""
     return RamError(
-        f"{model.name} needs {needs}, {cache}{gib(held['scratch'])} for a piece of a prompt, and --ram is {gib(ram)}: "
-        f"give --ram {gib(enough)}{lower}",
+        f"{model.name} needs {needs}, {cache}{gib(held['scratch'])} for a piece of a prompt",
+        f"--ram is {gib(ram)}: give --ram {gib(enough)}",
         enough,
+        lower,
     )

@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.disk import OnDisk
-from powerinfer.errors import ModelError, PowerInferError, RequestError, demand
+from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, demand
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
+from powerinfer.hardware.cards import memory_leaving
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
@@ -57,6 +58,7 @@ from powerinfer.placement.disk import (
     APART,
     DiskPlan,
     better_densely,
+    free_for,
     plan_disk,
     resting_bytes,
     resting_in_ram,
@@ -172,6 +174,16 @@ class PlanRequest:
         claims = claim_layers(self.model, self.hardware, self.workload, limits, (layers, head, staging), rests)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
 
+    def ram_flag(self, budget: int) -> int:
+        """--ram for a budget of so many bytes: of a described machine it is all of the RAM, the system's included."""
+        is_budget = self.ram is not None or self.hardware.key
+        return budget if is_budget else memory_leaving(budget, self.hardware.cpu)
+
+    def more_ram(self, what: str, budget: int) -> Help:
+        """The --ram with which there is a budget of so many bytes."""
+        nbytes = self.ram_flag(budget)
+        return Help(what, "--ram", nbytes, nbytes <= self.hardware.cpu.memory_bytes)
+
     def _rest_on_disk(self, claims: Claims) -> Claims | RequestError:
         """The claims with what RAM does not hold on disk; the error where it does not hold the least."""
         model, work = self.model, self.workload
@@ -187,6 +199,9 @@ class PlanRequest:
             bundled = self.selector != "all"
             profile = self.profile if self.profiled else None
             disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=profile)
+        if isinstance(disk, RamError) and self.ram is None:
+            more = f"{self.hardware.name} has {gib(ram)} for it: give --ram {gib(self.ram_flag(free_for(disk.least)))}"
+            return RamError(disk.needs, more, disk.least, disk.lower)
         if isinstance(disk, RequestError):
             return disk
         left = ram - sum(disk.held.values())
@@ -584,9 +599,8 @@ def _with_slots(plan: Plan) -> Plan:
         if found.loads:
             return found
         lacking = -_left_for_neurons(claims, _cold(plan.request, claims, found.choice.gpu))
-    hardware = plan.request.hardware
-    _, ram = budgets(hardware, plan.request.vram, plan.request.ram)
-    least = Help("neurons are read from disk", "--ram", ram + lacking, ram + lacking <= hardware.cpu.memory_bytes)
+    _, ram = budgets(plan.request.hardware, plan.request.vram, plan.request.ram)
+    least = plan.request.more_ram("neurons are read from disk", ram + lacking)
     if any(one.flag == "--ram" and one.bytes <= least.bytes for one in plan.helps):  # of so small a model it takes more
         return plan
     return replace(plan, helps=(*plan.helps[:-1], least, *plan.helps[-1:]))
@@ -735,8 +749,7 @@ def _helps_of_ram(request: PlanRequest) -> tuple[Help, ...]:
     goals = [("everything in memory", least_ram(model, work))]
     if request.chosen and work.selector != "all":
         goals.insert(0, ("the dense weights in memory", least_ram(model, replace(work, selector="all"))))
-    most = request.hardware.cpu.memory_bytes
-    return tuple(Help(what, "--ram", nbytes, nbytes <= most) for what, nbytes in goals)
+    return tuple(request.more_ram(what, nbytes) for what, nbytes in goals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -1146,7 +1159,7 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
         of_ram: tuple[Help, ...] = ()
         if claims.disk is not None:
             needed = sum(in_ram(model, work, request.division(claims)).values())
-            of_ram = (Help("everything in memory", "--ram", needed, needed <= hardware.cpu.memory_bytes),)
+            of_ram = (request.more_ram("everything in memory", needed),)
         return _helps_of_layers(request, vram, hardware.gpu.memory_bytes) + of_ram
     if hardware.gpu is not None and vram:
         dense = model, hardware, work
@@ -1164,7 +1177,7 @@ def _helps(request: PlanRequest, claims: Claims, choice: Choice, tables: _Tables
     if claims.bundles and sum(choice.kept) < groups:
         neurons = (groups - sum(choice.gpu)) * GROUP * claims.cpu_neuron
         nbytes = sum(claims.cpu.values()) + shared_in_ram(model, claims.gpu_layers) + neurons
-        helps.append(Help("everything in memory", "--ram", nbytes, nbytes <= hardware.cpu.memory_bytes))
+        helps.append(request.more_ram("everything in memory", nbytes))
     return tuple(helps)
 
 
