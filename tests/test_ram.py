@@ -19,6 +19,7 @@ from powerinfer.kernels import cpu
 from powerinfer.placement.budget import Workload, bundle_bytes, gib, in_ram, least_ram
 from powerinfer.placement.shapes import checkpoint_model
 from powerinfer.sizes import read_size
+from powerinfer.system import total_memory
 
 OPTIONS: dict[str, Any] = {
     "threads": 1,
@@ -28,6 +29,18 @@ OPTIONS: dict[str, Any] = {
     "trial": False,
     "disk": "none",
 }
+
+
+@pytest.mark.parametrize("gpu", ["none", "auto", "cpu"])
+def test_more_ram_than_the_machine_has(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, most = tiny_llama(tmp_path / "m.gguf"), total_memory()
+    LLM(path, ram=most, **OPTIONS).close()
+    with pytest.raises(RequestError, match=r"^--ram .*, but this machine has .*: give less, or leave it out$"):
+        LLM(path, ram=most + 1, **(OPTIONS | {"gpu": gpu}))
+    assert main(["run", "hi", "-m", str(path), "--ram", "9999TiB", "--gpu", gpu]) == 2
+    assert capsys.readouterr().err.startswith("powerinfer: --ram 10238976GiB, but this machine has ")
+    assert main(["inspect", "-m", str(path), "--ram", "9999TiB", "--gpu", gpu]) == 0
+    assert "refused       --ram 10238976GiB, but this machine has " in capsys.readouterr().out
 
 
 def test_what_ram_holds(tmp_path: Path) -> None:
