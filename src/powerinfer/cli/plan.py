@@ -91,6 +91,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shape is None and planning.described:
         _plan_from_catalogue(args, out)
     if args.shape is None:
+        _refuse_shape(args.model)
         checkpoint = open_model(args.model, engine, out)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
@@ -116,6 +117,15 @@ def _plan_from_catalogue(args: argparse.Namespace, out: Output) -> None:
     if shape is not None:
         out.note(f"{args.model} is not on this machine: the plan is that of its published sizes")
         args.model, (args.shape, args.dtype) = None, shape
+
+
+def _refuse_shape(model: str | None) -> None:
+    """RequestError for a name that only a shape has."""
+    from powerinfer.formats.catalogue_names import short_name
+    from powerinfer.placement.shapes import shape_names
+
+    if model is not None and model.lower() in shape_names() and short_name(model) is None and not _is_here(model):
+        raise RequestError(f"no model {model}, but a shape has this name: --shape {model} plans for it")
 
 
 def _is_here(model: str) -> bool:
