@@ -334,6 +334,22 @@ def test_what_the_command_refuses(
     assert why in line and all(one.startswith("estimate: ") for one in before)
 
 
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["--ram", "9999TiB"], "but this machine has .*--card NAME"),
+        (["--memory", "ddr5-5600"], "give --card NAME"),
+        (["--hardware", "pc-8gb", "--card", "4060", "-m", "qwen3-8b"], "leave out --card, or --hardware"),
+    ],
+)
+def test_contradictions_are_found_before_anything_is_downloaded(
+    args: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("powerinfer.hub.resolve_model", None)
+    assert main(["plan", *args]) == 2
+    assert re.search(why, capsys.readouterr().err)
+
+
 def test_the_list_measures_nothing_and_needs_no_torch() -> None:
     code = (
         "import sys; from powerinfer.cli.main import main; from powerinfer.hardware import measure; "

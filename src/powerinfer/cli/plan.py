@@ -83,7 +83,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         return _names(out)
     planning, engine = config_from(args, PlanConfig), config_from(args, EngineConfig)
     _check(args)
-    check_options(planning, engine)
+    check_options(planning, engine, args.shape is not None)
     if planning.card is not None and args.model is None and args.shape is None:
         _check_catalogue(args)
         return _catalogue(planning, engine, out)

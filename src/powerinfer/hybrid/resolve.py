@@ -22,7 +22,10 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
-    _check_ram(engine)
+    if engine.ram is not None:
+        from powerinfer.placement.budget import check_ram
+
+        check_ram(engine.ram, "give less, or leave it out")
     resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
     on_disk = None if resolved.placement.disk is None else resolved.placement.disk.about
     if engine.disk_policy != EngineConfig.disk_policy and not (on_disk and (on_disk.experts or on_disk.neurons)):
@@ -32,16 +35,6 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     from powerinfer.hybrid.expert_policy import with_policy
 
     return with_policy(resolved)
-
-
-def _check_ram(engine: EngineConfig) -> None:
-    """RequestError for more RAM than this machine, or its container, has."""
-    from powerinfer.system import total_memory
-
-    if engine.ram is not None and engine.ram > (most := total_memory()):
-        from powerinfer.placement.budget import gib
-
-        raise RequestError(f"--ram {gib(engine.ram)}, but this machine has {gib(most)}: give less, or leave it out")
 
 
 def permitted(resolved: Resolved) -> Resolved | RequestError:

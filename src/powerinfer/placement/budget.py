@@ -38,6 +38,7 @@ from powerinfer.placement.cost import expert_seconds
 from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly, slots_in_least_time
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
+from powerinfer.system import total_memory
 
 if TYPE_CHECKING:
     from powerinfer.placement.disk import DiskPlan
@@ -187,6 +188,13 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
         other = "; --card or --hardware describes another machine" if hardware.key else ""
         raise RequestError(f"--ram {gib(ram)}, but {hardware.name} has {gib(cpu.memory_bytes)}{other}")
     return vram, ram
+
+
+def check_ram(ram: int, helps: str) -> None:
+    """RequestError for more RAM than this machine, or its container, has. helps: what to do instead."""
+    most = total_memory()
+    if ram > most:
+        raise RequestError(f"--ram {gib(ram)}, but this machine has {gib(most)}: {helps}")
 
 
 # ---------------------------------------------------------------- bytes in either memory

@@ -14,7 +14,7 @@ from powerinfer.errors import RequestError, demand
 from powerinfer.hardware.cards import described_machine, typical_card
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
-from powerinfer.placement.budget import budgets, no_layer_fits
+from powerinfer.placement.budget import budgets, check_ram, no_layer_fits
 from powerinfer.placement.disk_speed import Hits
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.mixes import DTYPES, read_dtype, taken_type, usual_dtype
@@ -101,8 +101,9 @@ def on_named_gpu(request: PlanRequest) -> PlanRequest | RequestError:
     return request if claims.gpu_layers else no_layer_fits(request.model, request.hardware, request.workload, vram)
 
 
-def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
-    """RequestError for options that no plan can have."""
+def check_options(planning: PlanConfig, engine: EngineConfig, is_shape: bool = False) -> None:
+    """RequestError for options that no plan can have. is_shape: of a model that is only described, for which the
+    machine may be, too."""
     for name, count in (
         ("--batch", planning.batch),
         ("--prefill-chunk", engine.prefill_chunk),
@@ -114,6 +115,12 @@ def check_options(planning: PlanConfig, engine: EngineConfig) -> None:
         raise RequestError(f"--threads must lie between 0 (automatic) and {MOST_THREADS}, not {engine.threads}")
     if not 0 <= planning.time_limit < math.inf:
         raise RequestError(f"--time-limit must be a number of seconds, not {planning.time_limit}")
+    if planning.hardware is not None and planning.card is not None:
+        raise RequestError("--hardware describes a machine with its card: leave out --card, or --hardware")
+    if planning.memory is not None and planning.card is None:
+        raise RequestError("--memory is the RAM of a PC that --card describes: give --card NAME, or --card none")
+    if engine.ram is not None and not planning.described and not is_shape:
+        check_ram(engine.ram, "give less, or describe another machine (--card NAME, --hardware)")
 
 
 def described(
@@ -122,13 +129,9 @@ def described(
     """The described machine, and the engine with what remains of its budgets; None: this machine is planned for.
 
     --ram is the RAM of a machine that --card describes, and of one of --hardware if it is more than that has. is_shape:
-    for a model that is only described --vram describes a card where this machine has none. RequestError for options
-    that contradict each other.
+    for a model that is only described --vram describes a card where this machine has none. planning: as `check_options`
+    lets pass.
     """
-    if planning.hardware is not None and planning.card is not None:
-        raise RequestError("--hardware describes a machine with its card: leave out --card, or --hardware")
-    if planning.memory is not None and planning.card is None:
-        raise RequestError("--memory is the RAM of a PC that --card describes: give --card NAME, or --card none")
     if planning.hardware is not None:
         hardware = load(planning.hardware)
         if engine.ram is None or engine.ram <= hardware.cpu.memory_bytes:
