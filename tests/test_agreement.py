@@ -251,8 +251,8 @@ def test_what_eval_refuses(relu: Path, silu: Path, tmp_path: Path, text: str) ->
     def said(measure: str, path: Path, *flags: str) -> str:
         return error_line(powerinfer("eval", measure, "-m", str(path), "--file", text, "--context", "64", *flags))
 
-    assert "use --selector threshold, which is lossy" in said("agreement", silu, "--selector", "exact")
-    assert "use --selector threshold, which is lossy" in said("agreement", silu, "--against", "exact")
+    assert "leave out --selector; threshold skips small ones" in said("agreement", silu, "--selector", "exact")
+    assert "leave out --selector; threshold skips small ones" in said("agreement", silu, "--against", "exact")
     bare = tiny_llama(tmp_path / "bare.gguf")
     assert f"`powerinfer pack -m {bare}` makes it" in said("agreement", bare, "--selector", "exact")
     assert "between 1 and 8" in said("agreement", relu, "--step", "9")
@@ -268,7 +268,7 @@ def test_a_selector_is_refused_before_the_weights_are_read(tmp_path: Path, monke
         raise AssertionError("the weights were read")
 
     monkeypatch.setattr(powerinfer.models, "load", never)
-    for activation, message in (("silu", "use --selector threshold"), ("relu", "powerinfer pack -m")):
+    for activation, message in (("silu", "leave out --selector; threshold"), ("relu", "powerinfer pack -m")):
         with pytest.raises(ValueError, match=message):
             LLM(tiny_llama(tmp_path / f"{activation}.gguf", activation), selector="exact")
 

@@ -338,6 +338,10 @@ def test_what_the_command_refuses(
     ("args", "why"),
     [
         (["--ram", "9999TiB"], "but this machine has .*--card NAME"),
+        (["--card", "None", "--vram", "8GiB"], "--card none has none"),
+        (["--card", "4060", "--gpu", "none"], "--gpu is of this machine: leave it out"),
+        (["--card", "4060", "--gpu", "cuda", "-m", "qwen3-8b"], "--gpu is of this machine: leave it out"),
+        (["--hardware", "pc-8gb", "--gpu", "none", "--vram", "4GiB"], "--gpu none uses none"),
         (["--memory", "ddr5-5600"], "give --card NAME"),
         (["--hardware", "pc-8gb", "--card", "4060", "-m", "qwen3-8b"], "leave out --card, or --hardware"),
     ],

@@ -731,6 +731,21 @@ def test_assumed_profiles_have_the_shares_they_are_given(name: str) -> None:
         assert profile.active_fraction(47) / profile.active_fraction(0) == pytest.approx(law.ratio, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("shape", "family"),
+    [
+        ("smallthinker-21b", "smallthinker"),
+        ("nemotron-3-nano-30b-a3b", "nemotron-h"),
+        ("bamboo-7b", "drelu"),
+        ("opt-6.7b", "opt"),
+        ("qwen3-8b", "swiglu"),
+        ("qwen3-30b-a3b", "swiglu"),
+    ],
+)
+def test_the_law_of_a_shape(shape: str, family: str) -> None:
+    assert find_shape(shape).law == FAMILIES[family]
+
+
 @pytest.mark.parametrize(("name", "layers", "share"), [("opt", 48, 0.17), ("reglu-70b", 80, 0.26)])
 def test_assumed_profiles_have_the_papers_share_of_the_model(name: str, layers: int, share: float) -> None:
     assert assumed_profile(FAMILIES[name], (8192,) * layers).hot_share() == pytest.approx(share, abs=0.005)

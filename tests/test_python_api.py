@@ -72,6 +72,7 @@ def test_the_keywords_of_sampling_are_its_parameters() -> None:
     ("call", "says"),
     [
         (lambda llm: LLM("x", thread=4), r"LLM has no option 'thread'; did you mean threads\?"),
+        (lambda llm: LLM("x", trial=False, retrial=True), "--no-trial makes none: leave out one of the two"),
         (lambda llm: LLM("x", zzz=4), r"LLM has no option 'zzz'; it has threads, context, "),
         (lambda llm: LLM("x", prefix_cache="no"), "prefix_cache must be True or False, not 'no'"),
         (lambda llm: AsyncLLM("x", thread=4), r"did you mean threads\?"),

@@ -10,6 +10,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, install_extra
 
 UNUSED_VRAM = "--vram is not used: there is no GPU to use ({})"
+NO_GPU = "--vram is the memory of a GPU, and --gpu none uses none: leave out one of the two"
 
 _NAME = re.compile(r"auto|none|cpu|cuda(:\d{1,4})?")
 _DRIVER = Path("/dev/nvidiactl")
@@ -23,7 +24,7 @@ def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
     if not _NAME.fullmatch(engine.gpu):
         raise RequestError(f"there is no device {engine.gpu!r}: choose auto, none, cuda, cuda:1 or cpu")
     if engine.gpu == "none" and engine.vram:
-        raise RequestError("--vram is the memory of a GPU, and --gpu none uses none: leave out one of the two")
+        raise RequestError(NO_GPU)
     if engine.gpu == "none" or engine.vram == 0:
         return None, "asked for" if engine.gpu == "none" else "--vram is 0"
     if engine.gpu != "auto":

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
-from powerinfer.devices.wanted import wanted_gpu
+from powerinfer.devices.wanted import NO_GPU, wanted_gpu
 from powerinfer.errors import RequestError, demand
-from powerinfer.hardware.cards import described_machine, typical_card
+from powerinfer.hardware.cards import NONE, described_machine, typical_card
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, check_ram, no_layer_fits
@@ -119,6 +119,12 @@ def check_options(planning: PlanConfig, engine: EngineConfig, is_shape: bool = F
         raise RequestError("--hardware describes a machine with its card: leave out --card, or --hardware")
     if planning.memory is not None and planning.card is None:
         raise RequestError("--memory is the RAM of a PC that --card describes: give --card NAME, or --card none")
+    if (planning.card or "").strip().lower() == NONE and engine.vram:
+        raise RequestError("--vram is the memory of a card, and --card none has none: leave out one of the two")
+    if planning.card is not None and engine.gpu != "auto":
+        raise RequestError("--gpu is of this machine: leave it out; --card none describes a PC without a GPU")
+    if engine.gpu == "none" and engine.vram:
+        raise RequestError(NO_GPU)
     if engine.ram is not None and not planning.described and not is_shape:
         check_ram(engine.ram, "give less, or describe another machine (--card NAME, --hardware)")
 

@@ -597,6 +597,8 @@ def find_shape(name: str) -> ModelShape:
 def law_of(config: ModelConfig) -> Law:
     if config.architecture.startswith("nemotron_h"):
         return FAMILIES["nemotron-h"]
+    if config.architecture == "smallthinker":
+        return FAMILIES["smallthinker"]
     if not any(layer.ffn.gated for layer in config.layers):
         return FAMILIES["opt" if config.architecture == "opt" else "falcon"]
     if config.activations == "drelu":

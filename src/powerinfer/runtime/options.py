@@ -158,6 +158,8 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
             least = options_[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if options.get("retrial") and not options.get("trial", True):
+        raise RequestError("--retrial repeats the trials, and --no-trial makes none: leave out one of the two")
     return EngineConfig(**options)
 
 

@@ -97,7 +97,10 @@ def check_suited(selector: str, config: ModelConfig) -> None:
         return
     other = "exact" if config.partly_rectified else "threshold"
     if selector == "exact":
-        reason = f"the activation {config.activations} is never exactly zero: use --selector threshold, which is lossy"
+        reason = (
+            f"the activation {config.activations} is never exactly zero, so no neuron can be skipped exactly: leave "
+            "out --selector; threshold skips small ones, which changes answers"
+        )
     else:
         unsuited = config.activations_never_zero or config.activations
         reason = f"no predictor can select neurons of the activation {unsuited}: use --selector {other}"
