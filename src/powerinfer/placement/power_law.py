@@ -54,7 +54,7 @@ FAMILIES: dict[str, Law] = {
     # Nemotron 3 Nano: of 72,174 calls of experts 90.69 % zeros (kennydd001/ervf), 81 to 96 % by layer, in an order that
     # is not stated; share unknown, as of Bamboo. The dense models of the family are taken to be like it
     "nemotron-h": Law(0.0931, 0.38),
-    # arXiv 2507.20984: of the neurons of the experts that a token selects over 60 % are idle; share unknown, as of ReGLU
+    # arXiv 2507.20984: of the neurons of the experts that a token selects over 60 % are idle; share as of ReGLU
     "smallthinker": Law(0.40, 0.43),
     # arXiv 2312.12456: SwiGLU models leave out 40 to 53 % below a threshold; 69 % of a layer of LLaMA2-70B carry 80 %
     "swiglu": Law(0.50, 0.69),
