@@ -292,6 +292,19 @@ def test_progress_is_silent_when_quick_and_clean_when_slow(stream: type, monkeyp
     assert screen.getvalue().endswith("\r\033[K" if stream is Terminal else "50%, 0:20 left\n")
 
 
+def test_the_end_of_some_work_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    bar = progress.Bar()
+    for label in ("loading", "packing"):
+        for done in (2, 4, 4, 4):
+            now[0] += 6.0
+            bar(label, done, 4)
+    lines = [line.partition(",")[0] for line in screen.getvalue().splitlines()]
+    assert lines == ["loading: 50%", "loading: 100%", "packing: 50%", "packing: 100%"]
+
+
 def test_progress_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, now = io.StringIO(), [0.0]
     monkeypatch.setattr(sys, "stderr", screen)

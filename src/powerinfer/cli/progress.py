@@ -21,16 +21,18 @@ class Bar:
         self._label: str | None = None
         self._since = (0.0, 0)  # start time of the current label, and what was done then
         self._shown = False
+        self._full = False  # the label's end is shown
 
     def __call__(self, label: str, done: int, total: int) -> None:
         now = time.monotonic()
         if label != self._label and self._label is not None:
             self.close()
         if label != self._label:
-            self._since = (now, done)
+            self._since, self._full = (now, done), False
         self._label = label
-        if now < self._next and not (self._shown and done >= total):
+        if self._full or (now < self._next and not (self._shown and done >= total)):
             return
+        self._full = done >= total
         self._next = now + (REDRAW if self._terminal else PLAIN_LINE)
         percent = 100 * done // total if total > 0 else 0
         left = self._left(now, done, total)
