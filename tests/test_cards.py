@@ -238,6 +238,9 @@ def test_the_catalogue_for_a_card(capsys: pytest.CaptureFixture[str], few_models
     assert Estimate(first["tok_s"], first["context"], first["place"], first["where"]).runs_well
     for part in ("272 GB/s", "assumed: ddr5-5600", "slower than most people read", f"{first['name']} "):
         assert part in text
+    for one in document["models"]:
+        (row,) = [line for line in text.splitlines() if line.endswith(f"  -m {one['name']} -c {one['context']}")]
+        assert len(re.split("  +", row)) == 7, "columns stay apart"
     less, _ = plan(capsys, "--card", "4060", "--vram", "4GiB")
     assert {one["name"]: one["place"] for one in less["models"]}["qwen3-8b"] == "split"
     none, _ = plan(capsys, "--card", "4060", "--vram", "0", "--memory", "ddr4-2666")
@@ -254,6 +257,20 @@ def test_a_model_of_the_catalogue_for_a_card(capsys: pytest.CaptureFixture[str])
     assert sum(document["bytes"]["gpu"].values()) <= 8 * GIB
     assert [layer["gpu"] > 0 for layer in document["layers"]] == [at < document["gpu_layers"] for at in range(40)]
     assert "is not on this machine" in text
+
+
+def test_the_context_of_a_plan_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = plan(capsys, "-m", "qwen3-14b", "--card", "RTX 4060")
+    assert "the model's longest, 40960 tokens" in text and "counts with 4096" in text
+    _, text = plan(capsys, "-m", "qwen3-14b", "--card", "RTX 4060", "-c", "40960")
+    assert "counts with" not in text
+
+
+def test_a_plan_that_skips_neurons_assumes_bundles(capsys: pytest.CaptureFixture[str]) -> None:
+    document, text = plan(capsys, "-m", "nemotron-mini-4b", "--card", "RTX 4060", "-c", "4096")
+    assert document["selector"] == "predicted" and "assumed: that bundles are packed (`powerinfer pack`)" in text
+    document, text = plan(capsys, "-m", "nemotron-mini-4b", "--card", "RTX 4060", "-c", "4096", "--selector", "all")
+    assert "bundles" not in "".join(document["assumed"])
 
 
 def test_a_described_machine_is_as_large_as_its_budgets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,6 +323,8 @@ def test_the_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["shapes"] == shape_names() and "GeForce RTX 4060" in document["cards"]
     assert "GeForce RTX 2080 Ti" not in document["cards"] and "q4_k_m" in document["dtypes"]
     assert "--shape: " in text and "pc-8gb" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(any(name in line for line in text.splitlines()) for name in document["cards"]), "no name is broken"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from powerinfer.errors import RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
+    from powerinfer.placement.estimates import Offer
     from powerinfer.placement.plan import Plan
     from powerinfer.placement.plan_document import PlanDocument
 
@@ -45,6 +46,8 @@ ENGINE = (
 )  # fmt: skip
 COUNTED = frozenset(("card", "hardware", "memory", "vram", "ram", "threads", "gpu", "context"))
 """Options of the table of all models."""
+NUMBERS = (2, 3, 4)
+"""Of its columns those to the right."""
 EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
@@ -76,6 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
+    from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import place, save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
 
@@ -99,6 +103,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
+    if planning.described and not engine.context and request.context > CONTEXT:
+        longest = f"context: the model's longest, {request.context} tokens, as -c does not say"
+        out.note(f"{longest}; the table of all models (--card alone) counts with {CONTEXT}")
     plan = demand(place(request))
     saved = None if folder is None else save_plan(plan, folder)
     machine = request.hardware.assumed if planning.hardware is None else ""
@@ -158,7 +165,7 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     """The catalogue's models on a described PC."""
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import budgets
-    from powerinfer.placement.estimates import CONTEXT, offers, speed
+    from powerinfer.placement.estimates import CONTEXT, offers
     from powerinfer.placement.request import described
 
     machine = described(planning, engine)
@@ -173,18 +180,16 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     out.line(f"{hardware.name[:1].upper()}{hardware.name[1:]}. {hardware.source}")
     out.line(f"assumed: {hardware.assumed}")
     out.line()
-    out.line(
-        f"{'model':<28}{'type':<12}{'download':>9}{'tokens/s':>10}{'context':>9}  {'where':<30}powerinfer chat ..."
-    )
-    slow = next((at for at, row in enumerate(rows) if not row.estimate.runs_well), len(rows))
-    for at, row in enumerate(rows):
+    head = ("model", "type", "download", "tokens/s", "context", "where", "powerinfer chat ...")
+    cells = [head, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    slow = next((at for at, row in enumerate(rows, 1) if not row.estimate.runs_well), len(cells))
+    for at, texts in enumerate(cells):
         if at == slow:
             out.line("slower than most people read, or read from disk:")
-        estimate = row.estimate
-        out.line(
-            f"{row.full_name:<28}{row.download.quantisation or 'BF16':<12}{row.download.gigabytes:>6g} GB"
-            f"{speed(estimate.tok_s):>10}{estimate.context:>9}  {estimate.where:<30}{row.flags}"
-        )
+        sides = ("><"[place not in NUMBERS] for place in range(len(head)))
+        padded = (f"{text:{side}{n}}" for text, side, n in zip(texts, sides, widths, strict=True))
+        out.line("  ".join(padded).rstrip())
     out.line()
     out.line(f"tokens/s: predicted, of one request that has filled half of {context} tokens, or of its model's context")
     out.line("context: the longest that leaves the weights where they are; -c asks for it")
@@ -198,7 +203,22 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     return 0
 
 
+def _cells(row: Offer) -> tuple[str, ...]:
+    """A row of the table of all models."""
+    from powerinfer.placement.estimates import speed
+
+    estimate, download = row.estimate, row.download
+    size = f"{download.gigabytes:g} GB"
+    return (
+        row.full_name, download.quantisation or "BF16", size, speed(estimate.tok_s), str(estimate.context),
+        estimate.where, row.flags,
+    )  # fmt: skip
+
+
 def _names(out: Output) -> int:
+    from shutil import get_terminal_size
+    from textwrap import fill
+
     from powerinfer.hardware.cards import cards
     from powerinfer.hardware.description import ready_made
     from powerinfer.placement.mixes import DTYPES
@@ -206,8 +226,12 @@ def _names(out: Output) -> int:
 
     supported = [name for name, card in cards().items() if card.supported]
     names = {"cards": supported, "shapes": shape_names(), "hardware": ready_made(), "dtypes": list(DTYPES)}
+    width = min(get_terminal_size().columns, 100)
     for kind, every in names.items():
-        out.line(f"--{kind.removesuffix('s')}: {', '.join(every)}")
+        listed = ", ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in every)
+        text = f"--{kind.removesuffix('s')}: {listed}"
+        lines = fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        out.line(lines.replace("\N{NO-BREAK SPACE}", " "))
     out.document(names)
     return 0
 

@@ -45,6 +45,10 @@ FIRING = "that {:.1f} % of the neurons of experts fire for a token, and a step t
 """The assumption of plans of `exact` inside experts."""
 
 
+PACKED = "that bundles are packed (`powerinfer pack`)"
+"""The assumption of plans that skip neurons."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """The subject of a plan. selector: of `cost.WAYS`; assumed: assumptions, lines for people; frequencies, hits: of
@@ -210,6 +214,8 @@ def shape_subject(
     stored = DTYPES[dtype]
     if taken_type(stored) != stored:
         assumed.append(f"{stored} has no kernels: a load converts it to {taken_type(stored)}, whose bytes count here")
+    if selector != "all":
+        assumed.append(PACKED)
     if selector == "predicted":
         share = sum(one.stored for pair in model.predictors for one in pair) / model.weight_bytes
         assumed.append(
@@ -240,7 +246,7 @@ def model_subject(
     profile; fresh: as if nothing were packed or trained yet. RequestError, with the command that makes it, if something
     is missing.
     """
-    from powerinfer.formats.prepared import EXPERT_ROWS, PREDICTOR, PROFILE, PreparedFile
+    from powerinfer.formats.prepared import BUNDLES, EXPERT_ROWS, PREDICTOR, PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
 
     config = checkpoint.config
@@ -257,12 +263,14 @@ def model_subject(
         subject = expert_subject(model.by_neuron(rows=rows), checkpoint, prepared)
         return replace(subject, assumed=(*subject.assumed, FIRING.format(100 * subject.model.firing)))
     _check_selector(selector, config)
+    bundles = PreparedFile(BUNDLES, checkpoint, prepared)
+    packed = () if selector == "all" or bundles.exists() else (f"that bundles are packed: `{bundles.command}` does it",)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command
         raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")
     if hot is not None or active is not None:
         profile, text = _assumed(config, law_of(config), hot, active)
-        return Subject(model, profile, selector, (text,), chosen=chosen)
+        return Subject(model, profile, selector, (text, *packed), chosen=chosen)
     place = PreparedFile(PROFILE, checkpoint, prepared)
     if not place.exists():
         if selector != "all":
@@ -275,7 +283,7 @@ def model_subject(
     profile = open_profile(checkpoint, prepared)
     if selector == "threshold" and profile.thresholds is None:
         raise RequestError(f"{place.path} has no thresholds; `{place.command}` calibrates them")
-    return Subject(model, profile, selector, chosen=chosen)
+    return Subject(model, profile, selector, packed, chosen=chosen)
 
 
 def _check_experts(selector: str, hot: float | None, active: float | None) -> None:
