@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from benchmarks.lib import machine, programs, results
 from benchmarks.models import make_model, prepared
 from benchmarks.models.speed_models import requantize
 from benchmarks.models.weights import Plan
+from benchmarks.sparse import rounds
 
 FRACTIONS = (0.02, 0.05, 0.10, 0.20, 0.50, 1.0)
 TYPES = ("F16", "Q4_0")
@@ -54,41 +54,9 @@ def prepare(model: Path, plan: Plan, own: list[str], arguments: argparse.Namespa
 
 def measure(engines: programs.Engines, model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """All engines on one model: their rates, and the ratios to the dense ones within a round."""
-    runs = {label: programs.Runs() for label in engines.labels()}
-
-    def job(label: str) -> dict[str, Any]:
-        return engines.measure(label, model, arguments.threads)
-
-    for number in range(arguments.rounds):
-        programs.one_round(runs, number, arguments.retries, arguments.quiet, job)
-        shown = [
-            f"{label} {engine.rounds[-1][RATE]:.1f}" + ("*" if engine.rounds[-1]["disturbed"] else "")
-            for label, engine in runs.items()
-            if engine.rounds[-1] is not None
-        ]
-        print(f"{model.stem}, round {number + 1}:", "; ".join(shown), file=sys.stderr)
-    dense = ["all", *engines.peers]
-    return {
-        "engines": {label: run.summary((RATE,)) | own_fields(run) for label, run in runs.items()},
-        "ratio": {
-            label: {base: programs.ratios(run, runs[base], RATE) for base in dense if base != label}
-            for label, run in runs.items()
-            if label in engines.settings
-        },
-    }
-
-
-def own_fields(run: programs.Runs) -> dict[str, Any]:
-    """What our own bench says beside the rate, of its last run; of the layers only what differs among them."""
-    done = [entry for entry in run.rounds if entry is not None]
-    if not done or "bytes_per_token" not in done[-1]:
-        return {}
-    result = {"bytes_per_token": done[-1]["bytes_per_token"]}
-    if sparsity := done[-1].get("sparsity"):
-        layers = sparsity.get("layers", [])
-        result["sparsity"] = {name: value for name, value in sparsity.items() if name != "layers"}
-        result["ways"] = [layer.get("ways") for layer in layers]
-    return result
+    figures = rounds.measure(engines, model, arguments, (RATE,))
+    ratios = figures["ratio"].items()
+    return figures | {"ratio": {label: {base: of[RATE] for base, of in bases.items()} for label, bases in ratios}}
 
 
 def parse() -> argparse.Namespace:

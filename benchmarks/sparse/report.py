@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import machine, programs, results
-from benchmarks.sparse.compare import RATE, own_fields
+from benchmarks.sparse import rounds
+from benchmarks.sparse.compare import RATE
 from benchmarks.sparse.report_page import page, plots
 from benchmarks.sparse.trained import command
 from powerinfer.config import THRESHOLDED
@@ -240,7 +241,7 @@ def measure_speed(report: Report, models: dict[str, Checkpoint], args: argparse.
 
         for number in range(args.rounds):
             programs.one_round(runs, number, args.retries, args.quiet, job)
-        found = {label: run.summary((RATE,)) | own_fields(run) for label, run in runs.items()}
+        found = {label: run.summary((RATE,)) | rounds.own_fields(run) for label, run in runs.items()}
         if not any(RATE in one for one in found.values()):
             raise RuntimeError("no engine could be measured")
         bases = [base for base in ("original", PEER) if base in runs]

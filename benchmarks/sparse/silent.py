@@ -13,13 +13,12 @@ Writes one JSON, after each model; table.py turns the newest figures into the ta
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import machine, programs, results
 from benchmarks.models import prepared, silent_models
-from benchmarks.sparse.compare import own_fields
+from benchmarks.sparse import rounds
 
 MODELS = {
     "nemotron-3-nano-30b-a3b": (9, ("q5_0", "q8_0", "q4_0")),
@@ -31,36 +30,6 @@ VOCAB = 20_000
 ENGINES = {"all": ["--selector", "all"]} | {
     name: ["--selector", name, "--no-trial"] for name in ("exact", "predicted")
 }
-
-
-def measure(engines: programs.Engines, model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The rates of all engines on a model, and this engine's by those that compute every neuron, within a round."""
-    runs = {label: programs.Runs() for label in engines.labels()}
-
-    def job(label: str) -> dict[str, Any]:
-        return engines.measure(label, model, arguments.threads)
-
-    for number in range(arguments.rounds):
-        programs.one_round(runs, number, arguments.retries, arguments.quiet, job)
-        speeds = [
-            f"{label} {run['prefill_tok_s']:.0f}, {run['decode_tok_s']:.1f}"
-            for label, engine in runs.items()
-            if (run := engine.rounds[-1]) is not None
-        ]
-        print(f"{model.stem}, round {number + 1}:", "; ".join(speeds), file=sys.stderr)
-    dense = ["all", *engines.peers]
-    return {
-        "engines": {label: run.summary(programs.RATES) | own_fields(run) for label, run in runs.items()},
-        "ratio": {
-            label: {
-                base: {rate: programs.ratios(run, runs[base], rate) for rate in programs.RATES}
-                for base in dense
-                if base != label and base in runs
-            }
-            for label, run in runs.items()
-            if label in engines.settings
-        },
-    }
 
 
 def parse() -> argparse.Namespace:
@@ -100,7 +69,7 @@ def main() -> None:
             if not model.exists():
                 silent_models.write(model, sizes, kind, silent)
             prepared.prepare_silent(model, sizes, silent)
-            figures = measure(engines, model, arguments)
+            figures = rounds.measure(engines, model, arguments, programs.RATES)
             entry = {"model": shape, "layers": layers, "type": kind.upper(), "file_bytes": model.stat().st_size}
             document["silent"].append(entry | figures)
             results.write_json(out, document)  # after every model: an interrupted session keeps what it has
