@@ -520,6 +520,35 @@ def test_nested_tags_are_objects_and_lists() -> None:
         mask.accept(token)
 
 
+FALCON_H1 = (
+    "{{ bos_token }}{% if tools %}<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
+    "Signatures are within <tools> </tools> XML tags.\n<tools>\n"
+    "{% for tool in tools %}[{{ tool | tojson }}]{% endfor %}"
+    "\n</tools>\nCalls are within <tool_call> </tool_call> tags, as:\n<tool_call>\n"
+    "{'arguments': <args-dict>, 'name': <function-name>}\n</tool_call>\n{% endif %}"
+    "{% for m in messages %}{% if m.role != 'system' or not tools %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_falcon_h1_is_told_of_functions_by_its_template_which_writes_no_calls() -> None:
+    source = ChatTemplate(FALCON_H1)
+    form = read_dialect(source)
+    assert form == replace(HERMES, history="text")
+    call = {"type": "function", "id": "x", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "x", "content": "a result"})
+    messages, variables = form.conversation([ASKED[0], *turns], TOOLS)
+    text, _ = source.render(messages, **variables)
+    assert text.count("<tools>\n[") == 1 and "a result" in text
+    past = text.partition("</tools>\n")[2].partition("<|im_start|>assistant\n")[2]
+    assert read(form, [past.partition("<|im_end|>")[0]]) == ("", [("f", '{"a":1}')])
+    reversed_keys = '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'
+    assert read(form, list(reversed_keys)) == ("", [("f", '{"a": 1}')])
+
+
 def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer.text.dialect_reading.SECONDS", 0.1)
     slow = template("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}")

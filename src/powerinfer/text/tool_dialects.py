@@ -58,6 +58,7 @@ _ANNOUNCING = (
     _DialectRow(LFM2, ("List of tools: [",)),
     _DialectRow(GRANITE_3, ("<|tool_call|>", "<|start_of_role|>")),
     _DialectRow(replace(HERMES, history="text", announced_as="xml_tools"), ("xml_tools", "<tool_call>")),
+    _DialectRow(replace(HERMES, history="text"), ("within <tools> </tools> XML", "within <tool_call> </tool_call>")),
 )
 
 
