@@ -47,7 +47,7 @@ ENGINE = (
 COUNTED = frozenset(("card", "hardware", "memory", "vram", "ram", "threads", "gpu", "context"))
 """Options of the table of all models."""
 NUMBERS = (2, 3, 4)
-"""Of its columns those to the right."""
+"""Columns of that table that stand to the right."""
 EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
@@ -227,8 +227,8 @@ def _names(out: Output) -> int:
     supported = [name for name, card in cards().items() if card.supported]
     names = {"cards": supported, "shapes": shape_names(), "hardware": ready_made(), "dtypes": list(DTYPES)}
     width = min(get_terminal_size().columns, 100)
-    for kind, every in names.items():
-        listed = ", ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in every)
+    for kind, members in names.items():
+        listed = ", ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in members)
         text = f"--{kind.removesuffix('s')}: {listed}"
         lines = fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         out.line(lines.replace("\N{NO-BREAK SPACE}", " "))

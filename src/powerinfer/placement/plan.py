@@ -179,10 +179,10 @@ class PlanRequest:
         is_budget = self.ram is not None or self.hardware.key
         return budget if is_budget else memory_leaving(budget, self.hardware.cpu)
 
-    def more_ram(self, what: str, budget: int) -> Help:
+    def more_ram(self, goal: str, budget: int) -> Help:
         """The --ram with which there is a budget of so many bytes."""
         nbytes = self.ram_flag(budget)
-        return Help(what, "--ram", nbytes, nbytes <= self.hardware.cpu.memory_bytes)
+        return Help(goal, "--ram", nbytes, nbytes <= self.hardware.cpu.memory_bytes)
 
     def _rest_on_disk(self, claims: Claims) -> Claims | RequestError:
         """The claims with what RAM does not hold on disk; the error where it does not hold the least."""
