@@ -29,7 +29,7 @@ Timed = Callable[[dict[int, float]], list[int]]
 
 
 @pytest.fixture(autouse=True)
-def six(monkeypatch: pytest.MonkeyPatch) -> None:
+def six_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two performance cores, of two processors each, and two others."""
     monkeypatch.setattr(cpu, "usable_cores", lambda: (6, "every core"))
     monkeypatch.setattr(topologies, "read_topology", lambda: HYBRID)
@@ -80,8 +80,15 @@ def test_the_fastest_number_is_used_and_remembered(model: Path, timed: Timed) ->
 def test_what_is_not_tried(model: Path, timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = timed({})
     assert threads_of(model, trial=False) == "6 (every core; --no-trial)"
-    monkeypatch.setattr(thread_trial, "available_memory", lambda: 1000)
-    assert threads_of(model) == "6 (every core; no room for the trial of threads)"
+    with monkeypatch.context() as patch:
+        patch.setattr(thread_trial, "available_memory", lambda: 1000)
+        assert threads_of(model) == "6 (every core; no room for the trial of threads)"
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(trials, "write_small", full)
+    assert "trials.json cannot be written (no space left)" in threads_of(model), "each start would try it again"
     monkeypatch.setattr(topologies, "read_topology", lambda: EQUAL)
     assert threads_of(model) == "6 (every core)"
     monkeypatch.setattr(cpu, "usable_cores", lambda: (2, "every core"))

@@ -1,8 +1,8 @@
 """Memory of machines with several NUMA nodes: pages of what is loaded are spread over the nodes.
 
 A page lies on one node, by default on that of the thread that touches it first, and threads of the others read it at a
-fraction of the speed. Threads of a step take rows as they become free, and the system moves them between cores, so no
-row has a thread of its own. Spread page by page, weights are read from all nodes at once, whoever reads them.
+fraction of the speed. Threads take parts of products as they become free, and the system moves them between cores, so
+no thread has weights of its own. Spread page by page, weights are read from all nodes at once, whoever reads them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from powerinfer.kernels import cpu
 from powerinfer.models import rotations
 from powerinfer.models.blocks import wire_embedding, wire_layer
 from powerinfer.sparsity.expert_trial import FewExperts
-from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, conditions, fastest, take_turns
+from powerinfer.sparsity.trials import INTERRUPTED, Outcome, Trial, TrialSubject, conditions, fastest, take_turns
 from powerinfer.system import MOST_THREADS, available_memory
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def _outcome(resolved: Resolved, loading: Loading, counts: Mapping[int, str]) ->
     """The outcome of an earlier trial, or of one now, or the reason why there is none."""
     checkpoint, engine = resolved.checkpoint, resolved.engine
     key = conditions(checkpoint, engine, resolved.selection) | {"counts": " ".join(map(str, counts))}
-    trial = Trial(replace(SUBJECT, fallback=TimedThreads(next(iter(counts)))), checkpoint, engine, key)
+    all_cores = TimedThreads(next(iter(counts)))
+    trial = Trial(replace(SUBJECT, fallback=all_cores), checkpoint, engine, key)
     few = first_layers(checkpoint)
     room = _has_room(few, checkpoint, engine, counts)
 
@@ -121,6 +122,8 @@ def _outcome(resolved: Resolved, loading: Loading, counts: Mapping[int, str]) ->
         return "--no-trial"
     if not room:
         return "no room for the trial of threads"
+    if unsaved := trial.keep(all_cores, problem=INTERRUPTED).unsaved:
+        return f"no trial of threads, which every start would repeat: {trial.path} cannot be written ({unsaved})"
     loading.progress("trial of threads", 0, 1)
     text = loading.sample()
     outcome = trial.run(lambda: measured(few, checkpoint, engine, list(counts), text))
