@@ -95,7 +95,7 @@ def unlike_peer(isa: str | None, folder: Path, facts: dict[str, str]) -> str | N
     if isa is None or isa.startswith(("avx512", "amx")) or not newer or facts.get("GGML_NATIVE") != "ON":
         return None
     build = "python -m benchmarks.lib.llama_cpp CACHE --avx2"
-    return f"{folder.name} is of a build for all that this processor has, not for {isa}: {build} makes one"
+    return f"{folder.parent.name} is a build for all that this processor has, not for {isa}: {build} makes one"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

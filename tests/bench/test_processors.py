@@ -89,7 +89,7 @@ def test_a_peer_of_another_level_is_refused(given: list[str], tmp_path: Path) ->
 
 
 def test_busy_processes_use_cores_and_end_with_the_context() -> None:
-    before = os.times().children_user
+    before = os.times()
     with machine.busy(1):
         (pid,) = (int(one) for one in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
         begin = time.monotonic()
@@ -97,4 +97,5 @@ def test_busy_processes_use_cores_and_end_with_the_context() -> None:
             assert time.monotonic() < begin + 30, "it uses no time"
             time.sleep(0.02)
     assert not Path(f"/proc/{pid}").exists()
-    assert os.times().children_user >= before + 0.1, "it counts as the caller's own"
+    used = sum(os.times()[2:4]) - sum(before[2:4])  # of children that were waited for
+    assert used >= 0.05, "it counts as the caller's own"
