@@ -5,25 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from powerinfer.formats.quant import block_type, dequantize
+from powerinfer.formats.weight_types import WEIGHT_TYPES
 
 FLOATS = ("F32", "F16", "BF16")
 
-# Where the float16 fields of a stored block lie, in bytes, and how many scales its minimum must be to centre the codes.
-_HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-_CENTRE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}
+# How many scales the minimum of a block must be to centre the codes.
+_CENTRE = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q2_K": 1.5}
 
 
 def with_scales(blocks: np.ndarray, type_name: str, scales: np.ndarray) -> np.ndarray:
     """Sets the float16 fields of blocks [..., bytes]: scales, and minima that centre the codes on zero.
 
-    The scale of MXFP4 is a power of two: the nearest to the scale's magnitude, the least for zero.
+    The scale of MXFP4 is a power of two: the nearest to the scale's magnitude, the least for zero. Those of NVFP4 are
+    numbers of 8 bits: the next below, and of 16 elements each another.
     """
+    if type_name == "NVFP4":
+        exponents = np.frexp(scales)[1] + 6
+        codes = np.clip(8 * exponents[..., None] + np.arange(4), 0, 0x7E)
+        blocks[..., :4] = np.where(scales[..., None] == 0, 0, codes)
+        return blocks
     if type_name == "MXFP4":
         with np.errstate(divide="ignore"):
             exponents = np.rint(np.log2(np.abs(scales))) + 127
         blocks[..., 0] = np.clip(exponents, 0, 254)
         return blocks
-    for i, at in enumerate(_HALVES.get(type_name, (0,))):
+    for i, at in enumerate(WEIGHT_TYPES[type_name].halves or (0,)):
         half = (scales * _CENTRE[type_name] if i else scales).astype(np.float16)
         blocks[..., at : at + 2] = half[..., None].view(np.uint8)
     return blocks

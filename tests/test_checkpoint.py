@@ -501,7 +501,7 @@ def with_type(name: str, type_id: int, only: tuple[str, ...] | None = None) -> B
     return builder
 
 
-@pytest.mark.parametrize(("name", "type_id"), [("Q2_K", 10), ("TQ1_0", 34), ("IQ2_XXS", 16), ("IQ3_S", 21)])
+@pytest.mark.parametrize(("name", "type_id"), [("IQ2_XXS", 16), ("IQ3_S", 21)])
 def test_types_without_kernels_are_converted_and_said(tmp_path: Path, name: str, type_id: int) -> None:
     checkpoint = open_checkpoint(with_type(name, type_id).write(tmp_path / "m.gguf"))
     times = 8.5 / (block_type(name).nbytes / 32)  # bits of an element; blocks of 256 have bytes / 32 of them
@@ -524,7 +524,8 @@ def test_types_without_kernels_are_converted_and_said(tmp_path: Path, name: str,
     ("name", "type_id"),
     [
         ("Q4_1", 3), ("Q5_0", 6), ("Q4_K", 12), ("Q6_K", 14), ("BF16", 30), ("IQ4_NL", 20), ("IQ4_XS", 23),
-        ("MXFP4", 39),
+        ("MXFP4", 39), ("Q3_K", 11), ("Q2_K", 10),
+        ("TQ1_0", 34), ("TQ2_0", 35), ("NVFP4", 40),
     ],
 )  # fmt: skip
 def test_types_with_kernels_stay(tmp_path: Path, name: str, type_id: int) -> None:

@@ -18,6 +18,7 @@ from powerinfer import _native
 from powerinfer.config import ACTIVATIONS, EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.quant import block_type, dequantize
+from powerinfer.formats.weight_types import NATIVE_TYPES, WEIGHT_TYPES
 from powerinfer.kernels import cpu
 
 LEVELS = _native.levels()
@@ -25,15 +26,12 @@ POOLS = {threads: _native.Pool(threads) for threads in (1, 2, 3)}
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 47, 48, 49, 70]
 ROWS = [1, 3, 7, 8, 9, *range(15, 18), *range(31, 65), 70]
 
-# Where the codes of a stored block begin, in bytes.
-CODES_OF_AFFINE = {"Q4_1": 4, "Q5_1": 4, "Q4_K": 16, "Q5_K": 16}
-
 every_type = pytest.mark.parametrize("type_name", _native.TYPES)
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def test_every_name_of_the_module_is_listed() -> None:
-    assert set(FLOATS) < set(_native.TYPES) and len(_native.TYPES) == 14
+    assert set(FLOATS) < set(_native.TYPES) == NATIVE_TYPES and len(_native.TYPES) == len(NATIVE_TYPES)
     assert sorted(ACTIVATIONS) == sorted(_native.ACTIVATIONS)
     assert LEVELS[-1] == "scalar" and len(set(LEVELS)) == len(LEVELS)
 
@@ -41,10 +39,11 @@ def test_every_name_of_the_module_is_listed() -> None:
 def magnitude(data: np.ndarray, type_name: str, rows: int) -> np.ndarray:
     """|b| of the bound, [rows, k]: of scale * code + minimum both parts, since they are summed apart."""
     weights = dequantize(data.reshape(rows, -1), type_name).astype(np.float64)
-    if type_name not in CODES_OF_AFFINE:
+    kind = WEIGHT_TYPES[type_name]
+    if len(kind.halves) < 2:
         return np.abs(weights)
-    blocks = data.reshape(rows, -1, block_type(type_name).nbytes).copy()
-    blocks[..., CODES_OF_AFFINE[type_name] :] = 0
+    blocks = data.reshape(rows, -1, kind.nbytes).copy()
+    blocks[..., kind.codes_at : kind.codes_at + kind.codes] = 0
     minima = dequantize(blocks.reshape(rows, -1), type_name).astype(np.float64)
     return np.abs(weights - minima) + np.abs(minima)
 
@@ -75,8 +74,8 @@ class Case:
 
 def make_case(type_name: str, x: np.ndarray, data: np.ndarray, rows: int) -> Case:
     k = x.shape[1]
-    # Float types: k products, k sums. Blocks: an exact integer sum, scaled twice (Q6_K: four times) and added; affine
-    # types add the minima. A level without fused operations rounds once more for each.
+    # Float types: k products, k sums. Blocks: an exact integer sum, scaled twice (with scales of 16: four times) and
+    # added; affine types add the minima. A level without fused operations rounds once more for each.
     n = 2 * k if type_name in FLOATS else 4 * k // 32 + 8
     a, b = np.abs(reference.seen_by(x, type_name)), magnitude(data, type_name, rows)
     bound = n * 2.0**-24 / (1 - n * 2.0**-24) * (a @ b.T) + n * 2.0**-126  # results below that may underflow
@@ -126,7 +125,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 @every_level
 @every_type
 def test_bits_of_a_token_do_not_depend_on_company_or_threads(type_name: str, level: str) -> None:
-    k = 67 if type_name in FLOATS else 256 if block_type(type_name).block == 256 else 96
+    k = 67 if type_name in FLOATS else 256 if block_type(type_name).block > 32 else 96
     case = random_case(type_name, k, 70, 70)
     alone = np.concatenate([case.run(level, tokens=slice(t, t + 1)) for t in range(70)])
     case.check(alone)
@@ -186,7 +185,7 @@ def hard_activations(k: int) -> np.ndarray:
 @every_type
 def test_extremes(type_name: str, level: str) -> None:
     """Saturation, zeros, subnormals, sums of 1e30: the same bound, and the same bits for one token and for many."""
-    k = 256 if block_type(type_name).block == 256 else 96
+    k = 256 if block_type(type_name).block > 32 else 96
     x = hard_activations(k)
     codes = (0,) if type_name in FLOATS else (0x00, 0x01, 0x7F, 0x80, 0x88, 0xF0, 0xFF)
     smallest_half = 2.0**-24
@@ -261,10 +260,53 @@ def test_packed_rows_follow_their_map(type_name: str) -> None:
         assert np.array_equal(out[:, :21], expected) and not out[:, 21:].any()
 
 
+@every_level
+def test_rows_of_nvfp4_have_factors(level: str) -> None:
+    """Of the rows that the file has, wherever the map puts them, and of rows that are replaced."""
+    rng, rows, k = np.random.default_rng(8), 40, 192
+    data, other = stored("NVFP4", rows, k, rng), stored("NVFP4", 16, k, rng)
+    factors = 2.0 ** rng.integers(-12, 4, rows).astype(np.float32)
+    where = np.array([39, -1, *range(32), 3, 38], np.int32)
+    x = rng.standard_normal((19, k)).astype(np.float32)
+
+    def times(matrix: _native.Matrix) -> np.ndarray:
+        out = np.full((len(x), cpu.round_up(matrix.rows, cpu.LANES)), np.nan, np.float32)
+        _native.matmul(POOLS[1], matrix, level, x, out)
+        return out
+
+    arena = _native.Arena()
+    plain = times(_native.pack_matrix(POOLS[1], arena, "NVFP4", rows, k, data))
+    matrix = _native.pack_matrix(POOLS[2], arena, "NVFP4", rows, k, data, where, factors)
+    expected = np.where(where < 0, np.float32(0), plain[:, where] * factors[where])
+    assert np.array_equal(times(matrix)[:, : len(where)], expected)
+    _native.repack(POOLS[2], matrix, 16, 16, other, factors[:16])
+    replaced = times(_native.pack_matrix(POOLS[1], arena, "NVFP4", 16, k, other)) * factors[:16]
+    assert np.array_equal(times(matrix)[:, 16:32], replaced)
+    for kind, many in (("NVFP4", factors[:16]), ("Q8_0", factors)):
+        with pytest.raises(ValueError, match="factor"):
+            _native.pack_matrix(POOLS[1], arena, kind, rows, k, stored(kind, rows, k, rng), None, many)
+
+
+@every_level
+def test_every_scale_of_nvfp4(level: str) -> None:
+    """Of 16 elements each: the sign of a scale counts for nothing, and the one that is no number is zero."""
+    blocks = np.random.default_rng(3).integers(0, 256, (16, 64, 36), dtype=np.uint8)
+    blocks[..., :4] = np.arange(256).reshape(64, 4)
+    matrix = _native.pack_matrix(POOLS[1], _native.Arena(), "NVFP4", 16, 64 * 64, blocks.reshape(-1))
+    weights = dequantize(blocks.reshape(16, -1), "NVFP4").astype(np.float64)
+    for e in range(256):
+        x, own = np.zeros((1, 64 * 64), np.float32), slice(16 * e, 16 * e + 16)
+        x[:, own] = np.where(np.arange(16) % 3, 1.0, -1.0)
+        out = np.full((1, 16), np.nan, np.float32)
+        _native.matmul(POOLS[1], matrix, level, x, out)
+        expected = x[:, own].astype(np.float64) @ weights[:, own].T
+        assert np.abs(out - expected).max() <= 8 * 2.0**-24 * 16 * np.abs(weights[:, own]).max(), e
+
+
 def test_wrong_arguments_are_refused() -> None:
     pool, arena, data = POOLS[1], _native.Arena(), np.zeros(2 * 34, np.uint8)
     for type_name, rows, k in [("Q8_0", 1, 32), ("Q8_0", 3, 32), ("Q8_0", 2, 33), ("Q8_0", 0, 32), ("Q8_0", -2, 32),
-                               ("Q4_K", 1, 64), ("Q2_K", 1, 256), ("q8_0", 2, 32), ("Q8_0", 2, 2**40)]:  # fmt: skip
+                               ("Q4_K", 1, 64), ("I8", 1, 256), ("q8_0", 2, 32), ("Q8_0", 2, 2**40)]:  # fmt: skip
         with pytest.raises(ValueError):
             _native.pack_matrix(pool, arena, type_name, rows, k, data)
         with pytest.raises(ValueError):

@@ -184,8 +184,12 @@ bool is_quantised(int type) { return type >= PI_Q8_0; }
       out[at] = (uint8_t)(118 + r.next() % 8);
       continue;
     }
-    put_half(&out[at + (type == PI_Q6_K ? 208 : 0)]);
-    if (type == PI_Q4_1 || type == PI_Q5_1 || type == PI_Q4_K || type == PI_Q5_K) put_half(&out[at + 2]);
+    if (type == PI_NVFP4) {
+      for (size_t i = 0; i < 4; i++) out[at + i] = (uint8_t)(8 + r.next() % 80);
+      continue;
+    }
+    for (const int field : {pi_facts(type).d, pi_facts(type).m})
+      if (field >= 0) put_half(&out[at + (size_t)field]);
   }
   return out;
 }

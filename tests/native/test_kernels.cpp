@@ -66,18 +66,19 @@ void test_forms(const PiKernels* kernels) {
 // ---- Matrix products ---------------------------------------------------------------------------------------------
 
 // Operations on the longest path of a term to the sum. Quantised: each 32 k the sum is added to once, and once more for
-// a minimum; before that come the factors of the block, at most 6 of them, and what the reference's own row was rounded
+// each minimum; before that come the factors of the block, at most 6 of them, and what the reference's own row was rounded
 // by.
-double chain(int type, int64_t k) { return is_quantised(type) ? 2.0 * (double)(k / 32) + 12 : (double)k + 6; }
+double chain(int type, int64_t k) {
+  return is_quantised(type) ? (type == PI_Q2_K ? 3.0 : 2.0) * (double)(k / 32) + 12 : (double)k + 6;
+}
 
 // Rows whose values are |scale * code| + |minimum|: what the rounding of a type with minima is relative to.
 std::vector<uint8_t> magnitudes(int type, std::vector<uint8_t> rows) {
-  const int64_t size = stored_row_bytes(type, pi_block(type));
-  const bool one = type == PI_Q4_1 || type == PI_Q5_1, k = type == PI_Q4_K || type == PI_Q5_K;
-  for (size_t at = 0; (one || k) && at < rows.size(); at += (size_t)size) {
-    rows[at + 1] &= 0x7f;
-    if (one) rows[at + 3] &= 0x7f;
-    else rows[at + 3] |= 0x80;
+  const PiTypeFacts& t = pi_facts(type);
+  for (size_t at = 0; t.m >= 0 && at < rows.size(); at += (size_t)t.bytes) {
+    rows[at + (size_t)t.d + 1] &= 0x7f;
+    uint8_t& high = rows[at + (size_t)t.m + 1];
+    high = (uint8_t)(t.block == 256 ? high | 0x80 : high & 0x7f);  // of K-quants it is subtracted
   }
   return rows;
 }
@@ -229,8 +230,9 @@ void test_row_map() {
     const std::vector<uint8_t> stored = random_rows(r, type, rows, k);
     std::vector<int32_t> map((size_t)mapped);
     std::vector<uint8_t> moved((size_t)(panels * 16 * row_bytes), 0);
-    for (size_t at = 0; type == PI_IQ4_XS && at < moved.size(); at += (size_t)row_bytes)
-      moved[at + 2] = moved[at + 3] = 0xaa;  // scales of zero: they are stored less 32
+    const size_t high = type == PI_IQ4_XS ? 2 : 104, some = type == PI_IQ4_XS ? 2 : type == PI_Q3_K ? 4 : 0;
+    for (size_t at = 0; some && at < moved.size(); at += (size_t)row_bytes)
+      memset(&moved[at + high], 0xaa, some);  // scales of zero: they are stored less 32
     for (int64_t i = 0; i < mapped; i++) {
       map[(size_t)i] = i % 5 == 4 ? -1 : (int32_t)(i * 7 % rows);
       if (map[(size_t)i] >= 0)

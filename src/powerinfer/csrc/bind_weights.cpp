@@ -10,10 +10,20 @@
 
 namespace {
 
+// The factors of rows of a type that has them; null: there are none.
+const float* factors_of(int type, int64_t rows, const std::optional<Floats>& factors) {
+  if (!factors) return nullptr;
+  require(pi_factors_bytes(type) > 0, "rows of this type have no factors");
+  require((int64_t)factors->shape(0) == rows, "a factor for each row is needed");
+  return factors->data();
+}
+
 std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name,
-                                    int64_t rows, int64_t k, Bytes data, std::optional<Ints> map) {
+                                    int64_t rows, int64_t k, Bytes data, std::optional<Ints> map,
+                                    std::optional<Floats> factors) {
   const int type = type_of(type_name);
   check_stored(type, rows, k, (int64_t)data.shape(0));
+  const float* const of_rows = factors_of(type, rows, factors);
   auto m = std::make_shared<Matrix>();
   m->type = type;
   m->rows = map ? (int64_t)map->shape(0) : rows;
@@ -25,7 +35,7 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
   nb::gil_scoped_release release;
   pool.run([&](int thread) {
     const Columns mine(*m, pool, thread);
-    pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, mine.p0, mine.p1);
+    pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, mine.p0, mine.p1, 0, of_rows);
   });
   return m;
 }
@@ -48,16 +58,17 @@ std::shared_ptr<Matrix> disk_matrix(const std::string& type_name, int64_t rows, 
 }
 
 // Packs other rows in the place of those from `first` on, which begins a panel.
-void repack(Pool& pool, Matrix& m, int64_t first, int64_t rows, Bytes data) {
+void repack(Pool& pool, Matrix& m, int64_t first, int64_t rows, Bytes data, std::optional<Floats> factors) {
   require(m.data, "the matrix rests on disk");
   check_stored(m.type, rows, m.k, (int64_t)data.shape(0));
+  const float* const of_rows = factors_of(m.type, rows, factors);
   const int64_t panels = (rows + PI_LANES - 1) / PI_LANES;
   require(first >= 0 && first % PI_LANES == 0 && first / PI_LANES + panels <= m.panels, "rows beyond the matrix");
   Matrix part = {m.type, rows, m.k, panels, m.data + first / PI_LANES * pi_panel_bytes(m.type, m.k), nullptr};
   nb::gil_scoped_release release;
   pool.run([&](int thread) {
     const Columns mine(part, pool, thread);
-    pack_panels(m.type, data.data(), rows, m.k, nullptr, rows, (uint8_t*)part.data, mine.p0, mine.p1);
+    pack_panels(m.type, data.data(), rows, m.k, nullptr, rows, (uint8_t*)part.data, mine.p0, mine.p1, 0, of_rows);
   });
 }
 
@@ -405,13 +416,14 @@ void bind_matrix(nb::module_& m) {
           "Its memory, uint8 [panels, bytes of a panel] (csrc/table.h); None if it stays on disk.");
   m.def(
       "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
+      "factors"_a = nb::none(),
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
-      "where that is -1.");
+      "where that is -1; factors: of NVFP4, float32 [rows], what the values of each row are multiplied with.");
   m.def(
       "disk_matrix", &disk_matrix, "type"_a, "rows"_a, "k"_a, "file"_a, "offset"_a, "row_map"_a = nb::none(),
       "A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset`\non. A "
       "program that uses it needs a window.");
-  m.def("repack", &repack, "pool"_a, "matrix"_a, "first"_a, "rows"_a, "data"_a,
+  m.def("repack", &repack, "pool"_a, "matrix"_a, "first"_a, "rows"_a, "data"_a, "factors"_a = nb::none(),
         "Replace rows from `first` on, a multiple of LANES, by [rows, k] as in `pack_matrix`. Not while a step runs.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
         "out = x . matrix^T: x [tokens, k], out [tokens, rows rounded up to LANES].");

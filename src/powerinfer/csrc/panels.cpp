@@ -1,5 +1,6 @@
 #include "panels.h"
 
+#include <math.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -36,6 +37,8 @@ void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
     *minimum = (uint8_t)(s[j + 4] >> 4 | (s[j] >> 6) << 4);
   }
 }
+
+constexpr int POWERS[5] = {1, 3, 9, 27, 81};
 
 // Byte j of entry n is bit j of n: expands four high bits of Q5_0 to four bytes.
 constexpr uint32_t spread(int n) {
@@ -88,13 +91,58 @@ void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   }
 }
 
+// The 6-bit scale of sub-block j of a Q3_K block.
+int q3_scale(const uint8_t* scales, int j) {
+  return ((scales[j % 8] >> j / 8 * 4 & 15) | (scales[8 + j % 4] >> j / 4 * 2 & 3) << 4) - 32;
+}
+
+// A K-quant's codes of two bits, at the same bits of 32 bytes for 32 elements: words of two lines for these.
+void pack_two_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
+  for (int r = 0; r < 16; r++) {
+    if (!rows[r]) continue;
+    uint32_t low[16];
+    memcpy(low, rows[r] + at, 64);
+    for (int line = 0; line < 16; line++) {
+      uint32_t out = 0;
+      for (int g = 0; g < 4; g++)
+        out |= (low[line / 8 * 8 + line % 2 * 4 + g] >> line % 8 / 2 * 2 & 0x03030303u) << 2 * g;
+      memcpy(dst + line * 64 + 4 * r, &out, 4);
+    }
+  }
+}
+
+// Words of Q3_K's lines: of 32 elements the low bits are at the same bits of 32 bytes, the third ones at another bit of the
+// first 32.
+void pack_three_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
+  constexpr uint32_t ONE = 0x01010101, THREE = 0x03030303;
+  for (int r = 0; r < 16; r++) {
+    if (!rows[r]) continue;
+    uint32_t high[8], low[16], c[8];
+    memcpy(high, rows[r] + at, 32);
+    memcpy(low, rows[r] + at + 32, 64);
+    for (int b = 0; b < 8; b++) {
+      for (int g = 0; g < 8; g++) c[g] = (low[b / 4 * 8 + g] >> 2 * (b % 4) & THREE) | (high[g] >> b & ONE) << 2;
+      const uint32_t lines[3] = {c[0] | c[1] << 3 | (c[6] & THREE) << 6, c[2] | c[3] << 3 | (c[7] & THREE) << 6,
+                                 c[4] | c[5] << 3 | (c[6] >> 2 & ONE) << 6 | (c[7] >> 2 & ONE) << 7};
+      for (int i = 0; i < 3; i++) memcpy(dst + (3 * b + i) * 64 + 4 * r, lines + i, 4);
+    }
+  }
+}
+
 // 32 codes of four bits, the high ones last, as entries of a table.
 void unpack_nibbles(const uint8_t* q, const int8_t* values, float scale, float* out) {
   for (int i = 0; i < 32; i++) out[i] = scale * (float)values[i < 16 ? q[i] & 15 : q[i - 16] >> 4];
 }
 
+// Half of NVFP4's number of 8 bits: the sign counts for nothing, and what would be infinite is zero.
+float half_e4m3(uint8_t code) {
+  if (code == 0x7f) return 0;
+  const int e = code >> 3 & 15, m = code & 7;
+  return e == 0 ? (float)m / 1024 : ldexpf((float)(8 + m), e - 11);
+}
+
 // One panel; where dst is not written, it stays as it is: zeroed for missing rows and for what pads BF16.
-void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
+void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst, const float* factors) {
   const PiTypeFacts& t = pi_facts(type);
   uint8_t* meta = dst + pi_codes_bytes(type, k);
   const int64_t nb = k / t.block;
@@ -109,6 +157,10 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
       }
       return;
   }
+  if (type == PI_NVFP4) {
+    memcpy(meta, factors, (size_t)pi_factors_bytes(type));
+    meta += pi_factors_bytes(type);
+  }
   for (int64_t b = 0; b < nb; b++, dst += PI_LANES * t.codes, meta += PI_LANES * t.scales) {
     const int64_t at = b * t.bytes;
     int64_t codes = at + t.at;
@@ -118,6 +170,11 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
       case PI_MXFP4:
         for (int r = 0; r < 16; r++)
           if (rows[r]) meta[r] = rows[r][at];
+        break;
+      case PI_NVFP4:
+        for (int r = 0; r < 16; r++)
+          for (int j = 0; rows[r] && j < 4; j++)
+            meta[j * 16 + r] = rows[r][at + j] == 0x7f ? 0 : rows[r][at + j] & 0x7f;
         break;
       case PI_IQ4_XS:
         for (int j = 0; j < 8; j++)
@@ -147,6 +204,19 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst) {
           spread_words(rows, at + h * 64, 16, dst + h * 1536);
           spread_words(rows, at + 128 + h * 32, 8, dst + h * 1536 + 1024);
         }
+        continue;
+      case PI_Q2_K:
+        for (int r = 0; r < 16; r++)
+          if (rows[r])
+            for (int j = 0; j < 16; j++) meta[64 + j * 16 + r] = rows[r][at + j];
+        pack_two_bits(rows, codes, dst);
+        continue;
+      case PI_TQ2_0: pack_two_bits(rows, codes, dst); continue;
+      case PI_Q3_K:
+        for (int r = 0; r < 16; r++)
+          if (rows[r])
+            for (int j = 0; j < 16; j++) meta[32 + j * 16 + r] = (uint8_t)q3_scale(rows[r] + at + 96, j);
+        pack_three_bits(rows, at, dst);
         continue;
     }
     spread_words(rows, codes, (int)(at + t.at + t.codes - codes) / 4, dst);
@@ -208,18 +278,20 @@ int64_t packed_excess(int type, int64_t rows, int64_t k) {
 }
 
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
-                 uint8_t* dst, int64_t p0, int64_t p1, int64_t at) {
+                 uint8_t* dst, int64_t p0, int64_t p1, int64_t at, const float* factors) {
   const int64_t row_bytes = stored_row_bytes(type, k), panel_bytes = pi_panel_bytes(type, k);
   for (int64_t p = p0; p < p1; p++) {
     const uint8_t* from[16];
+    float of_rows[16];
     uint8_t* const panel = dst + (p - at) * panel_bytes;
     for (int r = 0; r < 16; r++) {
       const int64_t i = p * 16 + r, row = map ? (i < map_rows ? map[i] : -1) : i;
       from[r] = row >= 0 && row < rows ? src + row * row_bytes : nullptr;
+      of_rows[r] = from[r] && factors ? factors[row] : 1;
     }
     const bool gaps = std::find(from, from + 16, nullptr) != from + 16 || (type == PI_BF16 && k % 32);
     if (gaps) memset(panel, 0, (size_t)panel_bytes);
-    pack_panel(type, from, k, panel);
+    pack_panel(type, from, k, panel, of_rows);
   }
 }
 
@@ -251,6 +323,12 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
           unpack_nibbles(row + 8 + 16 * j, PI_IQ4_ENTRIES, half(row) * (float)xs_scale(row, j), out + 32 * j);
         break;
       case PI_MXFP4: unpack_nibbles(row + 1, PI_E2M1_ENTRIES, half_power(row[0]), out); break;
+      case PI_NVFP4:
+        for (int i = 0; i < 64; i++) {
+          const uint8_t pair = row[4 + i / 16 * 8 + i % 8];
+          out[i] = half_e4m3(row[i / 16]) * (float)PI_E2M1_ENTRIES[i % 16 < 8 ? pair & 15 : pair >> 4];
+        }
+        break;
       case PI_Q4_0:
       case PI_Q4_1:
       case PI_Q5_0:
@@ -284,6 +362,34 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
         }
         break;
       }
+      case PI_Q2_K:
+        for (int j = 0; j < 16; j++) {
+          const float d = half(row + 80) * (float)(row[j] & 15), m = half(row + 82) * (float)(row[j] >> 4);
+          for (int i = 16 * j; i < 16 * j + 16; i++)
+            out[i] = d * (float)(row[16 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) - m;
+        }
+        break;
+      case PI_TQ2_0:
+        for (int i = 0; i < 256; i++)
+          out[i] = half(row + 64) * (float)((row[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) - 1);
+        break;
+      case PI_TQ1_0:
+        for (int i = 0; i < 256; i++) {
+          // Five digits each of 32 and of 16 bytes, four of the last four.
+          const int width = i < 160 ? 32 : i < 240 ? 16 : 4, first = i < 160 ? 0 : i < 240 ? 160 : 240;
+          const int at = first / 5 + (i - first) % width, digit = (i - first) / width;
+          out[i] = half(row + 52) * (float)(((row[at] * POWERS[digit] & 255) * 3 >> 8) - 1);
+        }
+        break;
+      case PI_Q3_K:
+        for (int j = 0; j < 16; j++) {
+          const float d = half(row + 108) * (float)q3_scale(row + 96, j);
+          for (int i = 16 * j; i < 16 * j + 16; i++) {
+            const int low = row[32 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3, high = row[i % 32] >> i / 32 & 1;
+            out[i] = d * (float)((low | high << 2) - 4);
+          }
+        }
+        break;
       case PI_Q6_K:
         for (int i = 0; i < 256; i++) {
           const int h = i / 128, part = i % 128 / 32, l = i % 32;

@@ -46,9 +46,10 @@ int64_t stored_row_bytes(int type, int64_t k);
 int64_t packed_excess(int type, int64_t rows, int64_t k);
 
 // Packs panels [p0, p1) to dst, which begins with panel `at`. Packed row r is row map[r] of src, zeros where map[r] < 0;
-// without a map, row r itself, zeros from `rows` on.
+// without a map, row r itself, zeros from `rows` on. factors: of each row of src, of types that have them in panels; null:
+// they are 1.
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
-                 uint8_t* dst, int64_t p0, int64_t p1, int64_t at = 0);
+                 uint8_t* dst, int64_t p0, int64_t p1, int64_t at = 0, const float* factors = nullptr);
 
 // Half of the power of two that MXFP4 gives by its exponent, the least two subnormal.
 float half_power(uint8_t e);

@@ -17,12 +17,11 @@ enum { START_NONE, START_WHOLE, START_PAIRS };
 
 // What a tile knows of a type; types that agree share its code. WIDTH: bytes of a widened code: signed ones, whose pairs
 // do not fit into 16 bits, become words, the even and the odd ones apart, and so do activations. DEPTH: groups whose
-// products are added in 16 bits. MIN, HALVES: as in the traits.
-template <int WIDTH_, int DEPTH_, int START_, bool MIN_, int HALVES_>
+// products are added in 16 bits. MINIMA: of a block; HALVES: as in the traits.
+template <int WIDTH_, int DEPTH_, int START_, int MINIMA_, int HALVES_>
 struct Piece {
-  static constexpr int WIDTH = WIDTH_, DEPTH = DEPTH_, START = START_, HALVES = HALVES_;
-  static constexpr bool MIN = MIN_;
-  static constexpr int VECTORS = HALVES == 2 ? 3 : MIN ? 2 : 1;  // floats of a row and block: d, then m or the halves'
+  static constexpr int WIDTH = WIDTH_, DEPTH = DEPTH_, START = START_, HALVES = HALVES_, MINIMA = MINIMA_;
+  static constexpr int VECTORS = (HALVES == 2 ? 3 : 1) + MINIMA;  // floats of a row and block: d, store_rest
   static constexpr int BLOCKS = PIECE_BLOCKS / WIDTH;
 };
 
@@ -36,10 +35,10 @@ using PieceOf = Piece<W::SIGNED ? 2 : 1, W::SIGNED || FITS<W> ? 8 : pairs_depth(
                       W::SIGNED || W::OFFSET == 0 ? START_NONE
                       : FITS<W>                   ? START_PAIRS
                                                   : START_WHOLE,
-                      W::MIN, W::HALVES>;
+                      MINIMA<W>, W::HALVES>;
 #else
 template <class W>
-using PieceOf = Piece<1, 8, ABOVE<W> == 0 ? START_NONE : START_WHOLE, W::MIN, W::HALVES>;
+using PieceOf = Piece<1, 8, ABOVE<W> == 0 ? START_NONE : START_WHOLE, MINIMA<W>, W::HALVES>;
 #endif
 
 // Blocks [b0, b0 + n) of a panel, and what it asks for meanwhile: codes as [block][8 groups][64], twice that as words, factors as [block][VECTORS][16].
@@ -71,16 +70,12 @@ void widen_piece(const Panels& w, int64_t b0, int64_t n, uint8_t* codes, float* 
       float* f = floats + (i + u.value) * C::VECTORS * 16;
       const Scales s = W::scales(w.scales, b);
       f_store(f, s.d);
-      if constexpr (W::MIN) f_store(f + 16, s.m);
-      if constexpr (W::HALVES == 2) {
-        f_store(f + 16, W::half(w.scales, b, 0));
-        f_store(f + 32, W::half(w.scales, b, 1));
-      }
+      store_rest<W>(w.scales, b, s, f + 16);
     });
   }
 }
 
-// Factors of `n` tokens: [block][n] each, with HALVES 2 `start` twice as many.
+// Factors of `n` tokens: [block][n] each, with HALVES 2 `start` and `sd` twice as many.
 struct Factors {
   int32_t* start;
   float *d, *sd;
@@ -144,9 +139,10 @@ void piece_tile(const uint8_t* codes, const float* floats, const int8_t* x, int6
   for (int t = 0; t < T; t++) q[t] = x + ((t0 + t) * k + b0 * 32) * C::WIDTH;
   const int64_t n = a.n;
   const int32_t* start = a.start + b0 * C::HALVES * n + t0;
-  const float *d = a.d + b0 * n + t0, *sd = a.sd + b0 * n + t0;
+  const float *d = a.d + b0 * n + t0, *sd = a.sd + b0 * C::MINIMA * n + t0;
   sums += t0 * 16;
-  for (int64_t b = 0; b < blocks; b++, d += n, sd += n, codes += C::WIDTH * 512, floats += C::VECTORS * 16) {
+  for (int64_t b = 0; b < blocks;
+       b++, d += n, sd += C::MINIMA * n, codes += C::WIDTH * 512, floats += C::VECTORS * 16) {
     f32x16 value[T];
     unroll<0, C::HALVES>([&](auto h) __attribute__((always_inline)) {
       i32x16 totals[T];
@@ -163,7 +159,9 @@ void piece_tile(const uint8_t* codes, const float* floats, const int8_t* x, int6
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) {
       f32x16 sum = f_fma(f_mul(value[t], f_set(d[t])), by, f_load(sums + t * 16));
-      if constexpr (C::MIN) sum = f_fma(f_load(floats + 16), f_set(sd[t]), sum);
+      unroll<0, C::MINIMA>([&](auto i) __attribute__((always_inline)) {
+        sum = f_fma(f_load(floats + (C::HALVES == 2 ? 48 : 16) + 16 * i.value), f_set(sd[i.value * n + t]), sum);
+      });
       f_store(sums + t * 16, sum);
     }
   }
@@ -178,8 +176,10 @@ void set_factors(const PiActs* x, int64_t t0, const Factors& to) {
     const int16_t* s = x->s + (t0 + t) * 2 * nb;
     for (int64_t b = 0; b < nb; b++) {
       to.d[b * to.n + t] = d[b];
-      if constexpr (W::MIN) to.sd[b * to.n + t] = sd[b];
+      if constexpr (MINIMA<W> == 1) to.sd[b * to.n + t] = sd[b];
       unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
+        if constexpr (MINIMA<W> == 2)
+          to.sd[(2 * b + h.value) * to.n + t] = half_sum(x->d + (t0 + t) * nb, s, 2 * b + h.value);
         int32_t* const start = to.start + (W::HALVES * b + h.value) * to.n + t;
         if constexpr (C::START == START_WHOLE)
           *start = -ABOVE<W> * (W::HALVES == 2 ? s[2 * b + h.value] : s[2 * b] + s[2 * b + 1]);
@@ -195,15 +195,16 @@ void set_factors(const PiActs* x, int64_t t0, const Factors& to) {
 template <class W>
 void linear_in_pieces(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   using C = PieceOf<W>;
+  static_assert(C::VECTORS <= 5 && (C::MINIMA < 2 || C::START == START_NONE), "the scratch has room for no more");
   const int64_t nb = x->k / 32, fit = tokens_at_once(l, C::WIDTH * x->k, TILE_PIECE),
                 chunk = fit < PI_PIECE_TOKENS ? fit : (int64_t)PI_PIECE_TOKENS;
   auto* const codes = (uint8_t*)scratch;
   auto* const floats = (float*)(codes + PIECE_BLOCKS * 512);
-  auto* const sums = floats + PIECE_BLOCKS * 48;
+  auto* const sums = floats + PIECE_BLOCKS * 80;
   auto* const d = sums + PI_PIECE_TOKENS * 16;
   for (int64_t m = 0; m < tokens; m += chunk) {
     const int64_t n = tokens - m < chunk ? tokens - m : chunk;
-    const Factors a{(int32_t*)(d + 2 * n * nb), d, d + n * nb, n};
+    const Factors a{(int32_t*)(d + 2 * n * nb), d, d + n * nb, n};  // of two minima no block has a start
     set_factors<W>(x, m, a);
     const int8_t* q = x->q + m * x->k;
 #if defined(PI_PAIRS)

@@ -16,12 +16,12 @@ PI_INLINE i32x16 start(int32_t sum) {
 }
 
 // Panels that many tokens are multiplied with: codes widened to a byte each, and scales, where making them takes several
-// operations (K-quants), to floats: d of each row, then m or the factors of both halves.
+// operations (K-quants), to floats: d of each row, then m or the factors of both halves, and what these have as minima.
 template <class W>
 struct Wide : W {
-  static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1;
+  static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1 || W::HALVES == 2;
   static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
-  static constexpr int VECTORS = W::HALVES == 2 ? 3 : 2;  // floats of a row and block
+  static constexpr int VECTORS = W::HALVES == 2 ? 3 + MINIMA<W> : 2;  // floats of a row and block
   template <int upper, int i, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
     return WQ8_0::group<upper, i>(codes, b, j);
@@ -30,10 +30,11 @@ struct Wide : W {
     return f_load((const float*)scales + (b * VECTORS + vector) * 16);
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* scales, int64_t b) {
-    if constexpr (FLOATS) return {floats(scales, b, 0), W::MIN ? floats(scales, b, 1) : f_zero()};
+    if constexpr (FLOATS) return {floats(scales, b, 0), MINIMA<W> == 1 ? floats(scales, b, 1) : f_zero()};
     else return W::scales(scales, b);
   }
   static PI_INLINE_MEMBER f32x16 half(const uint8_t* scales, int64_t b, int h) { return floats(scales, b, 1 + h); }
+  static PI_INLINE_MEMBER f32x16 minimum(const uint8_t* scales, int64_t b, int h) { return floats(scales, b, 3 + h); }
 };
 
 template <class W>
@@ -41,11 +42,7 @@ void widen_scales(const uint8_t* scales, int64_t nb, float* out) {
   for (int64_t b = 0; b < nb; b++, out += Wide<W>::VECTORS * 16) {
     const Scales f = W::scales(scales, b);
     f_store(out, f.d);
-    if constexpr (W::MIN) f_store(out + 16, f.m);
-    if constexpr (W::HALVES == 2) {
-      f_store(out + 16, W::half(scales, b, 0));
-      f_store(out + 32, W::half(scales, b, 1));
-    }
+    store_rest<W>(scales, b, f, out + 16);
   }
 }
 
@@ -77,11 +74,15 @@ struct Quantised {
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) sum[p][t] = f_zero();
     }
+    [[maybe_unused]] const auto of_half = [&](int t, int64_t b, int h) __attribute__((always_inline)) {
+      if constexpr (W::WIDE) return x->sh[(t0 + t) * 2 * nb + 2 * b + h];
+      else return half_sum(d[t], s[t], 2 * b + h);
+    };
     for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
       unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
         const int64_t b = b0 + i.value;
         // Prefetch the block that is 4 KB of codes later, here or in the panels after these.
-        constexpr int64_t SOON = 4096 / W::BLOCK_BYTES, LINES = W::WIDE ? 0 : W::BLOCK_BYTES / 64;
+        constexpr int64_t SOON = 4096 / W::BLOCK_BYTES, LINES = W::WIDE ? 0 : (W::BLOCK_BYTES + 63) / 64;
         const bool here = b + SOON < nb;
         const int64_t soon = here ? b + SOON : b + SOON - nb, jump = here ? 0 : w.next;
         if constexpr (!W::WIDE) {
@@ -161,8 +162,14 @@ struct Quantised {
 #pragma GCC unroll 16
           for (int t = 0; t < T; t++) {
             sum[p][t] = f_fma(f_mul(value[p][t], f_set(d[t][b])), f.d, sum[p][t]);
-            if constexpr (W::MIN) sum[p][t] = f_fma(f.m, f_set(sd[t][b]), sum[p][t]);
+            if constexpr (MINIMA<W> == 1) sum[p][t] = f_fma(f.m, f_set(sd[t][b]), sum[p][t]);
           }
+          if constexpr (MINIMA<W> == 2)
+            unroll<0, 2>([&](auto h) __attribute__((always_inline)) {
+              const f32x16 m = W::minimum(w.scales + p * w.scales_stride, b, h.value);
+#pragma GCC unroll 16
+              for (int t = 0; t < T; t++) sum[p][t] = f_fma(m, f_set(of_half(t, b, h.value)), sum[p][t]);
+            });
         }
       });
     }
@@ -201,7 +208,7 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
-  static_assert(P <= 2 && Wide<W>::VECTORS <= 3, "pi_linear_scratch has room for no more");
+  static_assert(P <= 2 && Wide<W>::VECTORS <= 5, "pi_linear_scratch has room for no more");
   if constexpr (BYTES<W>)
     if (l->ahead) return linear_ahead<W>(l, x, p0, p1, tokens);
   if (tokens < WIDE_FROM) return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
@@ -209,8 +216,15 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
   auto* const codes = (uint8_t*)scratch;
   auto* const floats = (float*)(codes + P * nb * 512);
   const int64_t floats_of_panel = nb * Wide<W>::VECTORS * 16;
+  PiActs acts = *x;
   for (int64_t m = 0; m < tokens; m += some) {
     const int64_t end = m + some < tokens ? m + some : tokens;
+    if constexpr (MINIMA<W> == 2) {
+      float* const sums = floats + P * floats_of_panel;
+      for (int64_t t = m; t < end; t++)
+        for (int64_t i = 0; i < 2 * nb; i++) sums[(t - m) * 2 * nb + i] = half_sum(x->d + t * nb, x->s + t * 2 * nb, i);
+      acts.sh = sums - m * 2 * nb;
+    }
     for (int64_t p = p0; p < whole; p += P) {
       const Panels own = panels_at(l, x->k, p, P);
       Panels w = own;
@@ -226,7 +240,7 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
         w.scales_stride = floats_of_panel * 4;
       }
       int64_t t = m;
-      for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, x, p, t);
+      for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, &acts, p, t);
       along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
     }
   }

@@ -42,7 +42,7 @@ PI_INLINE void settle() { __asm__ volatile("" : : : "memory"); }
   PI_TILE_PRODUCT(c0, 4, 6, q + (pair) * 2 * A, codes + (pair) * 2 * B, to); \
   PI_TILE_PRODUCT(c1, 5, 7, q + (pair) * 2 * A + A, codes + (pair) * 2 * B + B, (to) + 256)
 
-// Scales of the activations of one token tile, [block][16 tokens].
+// Scales of the activations of one token tile, [block][16 tokens]; sd of types with two minima [half block][16 tokens].
 struct TileScales {
   const float *d, *sd;
 };
@@ -64,8 +64,16 @@ PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* 
     if constexpr (W::HALVES == 2)
       value = f_fma(_mm512_cvtepi32_ps(_mm512_load_si512(tile + 256 + t.value * 16)), second, f_mul(value, first));
     sum[t.value] = f_fma(f_mul(value, f_set(a.d[b * 16 + t.value])), f.d, sum[t.value]);
-    if constexpr (W::MIN) sum[t.value] = f_fma(f.m, f_set(a.sd[b * 16 + t.value]), sum[t.value]);
+    if constexpr (MINIMA<W> == 1) sum[t.value] = f_fma(f.m, f_set(a.sd[b * 16 + t.value]), sum[t.value]);
   });
+  if constexpr (MINIMA<W> == 2) {
+    for (int h = 0; h < 2; h++) {
+      const f32x16 m = W::minimum(meta, b, h);
+      unroll<0, 16>([&](auto t) __attribute__((always_inline)) {
+        sum[t.value] = f_fma(m, f_set(a.sd[(2 * b + h) * 16 + t.value]), sum[t.value]);
+      });
+    }
+  }
 }
 
 // One panel by up to 16 tokens.
@@ -129,15 +137,19 @@ void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
   int32_t* sums = (int32_t*)scratch;
   float* d = (float*)((uint8_t*)scratch + 4096);
   float* sd = d + at_once * nb;
-  uint8_t* wide = (uint8_t*)(sd + at_once * nb);
+  constexpr int N = MINIMA<W> > 1 ? MINIMA<W> : 1;
+  uint8_t* wide = (uint8_t*)(sd + N * at_once * nb);
   int configured = 0;
   for (int64_t m = 0; m < tokens; m += at_once) {
     const int64_t end = m + at_once < tokens ? m + at_once : tokens;
     for (int64_t t = m; t < end; t++) {
-      float* to = d + (t - m) / 16 * 16 * nb + (t - m) % 16;
+      const int64_t first = (t - m) / 16 * 16 * nb, lane = (t - m) % 16;
+      float *to = d + first + lane, *sums_to = sd + N * first + lane;
       for (int64_t b = 0; b < nb; b++) {
         to[b * 16] = x->d[t * nb + b];
-        if constexpr (W::MIN) to[(sd - d) + b * 16] = x->sd[t * nb + b];
+        if constexpr (MINIMA<W> == 1) sums_to[b * 16] = x->sd[t * nb + b];
+        for (int64_t i = 2 * b; MINIMA<W> == 2 && i < 2 * b + 2; i++)
+          sums_to[i * 16] = half_sum(x->d + t * nb, x->s + t * 2 * nb, i);
       }
     }
     for (int64_t p = p0; p < p1; p++) {
@@ -150,7 +162,7 @@ void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
       for (int64_t t = m; t < end; t += TILE_TOKENS) {
         const int n = (int)(end - t < TILE_TOKENS ? end - t : TILE_TOKENS);
         if (n != configured) configure(configured = n, A, B);
-        amx_tile<W>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + (t - m) * nb}, sums,
+        amx_tile<W>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + N * (t - m) * nb}, sums,
                     l->ahead && t == 0 ? l->ahead + p : nullptr);
       }
     }

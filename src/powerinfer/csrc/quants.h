@@ -18,7 +18,12 @@ __attribute__((always_inline)) inline void unroll(F&& f) {
 // gives the codes of four k of 16 rows, group 4 upper + j of the eight of a block, j an Index or a number; i is the
 // block's number modulo UNROLL. scales() gives the factor of the block and, with MIN, what is added per unit of
 // activation. Signed codes have OFFSET added, which the integer sum subtracts again, or are SIGNED bytes. MOST: the largest
-// code, as an unsigned byte. HALVES 2: each 16 k have a factor of their own (Q6_K).
+// code, as an unsigned byte. HALVES 2: each 16 k have a factor of their own, half() (Q6_K), and with MIN a minimum(), what
+// is added per unit of their activation (Q2_K).
+
+// Minima of a block.
+template <class W>
+constexpr int MINIMA = W::MIN ? W::HALVES : 0;
 
 struct Scales {
   f32x16 d, m;
@@ -127,6 +132,77 @@ struct WQ6_K {
   }
 };
 
+struct WQ3_K : WQ6_K {
+  static constexpr int MOST = 7, OFFSET = 4, UNROLL = 1, BLOCK_BYTES = 192;
+  template <int upper, int, class J>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    return three_bits(codes + b * 192, plus<4 * upper>(j));
+  }
+  template <int g>
+  static PI_INLINE_MEMBER u8x64 three_bits(const uint8_t* q, Index<g>) {
+    if constexpr (g < 6) return b_and(b_shr(b_load(q + g / 2 * 64), Index<g % 2 * 3>{}), b_set(7));
+    else return apart(b_shr<6>(b_load(q + (g - 6) * 64)), b_shr<g - 2>(b_load(q + 128)));
+  }
+  static PI_INLINE_MEMBER u8x64 three_bits(const uint8_t* q, int g) {
+    if (g < 6) return b_and(b_shr(b_load(q + g / 2 * 64), g % 2 * 3), b_set(7));
+    return apart(b_shr<6>(b_load(q + (g - 6) * 64)), b_shr(b_load(q + 128), g - 2));
+  }
+  static PI_INLINE_MEMBER u8x64 apart(u8x64 low, u8x64 high) {
+    return b_or(b_and(low, b_set(3)), b_and(high, b_set(4)));
+  }
+};
+
+struct WQ2_K {
+  static constexpr int MOST = 3, OFFSET = 0, UNROLL = 1, HALVES = 2, BLOCK_BYTES = 128, SCALE_BYTES = 40;
+  static constexpr bool SIGNED = false, MIN = true, WIDE = false;
+  template <int upper, int, class J>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    return b_and(b_shr(b_load(codes + b * 128 + upper * 64), twice(j)), b_set(3));
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b / 8 * 320), f_zero()};
+  }
+  static PI_INLINE_MEMBER i32x16 nibbles(const uint8_t* meta, int64_t b, int h) {
+    return i_load_u8(meta + b / 8 * 320 + 64 + b % 8 * 32 + 16 * h);
+  }
+  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) {
+    return i_float(i_low4(nibbles(meta, b, h)));
+  }
+  static PI_INLINE_MEMBER f32x16 minimum(const uint8_t* meta, int64_t b, int h) {
+    const f32x16 dmin = f_load_f16(meta + b / 8 * 320 + 32);
+    return f_mul(f_sub(f_zero(), dmin), i_float(i_shr<4>(nibbles(meta, b, h))));
+  }
+};
+
+struct WTQ2_0 : WQ2_K {
+  static constexpr int OFFSET = 1, HALVES = 1, SCALE_BYTES = 4;
+  static constexpr bool MIN = false;
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b / 8 * 32), f_zero()};
+  }
+};
+
+// Where a panel has each of the 64 groups of a block of TQ1_0.
+struct Digits {
+  uint8_t line[64] = {}, digit[64] = {};
+  constexpr Digits() {
+    for (int g = 0; g < 64; g++) {
+      line[g] = (uint8_t)(g < 40 ? g % 8 : g < 60 ? 8 + g % 4 : 12);
+      digit[g] = (uint8_t)(g < 40 ? g / 8 : g < 60 ? (g - 40) / 4 : g - 60);
+    }
+  }
+};
+constexpr Digits DIGITS;
+
+struct WTQ1_0 : WTQ2_0 {
+  static constexpr int MOST = 2, BLOCK_BYTES = 104;
+  template <int upper, int, class J>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    const int64_t at = b % 8 * 8 + 4 * upper + j;
+    return b_digit(b_load(codes + b / 8 * 832 + DIGITS.line[at] * 64), DIGITS.digit[at]);
+  }
+};
+
 // Codes that stand for sixteen values, with OFFSET added where they are not SIGNED, as E2M1's are not.
 alignas(16) constexpr int8_t E2M1_ABOVE[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
@@ -162,6 +238,40 @@ struct WMXFP4 : WTable<E2M1_ABOVE> {
   static constexpr int MOST = 24, OFFSET = 12, SCALE_BYTES = 16;
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     return {half_powers(meta + b * 16), f_zero()};
+  }
+};
+
+// What a block has besides d as floats: m, or the factors of both halves and their minima.
+template <class W>
+PI_INLINE void store_rest(const uint8_t* meta, int64_t b, const Scales& of_block, float* out) {
+  if constexpr (MINIMA<W> == 1) f_store(out, of_block.m);
+  if constexpr (W::HALVES == 2) {
+    for (int h = 0; h < 2; h++) {
+      f_store(out + 16 * h, W::half(meta, b, h));
+      if constexpr (MINIMA<W> == 2) f_store(out + 32 + 16 * h, W::minimum(meta, b, h));
+    }
+  }
+}
+
+// d * sum of the i-th 16 q of a row of activations.
+PI_INLINE float half_sum(const float* d, const int16_t* s, int64_t i) { return d[i / 2] * (float)s[i]; }
+
+// Half of each number of 4 bits of exponent, which is 7 above its value, and 3 of mantissa; without an exponent the number
+// is 1/512 of the mantissa, which is less than what its bits are otherwise.
+PI_INLINE f32x16 half_e4m3(const uint8_t* p) {
+  const f32x16 plain = f_bits(i_add(i_shl<20>(i_load_u8(p)), i_set(119 << 23)));
+  return f_min(plain, f_fma(plain, f_set(2), f_set(-0.0078125f)));
+}
+
+struct WNVFP4 : WTable<E2M1_ABOVE> {
+  static constexpr int MOST = 24, OFFSET = 12, HALVES = 2, SCALE_BYTES = 32;
+  template <int upper, int, class J>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    return b_lookup(E2M1_ABOVE, b_low4(b_shr(b_load(codes + b * 256 + upper * 128 + j % 2 * 64), four_if_2(j))));
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t) { return {f_load((const float*)meta), f_zero()}; }
+  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) {
+    return half_e4m3(meta + 64 + b * 32 + 16 * h);
   }
 };
 

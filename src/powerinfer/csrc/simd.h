@@ -8,6 +8,9 @@
 #define PI_INLINE static inline __attribute__((always_inline))
 #define PI_INLINE_MEMBER inline __attribute__((always_inline))
 
+// Powers of 3.
+static constexpr int16_t PI_POWERS[5] = {1, 3, 9, 27, 81};
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 // Register tiles: tokens and panels of the quantised kernels, of those on widened codes, faster from WIDE_FROM
@@ -92,6 +95,14 @@ template <int n>
 PI_INLINE u8x64 b_shr(u8x64 a) {
   return _mm512_srli_epi16(a, n);
 }
+// Digit n of five in base 3, the first one highest, of bytes that have them as a fraction of 256.
+PI_INLINE u8x64 b_digit(u8x64 x, int n) {
+  const __m512i by = _mm512_set1_epi16(PI_POWERS[n]), three = _mm512_set1_epi16(3);
+  const __m512i even = _mm512_mulhi_epu16(_mm512_mullo_epi16(x, _mm512_slli_epi16(by, 8)), three);
+  const __m512i high = _mm512_and_si512(x, _mm512_set1_epi16((short)0xff00));
+  const __m512i odd = _mm512_mulhi_epu16(_mm512_mullo_epi16(high, by), three);
+  return _mm512_or_si512(even, _mm512_slli_epi16(odd, 8));
+}
 PI_INLINE i32x16 dot_u(i32x16 acc, u8x64 w, int32_t a) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a)); }
 // The unit multiplies unsigned by signed: a signed weight is moved up by 128, and dot_s_start takes that out again.
 PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
@@ -117,6 +128,11 @@ PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
   z[1] = _mm512_unpackhi_epi16(ab, cd);
   z[2] = _mm512_unpacklo_epi16(AB, CD);
   z[3] = _mm512_unpackhi_epi16(AB, CD);
+}
+PI_INLINE i32x16 i_low4(i32x16 a) { return _mm512_and_si512(a, _mm512_set1_epi32(15)); }
+template <int n>
+PI_INLINE i32x16 i_shr(i32x16 a) {
+  return _mm512_srli_epi32(a, n);
 }
 template <int n>
 PI_INLINE i32x16 i_shl(i32x16 a) {
@@ -284,6 +300,15 @@ template <int n>
 PI_INLINE u8x64 b_shr(u8x64 x) {
   return {_mm256_srli_epi16(x.a, n), _mm256_srli_epi16(x.b, n)};
 }
+// Digit n of five in base 3, the first one highest, of bytes that have them as a fraction of 256.
+PI_INLINE __m256i b_digit(__m256i x, int n) {
+  const __m256i by = _mm256_set1_epi16(PI_POWERS[n]), three = _mm256_set1_epi16(3);
+  const __m256i even = _mm256_mulhi_epu16(_mm256_mullo_epi16(x, _mm256_slli_epi16(by, 8)), three);
+  const __m256i high = _mm256_and_si256(x, _mm256_set1_epi16((short)0xff00));
+  const __m256i odd = _mm256_mulhi_epu16(_mm256_mullo_epi16(high, by), three);
+  return _mm256_or_si256(even, _mm256_slli_epi16(odd, 8));
+}
+PI_INLINE u8x64 b_digit(u8x64 x, int n) { return {b_digit(x.a, n), b_digit(x.b, n)}; }
 #if defined(__AVXVNNI__)
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) {
   __m256i x = _mm256_set1_epi32(a);
@@ -383,6 +408,14 @@ PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
   z[3] = {_mm256_unpackhi_epi16(AB.a, CD.a), _mm256_unpackhi_epi16(AB.b, CD.b)};
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+PI_INLINE i32x16 i_low4(i32x16 x) {
+  const __m256i m = _mm256_set1_epi32(15);
+  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+template <int n>
+PI_INLINE i32x16 i_shr(i32x16 x) {
+  return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)};
+}
 template <int n>
 PI_INLINE i32x16 i_shl(i32x16 x) {
   return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)};
@@ -589,6 +622,14 @@ PI_INLINE u8x64 b_shr(u8x64 x) {
   EACH x.v[i] = vshrq_n_u8(x.v[i], n);
   return x;
 }
+// Digit n of five in base 3, the first one highest, of bytes that have them as a fraction of 256.
+PI_INLINE u8x64 b_digit(u8x64 x, int n) {
+  EACH {
+    const uint8x16_t y = vmulq_u8(x.v[i], vdupq_n_u8((uint8_t)PI_POWERS[n]));
+    x.v[i] = vshrq_n_u8(vhaddq_u8(y, vshrq_n_u8(y, 1)), 6);  // 3 y / 256: the half that is dropped never counts
+  }
+  return x;
+}
 PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
   EACH c.v[i] = vdotq_s32(c.v[i], vreinterpretq_s8_u8(w.v[i]), x);
@@ -622,6 +663,15 @@ PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) {
   EACH x.v[i] = vsubq_s32(x.v[i], y.v[i]);
+  return x;
+}
+PI_INLINE i32x16 i_low4(i32x16 x) {
+  EACH x.v[i] = vandq_s32(x.v[i], vdupq_n_s32(15));
+  return x;
+}
+template <int n>
+PI_INLINE i32x16 i_shr(i32x16 x) {
+  EACH x.v[i] = vshrq_n_s32(x.v[i], n);
   return x;
 }
 template <int n>
@@ -804,6 +854,11 @@ template <int n>
 PI_INLINE u8x64 b_shr(u8x64 x) {
   return b_shr(x, n);
 }
+// Digit n of five in base 3, the first one highest, of bytes that have them as a fraction of 256.
+PI_PLAIN u8x64 b_digit(u8x64 x, int n) {
+  for (int i = 0; i < 64; i++) x[i] = (uint8_t)((x[i] * PI_POWERS[n] & 255) * 3 >> 8);
+  return x;
+}
 PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   int8_t x[4], v[64];
   memcpy(x, &a, 4);
@@ -840,6 +895,11 @@ PI_PLAIN void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
       for (int j = 0; j < 4; j++) z[i][4 * l + j] = rows[j][16 * (l / 4) + 4 * i + l % 4];
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return x - y; }
+PI_INLINE i32x16 i_low4(i32x16 x) { return x & 15; }
+template <int n>
+PI_INLINE i32x16 i_shr(i32x16 x) {
+  return x >> n;
+}
 template <int n>
 PI_INLINE i32x16 i_shl(i32x16 x) {
   return x << n;
@@ -892,7 +952,7 @@ struct Index {
   static constexpr int value = n;
   PI_INLINE_MEMBER constexpr operator int() const { return n; }
 };
-// Shifts by an Index become instructions with a constant.
+// Shifts by an Index, and by what is made of it, become instructions with a constant.
 template <int n>
 PI_INLINE u8x64 b_shr(u8x64 x, Index<n>) {
   if constexpr (n == 0) return x;
@@ -904,3 +964,21 @@ PI_INLINE u8x64 move_to_4(u8x64 x, Index<n>) {
   return b_shl<4 - n>(x);
 }
 PI_INLINE u8x64 move_to_4(u8x64 x, int n) { return b_shl<4>(b_shr(x, n)); }
+template <int m, int n>
+PI_INLINE constexpr Index<m + n> plus(Index<n>) {
+  return {};
+}
+template <int m>
+PI_INLINE constexpr int plus(int n) {
+  return m + n;
+}
+template <int n>
+PI_INLINE constexpr Index<2 * n> twice(Index<n>) {
+  return {};
+}
+PI_INLINE constexpr int twice(int n) { return 2 * n; }
+template <int n>
+PI_INLINE constexpr Index<n / 2 * 4> four_if_2(Index<n>) {
+  return {};
+}
+PI_INLINE constexpr int four_if_2(int n) { return n / 2 * 4; }

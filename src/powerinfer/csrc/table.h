@@ -15,12 +15,23 @@
 //   Q5_K        the same for 256 k, then 8 x 64 B: bit b = block b        then per 32 k: u8 sc[16], u8 m[16]
 //   Q6_K        per 128 k: 16 x 64 B nibbles (block i: part i & 1,      per 256 k: f16 d[16],
 //               nibble i >> 1), then 8 x 64 B: bits 2i of block i         then per 32 k: s8 sc[2][16]
+//   Q3_K        per 32 k: 3 x 64 B; bits 0-2 and 3-5 of line i: groups     as Q6_K
+//               2i and 2i+1; bits 6-7 of lines 0 and 1: the low two bits
+//               of groups 6 and 7, and of line 2 the high bit of each
+//   Q2_K        per 32 k: 2 x 64 B; bits 2g of line i: group 4i + g       per 256 k: f16 d[16], f16 dmin[16],
+//                                                                         then per 16 k: u8 [16], sc low, m high nibble
+//   TQ2_0       as Q2_K                                                   per 256 k: f16 d[16]
+//   TQ1_0       per 256 k: 13 x 64 B, five digits of base 3 in a byte:    per 256 k: f16 d[16]
+//               digit b of lines 0-7 block b < 5, digits of lines 8-11
+//               the next five halves, of line 12 the last four groups
 //
 // Codes that are numbers of entries in a table of sixteen values, laid out as those of Q4_0:
 //
 //   IQ4_NL                                                              f16 d[16]
 //   IQ4_XS                                                              per 256 k: f16 d[16], then per 32 k: s8 sc[16]
 //   MXFP4                                                               u8 e[16], the exponents of powers of two
+//   NVFP4       per 32 k: 4 x 64 B; low nibble of line 2i + j group     f32 [16] of all k, then per 16 k: u8 [16], numbers
+//               4i + j, high group 4i + j + 2 (i, j < 2)                of 4 bits of exponent and 3 of mantissa
 #pragma once
 #include <stdint.h>
 
@@ -60,8 +71,11 @@ static inline int64_t pi_codes_bytes(int type, int64_t k) {
   return (t.form == PI_FORM_BF16 ? pi_round_up(k, 32) : k) / t.block * (t.codes * PI_LANES);
 }
 
+// Bytes of the factors that whole rows of a panel have, before the scales of their blocks.
+static inline int64_t pi_factors_bytes(int type) { return type == PI_NVFP4 ? 4 * PI_LANES : 0; }
+
 static inline int64_t pi_scales_bytes(int type, int64_t k) {
-  return k / pi_facts(type).block * (pi_facts(type).scales * PI_LANES);
+  return pi_factors_bytes(type) + k / pi_facts(type).block * (pi_facts(type).scales * PI_LANES);
 }
 
 static inline int64_t pi_panel_bytes(int type, int64_t k) {
@@ -70,12 +84,13 @@ static inline int64_t pi_panel_bytes(int type, int64_t k) {
 
 // Activation rows in the requested forms; the others may be null. Strides are in elements.
 struct PiActs {
-  const float* f = nullptr;  // [t][ldf]
-  uint16_t* b = nullptr;     // bfloat16 [t][ldb], zero from k to the next multiple of 32
-  int8_t* q = nullptr;       // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
-  float* d = nullptr;        // [t][k / 32]
-  float* sd = nullptr;       // [t][k / 32]  d * sum of the block's q
-  int16_t* s = nullptr;      // [t][k / 16]  sums of q
+  const float* f = nullptr;   // [t][ldf]
+  uint16_t* b = nullptr;      // bfloat16 [t][ldb], zero from k to the next multiple of 32
+  int8_t* q = nullptr;        // [t][k], each 32 scaled by its own d: x ~ d * q, |q| <= 127
+  float* d = nullptr;         // [t][k / 32]
+  float* sd = nullptr;        // [t][k / 32]  d * sum of the block's q
+  int16_t* s = nullptr;       // [t][k / 16]  sums of q
+  const float* sh = nullptr;  // [t][k / 16]  d * sum of the half's q, where a product made it
   int64_t k = 0, ldf = 0, ldb = 0;
   const uint8_t* lanes = nullptr;  // q and d in the order of single neurons' rows, or null (pi_lanes_bytes)
 };
@@ -401,16 +416,18 @@ static inline int64_t pi_floats_at_once(int64_t k) {
 }
 
 // Bytes of scratch for `linear` per thread, 64-byte aligned, whichever is most. Quantised weights: the blocks of two panels
-// widened to a byte a code and three floats a row; or a piece of a panel likewise, sums, the factors of tokens, of which
-// 393,216 bytes of activations have as many, and these activations as words of 16 bits, half as many. The tile unit: a tile of sums, the scales of the activations in tile
-// order and the codes of one panel. BF16: activations as floats. F16: a piece of a panel as floats, and sums.
+// widened to a byte a code and five floats a row, and a float for each 16 of 393,216 bytes of activations; or a piece of a
+// panel likewise, sums, the factors of tokens, of which so many bytes of activations have as many, and these activations
+// as words of 16 bits, half as many. The tile unit: a tile of sums, the scales of the activations in tile order and the
+// codes of one panel. BF16: activations as floats. F16: a piece of a panel as floats, and sums.
 static inline int64_t pi_linear_scratch(int64_t k) {
   const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some, blocks = pi_round_up(k, 256) / 32;
   const int64_t many = 393216 / k < 6 ? 6 : 393216 / k,
-                at_once = many < PI_PIECE_TOKENS ? many : (int64_t)PI_PIECE_TOKENS;
+                at_once = many < PI_PIECE_TOKENS ? many : (int64_t)PI_PIECE_TOKENS,
+                acts = 6 * k > 393216 ? 6 * k : 393216;
   const int64_t bytes[] = {
-      2 * blocks * (512 + 3 * 64), 4096 + tokens * (k / 32 + 1) * 8 + blocks * 512,
-      32 * (512 + 3 * 64) + PI_PIECE_TOKENS * 64 + at_once * (k / 32) * 16 + (12 * k > 393216 ? 12 * k : 393216),
+      2 * blocks * (512 + 5 * 64) + acts / 4, 4096 + tokens * (k / 32 + 1) * 12 + blocks * 512,
+      32 * (512 + 5 * 64) + PI_PIECE_TOKENS * 64 + at_once * (k / 32) * 16 + (12 * k > 393216 ? 12 * k : 393216),
       pi_floats_at_once(pi_round_up(k, 32)) * pi_round_up(k, 32) * 4};
   int64_t most = 0;
   for (int64_t n : bytes) most = n > most ? n : most;

@@ -28,22 +28,25 @@
   X(Q4_1, 3, 32, 20, 4, 16, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)       \
   X(Q5_0, 6, 32, 22, 2, 20, 2, 0, -1, 16, WHOLE, Q8, DOT_X32, Q8_0)    \
   X(Q5_1, 7, 32, 24, 4, 20, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)
-#define PI_K_TYPES(X)                                                \
-  X(Q4_K, 12, 256, 144, 16, 128, 20, 0, 2, 0, WHOLE, Q8, NONE, Q4_K) \
-  X(Q5_K, 13, 256, 176, 16, 160, 20, 0, 2, 0, WHOLE, Q8, NONE, Q5_K) \
-  X(Q6_K, 14, 256, 210, 0, 192, 18, 208, -1, 32, WHOLE, Q8, NONE, Q6_K)
+#define PI_K_TYPES(X)                                                   \
+  X(Q4_K, 12, 256, 144, 16, 128, 20, 0, 2, 0, WHOLE, Q8, NONE, Q4_K)    \
+  X(Q5_K, 13, 256, 176, 16, 160, 20, 0, 2, 0, WHOLE, Q8, NONE, Q5_K)    \
+  X(Q6_K, 14, 256, 210, 0, 192, 18, 208, -1, 32, WHOLE, Q8, NONE, Q6_K) \
+  X(Q3_K, 11, 256, 110, 0, 96, 18, 108, -1, 4, WHOLE, Q8, NONE, Q6_K)   \
+  X(Q2_K, 10, 256, 84, 16, 64, 20, 80, 82, 0, WHOLE, Q8, NONE, F16)     \
+  X(TQ2_0, 35, 256, 66, 0, 64, 2, 64, -1, 1, WHOLE, Q8, NONE, Q4_0)     \
+  X(TQ1_0, 34, 256, 54, 0, 52, 2, 52, -1, 1, WHOLE, Q8, NONE, Q4_0)
 #define PI_IQ_TYPES(X)                                              \
   X(IQ4_NL, 20, 32, 18, 2, 16, 2, 0, -1, 0, IQ4, Q8, DOT_X32, Q8_0) \
   X(IQ4_XS, 23, 256, 136, 8, 128, 10, 0, -1, 0, IQ4, Q8, NONE, F16) \
-  X(MXFP4, 39, 32, 17, 1, 16, 1, -1, -1, 0, E2M1, Q8, X32, MXFP4)
+  X(MXFP4, 39, 32, 17, 1, 16, 1, -1, -1, 0, E2M1, Q8, X32, MXFP4)   \
+  X(NVFP4, 40, 64, 36, 4, 32, 4, -1, -1, 0, E2M1, Q8, NONE, F16)
 #define PI_QUANTISED_TYPES(X) PI_Q_TYPES(X) PI_K_TYPES(X) PI_IQ_TYPES(X)
 #define POWERINFER_TYPES(X) PI_FLOAT_TYPES(X) PI_QUANTISED_TYPES(X)
 
 // The other types of GGUF files, which are converted when they are loaded: X(name, ggml id, block, bytes).
 #define POWERINFER_STORED_TYPES(X) \
   X(Q8_1, 9, 32, 36)               \
-  X(Q2_K, 10, 256, 84)             \
-  X(Q3_K, 11, 256, 110)            \
   X(Q8_K, 15, 256, 292)            \
   X(IQ2_XXS, 16, 256, 66)          \
   X(IQ2_XS, 17, 256, 74)           \
@@ -57,9 +60,6 @@
   X(I64, 27, 1, 8)                 \
   X(F64, 28, 1, 8)                 \
   X(IQ1_M, 29, 256, 56)            \
-  X(TQ1_0, 34, 256, 54)            \
-  X(TQ2_0, 35, 256, 66)            \
-  X(NVFP4, 40, 64, 36)             \
   X(Q1_0, 41, 128, 18)
 
 #define PI_NAME(name, ...) PI_##name,

@@ -192,7 +192,7 @@ class ExpertSum:
             rebundle(bundled.layout, bundled.groups, self._n, place, matrices, self._pool.threads)
         for packed, tensor in zip(self._matrices, matrices, strict=bundled is None):
             first = place * (packed.rows // self._n)
-            _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data)
+            _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data, tensor.row_scales())
 
 
 class CpuExecutor:
@@ -790,7 +790,7 @@ class CpuExecutor:
         padded = cpu.round_up(rows, cpu.LANES)
         places = np.arange(n)[:, None] * rows + np.where(np.arange(padded) < rows, np.arange(padded), -n * rows)
         row_map = None if padded == rows else np.maximum(places, -1).reshape(-1).astype(np.int32)
-        packed = self._pack(RawTensor(tensor.type, (n * rows, cols), tensor.data), row_map)
+        packed = self._pack(replace(tensor, shape=(n * rows, cols)), row_map)
         self.bytes_per_token += packed.nbytes if read is None else packed.nbytes * min(read, n) // n
         return packed
 

@@ -30,7 +30,7 @@ def pack(
 ) -> _native.Matrix:
     """A matrix [out, in] in panels. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
     rows, cols = tensor.shape
-    return _native.pack_matrix(pool, arena, tensor.type, rows, cols, tensor.data, row_map)
+    return _native.pack_matrix(pool, arena, tensor.type, rows, cols, tensor.data, row_map, tensor.row_scales())
 
 
 class PartMaker:

@@ -90,7 +90,7 @@ class Checkpoint:
 
     def _plan(self, quantize: str | None) -> dict[str, str]:
         """Name -> type it will be converted to, for all that `take` converts; writes `notes`."""
-        targets = {name: _fallback(tensor) for name, tensor in self._tensors.items()}
+        targets = {name: _fallback(name, tensor) for name, tensor in self._tensors.items()}
         targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
         for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
             blocks = block_type(old), block_type(new)
@@ -198,7 +198,8 @@ class Checkpoint:
     def rests_at(self, name: str) -> tuple[int, int] | None:
         """(number of the file, offset) of what `take` gives; None where that is not one piece of a file."""
         tensor = self._tensors.get(name)
-        if name not in self._targets and isinstance(tensor, RawTensor) and tensor.data.flags.c_contiguous:
+        whole = isinstance(tensor, RawTensor) and tensor.scales is None and tensor.data.flags.c_contiguous
+        if name not in self._targets and isinstance(tensor, RawTensor) and whole:
             return self._placed(tensor.data)
         return None
 
@@ -217,6 +218,8 @@ class Checkpoint:
         """Places of matrices [n, out, in]; None where the files do not have each in one piece as `take` gives it."""
         tensor = self._tensors.get(name)
         if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor) or len(tensor.shape) != 3:
+            return None
+        if isinstance(tensor, RawTensor) and tensor.scales is not None:
             return None
         n = tensor.shape[0]
         if isinstance(tensor, StackedTensor):
@@ -268,9 +271,9 @@ class Checkpoint:
         if isinstance(tensor, StackedTensor):
             few = StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
         elif isinstance(tensor, RawTensor) and tensor.data.ndim == 1 and name in self._targets:
-            few = _selected(tensor, index)
+            few = tensor.some(index)
         else:
-            return _selected(self.take(name), index)
+            return self.take(name).some(index)
         for file in self._files:
             file.check()
         self._used.add(name)
@@ -358,12 +361,6 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
-def _selected(tensor: RawTensor, index: Indices) -> RawTensor:
-    """Matrices of the index, of a tensor [n, out, in]."""
-    data = tensor.data.reshape(tensor.shape[0], -1)[index]
-    return RawTensor(tensor.type, (len(index), *tensor.shape[1:]), data.reshape(-1))
-
-
 def _place(file: MappedFile, run: Bytes) -> Place | None:
     at = run.ctypes.data - file.view().ctypes.data
     return Place(file.path, at, run.nbytes) if 0 <= at < file.size else None
@@ -380,8 +377,10 @@ def _transposed_type(tensor: StoredTensor) -> str:
     return "Q8_0" if tensor.shape[-2] % block_type("Q8_0").block == 0 and tensor.type != "F64" else "F32"
 
 
-def _fallback(tensor: StoredTensor) -> str:
+def _fallback(name: str, tensor: StoredTensor) -> str:
     """The type to convert to when no kernel takes the tensor as it is, else its own."""
+    if name in ("embed", "positions") and isinstance(tensor, RawTensor) and tensor.scales is not None:
+        return "Q8_0"  # rows are looked up as files have them, without factors beside
     if len(tensor.shape) == 1:
         return tensor.type if tensor.type in FLOAT_TYPES else "F32"
     if tensor.type in NATIVE_TYPES:

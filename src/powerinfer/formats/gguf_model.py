@@ -154,7 +154,7 @@ def _with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawT
         end = next((end for end in ends if name.endswith(end)), None)
         matrix = None if end is None else f"{name.removesuffix(end)}.weight"
         tensor = tensors.get(matrix) if matrix else None
-        if matrix is None or tensor is None or tensor.type in NATIVE_TYPES:
+        if matrix is None or tensor is None or tensor.type in NATIVE_TYPES - {"NVFP4"}:
             continue
         if tensor.scales is not None or scale.type not in FLOAT_TYPES or scale.size not in _matrices(tensor.shape):
             raise ModelError(f"{file.path}: tensor {shown(name)} is not one number for each matrix of {matrix}")

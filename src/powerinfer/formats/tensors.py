@@ -50,11 +50,22 @@ class RawTensor:
         return self if self.data.ndim == 1 else replace(self, data=self.data.reshape(-1))
 
     def row_scales(self) -> Float32 | None:
-        """The factors of each row, [rows, 1]; None where there are none."""
+        """The factor of each row, [rows]; None where there are none."""
         if self.scales is None:
             return None
         rows = self.size // self.shape[-1]
-        return np.repeat(self.scales, rows // len(self.scales))[:, None]
+        return np.repeat(self.scales, rows // len(self.scales))
+
+    def some(self, index: Indices) -> RawTensor:
+        """Matrices of the index, of a tensor [n, out, in]: a copy."""
+        data = self.data.reshape(self.shape[0], -1)[index]
+        scales = self.scales if self.scales is None or len(self.scales) == 1 else self.scales[index]
+        return replace(self, shape=(len(index), *self.shape[1:]), data=data.reshape(-1), scales=scales)
+
+    def matrix(self, number: int) -> RawTensor:
+        """Of a tensor [n, out, in] that matrix."""
+        scales = self.scales if self.scales is None or len(self.scales) == 1 else self.scales[number : number + 1]
+        return replace(self, shape=self.shape[1:], data=self.data.reshape(self.shape[0], -1)[number], scales=scales)
 
     def samples(self) -> Iterator[bytes]:
         """Some bytes of the beginning, the middle and the end."""
@@ -74,7 +85,7 @@ class RawTensor:
     def values(self, begin: int, end: int) -> Float32:
         """The values of some rows, float32 [rows, cols]."""
         values, scales = dequantize(self.rows()[begin:end], self.type), self.row_scales()
-        return values if scales is None else values * scales[begin:end]
+        return values if scales is None else values * scales[begin:end, None]
 
 
 def float32_tensor(values: Float32) -> RawTensor:
@@ -197,7 +208,7 @@ def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> R
     def piece(start: int) -> int:
         end = min(start + step, len(rows))
         if (tensor.type, type_name) == ("NVFP4", "Q8_0"):
-            out[start:end] = nvfp4_as_q8_0(rows[start:end], None if scales is None else scales[start:end])
+            out[start:end] = nvfp4_as_q8_0(rows[start:end], None if scales is None else scales[start:end, None])
         else:
             out[start:end] = quantize(tensor.values(start, end), type_name)
         return (end - start) * cols

@@ -75,6 +75,8 @@ class Samples:
         """Rows of any codes, uint8 [rows, row_bytes]."""
         block = block_type(kind)
         blocks = self._random.integers(0, 256, (rows, cols // block.block, block.nbytes), np.uint8)
+        if kind == "NVFP4":
+            blocks[..., :4] &= 7  # scales of that order of magnitude
 
         def filled(scale: float) -> Bytes:
             for at in WEIGHT_TYPES[kind].halves:

@@ -279,7 +279,7 @@ class HybridExperts(HybridTerms):
             return self._disk.read(self._resting, expert)
         assert self._tensors is not None
         self._check_files()
-        return [_matrix_of(tensor, expert) for tensor in self._tensors]
+        return [tensor.matrix(expert) for tensor in self._tensors]
 
     @property
     def expert_bytes(self) -> int:
@@ -526,7 +526,7 @@ class HybridExperts(HybridTerms):
         assert self.stage is not None and self._tensors is not None and step.read is not None
         self._check_files()
         experts, weights = self._link.experts(len(step.x), self.top_k)
-        sizes = [_matrix_of(tensor, 0).nbytes for tensor in self._tensors]
+        sizes = [tensor.matrix(0).nbytes for tensor in self._tensors]
         count = self.stage.experts_at_once(sizes, self.config.n_experts)
         x, target = step.read, step.target
         if self._latents is not None:
@@ -538,7 +538,7 @@ class HybridExperts(HybridTerms):
             places[piece] = np.arange(len(piece))
             parts = [np.asarray(places.view(np.uint8))]
             for tensor in self._tensors:
-                parts += [_matrix_of(tensor, expert).data for expert in piece]
+                parts += [tensor.matrix(expert).data for expert in piece]
             with self.stage.sent(parts) as (of_places, *sent):
                 assert of_places is not None
                 slots = of_places.view(torch.int32)
@@ -621,14 +621,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor:
 
 def _rows_of(tensor: RawTensor, index: Indices) -> RawTensor:
     """Some of the matrices of a tensor [n, out, in]."""
-    n, *shape = tensor.shape
-    data = tensor.data.reshape(n, -1)
-    return RawTensor(tensor.type, (len(index), *shape), (data if len(index) == n else data[index]).reshape(-1))
-
-
-def _matrix_of(tensor: RawTensor, expert: int) -> RawTensor:
-    n, *shape = tensor.shape
-    return RawTensor(tensor.type, tuple(shape), tensor.data.reshape(n, -1)[expert])
+    return tensor.gathered() if len(index) == tensor.shape[0] else tensor.some(index)
 
 
 @dataclass

@@ -182,7 +182,7 @@ def _fill(
 ) -> None:
     """Rows of the weight from `at` on get those of the tensor."""
     rows, k = tensor.shape
-    stored = tensor.gathered().rows()
+    stored, scales_of = tensor.gathered().rows(), tensor.row_scales()
     source = np.arange(rows, dtype=np.int32) if row_map is None else row_map
 
     def slab(begin: int, end: int) -> None:
@@ -193,7 +193,9 @@ def _fill(
         if tensor.type == "Q5_0":
             raw = as_q8_0(raw, tensor.type)
         elif weight.type != tensor.type:
-            raw = convert(RawTensor(tensor.type, (len(part), k), raw.reshape(-1)), weight.type, lambda _: None).rows()
+            of_part = None if scales_of is None else scales_of[np.maximum(part, 0)]
+            rows_ = RawTensor(tensor.type, (len(part), k), raw.reshape(-1), of_part)
+            raw = convert(rows_, weight.type, lambda _: None).rows()
         codes, scales = _split(weight.type, raw)
         _put(weight.data, at + begin, codes)
         _put(weight.scales, at + begin, scales)

@@ -4,6 +4,7 @@ torch defines what the Triton kernels compute, and sums have a fixed order.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def resident(
         selects = ExpertPredictor(_slots(predictor[1], index, device), predictor[0])
     experts = Experts(len(index), config.size, *matrices, *own, by_neuron=True, shared=shared, predictor=selects)
     for slot, expert in enumerate(index):
-        _put_down(experts, slot, RawTensor(down.type, down.shape[1:], down.data.reshape(down.shape[0], -1)[expert]))
+        _put_down(experts, slot, down.matrix(int(expert)))
     return experts
 
 
@@ -82,7 +83,7 @@ def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
         begin, end = 32 * first, min(32 * last, d_model)
         rows = end - begin
         own = gpu.empty(gpu.gpu_type(tensor.type, size), rows, size, device)
-        gpu.overwrite(own, 0, RawTensor(tensor.type, (rows, size), stored[begin:end].reshape(-1)))
+        gpu.overwrite(own, 0, dataclasses.replace(tensor, shape=(rows, size), data=stored[begin:end].reshape(-1)))
         if experts.shared is not None and own.scales is not None:
             experts.shared[slot * groups : (slot + 1) * groups, begin:end].copy_(own.scales.T)
         if own.type != "Q4_0":
@@ -150,7 +151,7 @@ def from_rows(
 def _slots(tensor: RawTensor, index: Indices, device: Any) -> Weight:
     n, rows, cols = tensor.shape
     row_map: Indices = (index[:, None] * rows + np.arange(rows, dtype=np.int32)).reshape(-1).astype(np.int32)
-    return gpu.upload(RawTensor(tensor.type, (n * rows, cols), tensor.data), device, row_map)
+    return gpu.upload(dataclasses.replace(tensor, shape=(n * rows, cols)), device, row_map)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Matrices that the CPU has in panels (csrc/table.h), converted on a device that they were copied to.
 
-Every type of the CPU becomes one of a GPU: its own where the GPU has it, Q8_0 where that keeps every value (Q5_0,
-IQ4_NL), else F16 (csrc/types.h).
+Every type of the CPU becomes one of a GPU: its own where the GPU has it, another that keeps every value (Q5_0 and
+IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0), else F16 (csrc/types.h).
 """
 
 from __future__ import annotations
@@ -42,15 +42,37 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "BF16":
         words = panels.view(torch.int32).view(len(panels), -1, LANES)
         return Weight(kind, rows, k, _by_row(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
+    factors = None
+    if kind == "NVFP4":
+        at = n * WEIGHT_TYPES[kind].codes * LANES
+        factors = panels[:, at : at + 4 * LANES].contiguous().view(torch.float32).view(-1, 1)
+        panels = torch.cat((panels[:, :at], panels[:, at + 4 * LANES :]), dim=1)
     codes, meta = _parts(kind, n, panels)
+    if factors is not None:
+        codes = codes.view(rows, n, 4, 8)
+        table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
+        wide = table[torch.cat((codes & 15, codes >> 4), dim=-1).long()]
+        scale = _half_e4m3(_by_row(meta.reshape(len(panels), -1, LANES)).view(rows, n, 4))
+        return _as_f16(k, (wide * scale[..., None]).view(rows, k) * factors)
     if kind in K_CODES:
         return Weight(kind, rows, k, *_k_quants(kind, codes, meta))
+    if kind == "Q3_K":
+        return Weight("Q6_K", rows, k, *_k_quants("Q6_K", _as_q6_k(_three_bits(codes) + 28), meta))
     if kind == "Q8_0":
         return Weight(kind, rows, k, codes.view(torch.int8).view(rows, k), _scales(meta)[..., 0].contiguous())
     if kind == "Q4_0":
         return Weight(kind, rows, k, (codes ^ _FLIP).view(rows, -1), _scales(meta)[..., 0].contiguous())
     if kind == "MXFP4":
         return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
+    if kind in ("TQ1_0", "TQ2_0"):
+        ternary = (_two_bits(codes) if kind == "TQ2_0" else _digits(codes)).view(rows, -1, 32) - 1
+        return Weight("Q4_0", rows, k, (ternary[..., :16] & 15 | ternary[..., 16:] << 4).view(rows, -1),
+                      _scales(meta).expand(-1, -1, 8).reshape(rows, -1))  # fmt: skip
+    if kind == "Q2_K":
+        both = _scales(meta[..., :64]).float()
+        nibbles = _by_row(meta[..., 64:].reshape(len(panels), -1, LANES)).view(rows, n, 16)
+        scale, least = both[..., :1] * (nibbles & 15).float(), both[..., 1:] * (nibbles >> 4).float()
+        return _as_f16(k, _two_bits(codes).view(rows, n, 16, 16).float() * scale[..., None] - least[..., None])
     if kind == "IQ4_XS":
         table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
         wide = table[_nibbles(codes.view(rows, -1, 16)).long()]
@@ -110,6 +132,51 @@ def _nibbles(codes: Tensor) -> Tensor:
     import torch
 
     return torch.cat((codes & 15, codes >> 4), dim=-1)
+
+
+def _half_e4m3(codes: Tensor) -> Tensor:
+    """Half of each number of NVFP4's scales."""
+    import torch
+
+    exponent, mantissa = (codes >> 3).int(), (codes & 7).float()
+    return torch.ldexp(torch.where(exponent == 0, mantissa, mantissa + 8), exponent.clamp(min=1) - 11)
+
+
+def _two_bits(codes: Tensor) -> Tensor:
+    """The elements of blocks of 256, [rows, n, 64] -> [rows, n, 256]: a line has 16 of them, 4 by 4."""
+    import torch
+
+    lines = codes.view(*codes.shape[:2], 16, 4)
+    return torch.stack([lines >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2).flatten(-3)
+
+
+def _digits(codes: Tensor) -> Tensor:
+    """The elements of blocks of TQ1_0, [rows, n, 52] -> [rows, n, 256]: digits of base 3."""
+    import torch
+
+    powers = torch.tensor((1, 3, 9, 27, 81), dtype=torch.uint8, device=codes.device)
+    digits = ((codes[..., None, :] * powers[:, None]).short() * 3 >> 8).to(torch.uint8)
+    parts = [digits[..., begin:end].flatten(-2) for begin, end in ((0, 32), (32, 48), (48, 52))]
+    return torch.cat(parts, dim=-1)[..., :256]
+
+
+def _three_bits(codes: Tensor) -> Tensor:
+    """The elements of blocks of Q3_K, [rows, n, 96] -> [rows, n, 256]: three lines have 32 of them, 4 by 4."""
+    import torch
+
+    first, second, third = codes.view(*codes.shape[:2], 8, 3, 4).unbind(dim=-2)
+    whole = [line >> shift & 7 for line in (first, second, third) for shift in (0, 3)]
+    parts = [first >> 6 | (third >> 6 & 1) << 2, second >> 6 | third >> 7 << 2]
+    return torch.stack(whole + parts, dim=-2).flatten(-3)
+
+
+def _as_q6_k(codes: Tensor) -> Tensor:
+    """Codes of 6 bits [rows, n, 256] as they are behind one another in panels, [rows, n, 192]."""
+    import torch
+
+    a, b, c, d = codes.view(*codes.shape[:2], 2, 4, 32).unbind(dim=-2)
+    low = ((a & 15) | c << 4, (b & 15) | d << 4)
+    return torch.cat((*low, a >> 4 | b >> 4 << 2 | c >> 4 << 4 | d >> 4 << 6), dim=-1).flatten(-2)
 
 
 def _k_quants(kind: str, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from powerinfer.config import AttentionKind, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 
 DTYPES = {
     **{name.lower(): name for name in ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")},
@@ -20,7 +19,7 @@ DTYPES = {
     **dict.fromkeys(("q5_k_s", "q5_k_m"), "Q5_K"),
     **{"q6_k": "Q6_K", "iq4_xs": "IQ4_XS", "iq4_nl": "IQ4_NL"},
 }
-"""Weight types of a model that is only described, and the type of most of its matrices."""
+"""Weight types of a model that is only described, and the type of most of its matrices; all of them are native."""
 
 _MIXED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL")
 _SMALLER_BLOCKS = {
@@ -62,11 +61,6 @@ def stored_type(config: ModelConfig, dtype: str, tensor: str, cols: int) -> str:
     if cols % block_type(chosen).block:
         chosen = _SMALLER_BLOCKS.get(chosen, "F16")
     return "F16" if cols % block_type(chosen).block else chosen
-
-
-def taken_type(stored: str) -> str:
-    """The type that the engine computes a matrix in: its own, or Q8_0, to which it is converted on load."""
-    return stored if stored in NATIVE_TYPES or stored in FLOAT_TYPES else "Q8_0"
 
 
 def _mixed(config: ModelConfig, dtype: str, base: str, tensor: str) -> str:

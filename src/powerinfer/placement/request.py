@@ -17,7 +17,7 @@ from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, check_ram, no_layer_fits
 from powerinfer.placement.disk_speed import Hits
 from powerinfer.placement.experts import Frequencies
-from powerinfer.placement.mixes import DTYPES, read_dtype, taken_type, usual_dtype
+from powerinfer.placement.mixes import read_dtype, usual_dtype
 from powerinfer.placement.plan import PlanRequest
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.shapes import (
@@ -211,9 +211,6 @@ def shape_subject(
     assumed = [text] if selector != "all" else []
     if usual:
         assumed.append(f"weights in {dtype.upper()}; --dtype names another type")
-    stored = DTYPES[dtype]
-    if taken_type(stored) != stored:
-        assumed.append(f"{stored} has no kernels: a load converts it to {taken_type(stored)}, whose bytes count here")
     if selector != "all":
         assumed.append(PACKED)
     if selector == "predicted":

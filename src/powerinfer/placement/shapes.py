@@ -39,7 +39,7 @@ from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, RO
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
-from powerinfer.placement.mixes import DTYPES, stored_type, taken_type
+from powerinfer.placement.mixes import DTYPES, stored_type
 from powerinfer.placement.power_law import FAMILIES, Law
 
 if TYPE_CHECKING:
@@ -410,18 +410,15 @@ def described_model(
     """
     _check_size(config)
     stored = stored_types(config, dtype)
-    gate = taken_type(DTYPES[dtype])
+    gate = DTYPES[dtype]
     gate = gate if gate in ROW_TYPES else "Q8_0"
     gate = gate if config.d_model % block_type(gate).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate in PACKED_DOWN and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):
         down = PACKED_DOWN[gate]
     layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
-    known = {tensor: taken_type(kind) for tensor, kind in stored.items()}
-    changed = frozenset(tensor for tensor, kind in stored.items() if known[tensor] != kind)
     every = (SELECTED_PER_FIRING,) * config.n_layers
-    bare = _model(config, name or config.name, known.__getitem__, layouts, (), every)
-    bare = replace(bare, converted=changed, in_place=not any(".experts_" in tensor for tensor in changed))
+    bare = _model(config, name or config.name, stored.__getitem__, layouts, (), every)
     rank_weights = max(1, len(config.neurons) * config.d_model + config.n_neurons)
     bytes_of_rank = rank_weights * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
     wanted_rank = share * bare.parameters / rank_weights

@@ -23,6 +23,7 @@ from powerinfer.formats.bundle_memory import by_group, transposed
 from powerinfer.formats.bundle_types import RowTypes, by_neuron, gate_and_up, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
+from powerinfer.formats.tensors import convert
 from powerinfer.formats.weight_types import ACROSS, BLOCKS, FLOAT_TYPES
 from powerinfer.kernels import cpu
 from powerinfer.neurons import BundleLayout
@@ -145,7 +146,8 @@ class _Source:
         self._name = tensor_name(checkpoint, rows.name, layer)
         self._place = f"{checkpoint.path}: {self._name}"
         self._into = rows
-        self._tensor = checkpoint.take(self._name)
+        tensor = checkpoint.take(self._name)
+        self._tensor = tensor if tensor.scales is None else convert(tensor, "Q8_0", lambda elements: None)
         self._type = self._tensor.type
 
     def rows(self, begin: int, end: int) -> tuple[Bytes, Squares]:

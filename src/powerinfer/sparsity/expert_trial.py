@@ -98,8 +98,7 @@ class FewExperts:
         if part.startswith("experts_") and not part.endswith("_bias"):
             return self._checkpoint.take_some(name, np.arange(n, dtype=np.int32))
         full = self._checkpoint.take(name)
-        data = full.data.reshape(full.shape[0], -1)[:n]
-        return RawTensor(full.type, (n, *full.shape[1:]), np.ascontiguousarray(data).reshape(-1))
+        return full.some(np.arange(n, dtype=np.int32))
 
     def take_some(self, name: str, index: Indices) -> RawTensor:
         return self._checkpoint.take_some(name, index)
