@@ -45,14 +45,55 @@ int64_t fifth_at(int type, int64_t k, int64_t i, int* bit) {
   return line + word % 16 * 4 + i % 4;
 }
 
-// The code of element i of a stored block of 32.
-int stored_code(int type, const uint8_t* block, int i) {
+// Words of 4 codes of stored blocks, from `first` on, to a line of a row (table.h); more lines follow.
+template <int WORDS>
+void put_codes(const uint8_t* first, int64_t bytes, int64_t lanes, uint8_t* line) {
+  for (int64_t l = 0; l < lanes; l++, first += bytes)
+    for (int64_t v = 0; v < WORDS; v++) memcpy(line + (v * lanes + l) * 4, first + 4 * v, 4);
+}
+
+// The fifth bits of a stored block to those of a line, which are zeros at first where lanes lie close. l: which block of
+// the line it is.
+void put_fifths(const uint8_t* bits, int64_t lanes, int64_t l, uint8_t* line) {
+  uint32_t stored, all = 0, word;  // all: of code 4 g + j at bit g of byte j
+  memcpy(&stored, bits, 4);
+  for (int g = 0; g < 8; g++) all |= in_bytes(stored >> 4 * g & 15) << g;
+  if (!pi_lanes_close(lanes)) {
+    memcpy(line + 4 * l, &all, 4);
+    return;
+  }
+  for (int64_t g = 0; g < 8; g++) {
+    const int64_t at = g % 4 * lanes + l;
+    memcpy(&word, line + at % 16 * 4, 4);
+    word |= (all >> g & 0x01010101u) << (at / 16 + (g >= 4 ? 4 : 0));
+    memcpy(line + at % 16 * 4, &word, 4);
+  }
+}
+
+// Block b of a stored row as one of down has it.
+void put_added(int type, const uint8_t* codes, int64_t b, uint8_t* row) {
+  if (pi_bits(type) == 8) {
+    memcpy(row + 32 * b, codes, 32);
+    return;
+  }
+  for (int64_t i = 0; i < 16; i++) row[b / 4 * 64 + 4 * i + b % 4] = codes[i];
+}
+
+// A stored row of blocks of 32, which lie along it, as one of gate or up, up to 16 blocks at a time.
+void put_multiplied(int type, int64_t k, const uint8_t* src, uint8_t* row) {
   const PiTypeFacts& t = pi_facts(type);
-  const uint8_t* q = block + t.at;
-  if (pi_bits(type) == 8) return q[i];
-  const int fifth = pi_bits(type) == 5 ? q[i / 8] >> i % 8 & 1 : 0;
-  if (pi_bits(type) == 5) q += 4;
-  return (i < 16 ? q[i] & 15 : q[i - 16] >> 4) | fifth << 4;
+  const int64_t blocks = k / 32, fifths = pi_round_up(k, 128) / 2;
+  for (int64_t b = 0; b < blocks; b += 16) {
+    const int64_t lanes = std::min(blocks - b, (int64_t)16);
+    const uint8_t* const first = src + b * t.bytes + t.at;
+    if (pi_bits(type) == 8) {
+      put_codes<8>(first, t.bytes, lanes, row + b * 32);
+      continue;
+    }
+    put_codes<4>(first + (pi_bits(type) == 5 ? 4 : 0), t.bytes, lanes, row + b * 16);
+    for (int64_t l = 0; l < lanes && pi_bits(type) == 5; l++)
+      put_fifths(first + l * t.bytes, lanes, l, row + fifths + b * 4);
+  }
 }
 
 bool wants_lanes(int type) { return pi_block(type) > 1 && pi_row_type(type, PI_DOT); }
@@ -367,28 +408,20 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
                       int64_t at) {
   const PiTypeFacts& t = pi_facts(type);
   if (pi_across(type) >= 0) return pack_group_across(type, k, src, t.bytes, group, pitch, at);
-  const int64_t codes = pi_row_codes(type, k);
+  const int64_t codes = pi_row_codes(type, k), bytes = stored_row_bytes(type, k);
   for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
-  const auto put = [=](uint8_t* row, int64_t i, int code) {
-    bool high;
-    uint8_t* byte = row + code_at(type, kind, k, i, &high);
-    *byte = (uint8_t)(*byte | (pi_bits(type) == 8 ? code : (code & 15) << (high ? 4 : 0)));
-    if (pi_bits(type) != 5) return;
-    int bit;
-    byte = row + fifth_at(type, k, i, &bit);
-    *byte = (uint8_t)(*byte | code >> 4 << bit);
-  };
-  for (int64_t r = 0; r < rows; r++, src += stored_row_bytes(type, k)) {
+  for (int64_t r = 0; r < rows; r++, src += bytes) {
     uint8_t* row = group + r * pitch + at;
     if (type == PI_F16 || type == PI_BF16) {
-      memcpy(row, src, (size_t)stored_row_bytes(type, k));
+      memcpy(row, src, (size_t)bytes);
       continue;
     }
+    if (kind == PI_DOT) put_multiplied(type, k, src, row);
     for (int64_t b = 0; b < k / 32; b++) {
       const uint8_t* block = src + b * t.bytes;
+      if (kind == PI_ADD) put_added(type, block + t.at, b, row);
       memcpy(row + codes + 2 * b, block + t.d, 2);
       if (t.m >= 0) memcpy(row + codes + pi_row_scales(k) + 2 * b, block + t.m, 2);
-      for (int i = 0; i < 32; i++) put(row, 32 * b + i, stored_code(type, block, i));
     }
   }
 }

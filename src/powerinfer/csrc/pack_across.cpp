@@ -21,9 +21,6 @@ void transpose(Bytes16 (&x)[16]) {
   }
 }
 
-// Four codes' fifth bits, a byte each.
-constexpr uint32_t spread(uint32_t n) { return (n & 1) | (n & 2) << 7 | (n & 4) << 14 | (n & 8) << 21; }
-
 // The codes of a block: neurons 0 to 15, and the others.
 struct BlockCodes {
   Bytes16 half[2];
@@ -43,7 +40,7 @@ BlockCodes codes_of(int type, const uint8_t* block) {
   codes.half[1] = (Bytes16)((Words8)bytes >> 4) & 15;
   if (!five) return codes;
   uint32_t fifths[8];
-  for (int i = 0; i < 8; i++) fifths[i] = spread((uint32_t)(q[i / 2] >> i % 2 * 4) & 15) << 4;
+  for (int i = 0; i < 8; i++) fifths[i] = in_bytes((uint32_t)(q[i / 2] >> i % 2 * 4) & 15) << 4;
   BlockCodes more;
   memcpy(&more, fifths, 32);
   for (int h = 0; h < 2; h++) codes.half[h] |= more.half[h];
