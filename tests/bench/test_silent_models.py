@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.models import silent_models
+from benchmarks.sparse import expert_time
 from powerinfer import LLM, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -100,3 +101,15 @@ def test_predictors_select_what_was_asked_for(tmp_path: Path) -> None:
     assert report is not None and report["sampled"] > 50 and len(report["layers"]) == 2
     assert 0.9 < report["recall"] < 0.99
     assert report["active_fraction"] < report["candidate_fraction"] < 0.4
+
+
+def test_the_expert_part_alone_is_timed_in_every_way(tmp_path: Path) -> None:
+    sizes, path = small("ME*EM"), tmp_path / "m.gguf"
+    silent_models.write(path, sizes, "q8_0", [0.9])
+    silent_models.write_predictors(path, sizes, [0.9])
+    found = expert_time.measure(path, 2, 2, 6)
+    assert found["layers"] == [1, 3] and set(found["seconds"]) == {"all", "exact", "predicted"}
+    assert min(*found["seconds"].values(), *found["ratio"].values()) > 0
+    exact, predicted = found["computed"]["exact"], found["computed"]["predicted"]
+    assert 0.02 < exact["active"] == exact["candidates"] < 0.25, "a tenth fires"
+    assert 0.5 * exact["active"] < predicted["active"] <= exact["active"] < predicted["candidates"] < 0.6
