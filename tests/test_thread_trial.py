@@ -22,8 +22,8 @@ from powerinfer.system import Disturbance
 from powerinfer.topology import Topology
 
 CORES = ((0, 1), (2, 3), (4,), (5,))
-HYBRID = Topology(CORES, frozenset(range(4)), True)
-EQUAL = Topology(CORES, frozenset(range(6)), True)
+HYBRID = Topology(CORES, frozenset(range(4)))
+EQUAL = Topology(CORES, frozenset(range(6)))
 SETTINGS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 Timed = Callable[[dict[int, float]], list[int]]
 
@@ -92,7 +92,7 @@ def test_what_is_not_tried(model: Path, timed: Timed, monkeypatch: pytest.Monkey
     monkeypatch.setattr(topologies, "read_topology", lambda: EQUAL)
     assert threads_of(model) == "6 (every core)"
     monkeypatch.setattr(cpu, "usable_cores", lambda: (2, "every core"))
-    monkeypatch.setattr(topologies, "read_topology", lambda: Topology(((0,), (1,)), None, True))
+    monkeypatch.setattr(topologies, "read_topology", lambda: Topology(((0,), (1,)), None))
     assert threads_of(model) == "2 (every core)" and not calls
 
 

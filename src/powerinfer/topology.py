@@ -28,12 +28,11 @@ class Topology:
     """The processors that this process may use.
 
     cores: the processors of each core. performance: the processors of performance cores, which are faster than the
-    others; None: the system does not describe it. described: it describes which processors share a core.
+    others; None: the system does not describe it.
     """
 
     cores: tuple[tuple[int, ...], ...]
     performance: frozenset[int] | None
-    described: bool
 
     @property
     def processors(self) -> int:
@@ -55,8 +54,8 @@ class Topology:
             counts.setdefault(min(fast, most), "performance cores")
         if len(self.cores) < self.processors:
             counts.setdefault(min(len(self.cores), most), "one thread a core")
-        elif not self.described:
-            counts.setdefault(most // 2, "half of the processors, which may share cores")
+        elif self.performance is None:
+            counts.setdefault(most // 2, "half of the processors, which may differ or share cores")
         counts.setdefault(most - 1, "every core but one")
         return counts
 
@@ -66,8 +65,7 @@ def read_topology(processors: Collection[int] | None = None, root: Path = SYS) -
     used = _usable() if processors is None else frozenset(processors)
     siblings = {one: _processors(_folder(root, one) / "topology/thread_siblings_list") for one in used}
     cores = {tuple(sorted(used & (siblings[one] or {one}))) for one in used}
-    described = all(siblings.values())
-    return Topology(tuple(sorted(cores)), _performance(used, root), described)
+    return Topology(tuple(sorted(cores)), _performance(used, root))
 
 
 def _folder(root: Path, processor: int) -> Path:
