@@ -99,8 +99,8 @@ def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_pa
         one.close()
 
 
-def with_shared(path: Path) -> Checkpoint:
-    """A model of experts with gates, beside a random shared one with a weight for each token."""
+def with_shared(path: Path, kind: str = "F32") -> Checkpoint:
+    """A model of experts with gates, beside a random shared one, of that type, with a weight for each token."""
     checkpoint, rng = open_checkpoint(path), np.random.default_rng(4)
     layers = []
     for at, layer in enumerate(checkpoint.config.layers):
@@ -108,8 +108,10 @@ def with_shared(path: Path) -> Checkpoint:
         layers.append(replace(layer, ffn=replace(layer.ffn, shared_size=SHARED, shared_weight=True)))
         shapes = dict(layers[at].ffn.tensors(D))
         for name in ("shared_gate", "shared_up", "shared_down", "shared_weight"):
-            data = rng.standard_normal(shapes[name]).astype(np.float32).view(np.uint8).reshape(-1)
-            checkpoint._tensors[f"layers.{at}.{name}"] = RawTensor("F32", shapes[name], data)
+            values = rng.standard_normal(shapes[name]).astype(np.float32)
+            of_type = "F32" if name == "shared_weight" else kind
+            data = quantize(np.atleast_2d(values), of_type).reshape(-1).view(np.uint8)
+            checkpoint._tensors[f"layers.{at}.{name}"] = RawTensor(of_type, shapes[name], data)
     checkpoint.config = replace(checkpoint.config, layers=tuple(layers))
     return checkpoint
 

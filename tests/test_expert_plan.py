@@ -24,6 +24,7 @@ from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.kernels import cpu
+from powerinfer.models.inventory import matrix
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, kept_document, make_plan, save_plan
@@ -267,6 +268,35 @@ def test_neurons_inside_experts_that_do_not_fire_are_not_read(dtype: str) -> Non
         assert dense.skipping_tok_s == 1 / skipping.choice.seconds and skipping.skipping_tok_s is None
         assert skipping.dense_tok_s is not None and skipping.dense_tok_s < 1 / skipping.choice.seconds
         assert dense.document().predicted.skipping_tok_s == dense.skipping_tok_s
+
+
+def test_what_predictors_inside_experts_leave_out_is_not_read() -> None:
+    """Of Nemotron 3 Nano: rows of up, too; a predictor of rank 128 reads its rows of every expert that is needed."""
+    config = find_shape("nemotron-3-nano-30b-a3b").config
+    config = replace(config, layers=config.layers[:9])
+    model, n = described_model(config, "q8_0", "made up", 0.0), config.n_layers
+    neurons = [model.neurons_inside(layer, True) for layer in range(n)]
+    pairs = [(matrix("Q8_0", 128, config.d_model), matrix("Q8_0", each, 128)) if each else () for each in neurons]
+    exact, selecting = model.by_neuron(), model.by_neuron(True)
+    predicted = replace(selecting, predictors=tuple(pairs), selected=(1.5,) * n)
+    read = (1.5 * exact.firing + 2 * (exact.step_share(1, 1) - 0.5)) / 2
+    assert predicted.step_share(1, 1) == pytest.approx(read) and selecting.step_share(1, 1) == exact.step_share(1, 1)
+    assert predicted.step_share(1, 1) < predicted.step_share(1, 8) < exact.step_share(1, 8)
+    request = PlanRequest(
+        model, assumed_profile(EVEN, config.ffn_sizes), machine(4 * GIB), context=512, chunk=128, selector="all"
+    )
+    for vram in (0, 2 * GIB, None):
+        plans = [make_plan(replace(request, vram=vram, model=one)) for one in (model, exact, predicted)]
+        dense, some, fewest = (plan.choice.seconds for plan in plans)
+        assert fewest < some < dense
+        assert plans[2].dense_tok_s is not None and plans[2].dense_tok_s < 1 / some
+        slots = plans[2].claims.slots or (0,) * n
+        there = [layer for layer in config.experts if layer < plans[2].claims.gpu_layers]  # and their shared experts
+        of_gpu = sum(pairs[at][0].stored + pairs[at][1].stored * 3712 // neurons[at] for at in there)
+        assert plans[2].bytes["gpu"].get("predictor", 0) == of_gpu and (of_gpu > 0) == (vram != 0)
+        routed = [(pairs[layer], about.n_experts - slots[layer]) for layer, about in config.experts.items()]
+        of_ram = sum(one.panels for pair, cold in routed for one in pair[: 2 if vram == 0 else cold > 0])
+        assert plans[2].bytes["cpu"]["predictor"] == of_ram
 
 
 def test_neurons_of_experts_are_counted_where_a_load_has_them() -> None:

@@ -20,13 +20,12 @@ from powerinfer.devices.disk import OnDisk
 from powerinfer.formats import checkpoint
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.hybrid import beside_gpu, expert_selector
+from powerinfer.hybrid import expert_selector
 from powerinfer.hybrid.load import Loading
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.placement.budget import RUNTIME_BYTES
 from powerinfer.sparsity import expert_trial, trials
-from powerinfer.sparsity.selection import select
 
 SETTINGS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 Timed = Callable[[float], list[int]]
@@ -166,11 +165,6 @@ def test_where_nothing_is_tried_the_reason_says_so(tmp_path: Path, monkeypatch: 
     resolved = placed(path)
     assert "on disk, where experts are computed whole" in resolved.selection.reason
     assert chosen(resolved) == resolved
-    opened, engine = open_checkpoint(path), EngineConfig()
-    beside = beside_gpu._split_selection(opened, engine, select(opened, engine))
-    assert beside.selector == "all" and beside.reason.startswith("beside a GPU experts are computed whole")
-    asked = replace(engine, selector="exact")
-    assert beside_gpu._split_selection(opened, asked, select(opened, asked)).reason == "asked for"
 
 
 def test_few_experts_of_a_converted_matrix_are_converted_alone(

@@ -45,7 +45,8 @@ from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Policy, make_policy  # noqa: E402
-from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model, skipping_model  # noqa: E402
+from powerinfer.sparsity import expert_trial  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
 NAMES = (
@@ -515,16 +516,17 @@ def test_neurons_of_experts_without_gates(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_experts_with_gates_beside_a_shared_one(tmp_path: Path) -> None:
-    """The GPU computes that one whole, whatever selects neurons of the others."""
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_experts_with_gates_beside_a_shared_one(kind: str, tmp_path: Path) -> None:
+    """The GPU computes all gates of that one, whatever selects neurons of the others, and of F32 all of it."""
     path, chunks = neurons_inside.model(tmp_path), [40, 1, 1, 5, 1, 32, 1]
-    predicted_experts.give_predictors(path, threshold=-1e5, checkpoint=neurons_inside.with_shared(path))
-    alone = load(neurons_inside.with_shared(path), engine_of())
+    predicted_experts.give_predictors(path, threshold=-1e5, checkpoint=neurons_inside.with_shared(path, kind))
+    alone = load(neurons_inside.with_shared(path, kind), engine_of())
     whole = logits_of(alone, chunks)
     alone.close()
     for share, selector in ((0.0, "exact"), (0.5, "exact"), (0.5, "predicted"), (1.0, "exact")):
-        with by_neuron(neurons_inside.with_shared(path), share, selector=selector) as (executor, ffns):
-            assert all(ffn._shared is not None for ffn in ffns)
+        with by_neuron(neurons_inside.with_shared(path, kind), share, selector=selector) as (executor, ffns):
+            assert all((ffn._shared_part is None) == (kind == "F32") for ffn in ffns)
             assert neurons_inside.far(logits_of(executor, chunks), whole) <= 1e-3
             assert share == 1 or 0.1 < ExpertSparsity(executor, ffns).report()["active_fraction"] < 0.7
 
@@ -557,10 +559,9 @@ def test_predictors_select_inside_split_experts(gates: bool, tmp_path: Path) -> 
                 assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.03
         assert neurons_inside.far(found[-1], whole) > 0.01, "half of the neurons are missing"
         assert neurons_inside.far(found[-1], found[0]) <= (1e-3 if gates else 0.03)
-    if gates:  # a shared expert is the GPU's, and whole
-        alone = predicted_experts.opened(path)
-        assert neurons_inside.far(found[0], logits_of(alone, chunks)) <= 1e-3
-        alone.close()
+    alone = predicted_experts.opened(path)
+    assert neurons_inside.far(found[0], logits_of(alone, chunks)) <= (1e-3 if gates else 0.03)
+    alone.close()
     with (
         pytest.raises(RequestError, match="among whose neurons a predictor selects"),
         by_neuron(path, 0.5, movable=True, selector="predicted"),
@@ -644,6 +645,89 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
         held.append(document["bytes"]["cpu"]["panels"])
         assert any("of the neurons of experts fire" in one for one in document["assumed"]) == (selector == "exact")
     assert held[1] - held[0] == LAYERS * 4 * (by[1] - each[1])
+
+
+@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.usefixtures("described")
+def test_a_plan_counts_predictors_inside_experts(
+    gates: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the device that has an expert lie its rows; what all share of a predictor is on both, and is read by each."""
+    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q8_0")
+    path = (predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors)(made)
+    engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="predicted"), open_checkpoint(path)
+    model = checkpoint_model(checkpoint)
+    layers, (layer, about) = len(model.config.experts), next(iter(model.config.experts.items()))
+    skipping = skipping_model(model, checkpoint, None, predicted=True)
+    inner, _ = skipping.predictors[layer]
+    of_expert = gpu.weight_bytes("F16", about.size, predicted_experts.RANK)
+    assert skipping.expert_bytes(layer)[0] == model.expert_bytes(layer)[0] + of_expert
+    every = needs(resolve(checkpoint, engine))
+    resolved = resolve(open_checkpoint(path), replace(engine, vram=every.vram - 3 * skipping.expert_bytes(layer)[0]))
+    assert resolved.placement.experts is not None
+    slots = tuple(map(len, resolved.placement.experts))
+    assert sum(slots) == layers * about.n_experts - 3
+    cold = sum(slots[at] < about.n_experts for at in model.config.experts)
+    more = 3 * skipping.expert_bytes(layer)[1] + cold * inner.panels + 2 * resolved.placement.staging
+    assert needs(resolved).ram == every.ram + more
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        assert isinstance(sparsity, ExpertSparsity) and "predicted (neurons inside" in str(executor.choices.selector)
+        parts = [ffn.memory() for ffn in sparsity.ffns]
+        of_gpu = executor.gpu.memory()
+        held = of_gpu["norms"] + of_gpu["ffn"] + sum(part["ffn"] + part["predictor"] for part in parts)
+        work, hardware = budget.Workload("f16", families.CONTEXT, TOTAL, 4), measure.measured(engine, gpu="cpu")
+        division = budget.Division(model.config.n_layers, True, slots)
+        planned = budget.on_gpu(skipping, hardware, work, division, dense=True)
+        assert sum(part["predictor"] for part in parts) == layers * inner.stored <= planned["predictor"]
+        tables = sum(ffn._slots.nbytes for ffn in sparsity.ffns)
+        assert held == sum(planned[part] for part in ("norms", "ffn", "experts", "predictor")) + tables
+    finally:
+        executor.close()
+    for selector in ("exact", "predicted"):
+        flags = ["--selector", selector, "--hardware", "pc-16gb", "--context", "64", "--json"]
+        assert main(["plan", "-m", str(path), *flags]) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        said = any("select 1.5 times the neurons that fire" in one for one in document["assumed"])
+        assert said == (document["bytes"]["cpu"].get("predictor", 0) > 0) == (selector == "predicted")
+
+
+@pytest.mark.usefixtures("described")
+def test_auto_decides_for_the_experts_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the trial of the CPU alone, once; the GPU's experts stay whole, and nothing is tried where it has all."""
+    sizes, exact = [], [0.5]
+
+    def seconds(_executor: object, _ops: object, size: int, _sample: object) -> list[float]:
+        sizes.append(size)
+        return [1.0, exact[0]]
+
+    monkeypatch.setattr(expert_trial, "_seconds", seconds)
+    path, chunks = neurons_inside.plain_model(tmp_path, "Q8_0"), [40, 1, 1, 5, 1]
+    engine = engine_of(gpu="cpu", kv_type="f16")
+    every = resolve(open_checkpoint(path), engine)
+    assert "the GPU has all experts" in every.selection.reason
+    layer, model = next(iter(every.checkpoint.config.experts)), checkpoint_model(every.checkpoint)
+    engine = replace(engine, vram=needs(every).vram - 3 * model.expert_bytes(layer)[0])
+    found = []
+    for turn, (factor, chosen) in enumerate([(0.5, "exact"), (0.5, "exact"), (0.99, "all")]):
+        sizes.clear()
+        exact[0] = factor
+        resolved = resolve(open_checkpoint(path), replace(engine, retrial=turn == 2))
+        assert resolved.selection.in_experts == (turn == 1) and not sizes
+        executor, sparsity = load_resolved(resolved, lambda: [1, 2, 3])
+        try:
+            assert isinstance(sparsity, ExpertSparsity) and sizes == ([] if turn == 1 else [1, engine.max_batch])
+            of = "those on the CPU" if chosen == "exact" else "them"
+            said = str(executor.choices.selector)
+            assert f"{chosen} (neurons inside {of}: a layer of experts, " in said and "dense 1000000 us" in said
+            assert not any(part.by_neuron for ffn in sparsity.ffns if (part := ffn._gpu_part) is not None)
+            assert any(len(ffn.cold) for ffn in sparsity.ffns)
+            found.append(logits_of(executor, chunks))
+            assert (sparsity.report()["active_fraction"] is None) == (chosen == "all")
+        finally:
+            executor.close()
+    np.testing.assert_array_equal(found[1], found[0])
+    assert 0 < neurons_inside.far(found[2], found[0]) <= 0.03
 
 
 POLICIES = ("lru", "lfu", "dynamic")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from powerinfer.hybrid.resolved import needs
 from powerinfer.models import load
 from powerinfer.neurons import Predictor
 from powerinfer.placement.budget import Workload, gib, in_ram
-from powerinfer.placement.shapes import checkpoint_model
+from powerinfer.placement.shapes import checkpoint_model, skipping_model
 
 EXPERTS, TOP, RANK = 4, 2, 32
 
@@ -277,7 +278,8 @@ def test_free_memory_holds_predictors_too(tmp_path: Path, monkeypatch: pytest.Mo
         for name in ("available_memory", "container_memory"):
             monkeypatch.setattr(f"powerinfer.system.{name}", lambda free=free: free)
         if free == needed:
-            assert resolve(open_checkpoint(path), engine).selection.in_experts_bytes > 0
+            assert resolve(open_checkpoint(path), engine).selection.in_experts
+            assert needed > needs(resolve(open_checkpoint(path), replace(engine, selector="exact"))).ram
         else:
             with pytest.raises(RequestError, match=f"needs {gib(needed)} of RAM.*, and this container leaves it"):
                 resolve(open_checkpoint(path), engine)
@@ -437,7 +439,9 @@ def test_a_plan_counts_what_a_load_holds(
     rows = EXPERTS * FF if gated else PLAIN_EXPERTS * FF + (0 if kinds[1] else SHARED)
     of_predictors = sum(inner + rows * outer for inner, outer in (ffn.predictor for ffn in ffns))
     executor.close()
-    planned = in_ram(checkpoint_model(open_checkpoint(path)).by_neuron(predicted), Workload("f16", 64, 32))
+    model_of_file = skipping_model(checkpoint_model(open_checkpoint(path)), open_checkpoint(path), None, predicted)
+    planned = in_ram(model_of_file, Workload("f16", 64, 32))
+    assert of_predictors == planned["predictor"] and (of_predictors > 0) == predicted
     assert sum(held) - of_predictors == planned["attention"] + planned["head"] + planned["panels"]
 
 

@@ -27,7 +27,7 @@ from powerinfer.hybrid.resolved import (
 )
 from powerinfer.kernels import cpu
 from powerinfer.progress import Progress
-from powerinfer.sparsity.selection import Selection, select, tried_inside
+from powerinfer.sparsity.selection import Selection, select
 
 if TYPE_CHECKING:
     from powerinfer.hardware.description import Hardware
@@ -71,13 +71,9 @@ def place_beside_gpu(
 
 
 def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -> Selection:
-    """The selector beside a GPU, where neurons are split only if it is known which are hot, and no trial chooses one
-    inside experts."""
+    """The selector beside a GPU, where neurons are split only if it is known which are hot."""
     from powerinfer.formats.prepared import PROFILE, PreparedFile
 
-    if tried_inside(engine, checkpoint.config, selection):
-        untried = "beside a GPU experts are computed whole, unless --selector exact is asked for"
-        return replace(selection, reason=untried)
     if selection.bundles is None:
         return selection
     reason = checkpoint.config.unsplit_reason
@@ -250,6 +246,17 @@ def _experts_as_saved(resolved: Resolved, request: PlanRequest) -> Resolved | Re
     if saved is None:
         return _split_experts(resolved, request)
     return _split_experts(resolved, replace(request, scratch=saved.result.working), saved.result.streams)
+
+
+def with_selector(resolved: Resolved, selection: Selection) -> Resolved | None:
+    """The same with experts placed anew for a selector inside them; None where memory does not hold them so."""
+    from powerinfer.hardware.measure import measured
+
+    chosen = replace(resolved, selection=selection)
+    model = model_of(chosen)
+    request = _planned(chosen, model)(measured(resolved.engine, gpu=resolved.gpu, types=model.rated_types))
+    placed = request if isinstance(request, RequestError) else _experts_as_saved(chosen, request)
+    return placed if isinstance(placed, Resolved) and placed.placement.disk is None else None
 
 
 def with_other_experts(resolved: Resolved, scratch: int) -> Resolved | RequestError:

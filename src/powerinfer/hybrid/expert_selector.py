@@ -1,4 +1,6 @@
-"""The selector inside experts that `auto` takes on the CPU: what a trial found, where RAM holds it."""
+"""The selector inside experts that `auto` takes: what a trial found on the CPU, where RAM holds it. Beside a GPU it is
+that of the CPU's experts; the GPU computes its own whole, for nothing was measured there.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,48 @@ if TYPE_CHECKING:
 
 _SPARE = 2  # of the bytes that the trial takes, where others may take memory, too
 
+_TOO_LITTLE = "RAM does not hold experts whose neurons are separable"
+
 
 def place_as_chosen(resolved: Resolved) -> Resolved:
     """The same on the CPU alone (`place_in_ram`), with the selector that an earlier trial chose, if there was one."""
     if not _undecided(resolved):
         return place_in_ram(resolved)
-    from powerinfer.sparsity.expert_trial import expert_trial, obstacle
+    from powerinfer.sparsity.expert_trial import expert_trial
 
-    checkpoint, engine = resolved.checkpoint, resolved.engine
-    problem = obstacle(checkpoint, engine)
+    problem = _problem(resolved)
     if problem is not None:
         return place_in_ram(_with_reason(resolved, problem))
-    outcome = _earlier(expert_trial(checkpoint, engine), resolved)
+    outcome = _earlier(expert_trial(resolved.checkpoint, resolved.engine), resolved)
     if outcome is not None:
         return place_in_ram(_chosen(resolved, outcome))
     placed = place_in_ram(resolved)
-    if placed.placement.disk is None:
-        return placed
-    return _with_reason(placed, "a part of the model is on disk, where experts are computed whole")
+    problem = _problem(placed)
+    return placed if problem is None else _with_reason(placed, problem)
+
+
+def split_as_chosen(resolved: Resolved) -> Resolved:
+    """The same beside a GPU, with the selector that an earlier trial chose, if there was one."""
+    if not _undecided(resolved):
+        return resolved
+    from powerinfer.sparsity.expert_trial import expert_trial
+
+    problem = _problem(resolved)
+    if problem is not None:
+        return _with_reason(resolved, problem)
+    outcome = _earlier(expert_trial(resolved.checkpoint, resolved.engine), resolved)
+    return resolved if outcome is None else _chosen(resolved, outcome)
 
 
 def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     """The same with the selector that a trial chooses, now or earlier, placed by the memory that this takes; not of a
-    model of which a part is on disk."""
-    if not _undecided(resolved) or resolved.placement.disk is not None:
+    model of which a part is on disk, nor of one whose experts a GPU has."""
+    if not _undecided(resolved) or _problem(resolved) is not None:
         return resolved
-    from powerinfer.sparsity.expert_trial import expert_trial, measured, obstacle
+    from powerinfer.hybrid.expert_policy import with_policy
+    from powerinfer.sparsity.expert_trial import expert_trial, measured
 
     checkpoint, engine = resolved.checkpoint, resolved.engine
-    if obstacle(checkpoint, engine) is not None:
-        return resolved
     trial = expert_trial(checkpoint, engine)
     outcome = _earlier(trial, resolved)
     if outcome is None and not _has_room(resolved):
@@ -57,12 +71,31 @@ def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
         outcome = trial.run(lambda: measured(checkpoint, engine, text))
         loading.progress("trial of neurons in experts", 1, 1)
     chosen = _chosen(resolved, outcome)
-    return place_in_ram(chosen) if chosen.selection.in_experts else chosen
+    if not chosen.selection.in_experts:
+        return chosen
+    return place_in_ram(chosen) if resolved.device.gpu is None else with_policy(chosen)
 
 
 def _with_reason(resolved: Resolved, reason: str) -> Resolved:
     """The same, whose experts are whole for this reason."""
     return replace(resolved, selection=replace(resolved.selection, reason=reason))
+
+
+def _problem(resolved: Resolved) -> str | None:
+    """The reason for which nothing is tried; None: a trial decides."""
+    from powerinfer.sparsity.expert_trial import obstacle
+
+    placement, routed = resolved.placement, resolved.checkpoint.config.experts.items()
+    problem = obstacle(resolved.checkpoint, resolved.engine)
+    if problem is not None:
+        return problem
+    if placement.disk is not None:
+        return "a part of the model is on disk, where experts are computed whole"
+    if placement.experts is None:
+        return None
+    hot = placement.experts
+    alone = all(layer < placement.layers and len(hot[layer]) == about.n_experts for layer, about in routed)
+    return "the GPU has all experts, and computes them whole unless --selector exact is asked for" if alone else None
 
 
 def _earlier(trial: Trial[TimedLayers], resolved: Resolved) -> Outcome[TimedLayers] | None:
@@ -95,16 +128,19 @@ def _undecided(resolved: Resolved) -> bool:
 
 
 def _chosen(resolved: Resolved, outcome: Outcome[TimedLayers]) -> Resolved:
-    """The choice of a trial; whole experts where memory does not hold the other layout."""
+    """The choice of a trial, beside a GPU with experts placed anew; whole experts where memory does not hold the other
+    layout."""
     from powerinfer.sparsity.expert_trial import selection_of
 
     engine, selection = resolved.engine, selection_of(outcome)
-    chosen = replace(resolved, selection=selection)
     if not selection.in_experts:
-        return chosen
+        return replace(resolved, selection=selection)
+    if resolved.device.gpu is not None:
+        from powerinfer.hybrid.beside_gpu import with_selector
+
+        return with_selector(resolved, replace(selection, on_gpu=False)) or _with_reason(resolved, _TOO_LITTLE)
+    chosen = replace(resolved, selection=selection)
     model = model_of(chosen)
     limit = engine.ram or available_memory()
     needed = ram_bytes(model, engine if engine.ram else shortened(engine, model), selection)
-    if 0 < limit < needed:
-        return _with_reason(resolved, "RAM does not hold experts whose neurons are separable")
-    return chosen
+    return _with_reason(resolved, _TOO_LITTLE) if 0 < limit < needed else chosen

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor, ExpertSum
+from powerinfer.devices.cpu_experts import holds_shared
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
 from powerinfer.devices.stage import Stage
@@ -40,7 +41,7 @@ from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
-from powerinfer.neurons import Indices, Predictor
+from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
 from powerinfer.placement.experts import Policy, Swap
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.cpu_ffn import Weights
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.kernels.gpu_types import Experts
 
 
 class Copier:
@@ -104,7 +106,7 @@ class HybridExperts(HybridTerms):
     most = 2
     _freed = (
         "_router", "_router_bias", "_correction", "_shared", "_shared_weight", "_latents", "_slots", "_biases",
-        "_tensors", "_disk", "_inner", "_predictors",
+        "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
     )  # fmt: skip
 
     def __init__(
@@ -120,14 +122,16 @@ class HybridExperts(HybridTerms):
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
             hot = copier.policy.resident(layer).copy()
-        self._swapped, self._suspended = True, False
+        self._swapped, self._suspended, self._hot_whole = True, False, split.hot_whole
         self._copying: tuple[list[Swap], Future[Event]] | None = None
         # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens select, as of `calls`.
         self._call_places = np.full(config.n_experts, -1, np.int32)
         self._tally = np.zeros(config.n_experts + 1, np.int64)
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
-            self._upload(weights)
+            self._predictors = None if config.whole_reason is not None else cpu.expert_predictors
+            self._inner: gpu.Weight | None = None  # of the predictor of the GPU's experts
+            self._upload(cpu, weights)
             self._norm, self._check_files = weights.norm, weights.check
             # Views of the model's file: no memory of their own.
             self._tensors = self._place(cpu, weights, hot)
@@ -144,8 +148,13 @@ class HybridExperts(HybridTerms):
             self.stage = None
         self.clear()
 
-    def _upload(self, weights: ExpertWeights) -> None:
-        """Upload what every token needs: the router, and the shared expert."""
+    def _skips(self, cpu: CpuExecutor, down_type: str, size: int) -> bool:
+        """Whether the GPU tells the neurons of experts of a size apart."""
+        wanted = cpu.in_experts and not self._hot_whole and self.config.whole_reason is None and self._disk is None
+        return wanted and size % BUNDLE_GROUP == 0 and gpu_experts.tells_apart(down_type, size)
+
+    def _upload(self, cpu: CpuExecutor, weights: ExpertWeights) -> None:
+        """Upload what every token needs: the router, and the shared expert where it is computed whole."""
         import torch
 
         device = self._layers.device
@@ -159,7 +168,8 @@ class HybridExperts(HybridTerms):
         around = [Matrices([StoredMatrix(tensor, None)], [None], device) for tensor in weights.latents]
         self._latents = (around[0], around[1]) if around else None
         self._shared: tuple[Matrices, Matrices] | None = None
-        if weights.shared:
+        self._shared_part: Experts | None = None  # the same, where its neurons are told apart
+        if weights.shared and not self._skips(cpu, weights.shared[-1].type, self.config.shared_size):
             *first, down = (StoredMatrix(tensor, None) for tensor in weights.shared)
             inputs, output = Matrices(first, [None] * len(first), device), Matrices([down], [None], device)
             self._shared = inputs, output
@@ -176,8 +186,6 @@ class HybridExperts(HybridTerms):
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
         self._predicted = False  # the CPU gets the layer's input before its norm
-        self._predictors = None if self.config.whole_reason is not None else cpu.expert_predictors
-        self._inner: gpu.Weight | None = None  # of the predictor of the GPU's experts
         self._resting: Sequence[RestingTensor] = ()
         views: list[RawTensor] | None = None
 
@@ -195,9 +203,10 @@ class HybridExperts(HybridTerms):
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
             views = tensors if all(map(is_mapped, tensors)) else None
+            if weights.shared and self._shared is None:
+                self._place_shared(weights.shared, [tensor.type for tensor in tensors])
             if len(of_slot):
-                by_neuron = cpu.in_experts and self.config.whole_reason is None
-                by_neuron = by_neuron and gpu_experts.tells_apart(tensors[-1].type, self.config.size)
+                by_neuron = self._skips(cpu, tensors[-1].type, self.config.size)
                 predictor = self._upload_predictor() if by_neuron else None
                 self._gpu_part = gpu_experts.resident(
                     tensors, of_slot, self.config, device, self._biases, by_neuron, predictor
@@ -215,23 +224,42 @@ class HybridExperts(HybridTerms):
         self._publish()
         return views
 
+    def _place_shared(self, shared: Sequence[RawTensor], types: Sequence[str]) -> None:
+        """Put the shared expert on the GPU, its neurons told apart. What is left out is what the CPU alone would leave
+        out: a predictor selects where types, of the other experts, are those of this one."""
+        import torch
+
+        device, n, size = self._layers.device, self.config.n_experts, self.config.shared_size
+        selects = None
+        if self._predictors is not None and holds_shared(self.config, types, [one.type for one in shared], True):
+            settings, inner, outer = self._predictors(self.layer)
+            self._inner = gpu.upload(inner, device)
+            rows = outer.rows()[n * self.config.size :]
+            selects = settings.threshold, RawTensor(outer.type, (1, size, outer.shape[1]), rows.reshape(-1))
+        stacked = [RawTensor(one.type, (1, *one.shape), one.gathered().data) for one in shared]
+        config = replace(self.config, n_experts=1, size=size)
+        self._shared_part = gpu_experts.resident(stacked, np.zeros(1, np.int32), config, device, (), True, selects)
+        # The place, and the weight, of a token's only one.
+        self._only = torch.zeros((NEURON_TOKENS, 1), dtype=torch.int32, device=device)
+        self._unit = torch.ones((NEURON_TOKENS, 1), dtype=torch.float32, device=device)
+
     def _predictor(self) -> tuple[Predictor, RawTensor, RawTensor] | None:
         """The predictor among the neurons of the layer's experts: inner [rank, d_model] and outer [experts, size,
         rank]; None: nothing selects. ModelError if its file has changed."""
         if self._predictors is None:
             return None
-        about, inner, outer = self._predictors(self.layer)
+        settings, inner, outer = self._predictors(self.layer)
         n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
-        return about, inner, RawTensor(outer.type, (n, size, rank), outer.rows()[: n * size].reshape(-1))
+        return settings, inner, RawTensor(outer.type, (n, size, rank), outer.rows()[: n * size].reshape(-1))
 
     def _upload_predictor(self) -> tuple[float, RawTensor] | None:
         """Upload what all experts share of it; the rest, as of `gpu_experts.resident`."""
         predictor = self._predictor()
         if predictor is None:
             return None
-        about, inner, outer = predictor
-        self._inner = gpu.upload(inner, self._layers.device)
-        return about.threshold, outer
+        settings, inner, outer = predictor
+        self._inner = self._inner or gpu.upload(inner, self._layers.device)
+        return settings.threshold, outer
 
     def _cpu_predictor(
         self, weights: ExpertWeights, on_cpu: Indices
@@ -242,10 +270,10 @@ class HybridExperts(HybridTerms):
             return None
         if weights.norm is None:
             raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
-        about, inner, outer = predictor
+        settings, inner, outer = predictor
         cold = _rows_of(outer, on_cpu)
         n, size, rank = cold.shape
-        return (about, inner, RawTensor(outer.type, (n * size, rank), cold.data)), weights.norm
+        return (settings, inner, RawTensor(outer.type, (n * size, rank), cold.data)), weights.norm
 
     def _publish(self) -> None:
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
@@ -317,7 +345,7 @@ class HybridExperts(HybridTerms):
         def copy() -> None:
             selects = None if part.predictor is None else predictor()
             for slot, expert in swaps:
-                outer = None if selects is None else _matrix_of(selects[2], expert)
+                outer = None if selects is None else selects[2].matrix(expert)
                 gpu_experts.replace(part, slot, stored(expert), expert, biases, outer)
 
         self._copying = swaps, self._copier.begin(streams_of(self._layers.device), copy)
@@ -366,7 +394,7 @@ class HybridExperts(HybridTerms):
         """Bytes on the GPU by part: ffn (router, shared expert, latents' matrices, hot experts with their rows of a
         predictor), and what all experts share of this."""
         parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
-        parts.append(0 if self._gpu_part is None else self._gpu_part.nbytes)
+        parts += [part.nbytes for part in (self._gpu_part, self._shared_part) if part is not None]
         vectors = self._router_bias, self._correction, self._shared_weight, self._slots
         inner = {} if self._inner is None else {"predictor": self._inner.nbytes}
         return {"ffn": sum(parts) + tensor_bytes(*vectors)} | inner
@@ -402,6 +430,8 @@ class HybridExperts(HybridTerms):
             operators.append(self._operator("hot experts", self._add_hot))
         if self._shared is not None:
             operators.append(self._operator("shared expert", self._add_shared))
+        if self._shared_part is not None:
+            operators.append(self._operator("shared expert", self._add_shared_neurons))
         return operators
 
     def _select(self, step: Step) -> None:
@@ -461,7 +491,7 @@ class HybridExperts(HybridTerms):
         assert self._gpu_part is not None and step.read is not None
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
         if self._latents is None:
-            hidden = None if self._inner is None else step.hidden
+            hidden = None if self._gpu_part.predictor is None else step.hidden
             gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target, hidden)
             step.normed = None
         else:
@@ -480,6 +510,24 @@ class HybridExperts(HybridTerms):
             step.normed = None
         else:
             step.add_part(output(hidden) * gpu_experts.shared_weight(step.read, self._shared_weight))
+
+    def _add_shared_neurons(self, step: Step) -> None:
+        import torch
+
+        assert self._shared_part is not None and step.read is not None
+        part, x, tokens, gate = self._shared_part, step.read, len(step.x), self._shared_weight
+        weights = None if gate is None else gpu_experts.shared_weight(x, gate)
+        if tokens <= NEURON_TOKENS:
+            hidden = None if part.predictor is None else step.hidden
+            only, unit = self._only[:tokens], self._unit[:tokens]
+            gpu_experts.expert_sum(part, x, only, unit if weights is None else weights, None, step.target, hidden)
+        elif weights is None:
+            gpu_experts.add_many(part, x, step.target)
+        else:
+            total = torch.zeros_like(step.target)
+            gpu_experts.add_many(part, x, total)
+            step.target.add_(total.mul_(weights))
+        step.normed = None
 
     def _compute_cold(self, step: Step) -> None:
         assert self._cpu_part is not None
@@ -629,13 +677,15 @@ class ExpertSplit(Split[HybridExperts]):
     """The split of the experts of the GPU's layers.
 
     hot: of each layer of the model, the experts on the GPU, int32 (of layers without experts: none); movable: they may
-    be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them.
+    be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them; hot_whole: those on the
+    GPU are computed whole, whatever the CPU skips.
     """
 
     hot: Sequence[Indices]
     movable: bool = False
     stage: Stage | None = None
     copier: Copier | None = None
+    hot_whole: bool = False
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 

@@ -37,8 +37,7 @@ def place_in_ram(resolved: Resolved) -> Resolved:
         return resolved
     model = model_of(resolved)
     if ram is None:
-        selection = resolved.selection if resolved.selection.in_experts else DENSE  # bundles may stay in their file
-        needed = ram_bytes(model, shortened(engine, model), selection)
+        needed = ram_bytes(model, shortened(engine, model))  # bundles may stay in their file
         return demand(placed_within(resolved, model, free, needed, lambda short, ram: placed_in(short, model, ram)))
     placed = demand(placed_in(resolved, model, ram))
     total = ram_bytes(model, engine, placed.selection)
@@ -110,7 +109,7 @@ def ram_request(resolved: Resolved, model: Model, ram: int) -> PlanRequest:
     """The request for the place of a model on the CPU alone."""
     from powerinfer.hardware.description import Hardware, unmeasured
 
-    selection, ram = resolved.selection, max(0, ram - resolved.selection.in_experts_bytes)
+    selection = resolved.selection
     request = dense_request(resolved, model, Hardware("this machine", "", unmeasured()), ram)
     if selection.bundles is None:
         return request
@@ -180,7 +179,7 @@ def _too_little_ram(resolved: Resolved, model: Model) -> RequestError:
         helps.append(f"--context {tokens}")
     if fits(model, replace(engine, kv_type="q8_0"), ram, selection):
         helps.append("--kv-type q8_0")
-    if fits(model, engine, ram):
+    if fits(checkpoint_model(checkpoint, engine.prepared, fresh=True), engine, ram):
         helps.append("--selector all")
     for kind in ("q8_0", "q4_0") if engine.quantize is None else ():
         with suppress(PowerInferError):  # nothing to quantise

@@ -82,7 +82,11 @@ def load_resolved(
 
 
 def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) -> Loaded:
+    from powerinfer.hybrid.expert_selector import with_choice
+
     failures, loading = 0, Loading(sample, progress, _once(say))
+    if resolved.device.gpu is not None:
+        resolved = with_choice(resolved, loading)
     first = resolved.placement.plan
     while resolved.device.gpu is not None:
         try:
@@ -351,10 +355,18 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     if copier is not None:
         copier.on = True
     executor.choices.experts = Choice(name, resolved.policy.reason)
-    selector = resolved.selection.selector
-    inside = f", {selector} (neurons inside them, too)" * resolved.selection.in_experts
-    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", inside)
+    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", _expert_selector(resolved))
     return executor, sparsity
+
+
+def _expert_selector(resolved: Resolved) -> str:
+    """The selector inside experts, for people."""
+    selection, tried = resolved.selection, resolved.checkpoint.config.whole_experts_reason is None
+    reason = f": {selection.reason}" if resolved.engine.selector == "auto" else ""
+    if selection.in_experts:
+        of = "them, too" if selection.on_gpu else "those on the CPU"
+        return f", {selection.selector} (neurons inside {of}{reason})"
+    return f", all (neurons inside them{reason})" if tried and reason else ""
 
 
 def _keep_memory(resolved: Resolved) -> None:
@@ -381,7 +393,8 @@ def _split_of_experts(
 
     experts = resolved.placement.experts
     assert experts is not None
-    split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved), copier)
+    hot_whole = not resolved.selection.on_gpu
+    split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved), copier, hot_whole)
     try:
         executor = load_split(resolved, split, loading.progress, say=loading.say)
     except BaseException:

@@ -53,7 +53,7 @@ def permitted(resolved: Resolved) -> Resolved | RequestError:
 
 
 def _placed(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
-    from powerinfer.hybrid.expert_selector import place_as_chosen
+    from powerinfer.hybrid.expert_selector import place_as_chosen, split_as_chosen
 
     selection = select(checkpoint, engine)
     name, reason = wanted_gpu(engine)
@@ -67,7 +67,7 @@ def _placed(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, sa
                 raise
             placed = str(error)
         if isinstance(placed, Resolved):
-            return placed
+            return split_as_chosen(placed)
         reason = placed
         say(NOT_USED.format(reason))
     elif engine.vram:

@@ -170,20 +170,21 @@ def division_of(resolved: Resolved) -> Division:
 
 def model_of(resolved: Resolved) -> Model:
     """The model as the selector has its weights."""
-    from powerinfer.placement.shapes import checkpoint_model
+    from powerinfer.placement.shapes import checkpoint_model, skipping_model
 
-    checkpoint, selection = resolved.checkpoint, resolved.selection
-    model = checkpoint_model(checkpoint, resolved.engine.prepared, fresh=selection.bundles is None)
+    checkpoint, selection, prepared = resolved.checkpoint, resolved.selection, resolved.engine.prepared
+    model = checkpoint_model(checkpoint, prepared, fresh=selection.bundles is None)
     if not selection.in_experts:
         return model
-    return model.by_neuron(selection.predictors is not None, selection.expert_rows is not None)
+    rows, predicted = selection.expert_rows is not None, selection.predictors is not None
+    return skipping_model(model, checkpoint, prepared, predicted, rows, selection.on_gpu)
 
 
 def ram_bytes(model: Model, engine: EngineConfig, selection: Selection = DENSE) -> int:
     """Bytes of RAM that the model takes without a GPU, with the KV cache of one context."""
     from powerinfer.placement.budget import least_ram
 
-    return selection.in_experts_bytes + least_ram(model, workload(model, engine, selection.selector))
+    return least_ram(model, workload(model, engine, selection.selector))
 
 
 def fits(model: Model, engine: EngineConfig, ram: int, selection: Selection = DENSE) -> bool:
@@ -192,8 +193,7 @@ def fits(model: Model, engine: EngineConfig, ram: int, selection: Selection = DE
 
 
 def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workload:
-    """The settings of a load that memory depends on. selector: one inside experts takes the memory of its predictors
-    alone."""
+    """The settings of a load that memory depends on. selector: what one inside experts takes is part of the model."""
     from powerinfer.placement.budget import Workload
 
     selector = selector if model.config.whole_reason is None else "all"

@@ -14,7 +14,7 @@ from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_types import NOT_A_NUMBER, ExpertPredictor, Experts, Weight
+from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def resident(
     *gate, up = (_slots(tensor, index, device) for tensor in first)
     weight, shared = _columns(gpu.gpu_type(down.type, config.size), len(index) * config.size, down.shape[1], device)
     matrices = gate[0] if gate else None, up, weight
-    own, selects = (config.activation, config.threshold), None
+    activation, selects = (config.activation, config.threshold), None
     if predictor is not None:
         selects = ExpertPredictor(_slots(predictor[1], index, device), predictor[0])
-    experts = Experts(len(index), config.size, *matrices, *own, by_neuron=True, shared=shared, predictor=selects)
+    experts = Experts(len(index), config.size, *matrices, *activation, by_neuron=True, shared=shared, predictor=selects)
     for slot, expert in enumerate(index):
         _put_down(experts, slot, down.matrix(int(expert)))
     return experts
@@ -56,8 +56,7 @@ def resident(
 
 def tells_apart(down_type: str, size: int) -> bool:
     """Whether `resident` can tell the neurons of experts apart whose down has a type and rows of `size`."""
-    kind = gpu.gpu_type(down_type, size)
-    return kind in ("F16", "BF16") or kind in gpu.SHARING
+    return gpu.gpu_type(down_type, size) in BY_NEURON
 
 
 def _columns(kind: str, neurons: int, d_model: int, device: Any) -> tuple[Weight, Tensor | None]:
@@ -220,8 +219,8 @@ def expert_sum(
     for slot in range(experts.slots):
         token, place = (slots == slot).nonzero(as_tuple=True)
         if len(token):
-            own = None if hidden is None else hidden[token]
-            out[token, place] = _expert(experts, slot, x[token], weights[token, place], own)
+            of_token = None if hidden is None else hidden[token]
+            out[token, place] = _expert(experts, slot, x[token], weights[token, place], of_token)
     total = out.sum(dim=1)
     return total if into is None else into.add_(total)
 
@@ -251,6 +250,21 @@ def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor, hidden: Ten
     if experts.shared is not None:
         scales = experts.shared[begin // BUNDLE_GROUP : end // BUNDLE_GROUP].repeat_interleave(BUNDLE_GROUP, dim=0)
     return weights[:, None] * (h @ gpu.values(experts.down, begin, end, scales))
+
+
+def add_many(expert: Experts, x: Tensor, into: Tensor) -> None:
+    """Add the sum of an expert by neuron, in the only slot, for many tokens x, all float32 [T, d_model]: every neuron
+    is computed."""
+    import torch
+
+    group = None
+    if expert.shared is not None:
+        group = torch.arange(expert.size, dtype=torch.int32, device=x.device) // BUNDLE_GROUP
+    matrices = expert.gate, expert.up, expert.down, expert.shared, group
+    neurons = gpu.Neurons(*matrices, None, None, expert.activation, expert.threshold)
+    h = gpu.products(neurons, x, None, 0.0)
+    for begin, end in gpu.pieces(expert.size, into.shape[1]):
+        into += gpu.product(h[:, begin:end], gpu.operand(expert.down, begin, end, neurons))
 
 
 def shared_weight(x: Tensor, gate: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ SHARING = {"Q4_0": "Q4_0X32", "Q8_0": "Q8_0X32"}
 """Types of whose matrices each block of 32 lies across rows of the transpose: 32 of these share their scales, in a
 tensor of their own. By the type of the matrix."""
 
+BY_NEURON = ("F16", "BF16", *SHARING)
+"""Types of down of experts whose neurons are told apart."""
+
 FLOAT16_MAX = 65504.0
 
 Q8_STEP = float(np.float32(1) / np.float32(127))
@@ -173,8 +176,8 @@ class Experts:
     gate (None without one), up: [slots * size, d_model], an expert's rows together; down: [slots * d_model, size];
     biases: of these, float32 [rows] of the weight, or none of them has one. by_neuron: in steps of few tokens rows of
     up where a gate does not fire, and down's of neurons that do not, are not read; then there are no biases, size is a
-    multiple of 32, and down, of F16, BF16 or a type of `SHARING`, is [slots * size, d_model], row i being neuron i's
-    column. shared: the scales of such a type, float16 [slots * size / 32, d_model], a row for 32 neurons one after
+    multiple of 32, and down, of a type of `BY_NEURON`, is [slots * size, d_model], row i being neuron i's column.
+    shared: the scales of a type of `SHARING`, float16 [slots * size / 32, d_model], a row for 32 neurons one after
     another. predictor: of experts by neuron, selects before a row is read; None: the first products say what fires.
     """
 

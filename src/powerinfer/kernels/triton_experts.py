@@ -248,14 +248,14 @@ def _taken(x: Tensor, gate: Weight, up: Weight) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _selected(
-    hidden, outer, scales, row, mine, live, here, rank, least,
+    hidden, outer, scales, row, chosen, live, tokens, rank, least,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Which neurons, rows [R], a predictor selects of those that are `mine` [R], with T > 1 [R, T]; TYPE "": all."""
+    """Neurons, rows [R], that a predictor selects of the `chosen`, [R] or, with T > 1, [R, T]; TYPE "": all."""
     if TYPE != "":
-        z = row_dots(hidden, outer, scales, row, live, here, rank, TYPE, T, R, C, PRECISION)
-        mine &= (z >= least) | (z != z)
-    return mine
+        z = row_dots(hidden, outer, scales, row, live, tokens, rank, TYPE, T, R, C, PRECISION)
+        chosen &= (z >= least) | (z != z)
+    return chosen
 
 
 @triton.jit
@@ -275,12 +275,12 @@ def _firing_kernel(
     live = neuron < size
     row = slot.to(tl.int64) * size + neuron
     a = tl.zeros((R,), tl.float32)
-    mine = live & (slot >= 0)
+    chosen = live & (slot >= 0)
     if slot >= 0:
-        mine = _selected(hidden, outer, outer_scales, row, mine, live, 1, rank, least, PREDICTOR, 0, R, P, "ieee")
-    if tl.max(mine.to(tl.int32), 0) > 0:
-        a = row_dots(x, gate, gate_scales, row, mine, 1, k, TYPE, 0, R, C, "ieee")
-        a = tl.where(mine, active(a, limit, ACTIVATION), 0.0)
+        chosen = _selected(hidden, outer, outer_scales, row, chosen, live, 1, rank, least, PREDICTOR, 0, R, P, "ieee")
+    if tl.max(chosen.to(tl.int32), 0) > 0:
+        a = row_dots(x, gate, gate_scales, row, chosen, 1, k, TYPE, 0, R, C, "ieee")
+        a = tl.where(chosen, active(a, limit, ACTIVATION), 0.0)
         fires = a != 0
         if not GATED:
             a *= tl.load(weights + j)
@@ -295,8 +295,8 @@ def _firing_kernel(
 
 
 class _Selecting(NamedTuple):
-    """What a predictor inside experts gives a kernel: `hidden`, its second matrix and the least z; then the type of the
-    matrix, "" without a predictor, and columns of a tile of its rows."""
+    """Arguments of kernels for a predictor inside experts: hidden, its second matrix and the least z; then the type of
+    the matrix, "" without a predictor, and columns of a tile of its rows."""
 
     hidden: Tensor
     outer: Tensor
@@ -315,10 +315,9 @@ def _selecting(experts: Experts, hidden: Tensor | None, other: Tensor, turns: bo
     assert experts.predictor is not None
     outer = experts.predictor.outer
     columns = min((ONE if turns else WIDE)[outer.type].columns, max(64, triton.next_power_of_2(outer.k)))
-    own = codes(hidden) if turns and outer.type in INTEGERS else hidden
-    return _Selecting(
-        own, outer.data, either(outer.scales, other), outer.k, experts.predictor.threshold, outer.type, columns
-    )
+    operand = codes(hidden) if turns and outer.type in INTEGERS else hidden
+    scales, least = either(outer.scales, other), experts.predictor.threshold
+    return _Selecting(operand, outer.data, scales, outer.k, least, outer.type, columns)
 
 
 def _firing_of_one(
@@ -472,21 +471,21 @@ def _grouped_firing_kernel(
     last = tl.load(begin + slot + 1)
     for at in range(tl.load(begin + slot), last, T):
         here = last - at
-        mine = live
+        chosen = live
         if T > 1:
-            mine = live[:, None] & (tl.arange(0, T) < here)[None, :]
+            chosen = live[:, None] & (tl.arange(0, T) < here)[None, :]
         of_predictor = hidden
         if PREDICTOR != "":
             of_predictor = _of(hidden, at, rank, PREDICTOR, T)
-        mine = _selected(
-            of_predictor, outer, outer_scales, row, mine, live, here, rank, least, PREDICTOR, T, R, P, PRECISION
+        chosen = _selected(
+            of_predictor, outer, outer_scales, row, chosen, live, here, rank, least, PREDICTOR, T, R, P, PRECISION
         )
-        a = mine.to(tl.float32)  # zeros, where none is
-        needed = _some(mine, T)
+        a = chosen.to(tl.float32)  # zeros, where none is
+        needed = _any_token(chosen, T)
         if tl.max(needed, 0) > 0:
             a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, needed > 0, here, k, TYPE, T, R, C, PRECISION)
-            a = tl.where(mine, active(a, limit, ACTIVATION), 0.0)
-            fires = _some(a != 0, T)
+            a = tl.where(chosen, active(a, limit, ACTIVATION), 0.0)
+            fires = _any_token(a != 0, T)
             if not GATED:
                 a *= _weights(weight_of, at, here, T)
             elif tl.max(fires, 0) > 0:
@@ -499,8 +498,8 @@ def _grouped_firing_kernel(
 
 
 @triton.jit
-def _some(chosen, T: tl.constexpr):
-    """1 of rows [R] of which something is chosen, for some of several tokens; else 0."""
+def _any_token(chosen, T: tl.constexpr):
+    """Rows [R] that are chosen for some token: 1, else 0."""
     chosen = chosen.to(tl.int32)
     return tl.max(chosen, 1) if T > 1 else chosen
 

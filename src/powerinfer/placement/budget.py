@@ -217,6 +217,10 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
+    elif slots is not None and any(map(model.selects_on_gpu, range(layers))):
+        held["predictor"] = sum(
+            model.gpu_expert_predictor(layer, slots[layer]) for layer in range(layers) if model.selects_on_gpu(layer)
+        )
     kept = model.ffn if slots is None else model.beside
     whole = sum(_stored(kept[layer]) for layer in range(layers) if dense or model.whole_ffn(layer))
     if dense or whole:
@@ -247,7 +251,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
         "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None))
         + model.state_bytes(work.requests, slice(layers, None)),
-        "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted else 0,
+        "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted or model.in_experts else 0,
     }
     every = range(layers, config.n_layers)
     dense = sum(_panels(model.ffn[layer] if panels else model.whole_ffn(layer)) for layer in every)
@@ -255,8 +259,9 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         held["panels"] = dense
     if slots is not None:
         here = (model.n_experts[layer] - (0 if division.cached else slots[layer]) for layer in range(layers))
-        cold = (n * model.expert_bytes(layer)[1] for layer, n in enumerate(here))
-        held["experts"] = sum(cold)
+        cold = {layer: n for layer, n in enumerate(here) if n}
+        held["experts"] = sum(n * model.expert_bytes(layer)[1] for layer, n in cold.items())
+        held["predictor"] += sum(_panels(model.expert_predictor(layer)[:1]) for layer in cold)
     return held
 
 

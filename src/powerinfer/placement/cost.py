@@ -223,8 +223,11 @@ def attention_seconds(
     further = 0 if panels else _further(config.attention)
     operators = 0 if isinstance(config.attention, NoAttention) else 3 + further
     fixed = 1e-6 * (operators + norms) * device.op_us
-    share = config.ffn.share_read(batch) * model.step_share(layer, batch)
-    whole = share * matrix_seconds(device, model.whole_ffn(layer), panels) if ffn else 0.0
+    whole = 0.0
+    if ffn:
+        needed, predictor = config.ffn.share_read(batch), model.expert_predictor(layer)
+        whole = needed * model.step_share(layer, batch) * matrix_seconds(device, model.whole_ffn(layer), panels)
+        whole += needed * matrix_seconds(device, predictor[1:], panels) + matrix_seconds(device, predictor[:1], panels)
     return matrix_seconds(device, model.attention[layer], panels) + kv / (1e9 * device.kv_gb_s) + fixed + whole
 
 
@@ -301,6 +304,15 @@ def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 
     return ExpertsRead(float(needed[:slots].sum()), float(needed[slots:].sum()), 1 - none_cold, hits)
 
 
+def _experts_seconds(device: Device, model: Model, layer: int, batch: int, panels: bool) -> tuple[float, float]:
+    """The time that a step takes for all experts of a layer, and that for what it reads of a predictor whichever it
+    needs."""
+    predictor = model.expert_predictor(layer) if panels or model.selects_on_gpu(layer) else ()
+    share = model.step_share(layer, batch) if panels or model.skips_on_gpu else 1.0
+    seconds = share * matrix_seconds(device, model.experts[layer], panels)
+    return seconds + matrix_seconds(device, predictor[1:], panels), matrix_seconds(device, predictor[:1], panels)
+
+
 def expert_seconds(
     cpu: Device, gpu: Device, model: Model, layer: int, batch: int, frequency: Float64, sync: float
 ) -> Float64:
@@ -311,10 +323,13 @@ def expert_seconds(
     hot = np.concatenate([[0.0], np.cumsum(needed)])
     some_cold = 1 - np.concatenate([np.cumprod((1 - needed)[::-1])[::-1], [1.0]])
     cold = np.maximum(hot[-1] - hot, 0.0)
-    share = model.step_share(layer, batch)
+    share = model.step_share(layer, batch) if model.skips_on_gpu else 1.0
     beside = share * matrix_seconds(gpu, model.beside[layer], False) + 3e-6 * gpu.op_us
-    on_gpu = beside + share * hot / n * matrix_seconds(gpu, model.experts[layer], False)
-    on_cpu = share * cold / n * matrix_seconds(cpu, model.experts[layer], True) + some_cold * 1e-6 * cpu.op_us
+    (of_gpu, gpu_more), (of_cpu, cpu_more) = (
+        _experts_seconds(device, model, layer, batch, device is cpu) for device in (gpu, cpu)
+    )
+    on_gpu = beside + hot / n * of_gpu + (hot > 0) * gpu_more
+    on_cpu = cold / n * of_cpu + some_cold * (cpu_more + 1e-6 * cpu.op_us)
     return np.asarray(np.maximum(on_gpu, on_cpu + np.where(np.arange(n + 1) < n, sync, 0.0)))
 
 
@@ -335,13 +350,16 @@ def split_experts(
         if isinstance(model.config.layers[layer].ffn, NoFfn):
             continue
         beside, read = matrix_seconds(gpu, model.beside[layer], False), reads.get(layer)
-        share = model.config.layers[layer].ffn.share_read(batch) if read is None else model.step_share(layer, batch)
+        share = model.step_share(layer, batch) if model.skips_on_gpu else 1.0
+        if read is None:
+            share = model.config.layers[layer].ffn.share_read(batch)
         times[0, layer] = share * beside + 1e-6 * gpu.op_us
         if read is not None:
-            each = share / model.n_experts[layer]
-            times[0, layer] += each * read.hot * matrix_seconds(gpu, model.experts[layer], False) + 2e-6 * gpu.op_us
-            times[1, layer] = each * read.cold * matrix_seconds(cpu, model.experts[layer], True)
-            times[1, layer] += read.some_cold * 1e-6 * cpu.op_us
+            n = model.n_experts[layer]
+            of_gpu, more = _experts_seconds(gpu, model, layer, batch, False)
+            times[0, layer] += read.hot / n * of_gpu + (read.hot > 0) * more + 2e-6 * gpu.op_us
+            of_cpu, more = _experts_seconds(cpu, model, layer, batch, True)
+            times[1, layer] = read.cold / n * of_cpu + read.some_cold * (more + 1e-6 * cpu.op_us)
             times[2, layer] = sync if read.cold else 0.0
     return FfnTime(*times)
 

@@ -33,6 +33,7 @@ from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.cards import memory_leaving
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
 from powerinfer.placement import cost, solver
 from powerinfer.placement.budget import (
@@ -79,7 +80,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 12
+GPU_ACCOUNTING = 13
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 RAM_ACCOUNTING = 2
@@ -432,7 +433,8 @@ class Plan:
         request = self.request
         if self.selector == "all" and request.model.firing == 1:
             return request.batch / self.choice.seconds
-        dense = place(replace(request, model=replace(request.model, firing=1.0), selector="all", policy="time"))
+        model = request.model.computed_whole() if request.model.in_experts else request.model
+        dense = place(replace(request, model=model, selector="all", policy="time"))
         return None if isinstance(dense, RequestError) else request.batch / dense.choice.seconds
 
     @cached_property
@@ -873,9 +875,14 @@ def _step_bytes(request: PlanRequest, claims: Claims, expected: cost.Expected) -
 
 def _whole_bytes(request: PlanRequest, layer: int, panels: bool = False) -> float:
     """Bytes that a step reads of an FFN whose neurons are not told apart: in panels (CPU), or as a GPU stores them."""
-    nbytes = sum(one.panels if panels else one.stored for one in request.model.whole_ffn(layer))
-    share = request.model.config.layers[layer].ffn.share_read(request.batch)
-    return share * request.model.step_share(layer, request.batch) * nbytes
+    model, batch = request.model, request.batch
+
+    def total(matrices: Sequence[Matrix]) -> int:
+        return sum(one.panels if panels else one.stored for one in matrices)
+
+    predictor, share = model.expert_predictor(layer), model.config.layers[layer].ffn.share_read(batch)
+    needed = model.step_share(layer, batch) * total(model.whole_ffn(layer)) + total(predictor[1:])
+    return share * needed + total(predictor[:1])
 
 
 def _step_neurons(model: Model, selector: str) -> list[Float64]:

@@ -27,6 +27,7 @@ from powerinfer.placement.shapes import (
     described_model,
     find_shape,
     law_of,
+    skipping_model,
 )
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto, check_experts, check_suited
@@ -42,7 +43,7 @@ EVEN = Law(1.0, 0.8)
 """Every neuron fires for every token."""
 
 FIRING = "that {:.1f} % of the neurons of experts fire for a token, and a step takes the time of its bytes"
-"""The assumption of plans of `exact` inside experts."""
+"""The assumption of plans of selectors inside experts."""
 
 
 PACKED = "that bundles are packed (`powerinfer pack`)"
@@ -252,19 +253,23 @@ def model_subject(
     if chosen:
         selector, _ = auto(config, config.unsplit_reason)
     if any(model.n_experts):
-        _check_experts("all" if selector == "exact" else selector, hot, active)
-        if selector != "exact":
+        inside = selector in ("exact", "predicted")
+        _check_experts("all" if inside else selector, hot, active)
+        if not inside:
             return expert_subject(model, checkpoint, prepared)
         check_experts(selector, checkpoint)
-        rows = PreparedFile(EXPERT_ROWS, checkpoint, prepared).exists()
-        subject = expert_subject(model.by_neuron(rows=rows), checkpoint, prepared)
-        return replace(subject, assumed=(*subject.assumed, FIRING.format(100 * subject.model.firing)))
-    _check_selector(selector, config)
+        predicted, rows = selector == "predicted", PreparedFile(EXPERT_ROWS, checkpoint, prepared)
+        model = skipping_model(model, checkpoint, prepared, predicted, rows.exists())
+    else:
+        _check_selector(selector, config)
     bundles = PreparedFile(BUNDLES, checkpoint, prepared)
     packed = () if selector == "all" or bundles.exists() else (f"that bundles are packed: `{bundles.command}` does it",)
     if selector == "predicted" and not model.predictors:
         command = PreparedFile(PREDICTOR, checkpoint, prepared).command
         raise RequestError(f"there is no predictor of {checkpoint.path}: `{command}` makes it")
+    if model.in_experts:
+        subject = expert_subject(model, checkpoint, prepared)
+        return replace(subject, assumed=(*subject.assumed, *_assumed_inside(model)))
     if hot is not None or active is not None:
         profile, text = _assumed(config, law_of(config), hot, active)
         return Subject(model, profile, selector, (text, *packed), chosen=chosen)
@@ -290,8 +295,17 @@ def _check_experts(selector: str, hot: float | None, active: float | None) -> No
     if selector != "all":
         raise RequestError(
             f"--selector {selector}: plans of experts count every neuron, or with the file of a model (-m FILE.gguf) "
-            "exact: leave out --selector"
+            "exact or predicted: leave out --selector"
         )
+
+
+def _assumed_inside(model: Model) -> list[str]:
+    """Assumptions of plans of neurons inside experts."""
+    ratios = [ratio for layer, ratio in enumerate(model.selected) if model.expert_predictor(layer)]
+    texts = [FIRING.format(100 * model.firing)]
+    if ratios:
+        texts.append(f"that predictors inside experts select {np.mean(ratios):.2g} times the neurons that fire")
+    return texts
 
 
 def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -> Subject:

@@ -7,7 +7,7 @@ types of its kernels, without padding; the neurons of an FFN as bundles, on a GP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -37,6 +37,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_states
+from powerinfer.kernels.gpu_types import BY_NEURON
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.mixes import DTYPES, stored_type
@@ -73,12 +74,13 @@ class Model:
 
     attention: q, k, v, o; ffn: gate (where there is one), up, down as the dense path keeps them, or what another kind
     of FFN has: those of experts that a router selects (experts), and the others (beside); vectors: bytes of norms and
-    biases, F32; predictors: of each layer in and out, () without any, or of a layer without an FFN; selected: for each
-    layer the neurons that its predictor selects by those that fire; tables: embedding and learned positions, as they
-    are stored; projections: around an embedding of another width. bundles: layouts of the layers' neurons. fingerprint:
-    of the weights' origin, "" for a model that is only described. quantize: the type its float matrices are quantised
-    to on load, as the engine's option; `type` of the matrices is then this type. in_experts: neurons inside experts are
-    told apart, of which a token needs the share `firing`; in_rows: and down of experts rests on disk in rows of them.
+    biases, F32; predictors: of each layer in and out, () without any, or of a layer without an FFN, those inside
+    experts where in_experts; selected: for each layer the neurons that its predictor selects by those that fire;
+    tables: embedding and learned positions, as they are stored; projections: around an embedding of another width.
+    bundles: layouts of the layers' neurons. fingerprint: of the weights' origin, "" for a model that is only described.
+    quantize: the type its float matrices are quantised to on load, as the engine's option; `type` of the matrices is
+    then this type. in_experts: neurons inside experts are told apart, of which a token needs the share `firing`, and a
+    GPU computes as many where skips_on_gpu, else all; in_rows: and down of experts rests on disk in rows of them.
     converted: canonical names of matrices that do not lie in the
     file as they are used.
     """
@@ -103,6 +105,7 @@ class Model:
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
     in_experts: bool = False
     in_rows: bool = False
+    skips_on_gpu: bool = True
     firing: float = 1.0
     converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
 
@@ -132,9 +135,30 @@ class Model:
         return RatedTypes.rated({weight.gpu_type for weight in weights} | rows, rows)
 
     def expert_bytes(self, layer: int) -> tuple[int, int]:
-        """Bytes of an expert on a GPU and in panels; 0 where there are none."""
+        """Bytes of an expert on a GPU and in panels, with its rows of a predictor; 0 where there are none."""
         n, own, biases = max(1, self.n_experts[layer]), self.experts[layer], self.expert_biases(layer)
-        return sum(one.stored for one in own) // n + biases, sum(one.panels for one in own) // n + biases
+        stored, panels = sum(one.stored for one in own) // n, sum(one.panels for one in own) // n
+        for outer in self.expert_predictor(layer)[1:]:
+            size, neurons = self.config.experts[layer].size, self.neurons_inside(layer, True)
+            stored += outer.stored * size // neurons * self.selects_on_gpu(layer)
+            panels += outer.panels * size // neurons
+        return stored + biases, panels + biases
+
+    def expert_predictor(self, layer: int) -> tuple[Matrix, ...]:
+        """The predictor among the neurons of a layer's experts, in and out; () without one."""
+        return self.predictors[layer] if self.in_experts and self.predictors else ()
+
+    def gpu_expert_predictor(self, layer: int, slots: int) -> int:
+        """Bytes on a GPU of a layer's predictor among the neurons of that number of its experts, and of a shared one,
+        but for the rows that lie with the experts."""
+        inner, outer = self.expert_predictor(layer)
+        neurons, experts = self.neurons_inside(layer, True), self.config.experts[layer]
+        shared = neurons - experts.n_experts * experts.size
+        return inner.stored * (slots + shared > 0) + outer.stored * shared // neurons
+
+    def selects_on_gpu(self, layer: int) -> bool:
+        """Whether a GPU has a predictor for its experts of a layer, which may be computed whole there."""
+        return len(self.expert_predictor(layer)) > 0 and self.experts[layer][-1].gpu_type in BY_NEURON
 
     def expert_biases(self, layer: int) -> int:
         """Bytes of an expert's biases."""
@@ -143,9 +167,10 @@ class Model:
             return 0
         return 4 * ((len(about.matrices) - 1) * about.size + self.config.d_model)
 
-    def by_neuron(self, predicted: bool = False, rows: bool = False) -> Model:
+    def by_neuron(self, predicted: bool = False, rows: bool = False, on_gpu: bool = True) -> Model:
         """The same with the neurons inside experts told apart in RAM: up and down as bundles, where they can be, of
-        those without gates down; predicted: the first product, too. rows: what RAM does not hold may be on disk."""
+        those without gates down; predicted: the first product, too. rows: what RAM does not hold may be on disk;
+        on_gpu: a GPU skips some, too."""
 
         def bundled(layer: int, matrices: tuple[Matrix, ...], shared: bool) -> tuple[Matrix, ...]:
             panels = self._bundled(layer, predicted, shared)
@@ -154,19 +179,34 @@ class Model:
         layers = range(self.config.n_layers)
         ffn = tuple(bundled(layer, self.ffn[layer], True) for layer in layers)
         experts = tuple(bundled(layer, self.experts[layer], False) for layer in layers)  # beside a GPU, which has it
-        return replace(self, ffn=ffn, experts=experts, in_experts=True, in_rows=rows, firing=law_of(self.config).active)
+        firing = law_of(self.config).active
+        skipping = replace(self, ffn=ffn, experts=experts, predictors=(), in_experts=True, firing=firing)
+        return replace(skipping, in_rows=rows, skips_on_gpu=on_gpu)
+
+    def computed_whole(self) -> Model:
+        """The same with every neuron inside experts computed, as if a selector were suspended."""
+        return replace(self, firing=1.0, predictors=())
+
+    def neurons_inside(self, layer: int, predicted: bool) -> int:
+        """Neurons of a layer's experts that are told apart in RAM, with those of a shared expert that lies behind them;
+        0: none are. predicted: as of `by_neuron`."""
+        experts = self.config.layers[layer].ffn
+        if not isinstance(experts, ExpertsConfig) or experts.whole_reason is not None:
+            return 0
+        *_, up, down = self.experts[layer]
+        beside = [one.type for one in self.beside[layer] if ".shared_" in one.name]
+        shared = experts.predicted_shared * holds_shared(experts, (up.type, down.type), beside, predicted)
+        return experts.n_experts * experts.size + shared
 
     def _bundled(self, layer: int, predicted: bool, shared: bool) -> dict[str, int]:
         """Bytes in RAM of matrices of a layer's experts in whose place are bundles, by name: one of these matrices
         counts the bundles, the others nothing. shared: with those of the shared expert, whose matrices stay beside."""
-        about = self.config.layers[layer].ffn
-        if not isinstance(about, ExpertsConfig) or about.whole_reason is not None:
+        about, neurons = self.config.layers[layer].ffn, self.neurons_inside(layer, predicted)
+        if not isinstance(about, ExpertsConfig) or not neurons:
             return {}
         *gate, up, down = self.experts[layer]
-        groups, d_model = about.n_experts * n_groups(about.size), self.config.d_model
-        beside = [one.type for one in self.beside[layer] if ".shared_" in one.name]
-        if shared and holds_shared(about, (up.type, down.type), beside, predicted):
-            groups += n_groups(about.predicted_shared)
+        d_model = self.config.d_model
+        groups = n_groups(neurons if shared else about.n_experts * about.size)
         if not about.gated and not predicted:
             return {down.name: groups * plain_layout(d_model, up.type, down.type).group_bytes}
         layout = expert_layout(d_model, up.type, down.type, about.gated and predicted)
@@ -198,17 +238,20 @@ class Model:
         return isinstance(ffn, ExpertsConfig) and ffn.whole_reason is None
 
     def step_share(self, layer: int, batch: int) -> float:
-        """Share of the bytes of a layer's experts that a step of `exact` reads, of those that it needs: the first
-        matrix, and of the others the rows of neurons that fire, with the scales of the groups these are in."""
+        """Share of the bytes of a layer's experts that a step reads, of those that it needs: the first matrix, or the
+        rows of it that a predictor selects, and of the others the rows of neurons that fire, with the scales of the
+        groups these are in."""
         if not self.in_experts or not self._told_apart(layer):
             return 1.0
         first, *others = self.experts[layer]
         down = ACROSS.get(others[-1].type, others[-1].type)
         row, shared = cpu.bundle_row_bytes(down, self.config.d_model)
         scales = shared / BUNDLE_GROUP / (row + shared / BUNDLE_GROUP)
+        selects = min(1.0, self.selected[layer] * self.firing) if self.expert_predictor(layer) else 1.0
         fires = 1 - (1 - self.firing) ** batch
         rows = (1 - scales) * fires + scales * (1 - (1 - fires) ** BUNDLE_GROUP)
-        sizes = [first.stored, *(one.stored * fires for one in others[:-1]), others[-1].stored * rows]
+        read = 1 - (1 - selects) ** batch
+        sizes = [first.stored * read, *(one.stored * fires for one in others[:-1]), others[-1].stored * rows]
         return sum(sizes) / sum(one.stored for one in self.experts[layer])
 
     @cached_property
@@ -353,8 +396,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
     """
     from powerinfer.formats.bundle_file import open_bundles
     from powerinfer.formats.bundle_types import choose_types
-    from powerinfer.formats.predictor_file import open_predictor
-    from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PreparedFile
+    from powerinfer.formats.prepared import BUNDLES, PreparedFile
 
     config = checkpoint.config
     if PreparedFile(BUNDLES, checkpoint, prepared).exists() and not fresh:
@@ -362,19 +404,8 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
     else:
         types = choose_types(checkpoint)
         layouts = bundle_layouts(config, types.gate, types.downs, cpu.bundle_row_bytes)
-    predictors: tuple[tuple[Matrix, ...], ...] = ()
-    ratios = (SELECTED_PER_FIRING,) * config.n_layers
-    if PreparedFile(PREDICTOR, checkpoint, prepared).exists() and not fresh and config.whole_reason is None:
-        file = open_predictor(checkpoint, prepared)
-        predictors = _predictors(config, {layer: one.predictor.rank for layer, one in file.layers.items()}, file.type)
-        ratios = _selected(config, file.training)
-    elif checkpoint.predictor_threshold is not None:
-        rows = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
-        ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
-        predictors = tuple(
-            _predictor(config, layer, rows[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer))
-            for layer, (inner, outer) in enumerate(ends)
-        )
+    trained = not fresh and config.whole_reason is None
+    predictors, ratios = _known_predictors(checkpoint, prepared, config.separable, trained)
     name = config.name or checkpoint.path.name
     model = _model(config, name, checkpoint.taken_type, layouts, predictors, ratios)
     return replace(
@@ -389,6 +420,46 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
             if checkpoint.rests_at(name) is None and checkpoint.resting(name) is None
         ),
     )
+
+
+def skipping_model(
+    model: Model,
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    predicted: bool = False,
+    rows: bool = False,
+    on_gpu: bool = True,
+) -> Model:
+    """A checkpoint's model with neurons inside experts told apart in RAM (`Model.by_neuron`); predicted: with what
+    selects among them, () where there are no predictors. rows: as of `by_neuron`; on_gpu: a GPU skips some, too."""
+    skipping = model.by_neuron(predicted, rows, on_gpu)
+    if not predicted:
+        return skipping
+    neurons = [skipping.neurons_inside(layer, True) for layer in range(model.config.n_layers)]
+    predictors, ratios = _known_predictors(checkpoint, prepared, neurons, trained=True)
+    return replace(skipping, predictors=predictors, selected=ratios)
+
+
+def _known_predictors(
+    checkpoint: Checkpoint, prepared: str | None, neurons: Sequence[int], trained: bool
+) -> tuple[tuple[tuple[Matrix, ...], ...], tuple[float, ...]]:
+    """The predictors of a model among those neurons of each layer, in and out, and for each the neurons selected by
+    those that fire: the trained ones, where they count, else those in its file; () without any."""
+    from powerinfer.formats.predictor_file import open_predictor
+    from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+
+    config = checkpoint.config
+    if trained and PreparedFile(PREDICTOR, checkpoint, prepared).exists():
+        file = open_predictor(checkpoint, prepared)
+        ranks = {layer: one.predictor.rank for layer, one in file.layers.items()}
+        return _predictors(config, neurons, ranks, file.type), _selected(config, file.training)
+    ratios = (SELECTED_PER_FIRING,) * config.n_layers
+    if checkpoint.predictor_threshold is None:
+        return (), ratios
+    rows = {name: shape[0] for name, _, shape, _ in checkpoint.tensor_list() if name.endswith(".predictor_in")}
+    ends = [[f"layers.{layer}.predictor_{end}" for end in ("in", "out")] for layer in range(config.n_layers)]
+    types = [(rows[inner], checkpoint.taken_type(inner), checkpoint.taken_type(outer)) for inner, outer in ends]
+    return tuple(_predictor(config, *each) for each in zip(neurons, *zip(*types, strict=True), strict=True)), ratios
 
 
 def partial_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
@@ -425,7 +496,8 @@ def described_model(
     rank = int(min(wanted_rank, MOST_PREDICTOR * bare.weight_bytes / bytes_of_rank)) // 32 * 32
     if not rank or config.d_model % 32 or config.whole_reason is not None:
         return bare
-    return replace(bare, predictors=_predictors(config, dict.fromkeys(config.neurons, rank), _PREDICTOR_TYPE))
+    ranks = dict.fromkeys(config.neurons, rank)
+    return replace(bare, predictors=_predictors(config, config.separable, ranks, _PREDICTOR_TYPE))
 
 
 def stored_types(config: ModelConfig, dtype: str) -> dict[str, str]:
@@ -441,14 +513,16 @@ def file_bytes(config: ModelConfig, dtype: str) -> int:
     return sum(n * block_type(types.get(name, "F32")).row_bytes(cols) for name, n, cols in rows)
 
 
-def _predictors(config: ModelConfig, ranks: Mapping[int, int], kind: str) -> tuple[tuple[Matrix, ...], ...]:
-    """Predictors, in and out, of each layer with one of these ranks."""
+def _predictors(
+    config: ModelConfig, neurons: Sequence[int], ranks: Mapping[int, int], kind: str
+) -> tuple[tuple[Matrix, ...], ...]:
+    """Predictors, in and out, among the neurons of each layer with one of these ranks."""
     layers = range(config.n_layers)
-    return tuple(_predictor(config, at, ranks[at], kind, kind) if at in ranks else () for at in layers)
+    return tuple(_predictor(config, neurons[at], ranks[at], kind, kind) if at in ranks else () for at in layers)
 
 
-def _predictor(config: ModelConfig, layer: int, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
-    return matrix(inner, rank, config.d_model), matrix(outer, config.ffn_sizes[layer], rank)
+def _predictor(config: ModelConfig, neurons: int, rank: int, inner: str, outer: str) -> tuple[Matrix, Matrix]:
+    return matrix(inner, rank, config.d_model), matrix(outer, neurons, rank)
 
 
 def _selected(config: ModelConfig, training: dict[str, Any] | None) -> tuple[float, ...]:

@@ -38,8 +38,8 @@ class Selection:
     reason: for people; thresholds: magnitudes up to which activations count as zero (CATS, arXiv 2404.08763),
     of each layer, () for 0; bundles: of the neurons, None for the selector `all`; predictors: gives the predictor of a
     layer, None: the selector has none; files: the prepared files in use. in_experts: it selects neurons inside experts,
-    for which only predictors are prepared, of in_experts_bytes; expert_rows: of these what may be read from disk, None:
-    nothing.
+    for which only predictors are prepared; on_gpu: a GPU does so, too, else it computes its experts whole; expert_rows:
+    of these what may be read from disk, None: nothing.
     """
 
     selector: str
@@ -49,7 +49,7 @@ class Selection:
     predictors: Callable[[int], Weights] | None = None
     files: tuple[Path, ...] = ()
     in_experts: bool = False
-    in_experts_bytes: int = 0
+    on_gpu: bool = True
     expert_rows: ExpertRowsFile | None = None
 
     def threshold(self, layer: int) -> float:
@@ -130,7 +130,7 @@ def auto(
 
 
 def tried_inside(engine: EngineConfig, config: ModelConfig, selection: Selection) -> bool:
-    """Whether a trial may still choose a selector inside experts, on the CPU alone."""
+    """Whether a trial may still choose a selector inside experts."""
     may = bool(config.experts) and config.whole_experts_reason is None
     return may and (engine.selector, selection.selector) == ("auto", "all")
 
@@ -227,5 +227,4 @@ def _with_predictors(selection: Selection, checkpoint: Checkpoint, engine: Engin
         matrices = file.layers[layer]
         return matrices.predictor, matrices.inner, matrices.outer
 
-    nbytes = file.nbytes if selection.in_experts else 0
-    return replace(selection, predictors=trained, files=(*selection.files, file.path), in_experts_bytes=nbytes)
+    return replace(selection, predictors=trained, files=(*selection.files, file.path))
