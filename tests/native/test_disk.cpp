@@ -157,7 +157,7 @@ bool right(Slots& slots, const Layout& layout, const File& file, int32_t item) {
     const Resting& part = layout.parts[i];
     if (!file.has(slots.part(item, i), part.at(item), part.bytes)) return false;
     // The room before belongs to it, too.
-    memset(slots.own(item, i) - part.before, 0x5A, (size_t)part.before);
+    memset(slots.writable(item, i) - part.before, 0x5A, (size_t)part.before);
     if (!file.has(slots.part(item, i), part.at(item), part.bytes)) return false;
   }
   return true;

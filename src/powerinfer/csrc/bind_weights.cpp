@@ -303,7 +303,7 @@ std::shared_ptr<Bundles> make_expert_rows(const std::shared_ptr<Slots>& slots, i
   require(experts > 0 && neurons > 0 && neurons % PI_GROUP == 0, "experts have whole groups of neurons");
   require(experts == slots->items(), "the slots are of another number of experts");
   for (size_t part = 1; part < slots->parts(); part++)
-    require(slots->in_lines(part), "the neurons do not begin with cache lines of their file");
+    require(slots->aligned(part), "the neurons do not begin with cache lines of their file");
   const int type = row_type(down_type);
   check_row(type, PI_ADD, d_model);
   require(d_model % pi_block(type_of(up_type)) == 0, "a quantised row must hold whole blocks");

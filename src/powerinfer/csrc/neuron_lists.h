@@ -20,9 +20,10 @@ class NeuronLists {
     int64_t cells;                     // of the last list, in all
     NeuronCounts done;
     NeuronBlock block;
-    std::vector<int32_t> taken;   // what it sums of the lists of all threads
-    int64_t n_taken, begin, end;  // the number of these; which of them are in the current wave
-    Vector sums;                  // what its neurons add, [tokens][lds]
+    std::vector<int32_t> taken;                          // what it sums of the lists of all threads
+    int64_t n_taken, begin, end;                         // the number of these; which of them are in the current wave
+    int32_t next() const { return taken[(size_t)end]; }  // behind the current wave
+    Vector sums;                                         // what its neurons add, [tokens][lds]
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
   std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each

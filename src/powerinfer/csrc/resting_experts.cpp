@@ -72,7 +72,7 @@ void RestingExperts::place() {
     const bool as_read = slots_->as_read(e);
     for (size_t i = 0; i < matrices_[(size_t)e].size(); i++) {
       Matrix& matrix = *matrices_[(size_t)e][i];
-      uint8_t* const rows = slots_->own(e, i);
+      uint8_t* const rows = slots_->writable(e, i);
       matrix.disk->rows = rows;
       matrix.disk->panels = rows - slots_->before(i);
       matrix.data = as_read ? nullptr : matrix.disk->panels;

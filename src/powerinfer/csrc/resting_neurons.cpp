@@ -7,7 +7,7 @@ RestingNeurons::RestingNeurons(ExpertMatrices all, std::shared_ptr<Workspace> wo
       slots_(std::move(all.slots)),
       resting_(slots_, parts_),
       groups_(neurons / PI_GROUP),
-      there_((size_t)(experts * groups_)),
+      loaded_((size_t)(experts * groups_)),
       read_at_((size_t)experts) {}
 
 RestingNeurons::~RestingNeurons() {
@@ -33,10 +33,10 @@ void RestingNeurons::expect(const int32_t* expected, int64_t n) {
 void RestingNeurons::place(int32_t e) {
   if (read_at_[(size_t)e] == slots_->times_read(e)) return;
   read_at_[(size_t)e] = slots_->times_read(e);
-  std::fill_n(there_.begin() + e * groups_, groups_, 0u);
+  std::fill_n(loaded_.begin() + e * groups_, groups_, 0u);
   Bundles& b = *bundled_->bundles;
   const int64_t row = pi_row_bytes(b.down.type, b.down.k) / 64, shared = pi_shared_bytes(b.down.type, b.down.k) / 64;
-  const auto line = [&](size_t part) { return (slots_->own(e, part) - b.down.groups) / 64; };
+  const auto line = [&](size_t part) { return (slots_->writable(e, part) - b.down.groups) / 64; };
   for (int64_t i = 0, first = line(ROWS); i < neurons; i++)
     b.lines[(size_t)(e * neurons + i)] = (uint32_t)(first + i * row);
   if (!shared) return;
@@ -50,12 +50,12 @@ void RestingNeurons::note_rows(int32_t e, const ExpertRows* fired) {
   place(e);
   const PiRows& down = bundled_->bundles->down;
   const int64_t row = pi_row_bytes(down.type, down.k), gap = slots_->reads().gap / row;
-  uint32_t* const there = there_.data() + e * groups_;
+  uint32_t* const loaded = loaded_.data() + e * groups_;
   int64_t first = -1, last = -1;
   const auto note = [&] {
     if (first < 0) return;
     slots_->read_later(e, ROWS, first * row, (last + 1 - first) * row);
-    for (int64_t i = first; i <= last; i++) there[i / PI_GROUP] |= 1u << i % PI_GROUP;
+    for (int64_t i = first; i <= last; i++) loaded[i / PI_GROUP] |= 1u << i % PI_GROUP;
   };
   const int64_t words = fired ? fired->ldh / PI_LANES : 0;
   for (int64_t g = 0; g < groups_; g++) {
@@ -64,7 +64,7 @@ void RestingNeurons::note_rows(int32_t e, const ExpertRows* fired) {
       const uint16_t* const bits = fired->fired.data() + r * words + g * PI_GROUP / PI_LANES;
       needed |= bits[0] | (uint32_t)bits[1] << PI_LANES;
     }
-    for (needed &= ~there[g]; needed; needed &= needed - 1) {
+    for (needed &= ~loaded[g]; needed; needed &= needed - 1) {
       const int64_t i = g * PI_GROUP + __builtin_ctz(needed);
       if (first < 0 || i - last - 1 > gap) {
         note();
@@ -91,16 +91,16 @@ void RestingNeurons::read_noted() {
 }
 
 // Nothing is there of the rows of these experts.
-void RestingNeurons::forget(const std::vector<int32_t>& some) {
-  for (const int32_t e : some) read_at_[(size_t)e] = slots_->times_read(e) - 1;
+void RestingNeurons::forget(const std::vector<int32_t>& list) {
+  for (const int32_t e : list) read_at_[(size_t)e] = slots_->times_read(e) - 1;
 }
 
 // Waits for the rows of an expert; null: for all. ReadError: they are not there.
 void RestingNeurons::wait_for_rows(const int32_t* e) {
   Reads& reads = slots_->reads();
   for (size_t i = 0; i < coming_.size();) {
-    const std::vector<int32_t>& own = coming_[i].experts;
-    if (e && std::find(own.begin(), own.end(), *e) == own.end()) {
+    const std::vector<int32_t>& list = coming_[i].experts;
+    if (e && std::find(list.begin(), list.end(), *e) == list.end()) {
       i++;
       continue;
     }
@@ -108,7 +108,7 @@ void RestingNeurons::wait_for_rows(const int32_t* e) {
     try {
       reads.wait(ticket);
     } catch (const ReadError&) {
-      forget(own);
+      forget(list);
       if (reads.done(ticket)) coming_.erase(coming_.begin() + (int64_t)i);
       throw;
     }
@@ -223,11 +223,11 @@ void RestingNeurons::take_some(NeuronLists& lists) {
     more = false;
     for (NeuronLists::Share& share : lists.shares) {
       if (share.end == share.n_taken) continue;
-      const int64_t e = share.taken[(size_t)share.end] / neurons;
+      const int64_t e = share.next() / neurons;
       const bool chosen = e >= experts || std::find(chosen_.begin(), chosen_.end(), (int32_t)e) != chosen_.end();
       if (!chosen && (int64_t)chosen_.size() == slots_->slots()) continue;
       if (!chosen) chosen_.push_back((int32_t)e);
-      while (share.end < share.n_taken && share.taken[(size_t)share.end] / neurons == e) share.end++;
+      while (share.end < share.n_taken && share.next() / neurons == e) share.end++;
       more = true;
     }
   }

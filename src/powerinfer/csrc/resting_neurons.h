@@ -38,14 +38,14 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   void take_some(NeuronLists& lists);
   void note_rows(int32_t e, const ExpertRows* fired);
   void read_noted();
-  void forget(const std::vector<int32_t>& some);
+  void forget(const std::vector<int32_t>& list);
   void wait_for_rows(const int32_t* e);
   void place(int32_t e);
 
   const std::shared_ptr<Slots> slots_;
   RestingExperts resting_;
   const int64_t groups_;           // of an expert's neurons
-  std::vector<uint32_t> there_;    // [experts][groups_]: of each neuron whether its row is there, or being read, a bit
+  std::vector<uint32_t> loaded_;   // [experts][groups_]: of each neuron whether its row is there, or being read, a bit
   std::vector<uint32_t> read_at_;  // of each expert the time of `Slots::times_read` that this is of
   std::vector<Coming> coming_;
   std::vector<int32_t> noted_;  // experts of which rows were noted

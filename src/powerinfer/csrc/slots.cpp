@@ -173,7 +173,7 @@ const uint8_t* Slots::part(int64_t item, size_t part) const {
   return memory_->memory_.data() + place(slot_of_[(size_t)item], item, part);
 }
 
-bool Slots::in_lines(size_t part) const {
+bool Slots::aligned(size_t part) const {
   for (int64_t i = 0; i < items(); i++)
     if (parts_[part].at(i) % LINE) return false;
   return !parts_[part].before;
@@ -182,7 +182,7 @@ bool Slots::in_lines(size_t part) const {
 void Slots::read_later(int32_t item, size_t part, int64_t first, int64_t bytes) {
   const Resting& from = parts_[part];
   check(first >= 0 && bytes <= from.bytes - first, "a part has fewer bytes");
-  later_.push_back({from.file_of(item), from.at(item) + first, bytes, own(item, part) + first});
+  later_.push_back({from.file_of(item), from.at(item) + first, bytes, writable(item, part) + first});
 }
 
 int64_t Slots::begin_later() {

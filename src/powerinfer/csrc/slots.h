@@ -94,7 +94,7 @@ class Slots {
   const uint8_t* part(int64_t item, size_t part) const;
   // The same to be written to, also of one that is being read: whoever does so says that the item is no longer as it was
   // read.
-  uint8_t* own(int64_t item, size_t part) {
+  uint8_t* writable(int64_t item, size_t part) {
     const int32_t slot = slot_of_[(size_t)item];
     return memory_->memory_.data() + place(slot < -1 ? -2 - slot : slot, item, part);
   }
@@ -124,8 +124,8 @@ class Slots {
   size_t parts() const { return parts_.size(); }
   int64_t before(size_t part) const { return parts_[part].before; }
   int64_t part_bytes(size_t part) const { return parts_[part].bytes; }
-  bool in_lines(size_t part) const;  // whether it begins such a unit, of every item
-  std::vector<float> priority;       // of the items: a policy sets it between steps
+  bool aligned(size_t part) const;  // whether it begins such a unit, of every item
+  std::vector<float> priority;      // of the items: a policy sets it between steps
 
  private:
   friend class SlotMemory;

@@ -122,8 +122,8 @@ class DiskTier:
 
     def expert_row_slots(self, layer: int, up: RestingTensor) -> _native.Slots:
         """The same of experts whose neurons are told apart: up, and down as `rows`. up: of all of them."""
-        own, parts = self.rows[layer], [_native.Resting.matrices(up.type, up.shape[1], up.shape[2], up.places)]
-        for data, later in ((own.rows, True), (own.scales, False)):
+        layer_rows, parts = self.rows[layer], [_native.Resting.matrices(up.type, up.shape[1], up.shape[2], up.places)]
+        for data, later in ((layer_rows.rows, True), (layer_rows.scales, False)):
             if data is not None:
                 place = self.place(data)
                 assert place is not None

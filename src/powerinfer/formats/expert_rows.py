@@ -47,7 +47,7 @@ class ExpertRowsFile:
 
 
 @dataclass(frozen=True)
-class _Header:
+class _RowsHeader:
     """The description in a file; lists are of `layers`."""
 
     d_model: int
@@ -78,10 +78,11 @@ def _shapes(config: ExpertsConfig, layout: BundleLayout) -> dict[str, tuple[int,
     return shapes | ({"scales": (n, n_groups(config.size) * layout.shared_bytes)} if layout.shared_bytes else {})
 
 
-def _header(config: ModelConfig, layouts: Mapping[int, BundleLayout]) -> _Header:
+def _header(config: ModelConfig, layouts: Mapping[int, BundleLayout]) -> _RowsHeader:
     ffns = [config.experts[layer] for layer in layouts]
     downs = [layout.down_type for layout in layouts.values()]
-    return _Header(config.d_model, list(layouts), [one.n_experts for one in ffns], [one.size for one in ffns], downs)
+    experts, neurons = [one.n_experts for one in ffns], [one.size for one in ffns]
+    return _RowsHeader(config.d_model, list(layouts), experts, neurons, downs)
 
 
 def open_expert_rows(checkpoint: Checkpoint, prepared: str | None, bundle_row_bytes: RowBytes) -> ExpertRowsFile:
@@ -90,17 +91,17 @@ def open_expert_rows(checkpoint: Checkpoint, prepared: str | None, bundle_row_by
     place = PreparedFile(EXPERT_ROWS, checkpoint, prepared)
     description, tensors, file = place.read()
     layouts = row_layouts(checkpoint, bundle_row_bytes)
-    if place.described(_Header, description) != _header(checkpoint.config, layouts):
+    if place.described(_RowsHeader, description) != _header(checkpoint.config, layouts):
         raise place.bad("is of other layers, experts or types than the model's")
     layers = {}
     for layer, layout in layouts.items():
-        found = {}
+        views = {}
         for name, shape in _shapes(checkpoint.config.experts[layer], layout).items():
             tensor = place.holds(tensors, f"layers.{layer}.{name}", "U8", shape)
             if tensor.data.ctypes.data % LINE:
                 raise place.bad(f"holds layer {layer} where no cache line begins")
-            found[name] = tensor.data.reshape(shape)
-        layers[layer] = ExpertRows(layout, found["rows"], found.get("scales"))
+            views[name] = tensor.data.reshape(shape)
+        layers[layer] = ExpertRows(layout, views["rows"], views.get("scales"))
     place.holds_no_more(tensors)
     return ExpertRowsFile(layers, file)
 

@@ -228,19 +228,19 @@ class _Steps:
     def _expert_bytes(self, layer: int) -> float:
         return sum(one.file for one in self._model.experts[layer]) / self._model.n_experts[layer]
 
-    def _of_rows(self, layer: int) -> tuple[float, float] | None:
+    def _row_reads(self, layer: int) -> tuple[float, float] | None:
         """(bytes, seconds) of what is read of an expert's down where its neurons are told apart: the rows that fire or,
         where that takes the disk no longer, all; None: they are not, or all is read."""
-        about, model = self._model.config.layers[layer].ffn, self._model
+        ffn, model = self._model.config.layers[layer].ffn, self._model
         if not model.in_rows or layer not in resting_layers(model.config):
             return None
-        assert isinstance(about, ExpertsConfig)
+        assert isinstance(ffn, ExpertsConfig)
         *_, up, down = model.experts[layer]
         row = plain_layout(model.config.d_model, up.type, down.type).down_bytes
         fire = 1 - (1 - model.firing) ** self._batch
-        seconds = about.size * fire * self._disk.seconds(row + BLOCK)
-        whole = self._disk.seconds(down.file // about.n_experts + BLOCK)
-        return (about.size * fire * row, seconds) if seconds < whole else None
+        seconds = ffn.size * fire * self._disk.seconds(row + BLOCK)
+        all_rows = self._disk.seconds(down.file // ffn.n_experts + BLOCK)
+        return (ffn.size * fire * row, seconds) if seconds < all_rows else None
 
     def _needed(self, layer: int, tokens: int) -> float:
         """Of a layer's experts, how many a step of that many tokens needs."""
@@ -265,7 +265,7 @@ class _Steps:
 
     def _fetched(self, layer: int, seconds: float, first: float, needed: float, missed: float) -> Op:
         n, matrices = self._model.n_experts[layer], self._model.experts[layer]
-        rows, nbytes = self._of_rows(layer), self._expert_bytes(layer)
+        rows, nbytes = self._row_reads(layer), self._expert_bytes(layer)
         parts = sum(self._disk.seconds(one.file // n + BLOCK) for one in (matrices if rows is None else matrices[:-1]))
         if rows is not None:
             nbytes += rows[0] - matrices[-1].file / n

@@ -40,8 +40,8 @@ def pack_experts(
     problem = types_problem(checkpoint.config, checkpoint.taken_type, False)
     if problem is not None:
         raise RequestError(f"pack: {problem}")
-    if not force and (there := current(checkpoint, prepared)) is not None:
-        return there, None
+    if not force and (file := current(checkpoint, prepared)) is not None:
+        return file, None
     begin, done = time.perf_counter(), 0
     layouts, config = row_layouts(checkpoint, cpu.bundle_row_bytes), checkpoint.config
     total, cores = sum(config.experts[layer].n_experts for layer in layouts), min(8, cpu.choose_threads(threads)[0])
@@ -52,11 +52,11 @@ def pack_experts(
             step = max(1, _AT_ONCE // (groups * layout.group_bytes))
             space = np.zeros((step * groups, layout.group_bytes), np.uint8)
             for first in range(0, n, step):
-                some = down[first : first + step]
-                rows = space[: len(some) * groups]
-                put_down(layout, rows, some, cores)
+                part = down[first : first + step]
+                rows = space[: len(part) * groups]
+                put_down(layout, rows, part, cores)
                 write(layer, first, rows)
-                done += len(some)
+                done += len(part)
                 progress("packing experts", done, total)
             checkpoint.release()
     return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes), time.perf_counter() - begin
