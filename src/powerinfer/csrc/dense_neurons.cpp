@@ -38,17 +38,25 @@ bool DenseNeurons::same_kind(const Bundles& bundles) const {
 void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  if (p.watch || !in_memory() || !w.deals(tokens, *up_))
-    return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
-  w.pool->deal(up_->panels, spec_.activation.panels(Workspace::DEALT), [&](int64_t p0, int64_t p1) {
-    const Columns part(*up_, p0, p1);
-    multiply(t, acts, tokens, part);
-    forms_of_h(t, tokens, part, fired);
-  });
-  w.pool->barrier();
+  if (p.watch || !in_memory()) return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
+  const int64_t unit = spec_.activation.panels(Workspace::DEALT);  // a whole block of the activations below
+  const auto rows = [&](const Columns& part, float* aside) {
+    return aside ? Hidden{aside - part.c0, aside - part.c0 + tokens * part.lanes(), part.lanes()} : in_program(t);
+  };
+  w.pool->phase(
+      up_->panels, unit, 2 * tokens * PI_LANES,
+      [&](int64_t p0, int64_t p1, float* aside) {
+        const Columns part(*up_, p0, p1);
+        multiply(t, acts, tokens, part, rows(part, aside));
+      },
+      [&](int64_t p0, int64_t p1, float* aside) {
+        const Columns part(*up_, p0, p1);
+        if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
+        forms_of_h(t, tokens, part, fired);
+      },
+      w.deals(tokens, *up_));
   const PiActs h = forms_of_h(t, tokens, Columns(*up_, 0, 0), nullptr);
-  w.dealt_product(t.id, *down_, &h, tokens, to);
-  w.pool->barrier();
+  w.finish_product(t.id, *down_, &h, tokens, to);
 }
 
 void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired) {
@@ -58,23 +66,28 @@ void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tok
   }
 }
 
+DenseNeurons::Hidden DenseNeurons::in_program(const Thread& t) {
+  return {t.program->gate, t.program->up, t.program->ldh};
+}
+
 Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) const {
   // two panels: a whole block of the activations below
   const Columns mine(*up_, *t.program->workspace->pool, t.id, spec_.activation.panels(2));
-  multiply(t, acts, tokens, mine);
+  multiply(t, acts, tokens, mine, in_program(t));
   return mine;
 }
 
-void DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine) const {
+void DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine,
+                            const Hidden& to) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  if (gate_) w.linear(t.id, *gate_, spec_.gate_bias, acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
-  w.linear(t.id, *up_, spec_.up_bias, acts, gate_ ? p.up : p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
+  if (gate_) w.linear(t.id, *gate_, spec_.gate_bias, acts, to.h, to.ld, tokens, false, mine.p0, mine.p1);
+  w.linear(t.id, *up_, spec_.up_bias, acts, gate_ ? to.up : to.h, to.ld, tokens, false, mine.p0, mine.p1);
   Watch* const watch = p.watch.get();
   const Watch::Look look{t.id, mine.c0, mine.n(), mine.lanes()};
   for (int64_t i = 0; i < tokens && mine.n(); i++) {
-    float* h = p.gate + i * p.ldh + mine.c0;
-    const float* up = gate_ ? p.up + i * p.ldh + mine.c0 : nullptr;
+    float* h = to.h + i * to.ld + mine.c0;
+    const float* up = gate_ ? to.up + i * to.ld + mine.c0 : nullptr;
     const float* limits = spec_.limits_from(mine.c0);
     if (watch) watch->before(look, i, spec_.activation, limits, h, up);
     spec_.activation.apply(w.kernels, h, up, mine.lanes(), limits);

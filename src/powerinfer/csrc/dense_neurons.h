@@ -21,7 +21,7 @@ class DenseNeurons {
   int forms() const { return first().form() | up_->form(); }  // of the input
 
   // ---- For the threads of a job of a program. acts: the input, normalised, in `forms`.
-  // The sum of all of them. Ends with a barrier. fired: if not null, [neurons], counts the tokens that each fires for.
+  // The sum of all of them, in phases where all are in memory, else with barriers. fired: if not null, [neurons], counts the tokens that each fires for.
   void sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const;
   // The same in two steps: `multiply` writes this thread's columns of h to the program's `gate` and returns which these
   // are; `add_down` does the rest.
@@ -38,7 +38,12 @@ class DenseNeurons {
 
  private:
   const Matrix& first() const { return gate_ ? *gate_ : *up_; }  // what the activation is on
-  void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine) const;
+  struct Hidden {  // rows of h, `ld` apart, and of what up gives, where there are gates
+    float *h, *up;
+    int64_t ld;
+  };
+  static Hidden in_program(const Thread& t);
+  void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine, const Hidden& to) const;
   PiActs forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const;
   static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);
 

@@ -209,8 +209,9 @@ void Experts::run(Thread& t, const Step& step) {
   if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
-  if (records_fired_) w.pool->barrier();  // there is room for what fires
   const bool shared_apart = shared_.neurons && !(leaves_out && store_->has_shared());
+  // There is room for what fires; and phases follow, which do not wait for a thread that has no `acts` yet.
+  if (records_fired_ || (shared_apart && !router_.scores)) w.pool->barrier();
   if (shared_apart)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
   if (shared_apart && records_fired_) keep_shared(t, tokens);
@@ -219,7 +220,7 @@ void Experts::run(Thread& t, const Step& step) {
     store_->sum_some(t, rows, acts, {x, spec_.norm, to, true}, router_.spec.top_k, shared_,
                      [&](const auto& work) { return p.attempt(work); });
     if (shared_apart) add_shared(t, rows, tokens, to);
-    return p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
+    return p.add_normalised(spec_.out_norm, p.up, 0, tokens);
   }
   uint16_t* const fired = records_fired_ ? recorded_.fired.data() : nullptr;
   if (latent_in_) acts = make_latents(t, acts, tokens);
@@ -227,7 +228,7 @@ void Experts::run(Thread& t, const Step& step) {
   if (latent_in_) merge_latents(t, rows, tokens, to);
   else merge(t, rows, tokens, to);
   w.pool->barrier();
-  p.add_normalised(t, spec_.out_norm, p.up, 0, tokens);
+  p.add_normalised(spec_.out_norm, p.up, 0, tokens);
 }
 
 // What was read early was for another step.

@@ -161,7 +161,7 @@ void Ffn::run(Thread& t, const Step& step) {
     else if (chosen == WAY_PREDICTED) predicted(t, piece);
     else if (dense_) exact(t, piece);
     else bundled_->sum_selected(t.id, piece);
-    p.add_normalised(t, spec_.out_norm, p.up, first, x.tokens);
+    p.add_normalised(spec_.out_norm, p.up, first, x.tokens);
   }
 }
 

@@ -145,7 +145,7 @@ class LatentOut : public Op {
     const PiActs* acts = w.prepare(t.id, {values, rows.ldh, out_.o->k, step.tokens}, {}, out_.o->form());
     w.product(t.id, *out_.o, acts, step.tokens, p.added_to(0, out_.norm, NONE, p.gate));
     w.pool->barrier();
-    p.add_normalised(t, out_.norm, p.gate, 0, step.tokens);
+    p.add_normalised(out_.norm, p.gate, 0, step.tokens);
   }
 
  private:

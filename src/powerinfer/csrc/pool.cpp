@@ -3,21 +3,33 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 
 namespace {
 // At most a millisecond of pauses on any CPU: longer than Python needs between two decode steps.
 constexpr int SPINS_BEFORE_PARKING = 20000;
-// A thread that waits longer than this at a barrier waits for one that is not running: it yields the core, and after
-// STALL_NS sleeps, so that the scheduler brings that one to the core that is free then. Where that happens again within
-// CROWDED_NS, threads share a core, and spinning or yielding takes it from the thread that is waited for: so for as long
-// again they sleep early. Not else, since to sleep and to wake take longer than most waits.
+// A thread that waits longer than this for the end of a phase waits for one that is not running: it yields the core, and
+// after STALL_NS sleeps, so that the scheduler brings that one to the core that is free then. Not at once, since to sleep
+// and to wake take longer than most waits; but where threads share cores, spinning takes them from those waited for.
 constexpr int SPINS_BEFORE_YIELDING = 4000, SPINS_WHEN_CROWDED = 200;
-constexpr int64_t STALL_NS = 500'000, CROWDED_NS = 10'000'000;
+constexpr int64_t STALL_NS = 500'000;
+// A thread that was without its core for as long shares it with a program that computes, for CROWDED_NS from then on:
+// daemons need it for less. A piece that takes as long may have been interrupted, which only the system knows.
+constexpr int64_t PREEMPTED_NS = 1'000'000, CROWDED_NS = 100'000'000;
+// Where cores are not shared, a thread that takes this long to claim its piece has been kept from it.
+constexpr int SPINS_BEFORE_HELPING = 100;
+// A piece is computed aside if it has at most as many floats.
+constexpr int64_t ASIDE = 1 << 20;
+constexpr uint64_t STOP = ~0ull;            // in place of a job
+constexpr int SLOT_BITS = 16;               // of the word that names a job
+enum { CLAIMED = 1, CLAIMED_ASIDE, DONE };  // of a piece
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -48,9 +60,27 @@ void wake_all(std::atomic<uint32_t>& word) {
 }
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
 
+int64_t times_preempted() {
+  struct rusage usage;
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+}
+
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads) {
+struct Pool::Own {
+  int thread = 0;
+  Job* job = nullptr;
+  uint64_t at = 0;        // its next phase
+  int64_t took = 0;       // its last piece
+  int64_t preempted = 0;  // how often, when it last looked
+};
+thread_local Pool::Own Pool::own_;
+
+Pool::Pool(int threads) : threads_(threads), seats_((size_t)threads), jobs_((size_t)threads) {
+  for (Seat& seat : seats_) {
+    seat.aside.reset((float*)aligned_alloc(64, ASIDE * sizeof(float)));  // pages that nobody uses take no memory
+    if (!seat.aside) throw std::bad_alloc();
+  }
   const int maker = sched_getcpu();
   for (int t = 1; t < threads; t++) {
     workers_.emplace_back([this, t, maker] {
@@ -61,19 +91,34 @@ Pool::Pool(int threads) : threads_(threads) {
 }
 
 Pool::~Pool() {
-  stop_.store(true);
-  epoch_.fetch_add(1);
+  job_.store(STOP);
   ring();
   for (auto& worker : workers_) worker.join();
 }
 
-void Pool::run_on_all(void (*job)(void*, int), void* context) {
-  job_ = job;
-  context_ = context;
-  epoch_.fetch_add(1);
+void Pool::run_on_all(std::function<void(int)> run, const int32_t* stop) {
+  size_t slot = 0;
+  while (jobs_[slot].inside.load() > 0) slot = (slot + 1) % jobs_.size();  // who is late holds one
+  Job& job = jobs_[slot];
+  job.run = std::move(run);
+  job.first = phase_.load() >> 1;
+  job.stop = stop;
+  job.stopped_at.store(UINT64_MAX);
+  job_.store(++started_ << SLOT_BITS | slot);
   ring();
-  job(context, 0);
-  barrier();
+  own_.thread = 0;
+  own_.job = &job;
+  own_.at = job.first;
+  job.run(0);
+  job_.store(0);  // who has not entered it by now never will: see work()
+}
+
+void Pool::settle() {
+  for (Job& job : jobs_)
+    for (int spins = 0; job.inside.load() > 0; spins++) {
+      if (spins < SPINS_BEFORE_YIELDING) cpu_relax();
+      else std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
 }
 
 void Pool::ring() {
@@ -91,41 +136,121 @@ void Pool::keep_awake() {
 
 bool Pool::crowded() {
   const int64_t until = crowded_until_.load(std::memory_order_relaxed);
-  if (until == 0) return false;
+  if (until == 0 || threads_ == 1) return false;
   if (now_ns() < until) return true;
   crowded_until_.store(0, std::memory_order_relaxed);
   return false;
 }
 
+bool Pool::behind() const { return threads_ > 1 && over(own_.at); }
+
+bool Pool::stopped() const { return own_.job->stopped_at.load(std::memory_order_relaxed) < own_.at; }
+
 void Pool::barrier() {
-  if (threads_ == 1) return;
-  const uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-    arrived_.store(0, std::memory_order_relaxed);
-    dealt_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1);  // sequentially consistent, as what is asked next: see ring()
-    if (asleep_.load() > 0) wake_all(phase_);
-    return;
-  }
+  const uint64_t phase = own_.at++;
+  finish(phase, threads_);
+  wait_for_end(phase);
+}
+
+void Pool::finish(uint64_t phase, int64_t pieces) {
+  if (finished_.fetch_add(1, std::memory_order_acq_rel) != pieces - 1) return;
+  Job& job = *own_.job;
+  if (job.stop && !stopped() && __atomic_load_n(job.stop, __ATOMIC_RELAXED))
+    job.stopped_at.store(phase, std::memory_order_relaxed);
+  finished_.store(0, std::memory_order_relaxed);
+  dealt_.store(0, std::memory_order_relaxed);
+  phase_.store((phase + 1) << 1 | crowded());  // sequentially consistent, as what is asked next: see ring()
+  if (asleep_.load() == 0) return;
+  alarm_.fetch_add(1);
+  wake_all(alarm_);
+}
+
+void Pool::wait_for_end(uint64_t phase) {
   const bool early = crowded();
   for (int spins = 0; spins < (early ? SPINS_WHEN_CROWDED : SPINS_BEFORE_YIELDING); spins++) {
-    if (phase_.load(std::memory_order_acquire) != phase) return;
+    if (over(phase)) return;
     cpu_relax();
   }
   const int64_t since = now_ns();
   while (!early && now_ns() - since < STALL_NS) {
-    if (phase_.load(std::memory_order_acquire) != phase) return;
+    if (over(phase)) return;
     sched_yield();
   }
   asleep_.fetch_add(1);
-  while (phase_.load() == phase) wait_while(phase_, phase);
+  for (uint32_t alarm = alarm_.load(); phase_.load() >> 1 == phase; alarm = alarm_.load()) wait_while(alarm_, alarm);
   asleep_.fetch_sub(1);
   const int64_t now = now_ns();
-  if (now - since < STALL_NS) return;
-  // Threads that waited for the same one are a single stall: the first of them has written a time after `since`.
-  const int64_t last = stalled_.exchange(now, std::memory_order_relaxed);
-  if (last > 0 && last <= since && since - last < CROWDED_NS)
-    crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
+  if (now - since >= PREEMPTED_NS) crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
+}
+
+void Pool::go_through(const Phase& phase) {
+  const uint64_t number = own_.at++;
+  const uint64_t word = phase_.load(std::memory_order_acquire);
+  if (word >> 1 != number) return;
+  const bool shared = word & 1;
+  if (phase.dealt) {
+    deal(phase.n, phase.unit, [&](int64_t begin, int64_t end) {
+      phase.compute(phase.compute_of, begin, end, nullptr);
+      phase.place(phase.place_of, begin, end, nullptr);
+    });
+    finish(number, threads_);
+    return wait_for_end(number);
+  }
+  const int each = shared ? PIECES : 1;
+  const int64_t units = std::max((phase.n + phase.unit - 1) / phase.unit, (int64_t)1);
+  const int64_t count = std::min(units, (int64_t)threads_ * each), most = (units + count - 1) / count * phase.unit;
+  const Pieces pieces{number, count, each, shared && phase.floats > 0 && most * phase.floats <= ASIDE};
+  const auto claim = [&](int64_t i) {
+    uint64_t had = state(pieces, i).load(std::memory_order_relaxed);
+    const uint64_t claimed = 4 * number + (pieces.aside ? CLAIMED_ASIDE : CLAIMED);
+    if (had < 4 * number && state(pieces, i).compare_exchange_strong(had, claimed)) compute(phase, pieces, i);
+  };
+  const int64_t first = own_.thread * each;
+  for (int64_t i = first; i < std::min(first + each, count); i++) claim(i);
+  for (int spins = 0; !shared && spins < SPINS_BEFORE_HELPING; spins++) {
+    if (over(number)) return;
+    cpu_relax();
+  }
+  for (int64_t i = 1; i <= count; i++) claim((first + count - i) % count);  // of others, their last ones first
+  if (pieces.aside) take_over(phase, pieces);
+  wait_for_end(number);
+}
+
+// A thread that runs ends its piece within the time of another one: after that the calling thread computes it again.
+void Pool::take_over(const Phase& phase, const Pieces& pieces) {
+  const int64_t since = now_ns();
+  while (now_ns() - since < own_.took) {
+    if (over(pieces.phase)) return;
+    cpu_relax();
+  }
+  for (int64_t i = 0; i < pieces.count && !over(pieces.phase); i++)
+    if (state(pieces, i).load() == 4 * pieces.phase + CLAIMED_ASIDE) compute(phase, pieces, i);
+}
+
+void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
+  int64_t begin, end;
+  share(phase.n, phase.unit, (int)pieces.count, (int)i, &begin, &end);
+  if (!pieces.aside) {
+    phase.compute(phase.compute_of, begin, end, nullptr);
+    phase.place(phase.place_of, begin, end, nullptr);
+    return finish(pieces.phase, pieces.count);
+  }
+  float* const aside = seats_[(size_t)own_.thread].aside.get();
+  const int64_t since = now_ns();
+  phase.compute(phase.compute_of, begin, end, aside);
+  uint64_t claimed = 4 * pieces.phase + CLAIMED_ASIDE;
+  if (state(pieces, i).compare_exchange_strong(claimed, 4 * pieces.phase + DONE)) {
+    phase.place(phase.place_of, begin, end, aside);
+    finish(pieces.phase, pieces.count);
+  }
+  const int64_t now = now_ns();
+  own_.took = now - since;
+  if (own_.took < PREEMPTED_NS) return;
+  const int64_t preempted = times_preempted();
+  if (preempted == own_.preempted) return;
+  own_.preempted = preempted;
+  own_.took = 0;
+  crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
 }
 
 bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const {
@@ -143,10 +268,14 @@ bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end
 }
 
 void Pool::work(int thread) {
-  uint32_t seen = 0;
+  uint64_t seen = 0, word;
+  const auto waits = [&] {
+    word = job_.load();
+    return word == 0 || word == seen;
+  };
   for (;;) {
     int spins = 0, most = crowded() ? SPINS_WHEN_CROWDED : SPINS_BEFORE_PARKING;
-    while (epoch_.load(std::memory_order_acquire) == seen) {
+    while (waits()) {
       if (spins++ < most) {
         cpu_relax();
         continue;
@@ -158,12 +287,21 @@ void Pool::work(int thread) {
       }
       parked_.fetch_add(1);
       const uint32_t bell = bell_.load();
-      if (epoch_.load() == seen && awake_.load() == 0) wait_while(bell_, bell);
+      if (waits() && awake_.load() == 0) wait_while(bell_, bell);
       parked_.fetch_sub(1);
     }
-    seen++;
-    if (stop_.load()) return;
-    job_(context_, thread);
-    barrier();
+    if (word == STOP) return;
+    seen = word;
+    // Sequentially consistent, as in run_on_all() and settle(): a thread that finds the job unchanged after it has said
+    // that it is inside is seen there by whoever ends the job.
+    Job& job = jobs_[word & ((1 << SLOT_BITS) - 1)];
+    job.inside.fetch_add(1);
+    if (job_.load() == word) {
+      own_.thread = thread;
+      own_.job = &job;
+      own_.at = job.first;
+      job.run(thread);
+    }
+    job.inside.fetch_sub(1);
   }
 }

@@ -96,7 +96,33 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
   for (size_t i = 0; i < threads_.size(); i++) threads_[i] = {(int)i, this, Vector((size_t)pi_attention_scratch(pad))};
 }
 
-Program::~Program() = default;
+Program::~Program() {
+  workspace->pool->between_jobs([] {});
+}
+
+// Part of a step, which threads may go through after its end: it has copies of what the caller gave.
+struct Program::Walk {
+  Walk(const Step& from, size_t first, size_t last) : step(from), first(first), last(last), end(last) {
+    token.assign(from.token, from.token + from.tokens);
+    position.assign(from.position, from.position + from.tokens);
+    logit_row.assign(from.logit_row, from.logit_row + from.logit_rows);
+    const auto pages_of = [](const Run& run) { return (run.position + run.count - 1) / PI_PAGE + 1; };
+    for (const Run& run : from.runs) pages.insert(pages.end(), run.pages, run.pages + pages_of(run));
+    step.token = token.data();
+    step.position = position.data();
+    step.logit_row = logit_row.data();
+    const int32_t* at = pages.data();
+    for (Run& run : step.runs) {
+      run.pages = at;
+      at += pages_of(run);
+    }
+  }
+  Step step;
+  std::vector<int32_t> token, position, logit_row, pages;
+  const size_t first, last;
+  size_t end;  // where the step ended; thread 0's
+  bool moved = false;
+};
 
 int Program::add_rope(Vector frequencies, float factor) {
   const int64_t pairs = (int64_t)frequencies.size();
@@ -116,9 +142,7 @@ void Program::check_rope(int table, int64_t dims) const {
         "more rotary frequencies than a head has pairs");
 }
 
-void Program::rotate(int thread, const Step& step) {
-  int64_t begin, end;
-  share(step.tokens, 1, workspace->pool->threads(), thread, &begin, &end);
+void Program::rotate(const Step& step, int64_t begin, int64_t end) {
   for (const Rope& rope : ropes_) {
     const int64_t half = (int64_t)rope.frequencies.size();
     for (int64_t i = begin; i < end; i++) {
@@ -131,16 +155,15 @@ void Program::rotate(int thread, const Step& step) {
   }
 }
 
-void Program::add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens) {
+void Program::add_normalised(const Norm& norm, float* rows, int64_t first, int64_t tokens) {
   if (!norm) return;
-  int64_t begin, end;
-  share(tokens, 1, workspace->pool->threads(), t.id, &begin, &end);
-  for (int64_t i = begin; i < end; i++) {
-    float *row = rows + i * ldh, *to = x + (first + i) * ldx;
-    norm.apply(workspace->kernels, row, row);
-    for (int64_t j = 0; j < sizes.d_model; j++) to[j] += row[j];
-  }
-  workspace->pool->barrier();
+  workspace->pool->phase(tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      float *row = rows + i * ldh, *to = x + (first + i) * ldx;
+      norm.apply(workspace->kernels, row, row);
+      for (int64_t j = 0; j < sizes.d_model; j++) to[j] += row[j];
+    }
+  });
 }
 
 bool Program::run_alone(const Step& step, size_t op) {
@@ -158,44 +181,46 @@ bool Program::run_alone(const Step& step, size_t op) {
 bool Program::run(const Step& step, size_t first, size_t last) {
   // The embedding alone, beside a GPU: to wake threads that have parked takes many times as long as its rows.
   if (last == first + 1 && first < ops_.size() && run_alone(step, first)) return true;
-  bool moved = false;
-  // Behind the operator that is run when thread 0 sees that it is to stop: all threads see it at its barrier.
-  std::atomic<size_t> end{0};
+  last = std::min(last, ops_.size());
+  const auto walk = std::make_shared<Walk>(step, first, last);
   const auto prepare = [&] {
     times_.resize(ops_.size(), 0.0);
-    end = last = std::min(last, ops_.size());
     // A step that is run in parts keeps its angles.
     if (window_) window_->begin([&](size_t op) { return resting(*ops_[op], ops_[op]->wants(*this, step)).size(); });
-    moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
-    if (moved) rotated_.assign(step.position, step.position + step.tokens);
+    walk->moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
+    if (walk->moved) rotated_.assign(step.position, step.position + step.tokens);
   };
-  const auto job = [&](int thread) {
-    if (moved) {
-      rotate(thread, step);
-      if (first > 0) workspace->pool->barrier();  // else the embedding's barrier comes before any use
-    }
-    const bool clock = timed && thread == 0;
-    for (size_t i = first; i < end.load(std::memory_order_relaxed); i++) {
-      if (thread == 0 && step.stop && __atomic_load_n(step.stop, __ATOMIC_RELAXED))
-        end.store(i + 1, std::memory_order_relaxed);
-      const auto start = clock ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
-      const bool reads = window_ && window_->wanted(i);
-      if (reads) {
-        if (thread == 0) window_->take(i);
-        workspace->pool->barrier();
-      }
-      ops_[i]->run(threads_[(size_t)thread], step);  // it ends with a barrier
-      if (window_ && thread == 0) reads ? window_->release(i) : window_->read_ahead();
-      if (clock) times_[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    }
-  };
+  const auto job = [this, walk](int thread) { run(thread, *walk); };
   std::string failure;
-  workspace->pool->run(prepare, job);
+  if (window_) workspace->pool->run(prepare, job, step.stop);  // thread 0 reads what the others multiply with
+  else workspace->pool->run_phases(prepare, job, step.stop);
   failure.swap(failure_);
   if (window_) window_->end();
-  for (size_t i = end; i < last; i++) ops_[i]->skip();
+  for (size_t i = walk->end; i < last; i++) ops_[i]->skip();
   if (!failure.empty()) throw ReadError(failure);
-  return end == last;
+  return walk->end == last;
+}
+
+void Program::run(int thread, Walk& walk) {
+  const Step& step = walk.step;
+  Pool& pool = *workspace->pool;
+  if (walk.moved) pool.phase(step.tokens, 1, [&](int64_t begin, int64_t end) { rotate(step, begin, end); });
+  const bool clock = timed && thread == 0;
+  size_t i = walk.first;
+  while (i < walk.last) {
+    const auto start = clock ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
+    const bool reads = window_ && window_->wanted(i);
+    if (reads) {
+      if (thread == 0) window_->take(i);
+      pool.barrier();
+    }
+    ops_[i]->run(threads_[(size_t)thread], step);  // it ends with a barrier or a phase
+    if (window_ && thread == 0) reads ? window_->release(i) : window_->read_ahead();
+    if (clock) times_[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    i++;
+    if (pool.stopped()) break;
+  }
+  if (thread == 0) walk.end = i;
 }
 
 void Program::forget() {

@@ -211,7 +211,7 @@ class Program {
   }
   bool failed() const;  // this step, by what it could not read
   // x, from row `first` on, += norm(row), by all threads, if there is a norm; the rows are overwritten.
-  void add_normalised(Thread& t, const Norm& norm, float* rows, int64_t first, int64_t tokens);
+  void add_normalised(const Norm& norm, float* rows, int64_t first, int64_t tokens);
   // Rotary frequencies, and the angles' cosine and sine [tokens, pairs] of the step.
   struct Rope {
     Vector frequencies;
@@ -227,8 +227,10 @@ class Program {
     ops_.push_back(op);
     return op;
   }
-  void rotate(int thread, const Step& step);
+  void rotate(const Step& step, int64_t begin, int64_t end);
   bool run_alone(const Step& step, size_t op);  // false: it was not
+  struct Walk;
+  void run(int thread, Walk& walk);
   // Checks the shapes of experts, and makes room for the rows of a step.
   void reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared = 0);
   void reserve_resting(const ExpertMatrices& all);

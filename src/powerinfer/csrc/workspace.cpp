@@ -13,6 +13,10 @@ constexpr int64_t ALONE = 4096;
 
 }  // namespace
 
+void copy_rows(const float* from, int64_t from_ld, float* to, int64_t to_ld, int64_t n, int64_t rows) {
+  for (int64_t i = 0; i < rows; i++) memcpy(to + i * to_ld, from + i * from_ld, (size_t)n * 4);
+}
+
 ActMemory::ActMemory(int64_t elements)
     : elements_(pi_round_up(elements, 512)), memory_(std::make_unique<Mapping>(elements_ * 8)) {}
 
@@ -79,27 +83,28 @@ const PiActs* Workspace::prepare(int thread, const Rows& rows, const Norm& norm,
   const bool alone = rows.tokens == 1 || rows.tokens * pi_round_up(k, 32) <= ALONE, moved = norm || rows.index;
   const ActMemory& memory = alone ? own.memory : shared_;
   PiActs acts = memory.rows(k);
-  int64_t begin = 0, end = rows.tokens;
-  if (!alone) share(rows.tokens, 1, pool->threads(), thread, &begin, &end);
-  for (int64_t i = begin; i < end; i++) {
-    const float* row = rows.data + (rows.index ? rows.index[i] : i) * rows.ld;
-    if (moved) {
-      float* f = memory.floats() + i * acts.ldf;
-      if (norm) norm.apply(kernels, row, f);
-      else memcpy(f, row, (size_t)k * 4);
-      row = f;
+  const auto prepare_rows = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const float* row = rows.data + (rows.index ? rows.index[i] : i) * rows.ld;
+      if (moved) {
+        float* f = memory.floats() + i * acts.ldf;
+        if (norm) norm.apply(kernels, row, f);
+        else memcpy(f, row, (size_t)k * 4);
+        row = f;
+      }
+      if (forms & ~PI_FORM_F32) {
+        const PiActs to = pi_acts_from(&acts, i, 0);
+        kernels->forms(row, k, forms, &to);
+      }
     }
-    if (forms & ~PI_FORM_F32) {
-      const PiActs to = pi_acts_from(&acts, i, 0);
-      kernels->forms(row, k, forms, &to);
-    }
-  }
+  };
+  if (!alone) pool->phase(rows.tokens, 1, prepare_rows);
+  else if (!pool->behind()) prepare_rows(0, rows.tokens);
   if (!moved) {
     acts.f = rows.data;
     acts.ldf = rows.ld;
   }
   own.acts = acts;
-  if (!alone) pool->barrier();
   return &own.acts;
 }
 
@@ -163,8 +168,26 @@ void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t
   linear(thread, w, to.bias, acts, to.out, to.ld, tokens, to.add, mine.p0, mine.p1);
 }
 
-void Workspace::dealt_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
-  if (!deals(tokens, w)) return product(thread, w, acts, tokens, to);
-  pool->deal(w.panels, DEALT,
-             [&](int64_t p0, int64_t p1) { linear(thread, w, to.bias, acts, to.out, to.ld, tokens, to.add, p0, p1); });
+void Workspace::finish_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
+  if (!w.data) {
+    product(thread, w, acts, tokens, to);
+    return pool->barrier();
+  }
+  const bool dealt = deals(tokens, w);
+  pool->phase(
+      w.panels, dealt ? DEALT : 1, tokens * PI_LANES,
+      [&](int64_t p0, int64_t p1, float* aside) {
+        float* out = to.out;
+        const int64_t n = (p1 - p0) * PI_LANES, ld = aside ? n : to.ld;
+        if (aside) {
+          if (to.add) copy_rows(to.out + p0 * PI_LANES, to.ld, aside, n, n, tokens);
+          out = aside - p0 * PI_LANES;
+        }
+        linear(thread, w, to.bias, acts, out, ld, tokens, to.add, p0, p1);
+      },
+      [&](int64_t p0, int64_t p1, const float* aside) {
+        const int64_t n = (p1 - p0) * PI_LANES;
+        if (aside) copy_rows(aside, n, to.out + p0 * PI_LANES, to.ld, n, tokens);
+      },
+      dealt);
 }

@@ -52,6 +52,8 @@ struct Columns {
   int64_t lanes() const { return (p1 - p0) * PI_LANES; }
 };
 
+void copy_rows(const float* from, int64_t from_ld, float* to, int64_t to_ld, int64_t n, int64_t rows);
+
 class NeuronLists;
 
 class Workspace {
@@ -71,7 +73,7 @@ class Workspace {
 
   // The following are called by the threads of a job.
   // Normalises rows and converts them to the requested forms. Few elements: every thread makes its own copy. Many: the
-  // threads divide the work and end with a barrier.
+  // threads divide the work, in a phase.
   const PiActs* prepare(int thread, const Rows& rows, const Norm& norm, int forms);
   // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1). Rows that came from disk are packed into
   // panels, a few at a time, as they are multiplied.
@@ -80,10 +82,10 @@ class Workspace {
   // Panels that stay (`OnDisk::panels`) could lie over rows that another thread has yet to read: such ones wait. After a
   // barrier each thread puts its own into their places.
   void settle(int thread);
+  // w . acts, as a phase.
+  void finish_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   // This thread's panels of w . acts.
   void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
-  // The same of panels that threads take as they are free (`Pool::deal`), where `deals` says so.
-  void dealt_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   // Whether products with a number of like matrices, `tokens` in all, are dealt out: from 2^29 multiplications on, which
   // take milliseconds, and where every thread has many panels. Small parts would wait for weights and activations that
   // are in no cache, and with few tokens all wait for the memory. Rows on disk are packed by who reads them.
