@@ -23,9 +23,13 @@ def test_the_values_of_every_type(kind: str, per_row: int) -> None:
     """To the bit; where a type becomes F16, within its rounding. 37 rows do not fill the last panel."""
     about = block_type(kind)
     rows, k = 37, max(per_row * about.block, 32 * per_row)
-    data = stored(kind, rows, k, np.random.default_rng(5))
+    rng, factors = np.random.default_rng(5), None
+    data = stored(kind, rows, k, rng)
     wanted = dequantize(data.reshape(rows, -1), kind)
-    matrix = _native.pack_matrix(_native.Pool(2), _native.Arena(), kind, rows, k, data)
+    if kind == "NVFP4":  # of rows, beside their blocks
+        factors = rng.uniform(0.5, 2, rows).astype(np.float32)
+        wanted = wanted * factors[:, None]
+    matrix = _native.pack_matrix(_native.Pool(2), _native.Arena(), kind, rows, k, data, None, factors)
     panels = matrix.panels
     assert panels is not None and panels.nbytes == matrix.nbytes and not panels.flags.writeable
     there = torch.from_numpy(panels.copy()).to(torch_device())

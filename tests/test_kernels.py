@@ -243,6 +243,12 @@ def test_rows_are_looked_up_exactly(type_name: str) -> None:
 
 
 @every_type
+def test_panels_are_hardly_larger_than_what_a_file_has(type_name: str) -> None:
+    k = 2048
+    assert 1 <= _native.panel_bytes(type_name, k) / (16 * block_type(type_name).row_bytes(k)) <= 1.04
+
+
+@every_type
 def test_packed_rows_follow_their_map(type_name: str) -> None:
     rng = np.random.default_rng(6)
     data, x = stored(type_name, 20, 256, rng), rng.standard_normal((3, 256)).astype(np.float32)

@@ -31,11 +31,13 @@ from model_files import (
 )
 
 from benchmarks.models.gguf_writer import U32
-from powerinfer.config import ModelConfig
+from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.devices.batch import Batch
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.quant import dequantize, nvfp4_as_q8_0, quantize
+from powerinfer.models import load
 
 WINDOW = {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]}
 
@@ -257,6 +259,26 @@ def check_scaled(checkpoint: Any, stored: Scaled, names: dict[str, str]) -> None
             assert checkpoint.resting(f"layers.{layer}.{name}") is None  # the factors lie elsewhere
     with pytest.raises(ModelError, match="is not stored as it is used"):
         checkpoint.places(f"layers.0.{next(iter(names))}")
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_models_of_nvfp4_compute_with_the_factors(experts: int, tmp_path: Path) -> None:
+    """As one of the same values in F32 does, but for the activations, which are rounded to 8 bits."""
+    builder, same = sized_for_nvfp4(experts), sized_for_nvfp4(experts)
+    stored = with_nvfp4(builder)
+    for tensor in same.tensors:
+        blocks, factors = stored.get(tensor.name.removesuffix(".weight"), (None, None))
+        if blocks is not None and factors is not None:
+            values = dequantize(blocks.reshape(-1, blocks.shape[-1]), "NVFP4")
+            tensor.data = (values * np.repeat(factors, len(values) // len(factors))[:, None]).tobytes()
+    found = []
+    for name, one in (("nvfp4", builder), ("f32", same)):
+        executor = load(open_checkpoint(one.write(tmp_path / f"{name}.gguf")), EngineConfig(threads=2, context=64))
+        tokens, rows = np.arange(20, dtype=np.int32) % executor.vocab_size, np.arange(20, dtype=np.int32)
+        pages = np.arange(executor.n_pages, dtype=np.int32)[None]
+        found.append(executor.forward(Batch(tokens, rows, np.zeros_like(rows), pages, rows)).copy())
+    errors = np.sqrt(np.square(found[0] - found[1]).mean(1) / np.square(found[1]).mean(1))
+    assert 0 < np.quantile(errors, 0.9) < 0.02
 
 
 def sized_for_nvfp4(experts: int) -> Builder:

@@ -215,7 +215,7 @@ struct Acts {
     }
     // Null where the form was not asked for.
     const auto data = [](auto& v) { return v.empty() ? nullptr : v.data(); };
-    rows = {f.data(), data(b), data(q), data(d), data(sd), data(s), k, k, ldb};
+    rows = {f.data(), data(b), data(q), data(d), data(sd), data(s), nullptr, k, k, ldb};
     for (int64_t t = 0; t < tokens; t++) {
       const PiActs to = from(t);
       kernels->forms(to.f, k, forms, &to);

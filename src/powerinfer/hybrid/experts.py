@@ -236,7 +236,7 @@ class HybridExperts(HybridTerms):
             self._inner = gpu.upload(inner, device)
             rows = outer.rows()[n * self.config.size :]
             selects = settings.threshold, RawTensor(outer.type, (1, size, outer.shape[1]), rows.reshape(-1))
-        stacked = [RawTensor(one.type, (1, *one.shape), one.gathered().data) for one in shared]
+        stacked = [replace(one.gathered(), shape=(1, *one.shape)) for one in shared]
         config = replace(self.config, n_experts=1, size=size)
         self._shared_part = gpu_experts.resident(stacked, np.zeros(1, np.int32), config, device, (), True, selects)
         # The place, and the weight, of a token's only one.

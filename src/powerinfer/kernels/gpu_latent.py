@@ -7,21 +7,23 @@ What belongs to heads is head by head, [heads, T, ...], so that each head's rows
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import LatentAttentionConfig
-from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import FEW, PAGE, Cached, Contexts, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.formats.tensors import RawTensor
+
 
 def upload(tensor: RawTensor, device: Any) -> Weight:
     """The matrices of all heads, [heads, out, in], one below the other on a torch device; raises as `gpu.upload`."""
     heads, rows, k = tensor.shape
-    return gpu.upload(RawTensor(tensor.type, (heads * rows, k), tensor.gathered().data), device)
+    return gpu.upload(replace(tensor.gathered(), shape=(heads * rows, k)), device)
 
 
 def per_head(w: Weight, x: Tensor, by_token: bool = False) -> Tensor:

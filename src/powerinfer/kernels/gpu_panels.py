@@ -65,7 +65,7 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "MXFP4":
         return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
     if kind in ("TQ1_0", "TQ2_0"):
-        ternary = (_two_bits(codes) if kind == "TQ2_0" else _digits(codes)).view(rows, -1, 32) - 1
+        ternary = (_two_bits(codes) if kind == "TQ2_0" else _digits(codes)).reshape(rows, -1, 32) - 1
         return Weight("Q4_0", rows, k, (ternary[..., :16] & 15 | ternary[..., 16:] << 4).view(rows, -1),
                       _scales(meta).expand(-1, -1, 8).reshape(rows, -1))  # fmt: skip
     if kind == "Q2_K":
