@@ -169,7 +169,8 @@ class HybridExperts(HybridTerms):
         self._latents = (around[0], around[1]) if around else None
         self._shared: tuple[Matrices, Matrices] | None = None
         self._shared_part: Experts | None = None  # the same, where its neurons are told apart
-        if weights.shared and not self._skips(cpu, weights.shared[-1].type, self.config.shared_size):
+        scaled = any(one.scales is not None for one in weights.shared)  # beside its blocks
+        if weights.shared and (scaled or not self._skips(cpu, weights.shared[-1].type, self.config.shared_size)):
             *first, down = (StoredMatrix(tensor, None) for tensor in weights.shared)
             inputs, output = Matrices(first, [None] * len(first), device), Matrices([down], [None], device)
             self._shared = inputs, output
