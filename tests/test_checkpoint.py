@@ -700,7 +700,7 @@ CONFIG_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing named": ({"architectures": ..., "model_type": ...}, "architectures is 'None'"),
     "class and type differ": ({"model_type": "qwen2"}, "does not go with LlamaForCausalLM"),
     "own code": ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "never run"),
-    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config has the quant_method 'hqq'"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "activation of another type": ({"hidden_act": 3}, "hidden_act is '3', not a text"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),

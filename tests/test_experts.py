@@ -534,7 +534,7 @@ MINIMAX = {  # of the published config.json, what is read
         ({"qk_norm_type": "per_head"}, "qk_norm_type"),
         ({"shared_intermediate_size": 8}, "shared_intermediate_size"),
         ({"rotary_dim": 129}, "rotary_dim is '129'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "GGUF is"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "GGUF files are"),
     ],
 )
 def test_settings_of_minimax_that_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ EXPERTS = "model.layers.0.mlp.experts."
             "has type F32, not U8",
         ),
         (lambda t, c: t.pop("model.layers.0.self_attn.sinks"), "self_attn.sinks.weight is missing"),
-        (lambda t, c: c["quantization_config"].update(quant_method="fp8"), "quantised Hugging Face folders"),
+        (lambda t, c: c["quantization_config"].update(quant_method="fp8"), "'fp8', not 'mxfp4'"),
         (lambda t, c: c.update(swiglu_limit=5.0), "swiglu_limit"),
         (lambda t, c: (c.pop("rope_scaling"), c.pop("rope_theta")), "rope_parameters is missing"),
         (lambda t, c: c.update(num_experts_per_tok=7), "num_experts_per_tok"),

@@ -223,7 +223,7 @@ class Checkpoint:
             return None
         n = tensor.shape[0]
         if isinstance(tensor, StackedTensor):
-            matrices = [part.data for part in tensor.parts if part.data.ndim == 1]
+            matrices = [part.data for part in tensor.parts if isinstance(part, RawTensor) and part.data.ndim == 1]
         else:
             matrices = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data)
         places = tuple(place for data in matrices if (place := self._placed(data)) is not None)
@@ -379,7 +379,8 @@ def _transposed_type(tensor: StoredTensor) -> str:
 
 def _fallback(name: str, tensor: StoredTensor) -> str:
     """The type to convert to when no kernel takes the tensor as it is, else its own."""
-    if name in ("embed", "positions") and isinstance(tensor, RawTensor) and tensor.scales is not None:
+    scaled = not isinstance(tensor, StackedTensor) and tensor.scales is not None
+    if name in ("embed", "positions") and scaled:
         return "Q8_0"  # rows are looked up as files have them, without factors beside
     if len(tensor.shape) == 1:
         return tensor.type if tensor.type in FLOAT_TYPES else "F32"

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 from powerinfer.config import ACTIVATIONS, AttentionConfig, FfnKind, ModelConfig, RouterConfig
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.source import Fused, Names
-from powerinfer.formats.tensors import MadeTensor, RawTensor
+from powerinfer.formats.source import Fused, Names, SingleTensor
+from powerinfer.formats.tensors import MadeTensor
 
-Tensors: TypeAlias = dict[str, RawTensor]
+Tensors: TypeAlias = dict[str, SingleTensor]
 """Tensors under the names of a file."""
 
 LLAMA_NAMES = Names(
@@ -123,7 +123,7 @@ class Folder:
     norms: str = "pre"
     norm: str = "rms"
     names: Names = LLAMA_NAMES
-    find_names: Callable[[ModelConfig, Mapping[str, RawTensor]], Names] | None = None
+    find_names: Callable[[ModelConfig, Mapping[str, SingleTensor]], Names] | None = None
     fused: Sequence[Fused] | Callable[[ModelConfig, Names], Sequence[Fused]] = ()
     rename: Callable[[Tensors], list[str]] | None = None
     make: Callable[[ModelConfig, Tensors, str], dict[str, MadeTensor]] | None = None

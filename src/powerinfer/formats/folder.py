@@ -14,11 +14,21 @@ from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.families import FOLDERS
-from powerinfer.formats.folder_config import read_config
+from powerinfer.formats.family import Tensors
+from powerinfer.formats.folder_config import quantisation, read_config
+from powerinfer.formats.folder_quantised import unpack
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
-from powerinfer.formats.source import Fused, Names, Source, collect, drop_head_predictor, predictor_shapes
+from powerinfer.formats.source import (
+    Fused,
+    Names,
+    SingleTensor,
+    Source,
+    collect,
+    drop_head_predictor,
+    predictor_shapes,
+)
 from powerinfer.formats.tensors import MadeTensor, RawTensor, StoredTensor
 
 THRESHOLDS = (".threshold", ".product_threshold")
@@ -26,7 +36,7 @@ THRESHOLDS = (".threshold", ".product_threshold")
 _MAX_SHARDS = 1 << 12
 
 
-def file_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+def file_names(config: ModelConfig, stored: Mapping[str, SingleTensor]) -> Names:
     """Spelling of canonical names in this folder."""
     family = FOLDERS[config.architecture]
     return family.names if family.find_names is None else family.find_names(config, stored)
@@ -45,8 +55,11 @@ def open_folder(folder: Path) -> Source:
     unread: list[str] = []
     config = read_config(metadata, folder, notes, unread)
     layout.check(config, str(folder / "config.json"))
-    stored, files = _read_weights(folder)
-    stored = {name: tensor for name, tensor in stored.items() if not _is_buffer(name)}
+    in_files, files = _read_weights(folder)
+    stored: Tensors = {name: tensor for name, tensor in in_files.items() if not _is_buffer(name)}
+    settings = quantisation(metadata)
+    if settings is not None:
+        notes += unpack(stored, settings, str(folder))
     family = FOLDERS[config.architecture]
     made_tensors: dict[str, MadeTensor] = {}
     if family.make is not None:
@@ -79,8 +92,8 @@ def open_folder(folder: Path) -> Source:
 
 
 def _expert_tensors(
-    config: ModelConfig, metadata: dict[str, Any], stored: dict[str, RawTensor]
-) -> Iterator[tuple[str, RawTensor]]:
+    config: ModelConfig, metadata: dict[str, Any], stored: Tensors
+) -> Iterator[tuple[str, SingleTensor]]:
     """The tensors with the names of other layers; without those of layers that only predict further tokens,
     which follow the model's own (GLM-4.5)."""
     further = metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers")
@@ -96,8 +109,8 @@ def _expert_tensors(
 
 
 def _with_thresholds(
-    config: ModelConfig, stored: dict[str, RawTensor], folder: Path
-) -> tuple[ModelConfig, dict[str, RawTensor]]:
+    config: ModelConfig, stored: Tensors, folder: Path
+) -> tuple[ModelConfig, Tensors]:
     """The configuration, with the product thresholds that only tensors show, and the tensors, with the names of others
     for the thresholds of neurons; ModelError where config.json says otherwise than the tensors."""
     of_activations, of_products = ([name for name in stored if name.endswith(end)] for end in THRESHOLDS)
@@ -132,7 +145,7 @@ def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile])
 
 
 def _with_stored_head(
-    config: ModelConfig, stored: dict[str, RawTensor], files: list[MappedFile], names: Names, notes: list[str]
+    config: ModelConfig, stored: Tensors, files: list[MappedFile], names: Names, notes: list[str]
 ) -> ModelConfig:
     """Some folders keep a copy of the tied embedding as the head; it goes if it really is one, and else is the head, as
     in `transformers`."""
@@ -141,11 +154,18 @@ def _with_stored_head(
         return config
     for file in files:
         file.check()
-    if (head.type, head.shape) == (embed.type, embed.shape) and np.array_equal(head.data, embed.data):
+    if _equal(head, embed):
         del stored[names("head")]
         return config
     notes.append("config.json ties lm_head to the embedding, but the two tensors differ: each is used as it is stored")
     return replace(config, tied_embeddings=False)
+
+
+def _equal(first: SingleTensor, other: SingleTensor) -> bool:
+    """Whether two tensors are the same as they are stored. One that is made is quantised, which the other is not."""
+    if not isinstance(first, RawTensor) or not isinstance(other, RawTensor):
+        return False
+    return (first.type, first.shape) == (other.type, other.shape) and np.array_equal(first.data, other.data)
 
 
 _BUFFERS = (

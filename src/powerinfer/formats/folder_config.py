@@ -17,7 +17,9 @@ from powerinfer.formats.families import CLASSES, FOLDERS
 from powerinfer.formats.family import Folder
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_keys import check_others, not_read
+from powerinfer.formats.folder_modules import Settings
 from powerinfer.formats.folder_parts import read_plain
+from powerinfer.formats.folder_quantised import problem
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import printable
 
@@ -117,12 +119,26 @@ def _family(fields: Fields) -> Folder:
 
 
 def _check_quantisation(fields: Fields, model_type: Any) -> None:
-    """ModelError for a quantised folder, unless the family has experts of that kind (gpt-oss in MXFP4)."""
+    """ModelError for a folder that is quantised in a way that is not read."""
     settings: Any = fields.get("quantization_config", None)
     family = FOLDERS.get(model_type) if type(model_type) is str else None
     method = settings.get("quant_method") if type(settings) is dict else None
-    if settings is not None and (family is None or not family.quantisation or method != family.quantisation):
-        raise fields.bad("quantization_config", "is set: quantised Hugging Face folders are not supported, GGUF is")
+    if settings is None or (family is not None and family.quantisation and method == family.quantisation):
+        return
+    if family is not None and family.quantisation:
+        raise fields.bad("quantization_config", f"has the quant_method {shown(method)}, not {family.quantisation!r}")
+    strange = problem(settings)
+    if strange is not None:
+        raise fields.bad("quantization_config", strange)
+
+
+def quantisation(metadata: dict[str, Any]) -> Settings | None:
+    """The `quantization_config` of a checked config.json, None where there is none, or its family itself reads what it
+    says."""
+    metadata = _text_part(metadata)
+    settings: Settings | None = metadata.get("quantization_config")
+    family = FOLDERS.get(metadata.get("model_type", ""))
+    return settings if family is None or not family.quantisation else None
 
 
 def _replaced(code: Any, name: str | None) -> bool:

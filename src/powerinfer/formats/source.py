@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from powerinfer.config import ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.quant import block_type, can_dequantize
-from powerinfer.formats.tensors import RawTensor, StackedTensor, StoredTensor
+from powerinfer.formats.tensors import MadeTensor, RawTensor, StackedTensor, StoredTensor
 from powerinfer.formats.weight_types import FLOAT_TYPES
+
+Tensor = TypeVar("Tensor")
+SingleTensor: TypeAlias = RawTensor | MadeTensor
+"""A tensor under one name of a file."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,17 @@ class Fused:
     groups: int = 1
     flat: bool = False
 
-    def cut(self, part: str, tensor: RawTensor, rows: Sequence[int]) -> RawTensor:
-        """The rows of a part, a matrix, matrices or a bias: a view, with one run of bytes for each group.
+    def cut(self, part: str, tensor: SingleTensor, rows: Sequence[int]) -> SingleTensor:
+        """The rows of a part, a matrix, matrices or a bias: a view, with one run of bytes for each group; of a tensor
+        that is made, one that is made of as much.
 
         rows: of each part, those of all groups.
         """
         at = self.parts.index(part)
-        row_bytes = tensor.data.nbytes // sum(rows)
+        row_bytes = tensor.nbytes // sum(rows)
         first, count = (n // self.groups * row_bytes for n in (sum(rows[:at]), rows[at]))
+        if isinstance(tensor, MadeTensor):
+            return replace(tensor.runs(self.groups, first, count), shape=_rows_as(tensor.shape, rows[at]))
         runs = tensor.data.reshape(self.groups, -1)[:, first : first + count]
         shape = _rows_as(tensor.shape, rows[at])
         return replace(tensor, shape=shape, data=runs[0] if self.groups == 1 else runs)
@@ -92,7 +99,7 @@ def _rows_as(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 
 def predictor_shapes(
-    config: ModelConfig, stored: dict[str, RawTensor], names: Names
+    config: ModelConfig, stored: Mapping[str, SingleTensor], names: Names
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(canonical name, shape) of each layer's predictor, of the rank that the file gives it."""
     for layer in range(config.n_layers):
@@ -104,7 +111,7 @@ def predictor_shapes(
 
 def collect(
     config: ModelConfig,
-    stored: dict[str, RawTensor],
+    stored: Mapping[str, SingleTensor],
     names: Names,
     source: str,
     extra: Iterable[tuple[str, tuple[int, ...]]] = (),
@@ -148,13 +155,13 @@ def collect(
 
 
 def _part(
-    stored: dict[str, RawTensor],
+    stored: Mapping[str, SingleTensor],
     name: str,
     fused: Fused,
     canonical: str,
     shapes: Mapping[str, tuple[int, ...]],
     source: str,
-) -> RawTensor:
+) -> SingleTensor:
     """One of several matrices in the tensor `name`, or of their biases. shapes: by canonical name."""
     layer, _, inner = canonical.rpartition(".")
     part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
@@ -170,7 +177,7 @@ ONLY_TEXT = "only text is read: the part for pictures is left out"
 NO_MTP = "the layers that predict further tokens (MTP) are left out"
 
 
-def drop_head_predictor(stored: dict[str, RawTensor]) -> tuple[dict[str, RawTensor], list[str]]:
+def drop_head_predictor(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors without the predictor of the head that SmallThinker's files may have, and a line that says so."""
     rest = {name: tensor for name, tensor in stored.items() if "lm_head_profiler" not in name}
     return rest, ["the file's predictor of the head is not used"] * (len(rest) < len(stored))
@@ -184,7 +191,7 @@ def _as_stored(canonical: str, shape: tuple[int, ...], names: Names) -> tuple[st
     return rows, (*shape[:-2], shape[-1], shape[-2])
 
 
-def _checked(stored: dict[str, RawTensor], name: str, shape: tuple[int, ...], source: str) -> RawTensor:
+def _checked(stored: Mapping[str, SingleTensor], name: str, shape: tuple[int, ...], source: str) -> SingleTensor:
     """The tensor of that name in the file; ModelError if it is missing, or has another shape or an unknown type.
 
     Dimensions of one count for nothing: writers add them to vectors, and leave them out.
@@ -209,7 +216,7 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dim for dim in shape if dim != 1)
 
 
-def _stacked(parts: list[RawTensor], name: str, source: str) -> StackedTensor:
+def _stacked(parts: list[SingleTensor], name: str, source: str) -> StackedTensor:
     types = {part.type for part in parts}
     if len(types) > 1:
         raise ModelError(

@@ -94,11 +94,54 @@ def float32_tensor(values: Float32) -> RawTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that a file has in another order, as a checkpoint asks for it: made of `sources` by each `gathered`.
+
+    make: their data, uint8 1-D each, to that of the tensor. scales: as of a `RawTensor`.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    sources: tuple[RawTensor, ...]
+    make: Callable[..., Bytes]
+    scales: Float32 | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * block_type(self.type).row_bytes(self.shape[-1])
+
+    def gathered(self) -> RawTensor:
+        """Made anew, a copy."""
+        data = self.make(*(one.gathered().data for one in self.sources))
+        return RawTensor(self.type, self.shape, data, self.scales)
+
+    def runs(self, count: int, first: int, nbytes: int) -> MadeTensor:
+        """`nbytes` bytes from `first` on of each of `count` parts of the data, as another tensor's; with this one's
+        shape."""
+
+        def make(*sources: Bytes) -> Bytes:
+            parts = self.make(*sources).reshape(count, -1)
+            return np.ascontiguousarray(parts[:, first : first + nbytes]).reshape(-1)
+
+        return replace(self, make=make)
+
+    def samples(self) -> Iterator[bytes]:
+        for source in self.sources:
+            yield from source.samples()
+        if self.scales is not None:
+            yield self.scales.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
 class StackedTensor:
     """Tensors of one type and shape, stored apart, as one with a first dimension more: what a checkpoint asks of a
     stored tensor. `gathered` gives a `RawTensor`."""
 
-    parts: tuple[RawTensor, ...]
+    parts: tuple[RawTensor | MadeTensor, ...]
 
     @property
     def type(self) -> str:
@@ -118,40 +161,19 @@ class StackedTensor:
 
     def gathered(self) -> RawTensor:
         """All of it in one array, a copy."""
-        return RawTensor(self.type, self.shape, np.concatenate([part.gathered().data for part in self.parts]))
+        nbytes = self.nbytes // len(self.parts)
+        data = np.empty(self.nbytes, np.uint8)
+        scales = None if self.parts[0].scales is None else np.ones(len(self.parts), np.float32)
+        for number, part in enumerate(self.parts):
+            tensor = part.gathered()
+            data[number * nbytes : (number + 1) * nbytes] = tensor.data
+            if scales is not None and tensor.scales is not None:
+                scales[number] = tensor.scales[0]
+        return RawTensor(self.type, self.shape, data, scales)
 
     def samples(self) -> Iterator[bytes]:
         for part in (self.parts[0], self.parts[len(self.parts) // 2], self.parts[-1]):
             yield from part.samples()
-
-
-@dataclass(frozen=True, slots=True)
-class MadeTensor:
-    """A tensor that a file has in another order, as a checkpoint asks for it: made of `sources` by each `gathered`.
-
-    make: their data, uint8 1-D each, to that of the tensor.
-    """
-
-    type: str
-    shape: tuple[int, ...]
-    sources: tuple[RawTensor, ...]
-    make: Callable[..., Bytes]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape[:-1]) * block_type(self.type).row_bytes(self.shape[-1])
-
-    def gathered(self) -> RawTensor:
-        """Made anew, a copy."""
-        return RawTensor(self.type, self.shape, self.make(*(one.gathered().data for one in self.sources)))
-
-    def samples(self) -> Iterator[bytes]:
-        for source in self.sources:
-            yield from source.samples()
 
 
 StoredTensor = RawTensor | StackedTensor | MadeTensor
@@ -202,27 +224,36 @@ def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> R
     cols = tensor.shape[-1]
     kind = block_type(type_name)
     out = np.empty((len(rows), kind.row_bytes(cols)), np.uint8)
-    step = max(1, _PIECE // cols)
     scales = tensor.row_scales()
 
-    def piece(start: int) -> int:
-        end = min(start + step, len(rows))
+    def piece(start: int, end: int) -> None:
         if (tensor.type, type_name) == ("NVFP4", "Q8_0"):
             out[start:end] = nvfp4_as_q8_0(rows[start:end], None if scales is None else scales[start:end, None])
         else:
             out[start:end] = quantize(tensor.values(start, end), type_name)
-        return (end - start) * cols
 
-    starts = range(0, len(rows), step)
-    if len(starts) == 1:
-        tick(piece(0))
+    for done in map_pieces(len(rows), cols, piece):
+        tick((done.stop - done.start) * cols)
+    return RawTensor(type_name, tensor.shape, out.reshape(-1))
+
+
+def map_pieces(rows: int, cols: int, work: Callable[[int, int], None]) -> Iterator[range]:
+    """Pieces of the rows, once `work`, which threads do at the same time, has done them: it gets the first row and the
+    end."""
+    step = max(1, _PIECE // cols)
+    pieces = [range(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def done(piece: range) -> range:
+        work(piece.start, piece.stop)
+        return piece
+
+    if len(pieces) == 1:
+        yield done(pieces[0])
     else:
         from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(min(len(starts), 8, usable_cores()[0])) as pool:
-            for done in pool.map(piece, starts):
-                tick(done)
-    return RawTensor(type_name, tensor.shape, out.reshape(-1))
+        with ThreadPoolExecutor(min(len(pieces), 8, usable_cores()[0])) as pool:
+            yield from pool.map(done, pieces)
 
 
 def transpose(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:

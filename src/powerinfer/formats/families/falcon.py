@@ -11,8 +11,7 @@ from powerinfer.formats.family import PLAIN, Folder, Gguf
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import read_activation, read_heads
 from powerinfer.formats.folder_rope import read_rope
-from powerinfer.formats.source import Fused, Names
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.source import Fused, Names, SingleTensor
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -57,7 +56,7 @@ _NAMES = Names(
 _TWO_NORMS = _NAMES.extended({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"})
 
 
-def _find_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+def _find_names(config: ModelConfig, stored: Mapping[str, SingleTensor]) -> Names:
     return _TWO_NORMS if config.layers[0].parallel and not config.layers[0].shared_norm else _NAMES
 
 

@@ -78,6 +78,7 @@ class _PackedExperts:
             tensor = stored.pop(name + end, None)
             if tensor is None:
                 raise ModelError(f"{source}: tensor {name}{end} is missing")
+            assert isinstance(tensor, RawTensor)
             return tensor
 
         self._source = f"{source}: tensor {name}"

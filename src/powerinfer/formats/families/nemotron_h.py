@@ -22,8 +22,7 @@ from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_mamba import MAMBA_NAMES, fuse_mamba, read_mamba, rename_mamba
 from powerinfer.formats.folder_parts import read_experts, read_ffn
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import NO_MTP, Names
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.source import NO_MTP, Names, SingleTensor
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _TYPES = {
@@ -142,7 +141,7 @@ _NAMES = Names(
 )
 
 
-def _find_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+def _find_names(config: ModelConfig, stored: Mapping[str, SingleTensor]) -> Names:
     if any(name.endswith(".mixer.experts.up_proj.weight") for name in stored):
         return _NAMES.extended({f"experts_{part}": f"mixer.experts.{part}_proj" for part in ("up", "down")})
     return _NAMES

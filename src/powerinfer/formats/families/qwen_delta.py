@@ -30,8 +30,7 @@ from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import add_layers, read_ffn, read_heads, read_layer_types, read_qwen_experts
 from powerinfer.formats.folder_rope import GLOBAL, read_rope
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import ONLY_TEXT, Fused, Names
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.source import ONLY_TEXT, Fused, Names, SingleTensor
 
 _LINEAR = "linear_attention"
 
@@ -106,7 +105,7 @@ _NEXT_NAMES = _NAMES.extended(
 )
 
 
-def _find_names(config: ModelConfig, stored: Mapping[str, RawTensor]) -> Names:
+def _find_names(config: ModelConfig, stored: Mapping[str, SingleTensor]) -> Names:
     return _EXPERTS_TOGETHER if "model.layers.0.mlp.experts.down_proj.weight" in stored else _NAMES
 
 

@@ -1,0 +1,94 @@
+"""Quantised Hugging Face folders: the tensors of each quantised matrix become one tensor, in a type that kernels take.
+
+Which way a matrix is stored follows from its tensors; `quantization_config` says what they do not show. Only headers
+are read, and single small numbers: a matrix is made when it is taken, rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from powerinfer.formats.family import Tensors
+from powerinfer.formats.folder_modules import Module, Settings
+from powerinfer.formats.fp8_weights import read_fp8
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.source import SingleTensor
+from powerinfer.formats.tensors import MadeTensor
+
+Reader = Callable[[Module, Settings], MadeTensor]
+
+_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+"""The ends of the names of scales by which others round activations and caches, which are not rounded so here."""
+
+
+def _problem_of_compressed(settings: Settings) -> str | None:
+    formats = {"float-quantized", "naive-quantized"}
+    stated = settings.get("format")
+    if stated not in formats:
+        return f"has the format {shown(stated)}, which is not read (only {', '.join(sorted(formats))})"
+    sparsity = settings.get("sparsity_config")
+    if type(sparsity) is dict and sparsity.get("format") not in (None, "dense"):
+        return f"has a sparsity_config of format {shown(sparsity['format'])}, which is not read"
+    return "has a transform_config, which is not computed" if settings.get("transform_config") else None
+
+
+def _problem_of_modelopt(settings: Settings) -> str | None:
+    stated = settings.get("quant_algo")
+    return None if stated == "FP8" else f"has the quant_algo {shown(stated)}, which is not read (only FP8)"
+
+
+_METHODS: Mapping[str, Callable[[Settings], str | None]] = {
+    "compressed-tensors": _problem_of_compressed,
+    "fbgemm_fp8": lambda settings: None,
+    "fp8": lambda settings: None,
+    "modelopt": _problem_of_modelopt,
+}
+"""The part of the settings of each `quant_method` that is not read; None: all is."""
+
+
+def problem(settings: Any) -> str | None:
+    """The fault of a `quantization_config`, behind its name; None where folders with it are read."""
+    method = settings.get("quant_method") if type(settings) is dict else None
+    if type(method) is not str or method not in _METHODS:
+        names = ", ".join(sorted(_METHODS))
+        return f"has the quant_method {shown(method)}, which is not read in folders (only {names}); GGUF files are"
+    return _METHODS[method](settings)
+
+
+def unpack(stored: Tensors, settings: Settings, source: str) -> list[str]:
+    """Replaces the tensors of quantised matrices by `MadeTensor`s, as `NAME.weight`. Returns lines for the user.
+
+    ModelError if the tensors do not go together.
+    """
+    matrices: dict[tuple[str, str], list[MadeTensor]] = defaultdict(list)
+    for name in list(stored):
+        tensor = stored.get(name)
+        reader = None if tensor is None else _reader(name, tensor)
+        if reader is None:
+            continue
+        module = Module(stored, name.rpartition(".")[0], source)
+        label, read = reader
+        matrix = read(module, settings)
+        stored[f"{module.name}.weight"] = matrix
+        matrices[label, matrix.type].append(matrix)
+    for name in [name for name in stored if name.endswith(_OF_ACTIVATIONS)]:
+        del stored[name]
+    return [_note(label, type_name, several) for (label, type_name), several in sorted(matrices.items())]
+
+
+def _reader(name: str, tensor: SingleTensor) -> tuple[str, Reader] | None:
+    """(kind of matrix, its reader), of the tensor that holds the codes of one; None of others."""
+    match name.rpartition(".")[2], tensor.type:
+        case "weight", "F8_E4M3":
+            return "FP8", read_fp8
+    return None
+
+
+def _note(label: str, type_name: str, matrices: list[MadeTensor]) -> str:
+    before = sum(source.nbytes for matrix in matrices for source in matrix.sources)
+    factor = sum(matrix.nbytes for matrix in matrices) / before
+    grows = f", which takes {factor:.1f} times the memory" if factor > 1.05 else ""
+    smaller = "; --quantize q8_0 takes half of that" if type_name == "F16" else ""
+    return f"{len(matrices)} {label} matrices are computed in {type_name}{grows}{smaller}"

@@ -1,0 +1,222 @@
+"""Quantised Hugging Face folders: every matrix has the values that its codes and scales say, and what does not go
+together is refused.
+
+Each way of storing is written here by a packer of its own, element by element as its definition has it, which also
+gives the values in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_files import as_stored, hf_name, safetensors_bytes, tiny_config, weights
+
+from powerinfer.errors import ModelError
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+
+Stored = dict[str, tuple[str, tuple[int, ...], bytes]]
+Packed = tuple[Stored, np.ndarray]
+"""The tensors of a module by the ends of their names, and the values in float64."""
+Packer = Callable[[np.random.Generator, int, int], Packed]
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def folder(path: Path, packer: Packer, settings: dict[str, Any], change: Callable[[Stored], Any] | None = None) -> Path:
+    """A llama all of whose linear layers are packed; `expected.npz` beside it has their values."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(tiny_config() | {"quantization_config": settings}))
+    rng = np.random.default_rng(8)
+    stored: Stored = {}
+    expected = {}
+    for name, values in weights("llama").items():
+        if name.rpartition(".")[2] not in PARTS:
+            stored |= as_stored({name: values})
+            continue
+        tensors, expected[name] = packer(rng, *values.shape)
+        module = hf_name(name).removesuffix(".weight")
+        stored |= {f"{module}.{end}": tensor for end, tensor in tensors.items()}
+    if change is not None:
+        change(stored)
+    (path / "model.safetensors").write_bytes(safetensors_bytes(stored))
+    np.savez(path / "expected.npz", **expected)
+    return path
+
+
+def errors(path: Path, type_name: str) -> tuple[float, float]:
+    """(largest, root of the mean square) difference of the matrices from their values, as a part of the largest weight
+    and of their mean square. All must be of that type."""
+    checkpoint: Checkpoint = open_checkpoint(path)
+    largest, squares = 0.0, []
+    for name, exact in np.load(path / "expected.npz").items():
+        tensor = checkpoint.take(name)
+        assert (tensor.type, tensor.shape) == (type_name, exact.shape)
+        difference = tensor.float32().astype(np.float64) - exact
+        largest = max(largest, np.abs(difference).max() / np.abs(exact).max())
+        squares.append(np.square(difference).mean() / np.square(exact).mean())
+    return largest, float(np.sqrt(np.mean(squares)))
+
+
+def tensor(kind: str, values: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    if kind == "BF16":
+        values = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return kind, values.shape, values.tobytes()
+
+
+def float64(stored: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+    """The values of scales."""
+    kind, shape, raw = stored
+    if kind == "BF16":
+        values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif kind == "F8_E8M0":
+        values = 2.0 ** (np.frombuffer(raw, np.uint8).astype(np.float64) - 127)
+    else:
+        values = np.frombuffer(raw, {"F32": np.float32, "F16": np.float16}[kind])
+    return values.astype(np.float64).reshape(shape)
+
+
+def e4m3(code: int) -> float:
+    """By the definition: a sign, 4 bits of exponent, 3 of mantissa."""
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if sign else value
+
+
+E4M3 = np.array([e4m3(code) for code in range(256)])
+
+
+def random_e4m3(rng: np.random.Generator, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of numbers, their values."""
+    codes = rng.integers(0, 127, (rows, cols), np.uint8) | rng.integers(0, 2, (rows, cols), np.uint8) << np.uint8(7)
+    return codes, E4M3[codes]
+
+
+# --- FP8 -------------------------------------------------------------------------------------------------------------
+
+
+def fp8(shape: str, kind: str, end: str) -> Packer:
+    """shape: of scales, "tensor", "channel" or "block" (of 40 x 48, which does not divide the matrices)."""
+
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        codes, values = random_e4m3(rng, rows, cols)
+        size = {"tensor": (1,), "channel": (rows, 1), "block": (-(-rows // 40), -(-cols // 48))}[shape]
+        if kind == "F8_E8M0":
+            scales = tensor(kind, rng.integers(110, 125, size, np.uint8))
+        else:
+            scales = tensor(kind, rng.uniform(1e-4, 1e-2, size).astype(np.float16 if kind == "F16" else np.float32))
+        row, col = np.indices((rows, cols))
+        at = {"tensor": (0 * row,), "channel": (row, 0 * col), "block": (row // 40, col // 48)}[shape]
+        return {"weight": tensor("F8_E4M3", codes), end: scales}, values * float64(scales)[at]
+
+    return pack
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [40, 48], "activation_scheme": "dynamic"}
+CHANNELS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+IN_GROUPS = CHANNELS | {"config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [40, 48]}}}}
+ROUNDED_F16 = 2**-11 + 2**-24
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings"),
+    [
+        (fp8("block", "F32", "weight_scale_inv"), BLOCKS),
+        (fp8("block", "F8_E8M0", "weight_scale_inv"), BLOCKS | {"scale_fmt": "ue8m0"}),
+        (fp8("block", "BF16", "weight_scale"), IN_GROUPS),
+        (fp8("channel", "BF16", "weight_scale"), CHANNELS),
+        (fp8("channel", "F32", "weight_scale"), {"quant_method": "fbgemm_fp8"}),
+        (fp8("tensor", "F32", "weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    ],
+)
+def test_fp8_is_rounded_to_f16(packer: Packer, settings: dict[str, Any], tmp_path: Path) -> None:
+    def add_activations(stored: Stored) -> None:
+        stored["model.layers.0.mlp.up_proj.input_scale"] = tensor("F32", np.ones(1, np.float32))
+
+    path = folder(tmp_path / "model", packer, settings, add_activations)
+    largest, mean = errors(path, "F16")
+    assert largest <= ROUNDED_F16
+    assert mean <= 2.3e-4
+    exact = "ue8m0" in settings.values()
+    assert (mean < 1e-6) == exact, "scales that are powers of two round nothing but the smallest numbers"
+    notes = open_checkpoint(path).notes
+    line = r"14 FP8 matrices are computed in F16, which takes (1.9|2.0) times the memory; --quantize q8_0 takes half .*"
+    assert sum(re.fullmatch(line, note) is not None for note in notes) == 1
+    small = open_checkpoint(path, quantize="q8_0").take("layers.1.down")
+    exact_values = np.load(path / "expected.npz")["layers.1.down"]
+    assert small.type == "Q8_0"
+    assert np.abs(small.float32() - exact_values).max() <= np.abs(exact_values).max() / 220  # its scale is rounded, too
+
+
+def changed(name: str, kind: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Stored], None]:
+    """A tensor of the folder with other contents."""
+
+    def apply(stored: Stored) -> None:
+        _, shape, raw = stored[name]
+        numpy_type = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I64": np.int64}.get(kind, np.uint8)
+        stored[name] = tensor(kind, change(np.frombuffer(raw, numpy_type).reshape(shape).copy()))
+
+    return apply
+
+
+def filled(value: float) -> Callable[[np.ndarray], np.ndarray]:
+    def fill(values: np.ndarray) -> np.ndarray:
+        values.reshape(-1)[3 % values.size] = value
+        return values
+
+    return fill
+
+
+def refused(path: Path, why: str) -> None:
+    """Opening, or taking all matrices."""
+    with pytest.raises(ModelError, match=why) as caught:
+        checkpoint = open_checkpoint(path)
+        for name in list(checkpoint.names()):
+            checkpoint.take(name)
+    assert "\n" not in str(caught.value)
+
+
+UP = "model.layers.0.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda stored: stored.pop(f"{UP}weight_scale_inv"), "up_proj' has no weight_scale"),
+        (changed(f"{UP}weight", "F8_E4M3", lambda codes: codes[:48]), r"do not go with 48 x 64 weights in .* 40 x 48"),
+        (changed(f"{UP}weight", "F8_E4M3", lambda codes: codes[:90]), "tensors? .*up_proj.weight has shape"),
+        (changed(f"{UP}weight", "F8_E4M3", lambda codes: codes.reshape(-1)), "not of a matrix"),
+        (changed(f"{UP}weight", "F8_E4M3", filled(0x7F)), "weights that are not numbers"),
+        (changed(f"{UP}weight", "F8_E4M3", filled(0xFF)), "weights that are not numbers"),
+        (changed(f"{UP}weight_scale_inv", "F32", filled(np.nan)), "scales that are infinite or not numbers"),
+        (changed(f"{UP}weight_scale_inv", "F32", filled(-np.inf)), "scales that are infinite or not numbers"),
+        (changed(f"{UP}weight_scale_inv", "F32", lambda scales: scales + 1e6), "too large for F16"),
+        (changed(f"{UP}weight_scale_inv", "I32", lambda scales: scales), "weight_scale_inv of type I32"),
+        (changed(f"{UP}weight_scale_inv", "F32", lambda scales: scales[:0]), r"scales of shape \[0, 2\]"),
+    ],
+)
+def test_fp8_that_is_refused(change: Callable[[Stored], None], why: str, tmp_path: Path) -> None:
+    refused(folder(tmp_path / "model", fp8("block", "F32", "weight_scale_inv"), BLOCKS, change), why)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quant_method": "hqq"}, "quant_method 'hqq', which is not read in folders"),
+        ({"quant_method": ["fp8"]}, "quant_method"),
+        ("fp8", "quant_method 'None'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),
+        (CHANNELS | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask'"),
+        (CHANNELS | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"do not go with 64 x 64 weights$"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, r"do not go with 64 x 64 weights$"),
+        (CHANNELS | {"config_groups": [3]}, r"do not go with 64 x 64 weights$"),
+    ],
+)
+def test_settings_that_are_refused(settings: Any, why: str, tmp_path: Path) -> None:
+    refused(folder(tmp_path / "model", fp8("block", "F32", "weight_scale_inv"), settings), why)
