@@ -220,3 +220,121 @@ def test_fp8_that_is_refused(change: Callable[[Stored], None], why: str, tmp_pat
 )
 def test_settings_that_are_refused(settings: Any, why: str, tmp_path: Path) -> None:
     refused(folder(tmp_path / "model", fp8("block", "F32", "weight_scale_inv"), settings), why)
+
+
+# --- GPTQ ------------------------------------------------------------------------------------------------------------
+
+
+def words(fields: np.ndarray, bits: int) -> np.ndarray:
+    """int32 words of the last axis: the first field is in the lowest bits."""
+    fields = fields.reshape(*fields.shape[:-1], -1, 32 // bits).astype(np.uint64)
+    packed = np.zeros(fields.shape[:-1], np.uint64)
+    for place in range(32 // bits):
+        packed |= fields[..., place] << np.uint64(place * bits)
+    return packed.astype(np.uint32).view(np.int32)
+
+
+def columns(stored: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(stored.T)
+
+
+def gptq(
+    bits: int, group: int, symmetric: bool, *, version: int = 1, shuffled: bool = False, index: bool = True
+) -> Packer:
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        groups = cols // group
+        codes = rng.integers(0, 1 << bits, (rows, cols))
+        zeros = rng.integers(0, 1 << bits, (rows, groups))
+        if symmetric:
+            zeros[:] = 1 << (bits - 1)
+        scales = tensor("F16", rng.uniform(1e-3, 1e-2, (groups, rows)).astype(np.float16))
+        of_column = np.arange(cols, dtype=np.int32) // group
+        if shuffled:
+            of_column = rng.permutation(of_column).astype(np.int32)
+        values = (codes - zeros[:, of_column]) * float64(scales).T[:, of_column]
+        stored_zeros = (zeros - (version == 1)) % (1 << bits)
+        stored = {
+            "qweight": tensor("I32", columns(words(codes, bits))),
+            "qzeros": tensor("I32", words(columns(stored_zeros), bits)),
+            "scales": scales,
+        }
+        return stored | ({"g_idx": tensor("I32", of_column)} if index else {}), values
+
+    return pack
+
+
+def gptq_settings(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False} | more
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "type_name"),
+    [
+        (gptq(4, 32, True), gptq_settings(4, 32), "Q4_0"),
+        (gptq(4, 32, True, version=2), gptq_settings(4, 32, checkpoint_format="gptq_v2"), "Q4_0"),
+        (gptq(4, 32, False), gptq_settings(4, 32, sym=False, checkpoint_format="gptq"), "Q5_0"),
+        (gptq(4, 32, False, index=False), gptq_settings(4, 32, sym=False), "Q5_0"),
+        (gptq(2, 32, False), gptq_settings(2, 32, sym=False), "Q4_0"),
+        (gptq(8, 32, True), gptq_settings(8, 32), "Q8_0"),
+        (gptq(4, 32, True), gptq_settings(4, 32, desc_act=True), "Q4_0"),
+    ],
+)
+def test_gptq_exactly(packer: Packer, settings: dict[str, Any], type_name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", packer, settings)
+    assert errors(path, type_name) == (0, 0)
+    assert any(note.startswith(f"14 GPTQ matrices are computed in {type_name}") for note in open_checkpoint(path).notes)
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings"),
+    [
+        (gptq(4, 32, True, shuffled=True), gptq_settings(4, 32, desc_act=True)),
+        (gptq(4, 32, False, shuffled=True), gptq_settings(4, 32, desc_act=True, sym=False)),
+        (gptq(8, 32, False), gptq_settings(8, 32, sym=False)),
+        (gptq(4, 16, True), gptq_settings(4, 16)),
+    ],
+)
+def test_gptq_rounded_to_f16(packer: Packer, settings: dict[str, Any], tmp_path: Path) -> None:
+    largest, mean = errors(folder(tmp_path / "model", packer, settings), "F16")
+    assert 1e-5 < largest <= ROUNDED_F16 and mean <= 2.3e-4
+
+
+def test_whole_rows_are_groups(tmp_path: Path) -> None:
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        return gptq(4, cols, True)(rng, rows, cols)
+
+    assert errors(folder(tmp_path / "model", pack, gptq_settings(4, -1)), "Q4_0") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "why"),
+    [
+        (None, {"bits": 3}, "'3' bits"),
+        (None, {"bits": 8}, "not whole words|shape"),
+        (None, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (None, {"group_size": 48}, "64 columns, which are not whole groups of 48"),
+        (None, {"group_size": 0}, "groups of '0'"),
+        (None, {"group_size": "32"}, "no number of columns"),
+        (None, {"group_size": 64}, "96 columns, which are not whole|has scales of shape"),
+        (lambda stored: stored.pop(f"{UP}qzeros"), {}, "up_proj' has no qzeros"),
+        (lambda stored: stored.pop(f"{UP}scales"), {}, "up_proj' has no scales"),
+        (changed(f"{UP}qzeros", "I32", filled(0x77777771)), {}, "zero points other than 8"),
+        (changed(f"{UP}qzeros", "I32", lambda zeros: zeros[:, :-1]), {}, r"qzeros of shape \[2, 11\], not \[2, 12\]"),
+        (changed(f"{UP}qweight", "I32", lambda codes: codes[:-1]), {}, "56 columns, which are not whole groups"),
+        (changed(f"{UP}qweight", "I32", lambda codes: codes[:, :-1]), {}, "95 rows, whose zero points"),
+        (changed(f"{UP}scales", "F16", filled(np.nan)), {}, "scales that are infinite or not numbers"),
+        (changed(f"{UP}scales", "F16", lambda scales: scales[:1]), {}, "scales of shape"),
+        (lambda stored: stored.update({f"{UP}scales": stored[f"{UP}g_idx"]}), {}, "scales of type I32"),
+        (changed(f"{UP}g_idx", "I32", filled(2)), {}, "groups are 0 to 1"),
+        (changed(f"{UP}g_idx", "I32", filled(2)), {"desc_act": True}, "groups are 0 to 1"),
+        (changed(f"{UP}g_idx", "I32", filled(-1)), {"desc_act": True}, "groups are 0 to 1"),
+        (changed(f"{UP}g_idx", "I32", filled(1)), {"desc_act": True}, "more or fewer than 32 columns"),
+        (changed(f"{UP}g_idx", "I32", lambda index: index[:-1]), {"desc_act": True}, "g_idx of shape"),
+        (changed(f"{UP}g_idx", "I32", lambda index: index[::-1].copy()), {}, "out of the order of their groups"),
+    ],
+)
+def test_gptq_that_is_refused(
+    change: Callable[[Stored], None] | None, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    path = folder(tmp_path / "model", gptq(4, 32, True), gptq_settings(4, 32) | settings, change)
+    refused(path, why)

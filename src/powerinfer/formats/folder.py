@@ -59,6 +59,8 @@ def open_folder(folder: Path) -> Source:
     stored: Tensors = {name: tensor for name, tensor in in_files.items() if not _is_buffer(name)}
     settings = quantisation(metadata)
     if settings is not None:
+        for file in files:
+            file.check()
         notes += unpack(stored, settings, str(folder))
     family = FOLDERS[config.architecture]
     made_tensors: dict[str, MadeTensor] = {}

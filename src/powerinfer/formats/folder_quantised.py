@@ -13,6 +13,7 @@ from typing import Any
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_modules import Module, Settings
 from powerinfer.formats.fp8_weights import read_fp8
+from powerinfer.formats.int_weights import problem_of_gptq, read_gptq
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import SingleTensor
 from powerinfer.formats.tensors import MadeTensor
@@ -43,6 +44,7 @@ _METHODS: Mapping[str, Callable[[Settings], str | None]] = {
     "compressed-tensors": _problem_of_compressed,
     "fbgemm_fp8": lambda settings: None,
     "fp8": lambda settings: None,
+    "gptq": problem_of_gptq,
     "modelopt": _problem_of_modelopt,
 }
 """The part of the settings of each `quant_method` that is not read; None: all is."""
@@ -65,7 +67,7 @@ def unpack(stored: Tensors, settings: Settings, source: str) -> list[str]:
     matrices: dict[tuple[str, str], list[MadeTensor]] = defaultdict(list)
     for name in list(stored):
         tensor = stored.get(name)
-        reader = None if tensor is None else _reader(name, tensor)
+        reader = None if tensor is None else _reader(name, tensor, settings)
         if reader is None:
             continue
         module = Module(stored, name.rpartition(".")[0], source)
@@ -78,11 +80,13 @@ def unpack(stored: Tensors, settings: Settings, source: str) -> list[str]:
     return [_note(label, type_name, several) for (label, type_name), several in sorted(matrices.items())]
 
 
-def _reader(name: str, tensor: SingleTensor) -> tuple[str, Reader] | None:
+def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, Reader] | None:
     """(kind of matrix, its reader), of the tensor that holds the codes of one; None of others."""
     match name.rpartition(".")[2], tensor.type:
         case "weight", "F8_E4M3":
             return "FP8", read_fp8
+        case "qweight", _ if settings["quant_method"] == "gptq":
+            return "GPTQ", read_gptq
     return None
 
 

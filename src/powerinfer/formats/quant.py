@@ -433,3 +433,17 @@ def nvfp4_as_q8_0(data: Bytes, scales: Float32 | None = None) -> Bytes:
     halves = _halves(steps)
     codes = np.rint(values * _inverse(_half(halves, 0))).clip(-127, 127).astype(np.int8).view(np.uint8)
     return np.concatenate([halves, codes], axis=1).reshape(len(data), -1)
+
+
+_CODES_OFFSET = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
+
+
+def pack_numbers(numbers: NDArray[np.int8], scales: NDArray[np.float16], type_name: str) -> Bytes:
+    """Rows of Q4_0, Q5_0 or Q8_0 of whole numbers in their range, [rows, cols], each of which counts the scale of its
+    block, [rows, blocks]."""
+    codes = (numbers + np.int8(_CODES_OFFSET[type_name])).view(np.uint8).reshape(-1, 32)
+    parts = [np.ascontiguousarray(scales, "<f2").reshape(-1, 1).view(np.uint8)]
+    if type_name == "Q5_0":
+        parts.append(_fifth_bits(codes))
+    parts.append(codes if type_name == "Q8_0" else _pack_nibbles(codes))
+    return np.concatenate(parts, axis=1).reshape(len(numbers), -1)

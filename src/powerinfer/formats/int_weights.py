@@ -1,0 +1,218 @@
+"""Matrices of whole numbers in Hugging Face folders: GPTQ, AWQ, and those of compressed-tensors.
+
+A weight is (code - zero point) * scale, with a zero point and a scale for each group of columns. The difference is a
+whole number, too: where the columns of a block share a group, Q4_0, Q5_0 and Q8_0 hold it exactly, and the scale in
+F16. Other matrices become F16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.config import Shape
+from powerinfer.errors import ModelError
+from powerinfer.formats.folder_modules import SCALES, Module, Settings, as_f16, fill, finite, numbers
+from powerinfer.formats.mapped import shown
+from powerinfer.formats.quant import Bytes, Float32, block_type, pack_numbers
+from powerinfer.formats.tensors import MadeTensor, RawTensor
+
+_BLOCK = 32
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _IntMatrix:
+    """A matrix as a folder has it.
+
+    title: the beginning of an error; group: columns of a group; type: of the matrix that is made. unpack: the codes of
+    rows from the first on to an end, of all data; unpack_zeros: zero points [rows, groups], None: all are the middle of
+    the codes; must_be_middle: those that are stored are. scales_by_column: scales are [groups, rows] in the file.
+    indexed: each column has the number of its group, `in_order` that of its place.
+    """
+
+    title: str
+    rows: int
+    cols: int
+    group: int
+    bits: int
+    type: str
+    unpack: Callable[[_IntMatrix, Bytes, int, int], Bytes]
+    scale_type: str
+    scales_by_column: bool
+    unpack_zeros: Callable[[_IntMatrix, Bytes], Bytes] | None = None
+    must_be_middle: bool = False
+    indexed: bool = False
+    in_order: bool = True
+
+    def make(self, codes: Bytes, scales: Bytes, *more: Bytes) -> Bytes:
+        """The data of the matrix."""
+        rest = list(more)
+        groups, middle = self.cols // self.group, 1 << (self.bits - 1)
+        factors = finite(self.title, numbers(scales, self.scale_type))
+        if len(factors) == 1:
+            factors = np.repeat(factors, self.rows)
+        factors = factors.reshape(groups, self.rows).T if self.scales_by_column else factors.reshape(self.rows, groups)
+        zeros = np.full((self.rows, groups), middle, np.uint8)
+        if self.unpack_zeros is not None:
+            zeros = self.unpack_zeros(self, rest.pop(0))
+        if self.must_be_middle and (zeros != middle).any():
+            raise ModelError(f"{self.title} has zero points other than {middle}, though its folder states sym")
+        group_of = self._group_of(rest.pop(0).view("<i4") if self.indexed else None)
+        make = self._floats if self.type == "F16" else self._blocks
+        return make(codes, factors, zeros, group_of)
+
+    def _group_of(self, index: Int32 | None) -> Int32:
+        """The group of each column. ModelError unless every group has as many as it should, and all are in order where
+        they must be."""
+        usual = np.arange(self.cols, dtype=np.int32) // self.group
+        if index is None:
+            return usual
+        check_index(self.title, index, self.cols // self.group, self.group)
+        if self.in_order and (index != usual).any():
+            raise ModelError(f"{self.title} has columns out of the order of their groups, though its folder says not")
+        return index
+
+    def _differences(
+        self, codes: Bytes, zeros: Bytes, group_of: Int32, begin: int, end: int
+    ) -> NDArray[np.int16]:
+        """Codes less their zero points."""
+        difference = self.unpack(self, codes, begin, end).astype(np.int16)
+        difference -= zeros[begin:end, group_of]
+        return difference
+
+    def _floats(self, codes: Bytes, factors: Float32, zeros: Bytes, group_of: Int32) -> Bytes:
+        def values(begin: int, end: int) -> Float32:
+            difference = self._differences(codes, zeros, group_of, begin, end)
+            result: Float32 = difference * factors[begin:end, group_of]
+            return result
+
+        return as_f16(self.title, self.rows, self.cols, values)
+
+    def _blocks(self, codes: Bytes, factors: Float32, zeros: Bytes, group_of: Int32) -> Bytes:
+        with np.errstate(over="ignore"):
+            scales = factors.astype(np.float16)
+        if not np.isfinite(scales).all():
+            raise ModelError(f"{self.title} has scales that are too large for F16")
+        out = np.empty((self.rows, block_type(self.type).row_bytes(self.cols)), np.uint8)
+
+        def pack(begin: int, end: int) -> None:
+            difference = self._differences(codes, zeros, group_of, begin, end).astype(np.int8)
+            out[begin:end] = pack_numbers(difference, scales[begin:end, group_of[::_BLOCK]], self.type)
+
+        fill(self.rows, self.cols, pack)
+        return out.reshape(-1)
+
+
+def check_index(title: str, index: Int32, groups: int, group: int) -> None:
+    """ModelError unless each group has so many columns."""
+    if index.min() < 0 or index.max() >= groups:
+        raise ModelError(f"{title} has columns of a group that it has not: groups are 0 to {groups - 1}")
+    if (np.bincount(index, minlength=groups) != group).any():
+        raise ModelError(f"{title} has groups of more or fewer than {group} columns")
+
+
+def _chosen_type(bits: int, symmetric: bool, cols: int, group: int) -> str:
+    """The type that holds codes less zero points exactly; F16 where there is none."""
+    if cols % _BLOCK or group % _BLOCK:
+        return "F16"
+    if bits == 2 or (bits == 4 and symmetric):
+        return "Q4_0"
+    if bits == 4:
+        return "Q5_0"
+    return "Q8_0" if symmetric else "F16"
+
+
+def _fields(data: Bytes, bits: int) -> Bytes:
+    """Codes of each row, of its bytes: those in the low bits are first."""
+    if bits == 8:
+        return data
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    codes: Bytes = (data[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+    return codes.reshape(*data.shape[:-1], -1)
+
+
+def _by_column(data: Bytes, rows: int, begin: int, end: int) -> Bytes:
+    """Bytes of the rows of a matrix of words [words, rows], which hold neighbours of a row."""
+    words = data.view("<u4").reshape(-1, rows)[:, begin:end]
+    return np.ascontiguousarray(words.T).view(np.uint8)
+
+
+def _group_size(module: Module, settings: Settings, cols: int) -> int:
+    size = settings.get("group_size")
+    if type(size) is not int or (size != -1 and size < 1):
+        raise module.bad(f"is quantised in groups of {shown(size)}, which is no number of columns")
+    size = cols if size == -1 else size
+    if cols % size:
+        raise module.bad(f"has {cols} columns, which are not whole groups of {size}")
+    return size
+
+
+def _check_shape(module: Module, end: str, tensor: RawTensor, shape: Shape) -> RawTensor:
+    if tensor.shape != shape:
+        raise module.bad(f"has {end} of shape {list(tensor.shape)}, not {list(shape)}")
+    return tensor
+
+
+# --- GPTQ ------------------------------------------------------------------------------------------------------------
+
+
+def _gptq_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Bytes:
+    return _fields(_by_column(data, matrix.rows, begin, end), matrix.bits)
+
+
+def _gptq_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
+    return _fields(data.reshape(matrix.cols // matrix.group, -1), matrix.bits).T
+
+
+def _gptq_zeros_less_one(matrix: _IntMatrix, data: Bytes) -> Bytes:
+    return (_gptq_zeros(matrix, data) + np.uint8(1)) & np.uint8((1 << matrix.bits) - 1)
+
+
+def problem_of_gptq(settings: Settings) -> str | None:
+    """The part of the settings that is not read."""
+    if settings.get("bits") not in (2, 4, 8):
+        return f"has {shown(settings.get('bits'))} bits, which are not read (only 2, 4 and 8)"
+    stated = settings.get("checkpoint_format", "gptq")
+    return None if stated in ("gptq", "gptq_v2") else f"has the checkpoint_format {shown(stated)}, which is not read"
+
+
+def read_gptq(module: Module, settings: Settings) -> MadeTensor:
+    """`qweight` [words, rows], `qzeros` [groups, words], `scales` [groups, rows], perhaps `g_idx` [columns].
+
+    Zero points are stored less one, in version 2 as they are.
+    """
+    bits = settings["bits"]
+    codes, words, rows = module.matrix("qweight", "I32")
+    cols = words * 32 // bits
+    group = _group_size(module, settings, cols)
+    groups = cols // group
+    if rows * bits % 32:
+        raise module.bad(f"has {rows} rows, whose zero points of {bits} bits are not whole words")
+    scales = _check_shape(module, "scales", module.take("scales", *SCALES), (groups, rows))
+    zeros = _check_shape(module, "qzeros", module.take("qzeros", "I32"), (groups, rows * bits // 32))
+    symmetric = settings.get("sym") is True
+    index = module.find("g_idx", "I32")
+    in_order = index is None or _in_order(module, index, cols, group, settings)
+    matrix = _IntMatrix(
+        module.title, rows, cols, group, bits,
+        _chosen_type(bits, symmetric, cols, group) if in_order else "F16",
+        _gptq_codes, scales.type, scales_by_column=True,
+        unpack_zeros=_gptq_zeros if settings.get("checkpoint_format") == "gptq_v2" else _gptq_zeros_less_one,
+        must_be_middle=symmetric, indexed=index is not None, in_order=in_order,
+    )  # fmt: skip
+    sources = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
+    return MadeTensor(matrix.type, (rows, cols), sources, matrix.make)
+
+
+def _in_order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> bool:
+    """Whether columns are in the order of their groups. Only a folder that may have others (act-order) is looked at."""
+    _check_shape(module, "g_idx", index, (cols,))
+    if settings.get("desc_act") is False:
+        return True
+    numbers_of_groups = index.gathered().data.view("<i4")
+    check_index(module.title, numbers_of_groups, cols // group, group)
+    return bool((numbers_of_groups == np.arange(cols) // group).all())
