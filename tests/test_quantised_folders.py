@@ -338,3 +338,66 @@ def test_gptq_that_is_refused(
 ) -> None:
     path = folder(tmp_path / "model", gptq(4, 32, True), gptq_settings(4, 32) | settings, change)
     refused(path, why)
+
+
+# --- AWQ -------------------------------------------------------------------------------------------------------------
+
+
+def awq(group: int) -> Packer:
+    """Of 8 neighbouring rows a word has first those of even places, then the others."""
+
+    def interleaved(fields: np.ndarray) -> np.ndarray:
+        eights = fields.reshape(len(fields), -1, 8)
+        return words(np.concatenate([eights[..., ::2], eights[..., 1::2]], axis=-1).reshape(len(fields), -1), 4)
+
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        codes = rng.integers(0, 16, (rows, cols))
+        zeros = rng.integers(0, 16, (rows, cols // group))
+        scales = tensor("F16", rng.uniform(1e-3, 1e-2, (cols // group, rows)).astype(np.float16))
+        spread = np.repeat(zeros, group, axis=1), np.repeat(float64(scales).T, group, axis=1)
+        stored = {
+            "qweight": tensor("I32", interleaved(columns(codes))),
+            "qzeros": tensor("I32", interleaved(columns(zeros))),
+            "scales": scales,
+        }
+        return stored, (codes - spread[0]) * spread[1]
+
+    return pack
+
+
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def test_awq_exactly(tmp_path: Path) -> None:
+    assert errors(folder(tmp_path / "model", awq(32), AWQ), "Q5_0") == (0, 0)
+    largest, mean = errors(folder(tmp_path / "other", awq(16), AWQ | {"group_size": 16, "version": "GEMM"}), "F16")
+    assert 1e-5 < largest <= ROUNDED_F16 and mean <= 2.3e-4
+
+
+def test_pieces_of_rows_are_the_same_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are made in pieces, which here are cut within words."""
+    monkeypatch.setattr("powerinfer.formats.tensors._PIECE", 64 * 13)
+    assert errors(folder(tmp_path / "awq", awq(32), AWQ), "Q5_0") == (0, 0)
+    assert errors(folder(tmp_path / "gptq", gptq(4, 32, False), gptq_settings(4, 32, sym=False)), "Q5_0") == (0, 0)
+    largest, _ = errors(folder(tmp_path / "fp8", fp8("block", "F32", "weight_scale_inv"), BLOCKS), "F16")
+    assert largest <= ROUNDED_F16
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "why"),
+    [
+        (None, {"bits": 8}, "'8' bits, which are not read"),
+        (None, {"version": "gemv"}, "version 'gemv'"),
+        (None, {"version": 3}, "version '3'"),
+        (None, {"group_size": 48}, "64 columns, which are not whole groups of 48"),
+        (lambda stored: stored.pop(f"{UP}qzeros"), {}, "up_proj' has no qzeros"),
+        (changed(f"{UP}qzeros", "I32", lambda zeros: zeros[:, :-1]), {}, "qzeros of shape"),
+        (changed(f"{UP}qweight", "I32", lambda codes: codes[:-1]), {}, "63 columns, which are not whole"),
+        (changed(f"{UP}qweight", "I32", lambda codes: codes[:, :-1]), {}, "scales of shape"),
+        (changed(f"{UP}scales", "F16", filled(np.inf)), {}, "scales that are infinite or not numbers"),
+    ],
+)
+def test_awq_that_is_refused(
+    change: Callable[[Stored], None] | None, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    refused(folder(tmp_path / "model", awq(32), AWQ | settings, change), why)

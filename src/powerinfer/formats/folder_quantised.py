@@ -13,7 +13,7 @@ from typing import Any
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_modules import Module, Settings
 from powerinfer.formats.fp8_weights import read_fp8
-from powerinfer.formats.int_weights import problem_of_gptq, read_gptq
+from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read_awq, read_gptq
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import SingleTensor
 from powerinfer.formats.tensors import MadeTensor
@@ -41,6 +41,7 @@ def _problem_of_modelopt(settings: Settings) -> str | None:
 
 
 _METHODS: Mapping[str, Callable[[Settings], str | None]] = {
+    "awq": problem_of_awq,
     "compressed-tensors": _problem_of_compressed,
     "fbgemm_fp8": lambda settings: None,
     "fp8": lambda settings: None,
@@ -87,6 +88,8 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
             return "FP8", read_fp8
         case "qweight", _ if settings["quant_method"] == "gptq":
             return "GPTQ", read_gptq
+        case "qweight", _ if settings["quant_method"] == "awq":
+            return "AWQ", read_awq
     return None
 
 

@@ -216,3 +216,49 @@ def _in_order(module: Module, index: RawTensor, cols: int, group: int, settings:
     numbers_of_groups = index.gathered().data.view("<i4")
     check_index(module.title, numbers_of_groups, cols // group, group)
     return bool((numbers_of_groups == np.arange(cols) // group).all())
+
+
+# --- AWQ -------------------------------------------------------------------------------------------------------------
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of 8 neighbours, the place of each in their word."""
+
+
+def _awq_fields(data: Bytes, rows: int) -> Bytes:
+    """Codes [n, rows], of words [n, rows / 8]."""
+    fields = _fields(data, 4).reshape(-1, rows // 8, 8)
+    return fields[..., _AWQ_PLACES].reshape(-1, rows)
+
+
+def _awq_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Bytes:
+    first, last = begin // 8, -(-end // 8)
+    words = np.ascontiguousarray(data.view("<u4").reshape(matrix.cols, -1)[:, first:last])
+    codes = _awq_fields(words.view(np.uint8), (last - first) * 8)
+    return codes[:, begin - first * 8 : end - first * 8].T
+
+
+def _awq_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
+    return _awq_fields(data.reshape(matrix.cols // matrix.group, -1), matrix.rows).T
+
+
+def problem_of_awq(settings: Settings) -> str | None:
+    """The part of the settings that is not read."""
+    if settings.get("bits") != 4:
+        return f"has {shown(settings.get('bits'))} bits, which are not read (only 4)"
+    stated = settings.get("version", "gemm")
+    known = type(stated) is str and stated.lower() == "gemm"
+    return None if known else f"has the version {shown(stated)}, which is not read (only gemm)"
+
+
+def read_awq(module: Module, settings: Settings) -> MadeTensor:
+    """`qweight` [columns, words], `scales` [groups, rows], `qzeros` [groups, words]."""
+    codes, cols, words = module.matrix("qweight", "I32")
+    rows = words * 8
+    group = _group_size(module, settings, cols)
+    scales = _check_shape(module, "scales", module.take("scales", *SCALES), (cols // group, rows))
+    zeros = _check_shape(module, "qzeros", module.take("qzeros", "I32"), (cols // group, words))
+    matrix = _IntMatrix(
+        module.title, rows, cols, group, 4, _chosen_type(4, False, cols, group), _awq_codes, scales.type,
+        scales_by_column=True, unpack_zeros=_awq_zeros,
+    )  # fmt: skip
+    return MadeTensor(matrix.type, (rows, cols), (codes, scales, zeros), matrix.make)
