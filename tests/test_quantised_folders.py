@@ -401,3 +401,117 @@ def test_awq_that_is_refused(
     change: Callable[[Stored], None] | None, settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     refused(folder(tmp_path / "model", awq(32), AWQ | settings, change), why)
+
+
+# --- compressed-tensors ----------------------------------------------------------------------------------------------
+
+
+def packed(
+    bits: int, group: int | None, *, zero_points: bool = False, shuffled: bool = False, kind: str = "BF16"
+) -> Packer:
+    """group: None: a scale for each row. Rows and columns need not fill their words."""
+
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        groups = 1 if group is None else cols // group
+        of_column = np.arange(cols, dtype=np.int32) // (cols // groups)
+        if shuffled:
+            of_column = rng.permutation(of_column).astype(np.int32)
+        codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, cols))
+        zeros = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, groups)) * zero_points
+        scales = tensor(kind, rng.uniform(1e-3, 1e-2, (rows, groups)).astype(np.float32))
+        middle = 1 << bits - 1
+        stored = {
+            "weight_packed": tensor("I32", words(codes + middle, bits)),
+            "weight_scale": scales,
+            "weight_shape": tensor("I64", np.array([rows, cols], np.int64)),
+        }
+        if zero_points:
+            stored["weight_zero_point"] = tensor("I32", columns(words(columns(zeros) + middle, bits)))
+        if shuffled:
+            stored["weight_g_idx"] = tensor("I32", of_column)
+        return stored, (codes - zeros[:, of_column]) * float64(scales)[:, of_column]
+
+    return pack
+
+
+def int8(group: int | None, zero_points: bool = False) -> Packer:
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        groups = 1 if group is None else cols // group
+        codes = rng.integers(-128, 128, (rows, cols)).astype(np.int8)
+        zeros = rng.integers(-128, 128, (rows, groups)).astype(np.int8)
+        scales = tensor("BF16", rng.uniform(1e-3, 1e-2, (rows, groups)))
+        stored = {"weight": tensor("I8", codes), "weight_scale": scales}
+        if zero_points:
+            stored["weight_zero_point"] = tensor("I8", zeros)
+        difference = codes.astype(np.int64) - np.repeat(zeros * zero_points, cols // groups, axis=1)
+        return stored, difference * np.repeat(float64(scales), cols // groups, axis=1)
+
+    return pack
+
+
+PACK: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+INT8: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "type_name"),
+    [
+        (packed(4, 32), PACK, "Q4_0"),
+        (packed(4, None), PACK, "Q4_0"),
+        (packed(4, 32, zero_points=True), PACK, "Q5_0"),
+        (packed(8, 32), PACK, "Q8_0"),
+        (int8(None), INT8, "Q8_0"),
+        (int8(32), INT8, "Q8_0"),
+        (packed(4, 32, shuffled=True), PACK, "F16"),  # 4 bits times the 8 of BF16
+        (packed(4, 16), PACK, "F16"),
+    ],
+)
+def test_compressed_tensors_exactly(packer: Packer, settings: dict[str, Any], type_name: str, tmp_path: Path) -> None:
+    assert errors(folder(tmp_path / "model", packer, settings), type_name) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "type_name", "bound"),
+    [
+        (packed(4, 32, shuffled=True, zero_points=True), PACK, "F16", ROUNDED_F16),
+        (packed(8, 32, zero_points=True), PACK, "F16", ROUNDED_F16),
+        (int8(32, zero_points=True), INT8, "F16", ROUNDED_F16),
+        (packed(4, 32, kind="F32"), PACK, "Q4_0", ROUNDED_F16),  # scales of 24 bits
+    ],
+)
+def test_compressed_tensors_rounded(
+    packer: Packer, settings: dict[str, Any], type_name: str, bound: float, tmp_path: Path
+) -> None:
+    largest, mean = errors(folder(tmp_path / "model", packer, settings), type_name)
+    assert 1e-6 < largest <= bound and mean <= 3e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda stored: stored.pop(f"{UP}weight_shape"), "up_proj' has no weight_shape"),
+        (lambda stored: stored.pop(f"{UP}weight_scale"), "up_proj' has no weight_scale"),
+        (changed(f"{UP}weight_shape", "I64", lambda shape: shape[::-1].copy()), "weight_shape .64, 96., but 96 rows"),
+        (changed(f"{UP}weight_shape", "I64", filled(-64)), "neither 4 nor 8 bits"),
+        (changed(f"{UP}weight_shape", "I64", filled(1 << 62)), "neither 4 nor 8 bits"),
+        (changed(f"{UP}weight_shape", "I64", filled(57)), "scales of shape"),
+        (changed(f"{UP}weight_shape", "I64", filled(62)), "g_idx of shape .64., not .62."),
+        (changed(f"{UP}weight_packed", "I32", lambda codes: codes[:, :-1]), "neither 4 nor 8 bits"),
+        (changed(f"{UP}weight_zero_point", "I32", lambda zeros: zeros[:-1]), "weight_zero_point of shape"),
+        (changed(f"{UP}weight_g_idx", "I32", filled(2)), "groups are 0 to 1"),
+        (changed(f"{UP}weight_g_idx", "I32", lambda index: index * 0), "more or fewer than 32 columns"),
+        (lambda stored: stored.update({f"{UP}weight_scale": tensor("F32", np.full((96, 2), np.nan, np.float32))}),
+         "scales that are infinite"),
+        (lambda stored: stored.update({f"{UP}weight_scale": tensor("F32", np.ones((96, 3), np.float32))}),
+         "do not go with 96 x 64 weights"),
+    ],
+)  # fmt: skip
+def test_compressed_tensors_that_are_refused(change: Callable[[Stored], None], why: str, tmp_path: Path) -> None:
+    packer = packed(4, 32, shuffled=True, zero_points=True)
+    refused(folder(tmp_path / "model", packer, PACK, change), why)
+
+
+def test_scales_beyond_f16_are_refused(tmp_path: Path) -> None:
+    scales = tensor("F32", np.full((96, 2), 1e6, np.float32))
+    change: Callable[[Stored], None] = lambda stored: stored.update({f"{UP}weight_scale": scales})  # noqa: E731
+    refused(folder(tmp_path / "model", packed(4, 32), PACK, change), "scales that are too large for F16")

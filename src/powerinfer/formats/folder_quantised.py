@@ -13,7 +13,7 @@ from typing import Any
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_modules import Module, Settings
 from powerinfer.formats.fp8_weights import read_fp8
-from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read_awq, read_gptq
+from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read_awq, read_gptq, read_int8, read_packed
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import SingleTensor
 from powerinfer.formats.tensors import MadeTensor
@@ -24,11 +24,14 @@ _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_sca
 """The ends of the names of scales by which others round activations and caches, which are not rounded so here."""
 
 
+_FORMATS = ("float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "pack-quantized")
+"""Formats of compressed-tensors, in names of its own."""
+
+
 def _problem_of_compressed(settings: Settings) -> str | None:
-    formats = {"float-quantized", "naive-quantized"}
     stated = settings.get("format")
-    if stated not in formats:
-        return f"has the format {shown(stated)}, which is not read (only {', '.join(sorted(formats))})"
+    if type(stated) is not str or stated not in _FORMATS:
+        return f"has the format {shown(stated)}, which is not read (only {', '.join(_FORMATS)})"
     sparsity = settings.get("sparsity_config")
     if type(sparsity) is dict and sparsity.get("format") not in (None, "dense"):
         return f"has a sparsity_config of format {shown(sparsity['format'])}, which is not read"
@@ -86,6 +89,10 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
     match name.rpartition(".")[2], tensor.type:
         case "weight", "F8_E4M3":
             return "FP8", read_fp8
+        case "weight", "I8":
+            return "int8", read_int8
+        case "weight_packed", "I32":
+            return "packed", read_packed
         case "qweight", _ if settings["quant_method"] == "gptq":
             return "GPTQ", read_gptq
         case "qweight", _ if settings["quant_method"] == "awq":

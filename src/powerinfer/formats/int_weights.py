@@ -204,8 +204,7 @@ def read_gptq(module: Module, settings: Settings) -> MadeTensor:
         unpack_zeros=_gptq_zeros if settings.get("checkpoint_format") == "gptq_v2" else _gptq_zeros_less_one,
         must_be_middle=symmetric, indexed=index is not None, in_order=in_order,
     )  # fmt: skip
-    sources = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
-    return MadeTensor(matrix.type, (rows, cols), sources, matrix.make)
+    return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
 
 
 def _in_order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> bool:
@@ -262,3 +261,80 @@ def read_awq(module: Module, settings: Settings) -> MadeTensor:
         scales_by_column=True, unpack_zeros=_awq_zeros,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), (codes, scales, zeros), matrix.make)
+
+
+# --- compressed-tensors ----------------------------------------------------------------------------------------------
+
+
+def _packed_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Bytes:
+    return _fields(data.reshape(matrix.rows, -1)[begin:end], matrix.bits)[:, : matrix.cols]
+
+
+def _packed_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
+    groups = matrix.cols // matrix.group
+    return _fields(_by_column(data, groups, 0, groups), matrix.bits)[:, : matrix.rows].T
+
+
+def _signed_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Bytes:
+    return data.reshape(matrix.rows, -1)[begin:end] ^ np.uint8(0x80)
+
+
+def _signed_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
+    zeros = np.repeat(data, matrix.rows) if len(data) == 1 else data
+    return zeros.reshape(matrix.rows, -1) ^ np.uint8(0x80)
+
+
+def read_packed(module: Module, settings: Settings) -> MadeTensor:
+    """`weight_packed` [rows, words], `weight_scale` [rows, groups], `weight_shape`; perhaps `weight_zero_point`
+    [words, groups] and `weight_g_idx` [columns]."""
+    codes, rows, words = module.matrix("weight_packed", "I32")
+    shape = module.take("weight_shape", "I64", "I32")
+    stated = shape.gathered().data.view("<i8" if shape.type == "I64" else "<i4").tolist()
+    if len(stated) != 2 or stated[0] != rows:
+        raise module.bad(f"has the weight_shape {stated}, but {rows} rows")
+    cols = stated[1]
+    bits = next((bits for bits in (4, 8) if cols > 0 and -(-cols * bits // 32) == words), None)
+    if bits is None:
+        raise module.bad(f"has {words} words for each row of {cols} weights, which are of neither 4 nor 8 bits")
+    scales, group = _take_scales(module, rows, cols)
+    groups = cols // group
+    zeros = module.find("weight_zero_point", "I32")
+    if zeros is not None:
+        _check_shape(module, "weight_zero_point", zeros, (-(-rows * bits // 32), groups))
+    index = module.find("weight_g_idx", "I32")
+    in_order = index is None or _in_order(module, index, cols, group, {})
+    matrix = _IntMatrix(
+        module.title, rows, cols, group, bits,
+        _chosen_type(bits, zeros is None, cols, group) if in_order else "F16",
+        _packed_codes, scales.type, scales_by_column=False,
+        unpack_zeros=None if zeros is None else _packed_zeros, indexed=index is not None, in_order=in_order,
+    )  # fmt: skip
+    return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
+
+
+def read_int8(module: Module, settings: Settings) -> MadeTensor:
+    """`weight` of signed numbers, `weight_scale`, perhaps `weight_zero_point`, which has the shape of the scales."""
+    codes, rows, cols = module.matrix("weight", "I8")
+    scales, group = _take_scales(module, rows, cols)
+    zeros = module.find("weight_zero_point", "I8")
+    if zeros is not None:
+        _check_shape(module, "weight_zero_point", zeros, scales.shape)
+    matrix = _IntMatrix(
+        module.title, rows, cols, group, 8, _chosen_type(8, zeros is None, cols, group), _signed_codes, scales.type,
+        scales_by_column=False, unpack_zeros=None if zeros is None else _signed_zeros,
+    )  # fmt: skip
+    return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros), matrix.make)
+
+
+def _take_scales(module: Module, rows: int, cols: int) -> tuple[RawTensor, int]:
+    """(scales, columns of a group), of scales for all, for each row, or for each group of a row."""
+    scales = module.take("weight_scale", *SCALES)
+    if scales.size == 1 or scales.shape == (rows,):
+        return scales, cols
+    if len(scales.shape) != 2 or scales.shape[0] != rows or not scales.size or cols % scales.shape[1]:
+        raise module.bad(f"has scales of shape {list(scales.shape)}, which do not go with {rows} x {cols} weights")
+    return scales, cols // scales.shape[1]
+
+
+def _present(*tensors: RawTensor | None) -> tuple[RawTensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
