@@ -29,6 +29,11 @@ def with_scales(blocks: np.ndarray, type_name: str, scales: np.ndarray) -> np.nd
             exponents = np.rint(np.log2(np.abs(scales))) + 127
         blocks[..., 0] = np.clip(exponents, 0, 254)
         return blocks
+    if type_name == "IQ1_M":  # four bits in each of four words, above scales of its parts
+        words = np.ascontiguousarray(blocks[..., 48:56]).view("<u2") & 0x0FFF
+        fours = scales.astype(np.float16).view(np.uint16)[..., None] >> np.array([0, 4, 8, 12], np.uint16) & 0xF
+        blocks[..., 48:56] = (words | fours << 12).astype("<u2").view(np.uint8)
+        return blocks
     for i, at in enumerate(WEIGHT_TYPES[type_name].halves or (0,)):
         half = (scales * _CENTRE[type_name] if i else scales).astype(np.float16)
         blocks[..., at : at + 2] = half[..., None].view(np.uint8)

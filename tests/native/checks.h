@@ -184,6 +184,13 @@ bool is_quantised(int type) { return type >= PI_Q8_0; }
       out[at] = (uint8_t)(118 + r.next() % 8);
       continue;
     }
+    if (type == PI_IQ1_M) {  // four bits in each of four words
+      uint8_t half[2];
+      put_half(half);
+      for (size_t i = 0; i < 4; i++)
+        out[at + 49 + 2 * i] = (uint8_t)((out[at + 49 + 2 * i] & 15) | (half[i / 2] >> i % 2 * 4 & 15) << 4);
+      continue;
+    }
     if (type == PI_NVFP4) {
       for (size_t i = 0; i < 4; i++) out[at + i] = (uint8_t)(8 + r.next() % 80);
       continue;

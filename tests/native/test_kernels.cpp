@@ -111,7 +111,7 @@ void product(const PiKernels* kernels, int type, int64_t k, int64_t rows, int64_
     std::vector<double> a((size_t)(most * k));
     for (int64_t t = 0; t < most; t++)
       for (int64_t i = 0; i < k; i++) a[(size_t)(t * k + i)] = acts.value(type, t, i);
-    const double g = gamma_of(chain(type, k));
+    const double g = gamma_of(chain(type, k)) * (type == PI_IQ1_S ? 9.0 / 7 : 1);  // a unit less an eighth, not more
     for (int64_t row = 0; row < ldo; row++) {
       if (row < rows) {
         unpack_row(type, stored.data() + row * row_bytes, k, w.data());

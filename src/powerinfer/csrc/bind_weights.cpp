@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "bindings.h"
+#include "grids.h"
 #include "levels.h"
 #include "reads.h"
 #include "slots.h"
@@ -449,6 +450,14 @@ std::vector<int> entries_of(int values) {
   return entries ? std::vector<int>(entries, entries + 16) : std::vector<int>();
 }
 
+std::vector<int> grid_values(const std::string& name) {
+  const Grid* grid = find_grid(name.c_str());
+  if (!grid) throw std::invalid_argument("there is no grid " + name);
+  std::vector<int> values;
+  for (int i = 0; i < grid->n * grid->of; i++) values.push_back(grid->value(i / grid->of, i % grid->of));
+  return values;
+}
+
 void bind_types(nb::module_& m) {
   nb::class_<TypeOfWeights>(
       m, "WeightType",
@@ -486,6 +495,9 @@ void bind_types(nb::module_& m) {
           "entries", [](const TypeOfWeights& t) { return entries_of(t.of.values); },
           "What each code stands for, of E2M1 twice that; empty where codes are numbers.")
       .def_prop_ro(
+          "grid", [](const TypeOfWeights& t) { return t.of.values == PI_VALUES_GRID; },
+          "Whether blocks refer to entries of a grid.")
+      .def_prop_ro(
           "dots", [](const TypeOfWeights& t) { return (t.of.rows & PI_ROWS_DOT) != 0; }, "Of gate and up.")
       .def_prop_ro(
           "adds", [](const TypeOfWeights& t) { return (t.of.rows & PI_ROWS_ADD) != 0; }, "Of down.")
@@ -494,6 +506,8 @@ void bind_types(nb::module_& m) {
           "Whether rows of down may have their blocks across the neurons of a group.")
       .def_prop_ro(
           "gpu", [](const TypeOfWeights& t) { return std::string(t.of.gpu); }, "The type of its matrices on a GPU.");
+  m.def("grid", &grid_values, "name"_a,
+        "The values of the entries of a grid of the IQ types, one entry after the other.");
   m.def("types", &every_type, "The types of weights: those with kernels, then the others of GGUF files.");
 }
 

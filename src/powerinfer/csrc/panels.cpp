@@ -8,24 +8,12 @@
 #include <algorithm>
 #include <new>
 
+#include "grids.h"
+
 namespace {
 
 constexpr int64_t HUGE = 2 << 20;
 constexpr int64_t ARENA = 64 << 20;
-
-float half(const uint8_t* p) {
-  uint16_t h;
-  memcpy(&h, p, 2);
-  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
-  float f;
-  if (e == 0) {
-    f = (float)m * 5.9604644775390625e-8f;
-    return sign ? -f : f;
-  }
-  const uint32_t u = sign | (e == 31 ? 0x7f800000u : (e + 112) << 23) | m << 13;
-  memcpy(&f, &u, 4);
-  return f;
-}
 
 // The 6-bit scale and minimum of sub-block j of a Q4_K or Q5_K block.
 void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
@@ -40,7 +28,7 @@ void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
 
 constexpr int POWERS[5] = {1, 3, 9, 27, 81};
 
-// Byte j of entry n is bit j of n: expands four high bits of Q5_0 to four bytes.
+// Byte j of entry n is bit j of n: expands four bits to four bytes.
 constexpr uint32_t spread(int n) {
   return (uint32_t)(n & 1) | (uint32_t)(n >> 1 & 1) << 8 | (uint32_t)(n >> 2 & 1) << 16 | (uint32_t)(n >> 3 & 1) << 24;
 }
@@ -84,10 +72,10 @@ void interleave(const uint8_t* const* rows, int64_t k, uint8_t* dst) {
 void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   for (int r = 0; r < 16; r++) {
     if (!rows[r]) continue;
-    uint32_t bits, out = 0;
+    uint32_t bits;
     memcpy(&bits, rows[r] + at, 4);
-    for (int g = 0; g < 8; g++) out |= SPREAD[bits >> 4 * g & 15] << g;
-    memcpy(dst + 4 * r, &out, 4);
+    bits = bits_by_group(bits);
+    memcpy(dst + 4 * r, &bits, 4);
   }
 }
 
@@ -163,6 +151,10 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst, c
   }
   for (int64_t b = 0; b < nb; b++, dst += PI_LANES * t.codes, meta += PI_LANES * t.scales) {
     const int64_t at = b * t.bytes;
+    if (t.values == PI_VALUES_GRID) {
+      pack_grid_block(type, rows, at, dst, meta);
+      continue;
+    }
     int64_t codes = at + t.at;
     if (t.d >= 0) spread_halves(rows, at + t.d, meta);
     if (t.m >= 0) spread_halves(rows, at + t.m, meta + 32);
@@ -224,6 +216,26 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst, c
 }
 
 }  // namespace
+
+float half(const uint8_t* p) {
+  uint16_t h;
+  memcpy(&h, p, 2);
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+  float f;
+  if (e == 0) {
+    f = (float)m * 5.9604644775390625e-8f;
+    return sign ? -f : f;
+  }
+  const uint32_t u = sign | (e == 31 ? 0x7f800000u : (e + 112) << 23) | m << 13;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+uint32_t bits_by_group(uint32_t bits) {
+  uint32_t out = 0;
+  for (int g = 0; g < 8; g++) out |= SPREAD[bits >> 4 * g & 15] << g;
+  return out;
+}
 
 Mapping::Mapping(int64_t bytes) : bytes_(pi_round_up(bytes < 1 ? 1 : bytes, 4096) + HUGE) {
   void* p = mmap(nullptr, (size_t)bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -313,6 +325,10 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
     return;
   }
   for (int64_t b = 0; b < k; b += t.block, row += t.bytes, out += t.block) {
+    if (t.values == PI_VALUES_GRID) {
+      unpack_grid_block(type, row, out);
+      continue;
+    }
     switch (type) {
       case PI_Q8_0:
         for (int i = 0; i < 32; i++) out[i] = half(row) * (float)(int8_t)row[2 + i];

@@ -51,6 +51,12 @@ int64_t packed_excess(int type, int64_t rows, int64_t k);
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
                  uint8_t* dst, int64_t p0, int64_t p1, int64_t at = 0, const float* factors = nullptr);
 
+// A float16 number.
+float half(const uint8_t* p);
+
+// 32 bits by groups of four elements: bit 4 g + j of them is bit g of byte j.
+uint32_t bits_by_group(uint32_t bits);
+
 // Half of the power of two that MXFP4 gives by its exponent, the least two subnormal.
 float half_power(uint8_t e);
 

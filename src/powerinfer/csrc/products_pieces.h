@@ -55,17 +55,23 @@ void widen_piece(const Panels& w, int64_t b0, int64_t n, uint8_t* codes, float* 
         for (int64_t line = 0; line < W::BLOCK_BYTES; line += 64)
           fetch_line(w.codes + b * W::BLOCK_BYTES + 4096 + line);
       }
-      unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
-        u8x64 c = W::template group<g.value / 4, u.value>(w.codes, b, Index<g.value % 4>{});
+      unroll<0, 8 / TOGETHER<W>>([&](auto n) __attribute__((always_inline)) {
+        constexpr int FIRST = n.value * TOGETHER<W>;
+        u8x64 codes_of[TOGETHER<W>];
+        take<W, FIRST / 4, u.value>(w.codes, b, Index<FIRST % 4>{}, codes_of);
+        unroll<0, TOGETHER<W>>([&](auto s) __attribute__((always_inline)) {
+          constexpr int g = FIRST + s.value;
+          u8x64 c = codes_of[s.value];
 #if defined(PI_PAIRS)
-        if constexpr (C::WIDTH == 2) {
-          b_store(to + 512 + g.value * 64, odd_words(c));
-          c = even_words(c);
-        }
+          if constexpr (C::WIDTH == 2) {
+            b_store(to + 512 + g * 64, odd_words(c));
+            c = even_words(c);
+          }
 #else
-        if constexpr (W::SIGNED) c = b_sub(c, b_set(-128));
+          if constexpr (W::SIGNED) c = b_sub(c, b_set(-128));
 #endif
-        b_store(to + g.value * 64, c);
+          b_store(to + g * 64, c);
+        });
       });
       float* f = floats + (i + u.value) * C::VECTORS * 16;
       const Scales s = W::scales(w.scales, b);

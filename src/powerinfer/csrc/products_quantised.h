@@ -16,10 +16,10 @@ PI_INLINE i32x16 start(int32_t sum) {
 }
 
 // Panels that many tokens are multiplied with: codes widened to a byte each, and scales, where making them takes several
-// operations (K-quants), to floats: d of each row, then m or the factors of both halves, and what these have as minima.
+// operations (K-quants, grids), to floats: d of each row, then m or the factors of both halves, and their minima.
 template <class W>
 struct Wide : W {
-  static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1 || W::HALVES == 2;
+  static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1 || W::HALVES == 2 || OF_GRID<W>;
   static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
   static constexpr int VECTORS = W::HALVES == 2 ? 3 + MINIMA<W> : 2;  // floats of a row and block
   template <int upper, int i, class J>
@@ -101,44 +101,55 @@ struct Quantised {
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) acc[p][t] = first;
           }
-          // Group 4 upper + j of the block, the n-th of its half, and line `line` of the later block, if it has so many.
+          // Group 4 upper + j of the block, and those that are made together with it: the n-th such of its half. Line
+          // `line` of the later block, if it has so many, and the next ones.
+          constexpr int N = TOGETHER<W>;
           const auto multiply = [&](auto upper, auto j, int line,
                                     [[maybe_unused]] auto n) __attribute__((always_inline)) {
-            int32_t a[T];
+            int32_t a[N][T];
+#pragma GCC unroll 4
+            for (int s = 0; s < N; s++) {
 #pragma GCC unroll 16
-            for (int t = 0; t < T; t++) a[t] = word(q[t] + b * 32 + upper.value * 16 + j * 4);
+              for (int t = 0; t < T; t++) a[s][t] = word(q[t] + b * 32 + upper.value * 16 + (j + s) * 4);
+            }
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) {
-              u8x64 c = W::template group<upper.value, i.value>(w.codes + p * w.codes_stride, b, j);
-              if (line < LINES) fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + line * 64 + jump);
+              u8x64 c[N];
+              take<W, upper.value, i.value>(w.codes + p * w.codes_stride, b, j, c);
+              unroll<0, N>([&](auto s) __attribute__((always_inline)) {
+                if (line + s.value < LINES)
+                  fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + (line + s.value) * 64 + jump);
 #if defined(PI_PAIRS)
-              if constexpr (PAIRS) {
-                constexpr int DEPTH = pairs_depth(W::MOST);
+                if constexpr (PAIRS) {
+                  constexpr int DEPTH = pairs_depth(W::MOST), AT = n.value * N + s.value;
 #pragma GCC unroll 16
-                for (int t = 0; t < T; t++) {
-                  const u8x64 more = pairs_dot(c, a[t]);
-                  pairs[p][t] = n.value % DEPTH ? pairs_add(pairs[p][t], more) : more;
-                  if constexpr ((n.value + 1) % DEPTH == 0 || n.value + 1 == 8 / W::HALVES)
-                    acc[p][t] = i_add(acc[p][t], pairs_sum<1>(pairs[p][t]));
+                  for (int t = 0; t < T; t++) {
+                    const u8x64 more = pairs_dot(c[s.value], a[s.value][t]);
+                    pairs[p][t] = AT % DEPTH ? pairs_add(pairs[p][t], more) : more;
+                    if constexpr ((AT + 1) % DEPTH == 0 || AT + 1 == 8 / W::HALVES)
+                      acc[p][t] = i_add(acc[p][t], pairs_sum<1>(pairs[p][t]));
+                  }
+                  return;
                 }
-                continue;
-              }
 #endif
 #pragma GCC unroll 16
-              for (int t = 0; t < T; t++) acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c, a[t]) : dot_u(acc[p][t], c, a[t]);
+                for (int t = 0; t < T; t++)
+                  acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c[s.value], a[s.value][t])
+                                        : dot_u(acc[p][t], c[s.value], a[s.value][t]);
+              });
             }
           };
           if constexpr (UNROLLED<P, T>) {
-            unroll<0, 8 / W::HALVES>([&](auto n) __attribute__((always_inline)) {
+            unroll<0, 8 / W::HALVES / N>([&](auto n) __attribute__((always_inline)) {
               // Low and high nibbles of one load are used in turn if they belong to the same block.
-              constexpr int g = W::HALVES == 2                ? h.value * 4 + n.value
-                                : W::UNROLL == 1 && !BYTES<W> ? n.value / 2 + n.value % 2 * 4
-                                                              : n.value;
-              multiply(Index<g / 4>{}, Index<g % 4>{}, h.value * 4 + n.value, n);
+              constexpr int g = W::HALVES == 2                          ? h.value * 4 + n.value * N
+                                : W::UNROLL == 1 && !BYTES<W> && N == 1 ? n.value / 2 + n.value % 2 * 4
+                                                                        : n.value * N;
+              multiply(Index<g / 4>{}, Index<g % 4>{}, h.value * 4 + n.value * N, n);
             });
           } else {
 #pragma GCC unroll 1
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < 4; j += N) {
               multiply(Index<h.value>{}, j, h.value * 4 + j, j);
               if constexpr (W::HALVES == 1) multiply(Index<1>{}, j, 4 + j, j);
             }
@@ -204,14 +215,16 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
     for (; p < p1; p++) along_tokens(Index<1>{}, p);
 }
 
-// For many tokens a few panels are widened once, then used for all tokens but the last few.
+// For many tokens a few panels are widened once, then used for all tokens but the last few; those of grids,
+// since look-ups take longest, for fewer tokens and all of them.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
   static_assert(P <= 2 && Wide<W>::VECTORS <= 5, "pi_linear_scratch has room for no more");
   if constexpr (BYTES<W>)
     if (l->ahead) return linear_ahead<W>(l, x, p0, p1, tokens);
-  if (tokens < WIDE_FROM) return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
+  if (tokens < (OF_GRID<W> ? TILE_Q + 1 : WIDE_FROM))
+    return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
   auto* const codes = (uint8_t*)scratch;
   auto* const floats = (float*)(codes + P * nb * 512);
@@ -241,7 +254,8 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
       }
       int64_t t = m;
       for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, &acts, p, t);
-      along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
+      if constexpr (OF_GRID<W>) along<Quantised<Wide<W>>, P, T >= 4 ? 4 : T>(l, w, &acts, p, t, end);
+      else along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
     }
   }
   if (whole < p1) product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, whole, p1, tokens);

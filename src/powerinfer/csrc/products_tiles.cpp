@@ -3,7 +3,7 @@
 // Quantised weights: integer tiles give the same sums of 32 as the vector kernels, and the factors are applied in the
 // same order, so a token's bits do not depend on which of the two computed it. BF16 weights: tiles for every number of
 // tokens, one included, for the same reason.
-#include "quants.h"
+#include "quants_grids.h"
 
 namespace {
 

@@ -275,6 +275,22 @@ struct WNVFP4 : WTable<E2M1_ABOVE> {
   }
 };
 
+// Groups that a trait makes TOGETHER, by groups<upper, i>(codes, b, j, to), j the first: those of entries of grids.
+template <class W, class = void>
+constexpr int TOGETHER = 1;
+template <class W>
+constexpr int TOGETHER<W, decltype((void)W::TOGETHER)> = W::WIDE ? 1 : W::TOGETHER;
+template <class W, class = void>
+constexpr bool OF_GRID = false;
+template <class W>
+constexpr bool OF_GRID<W, decltype((void)W::TOGETHER)> = true;
+
+template <class W, int upper, int i, class J>
+PI_INLINE void take(const uint8_t* codes, int64_t b, J j, u8x64 (&to)[TOGETHER<W>]) {
+  if constexpr (TOGETHER<W> == 1) to[0] = W::template group<upper, i>(codes, b, j);
+  else W::template groups<upper, i>(codes, b, j, to);
+}
+
 // Whether codes are a byte each as they are stored.
 template <class W>
 constexpr bool BYTES = W::BLOCK_BYTES == 512;
@@ -284,10 +300,13 @@ template <class W>
 void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
-      unroll<0, 8>([&](auto g) __attribute__((always_inline)) {
-        b_store(
-            out + (b0 + i.value) * 512 + g.value * 64,
-            b_sub(W::template group<g.value / 4, i.value>(codes, b0 + i.value, Index<g.value % 4>{}), b_set(offset)));
+      unroll<0, 8 / TOGETHER<W>>([&](auto n) __attribute__((always_inline)) {
+        constexpr int g = n.value * TOGETHER<W>;
+        u8x64 c[TOGETHER<W>];
+        take<W, g / 4, i.value>(codes, b0 + i.value, Index<g % 4>{}, c);
+#pragma GCC unroll 8
+        for (int s = 0; s < TOGETHER<W>; s++)
+          b_store(out + (b0 + i.value) * 512 + (g + s) * 64, b_sub(c[s], b_set(offset)));
       });
     });
   }

@@ -85,6 +85,19 @@ PI_INLINE u8x64 b_sub(u8x64 a, u8x64 b) { return _mm512_sub_epi8(a, b); }
 PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), i);
 }
+// Entries of a table by numbers in the low halves of bytes; the others are below 8.
+PI_INLINE u8x64 b_lookup_low(const int8_t* table, u8x64 i) { return b_lookup(table, i); }
+PI_INLINE u8x64 b_bits(i32x16 a) { return a; }
+// Words of a table by their places in it.
+PI_INLINE u8x64 b_gather(const uint32_t* table, i32x16 i) { return _mm512_i32gather_epi32(i, table, 4); }
+// `twice` less the bytes of `a` where `bits` have this bit.
+PI_INLINE u8x64 b_mirrored(u8x64 a, u8x64 bits, int bit, int twice) {
+  return _mm512_mask_sub_epi8(a, _mm512_test_epi8_mask(bits, b_set(bit)), b_set(twice), a);
+}
+// Bits of each lane from bit n on.
+PI_INLINE i32x16 i_field(i32x16 a, int n, int mask) {
+  return _mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(n)), _mm512_set1_epi32(mask));
+}
 // Shifts work on 16 bits: callers mask away what crosses from the neighbouring byte.
 PI_INLINE u8x64 b_shr(u8x64 a, int n) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(n)); }
 template <int n>
@@ -288,6 +301,24 @@ PI_INLINE u8x64 b_lookup(const int8_t* table, u8x64 i) {
 }
 PI_INLINE u8x64 b_and(u8x64 x, u8x64 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 PI_INLINE u8x64 b_or(u8x64 x, u8x64 y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+PI_INLINE u8x64 b_lookup_low(const int8_t* table, u8x64 i) { return b_lookup(table, i); }
+PI_INLINE u8x64 b_bits(i32x16 x) { return {x.a, x.b}; }
+PI_INLINE u8x64 b_gather(const uint32_t* table, i32x16 i) {
+  return {_mm256_i32gather_epi32((const int*)table, i.a, 4), _mm256_i32gather_epi32((const int*)table, i.b, 4)};
+}
+PI_INLINE __m256i mirrored(__m256i a, __m256i bits, __m256i bit, __m256i above) {
+  const __m256i m = _mm256_cmpeq_epi8(_mm256_and_si256(bits, bit), bit);
+  return _mm256_add_epi8(_mm256_xor_si256(a, m), _mm256_and_si256(above, m));
+}
+PI_INLINE u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int twice) {
+  const __m256i set = _mm256_set1_epi8((char)bit), above = _mm256_set1_epi8((char)(twice + 1));
+  return {mirrored(x.a, bits.a, set, above), mirrored(x.b, bits.b, set, above)};
+}
+PI_INLINE i32x16 i_field(i32x16 x, int n, int mask) {
+  const __m128i by = _mm_cvtsi32_si128(n);
+  const __m256i m = _mm256_set1_epi32(mask);
+  return {_mm256_and_si256(_mm256_srl_epi32(x.a, by), m), _mm256_and_si256(_mm256_srl_epi32(x.b, by), m)};
+}
 PI_INLINE u8x64 b_shr(u8x64 x, int n) {
   __m128i c = _mm_cvtsi32_si128(n);
   return {_mm256_srl_epi16(x.a, c), _mm256_srl_epi16(x.b, c)};
@@ -341,7 +372,7 @@ PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {dot4(c.a, w.a, q.a
 // Sums in 16 bits of the products of neighbouring bytes, which several groups add up before they are widened: so many
 // that 2 * depth * 127 * the largest code stays below 2^15.
 #define PI_PAIRS 1
-constexpr int pairs_depth(int most) { return most <= 16 ? 8 : most <= 32 ? 4 : 2; }
+constexpr int pairs_depth(int most) { return most <= 16 ? 8 : most <= 32 ? 4 : most <= 64 ? 2 : 1; }
 PI_INLINE u8x64 pairs_dot(u8x64 w, int32_t a) {
   __m256i x = _mm256_set1_epi32(a);
   return {_mm256_maddubs_epi16(w.a, x), _mm256_maddubs_epi16(w.b, x)};
@@ -630,6 +661,31 @@ PI_INLINE u8x64 b_digit(u8x64 x, int n) {
   }
   return x;
 }
+PI_INLINE u8x64 b_lookup_low(const int8_t* table, u8x64 x) { return b_lookup(table, b_and(x, b_set(15))); }
+PI_INLINE u8x64 b_bits(i32x16 x) {
+  u8x64 r;
+  EACH r.v[i] = vreinterpretq_u8_s32(x.v[i]);
+  return r;
+}
+PI_INLINE u8x64 b_gather(const uint32_t* table, i32x16 x) {
+  u8x64 r;
+  EACH {
+    uint32x4_t v = vdupq_n_u32(table[vgetq_lane_s32(x.v[i], 0)]);
+    v = vsetq_lane_u32(table[vgetq_lane_s32(x.v[i], 1)], v, 1);
+    v = vsetq_lane_u32(table[vgetq_lane_s32(x.v[i], 2)], v, 2);
+    r.v[i] = vreinterpretq_u8_u32(vsetq_lane_u32(table[vgetq_lane_s32(x.v[i], 3)], v, 3));
+  }
+  return r;
+}
+PI_INLINE u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int twice) {
+  EACH x.v[i] =
+      vbslq_u8(vtstq_u8(bits.v[i], vdupq_n_u8((uint8_t)bit)), vsubq_u8(vdupq_n_u8((uint8_t)twice), x.v[i]), x.v[i]);
+  return x;
+}
+PI_INLINE i32x16 i_field(i32x16 x, int n, int mask) {
+  EACH x.v[i] = vandq_s32(vshlq_s32(x.v[i], vdupq_n_s32(-n)), vdupq_n_s32(mask));
+  return x;
+}
 PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(a));
   EACH c.v[i] = vdotq_s32(c.v[i], vreinterpretq_s8_u8(w.v[i]), x);
@@ -859,6 +915,17 @@ PI_PLAIN u8x64 b_digit(u8x64 x, int n) {
   for (int i = 0; i < 64; i++) x[i] = (uint8_t)((x[i] * PI_POWERS[n] & 255) * 3 >> 8);
   return x;
 }
+PI_INLINE u8x64 b_lookup_low(const int8_t* table, u8x64 x) { return b_lookup(table, x); }
+PI_INLINE u8x64 b_bits(i32x16 x) { return (u8x64)x; }
+PI_PLAIN u8x64 b_gather(const uint32_t* table, i32x16 x) {
+  EACH x[i] = (int32_t)table[x[i]];
+  return (u8x64)x;
+}
+PI_PLAIN u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int twice) {
+  for (int i = 0; i < 64; i++) x[i] = bits[i] & bit ? (uint8_t)(twice - x[i]) : x[i];
+  return x;
+}
+PI_INLINE i32x16 i_field(i32x16 x, int n, int mask) { return x >> n & mask; }
 PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
   int8_t x[4], v[64];
   memcpy(x, &a, 4);

@@ -32,6 +32,18 @@
 //   MXFP4                                                               u8 e[16], the exponents of powers of two
 //   NVFP4       per 32 k: 4 x 64 B; low nibble of line 2i + j group     f32 [16] of all k, then per 16 k: u8 [16], numbers
 //               4i + j, high group 4i + j + 2 (i, j < 2)                of 4 bits of exponent and 3 of mantissa
+//
+// Entries of grids, per 256 k: their lowest bits as u8 [32 or, IQ3, 64][16]; their other bits as u8 [..][16], the first
+// entry's lowest in a byte; and, but for IQ1, signs as u32 [8][16], of 32 k each: bit g of byte j of k = 4 g + j. Scales:
+// f16 d[16], then u8 [..][16] of two numbers s each, the first in the low half, which stand for 2 s + 1.
+//
+//   IQ3_S       [64], 1 bit of 64, signs                                [4], of 32 k each
+//   IQ3_XXS     [64], signs                                             [4]
+//   IQ2_XXS     [32], signs                                             [4]
+//   IQ2_XS      [32], 1 bit of 32, signs                                [8], of 16 k each
+//   IQ2_S       [32], 2 bits of 32, signs                               [8]
+//   IQ1_S       [32], 2 bits of 32, then 1 bit of 32                    [4], s of 3 bits and whether the grid moves down
+//   IQ1_M       [32], 4 bits of 32, the last of which moves it down     [8]
 #pragma once
 #include <stdint.h>
 

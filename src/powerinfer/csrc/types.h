@@ -11,13 +11,14 @@
 //   scales        bytes of the scales of a row in a panel, for each block
 //   d, m          where in a block its float16 scale and minimum are; -1: it has none
 //   offset        by how much codes are stored above their value
-//   values        what a code is: a FLOATS number, a WHOLE number, the number of an entry of IQ4 or of E2M1
+//   values        what a code is: a FLOATS number, a WHOLE number, the number of an entry of IQ4 or of E2M1, or it is
+//                 part of an entry of a GRID (grid_entries.h)
 //   form          the form of activations that its products take (PiForm)
 //   rows          what rows of neurons of this type are for: DOT (gate and up), ADD (down); X32: blocks of down may lie as
 //                 in model files, each across the 32 neurons of a group (type NAMEX32)
 //   gpu           its type on a GPU: its own; another that keeps every value; F16, to which values are rounded
 //
-// By the files with their products: products_float and _bf16, _q, _k, _iq.
+// By the files with their products: products_float and _bf16, _q, _k, _iq, _grids.
 #define PI_FLOAT_TYPES(X)                                        \
   X(F32, 0, 1, 4, 0, 4, 0, -1, -1, 0, FLOATS, F32, NONE, F32)    \
   X(F16, 1, 1, 2, 0, 2, 0, -1, -1, 0, FLOATS, F32, DOT_ADD, F16) \
@@ -41,25 +42,26 @@
   X(IQ4_XS, 23, 256, 136, 8, 128, 10, 0, -1, 0, IQ4, Q8, NONE, F16) \
   X(MXFP4, 39, 32, 17, 1, 16, 1, -1, -1, 0, E2M1, Q8, X32, MXFP4)   \
   X(NVFP4, 40, 64, 36, 4, 32, 4, -1, -1, 0, E2M1, Q8, NONE, F16)
-#define PI_QUANTISED_TYPES(X) PI_Q_TYPES(X) PI_K_TYPES(X) PI_IQ_TYPES(X)
+#define PI_GRID_TYPES(X)                                            \
+  X(IQ3_S, 21, 256, 110, 2, 104, 6, 0, -1, 15, GRID, Q8, NONE, F16) \
+  X(IQ3_XXS, 18, 256, 98, 2, 96, 6, 0, -1, 62, GRID, Q8, NONE, F16) \
+  X(IQ2_XS, 17, 256, 74, 2, 68, 10, 0, -1, 43, GRID, Q8, NONE, F16) \
+  X(IQ2_S, 22, 256, 82, 2, 72, 10, 0, -1, 43, GRID, Q8, NONE, F16)  \
+  X(IQ2_XXS, 16, 256, 66, 2, 64, 6, 0, -1, 43, GRID, Q8, NONE, F16) \
+  X(IQ1_S, 19, 256, 50, 2, 44, 6, 0, -1, 1, GRID, Q8, NONE, F16)    \
+  X(IQ1_M, 29, 256, 56, 0, 48, 10, -1, -1, 9, GRID, Q8, NONE, F16)
+#define PI_QUANTISED_TYPES(X) PI_Q_TYPES(X) PI_K_TYPES(X) PI_IQ_TYPES(X) PI_GRID_TYPES(X)
 #define POWERINFER_TYPES(X) PI_FLOAT_TYPES(X) PI_QUANTISED_TYPES(X)
 
 // The other types of GGUF files, which are converted when they are loaded: X(name, ggml id, block, bytes).
 #define POWERINFER_STORED_TYPES(X) \
   X(Q8_1, 9, 32, 36)               \
   X(Q8_K, 15, 256, 292)            \
-  X(IQ2_XXS, 16, 256, 66)          \
-  X(IQ2_XS, 17, 256, 74)           \
-  X(IQ3_XXS, 18, 256, 98)          \
-  X(IQ1_S, 19, 256, 50)            \
-  X(IQ3_S, 21, 256, 110)           \
-  X(IQ2_S, 22, 256, 82)            \
   X(I8, 24, 1, 1)                  \
   X(I16, 25, 1, 2)                 \
   X(I32, 26, 1, 4)                 \
   X(I64, 27, 1, 8)                 \
   X(F64, 28, 1, 8)                 \
-  X(IQ1_M, 29, 256, 56)            \
   X(Q1_0, 41, 128, 18)
 
 #define PI_NAME(name, ...) PI_##name,
@@ -74,7 +76,7 @@ enum PiTypeAcross { POWERINFER_TYPES(PI_NAME) PI_END_X32 };
 // Forms of an activation row; a weight type needs exactly one.
 enum PiForm { PI_FORM_F32 = 1, PI_FORM_BF16 = 2, PI_FORM_Q8 = 4 };
 
-enum PiValues { PI_VALUES_FLOATS, PI_VALUES_WHOLE, PI_VALUES_IQ4, PI_VALUES_E2M1 };
+enum PiValues { PI_VALUES_FLOATS, PI_VALUES_WHOLE, PI_VALUES_IQ4, PI_VALUES_E2M1, PI_VALUES_GRID };
 
 enum {
   PI_ROWS_NONE = 0,

@@ -14,8 +14,8 @@ from powerinfer.formats.quant import Bytes, Float32, block_type, dequantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import WEIGHT_TYPES
 
-_PLACES = {name: kind.halves for name, kind in WEIGHT_TYPES.items() if kind.native and kind.halves}
-"""Positions in a block's bytes of its scale and its minimum, by type."""
+_PLACES = {name: kind.halves for name, kind in WEIGHT_TYPES.items() if kind.native and kind.halves and not kind.grid}
+"""Positions in a block's bytes of its scale and its minimum, by type. (Factors of scales of grids are not whole.)"""
 
 SCALED = frozenset(_PLACES)
 """The types that have such numbers, of those that the kernels take."""

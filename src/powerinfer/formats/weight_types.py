@@ -46,3 +46,8 @@ DOWN_TYPES = (*(kind.name for kind in _NATIVE if kind.adds), *ACROSS.values())
 
 GPU_TYPES = tuple(kind.name for kind in _NATIVE if kind.gpu == kind.name)
 """The types of matrices on a GPU. Parts of bundles may be Q4_0X32 as well."""
+
+
+def grid_values(name: str) -> list[int]:
+    """The values of the entries of a grid of the IQ types, one entry after the other."""
+    return _native.grid(name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import WEIGHT_TYPES
+from powerinfer.kernels import gpu_grids
 from powerinfer.kernels.cpu import LANES
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, K_CODES, Weight
 
@@ -42,6 +43,8 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "BF16":
         words = panels.view(torch.int32).view(len(panels), -1, LANES)
         return Weight(kind, rows, k, _by_row(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
+    if WEIGHT_TYPES[kind].grid:
+        return _as_f16(k, gpu_grids.values(kind, k, panels))
     factors = None
     if kind == "NVFP4":
         at = n * WEIGHT_TYPES[kind].codes * LANES
