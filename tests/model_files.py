@@ -438,8 +438,8 @@ MAMBA_HEADS, MAMBA_DIM, GROUPS, STATE = 4, 48, 2, 16  # of Mamba2
 PLAIN_EXPERTS, SHARED = 4, 160  # without gates, and neurons of the shared one
 
 
-def mamba_gguf(pattern: str = "M-*M") -> Builder:
-    """A tiny model of Nemotron-H's kind: M, *, - and E as its pattern has them."""
+def mamba_gguf(pattern: str = "M-*M", latents: int = 0) -> Builder:
+    """A tiny model of Nemotron-H's kind: M, *, - and E as its pattern has them; latents: of experts."""
     family = "nemotron_h_moe" if "E" in pattern else "nemotron_h"
     builder = tiny_gguf(family).put(f"{family}.block_count", U32, len(pattern))
     builder.tensors = []
@@ -472,10 +472,14 @@ def mamba_gguf(pattern: str = "M-*M") -> Builder:
         "-": {"ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)},
         "E": {
             "ffn_gate_inp.weight": (PLAIN_EXPERTS, D), "exp_probs_b.bias": (PLAIN_EXPERTS,),
-            "ffn_up_exps.weight": (PLAIN_EXPERTS, FF, D), "ffn_down_exps.weight": (PLAIN_EXPERTS, D, FF),
+            "ffn_up_exps.weight": (PLAIN_EXPERTS, FF, latents or D),
+            "ffn_down_exps.weight": (PLAIN_EXPERTS, latents or D, FF),
             "ffn_up_shexp.weight": (SHARED, D), "ffn_down_shexp.weight": (D, SHARED),
         },
     }  # fmt: skip
+    if latents:
+        builder.put(f"{family}.moe_latent_size", U32, latents)
+        own["E"] |= {"ffn_latent_down.weight": (latents, D), "ffn_latent_up.weight": (D, latents)}
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "output_norm.weight": (D,)}
     for layer, part in enumerate(pattern):
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in own[part].items()}

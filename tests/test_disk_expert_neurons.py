@@ -63,7 +63,7 @@ def test_the_bits_are_those_in_memory(kind: str, shared: str | None, tmp_path: P
 
 def test_rows_of_neurons_that_fire_are_read_and_no_others(tmp_path: Path) -> None:
     """Down of the shared one has another type, so that only experts have neurons that are told apart."""
-    executor = resting(plain_model(tmp_path, "Q5_0", "Q8_0"), PLAIN_EXPERTS, prefetch=False)
+    executor = resting(plain_model(tmp_path, "Q5_0", "F32"), PLAIN_EXPERTS, prefetch=False)
     assert executor.disk is not None
     pitch = {layer: own.layout.pitch for layer, own in executor.disk.rows.items()}
     down = sum(own.rows.nbytes for own in executor.disk.rows.values())
@@ -71,7 +71,7 @@ def test_rows_of_neurons_that_fire_are_read_and_no_others(tmp_path: Path) -> Non
     first = opened_rows(executor)
     executor.close()
 
-    executor = resting(plain_model(tmp_path, "Q5_0", "Q8_0"), PLAIN_EXPERTS, prefetch=False)
+    executor = resting(plain_model(tmp_path, "Q5_0", "F32"), PLAIN_EXPERTS, prefetch=False)
     assert np.array_equal(one_token(executor), once[0])
     fired = {layer: ffn.counts()["active"] for layer, ffn in executor.expert_ffns.items()}
     read = opened_rows(executor)

@@ -239,8 +239,10 @@ def test_a_slow_disk_changes_nothing(name: str, slots: int, written: Any, expect
         assert counts["guessed"] == counts["right"]
 
 
-def test_experts_are_guessed_across_layers_without_any(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(mamba_gguf("ME*E").write(tmp_path / "m.gguf"))
+@pytest.mark.parametrize("latents", [0, 32])
+def test_experts_are_guessed_across_layers_without_any(latents: int, tmp_path: Path) -> None:
+    """Routers read the layer's input, also where experts read latents."""
+    checkpoint = open_checkpoint(mamba_gguf("ME*E", latents).write(tmp_path / "m.gguf"))
     whole = load(checkpoint, ENGINE)
     right = answers(whole)
     whole.close()

@@ -197,18 +197,18 @@ def test_what_is_refused(made: dict[str, Any], selector: str, why: str, tmp_path
 PLAIN = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "IQ4_NL": 20, "MXFP4": 39}
 
 
-def plain_model(folder: Path, kind: str, shared: str | None = None) -> Path:
+def plain_model(folder: Path, kind: str, shared: str | None = None, latents: int = 0) -> Path:
     """Experts without gates beside a shared one, their squared activations in a layer of their own: random codes of a
-    type, of the shared one's down another."""
-    builder, rng = mamba_gguf("*EE"), np.random.default_rng(5)
+    type, of the shared one's down another. latents: width of what all but the shared one read and give."""
+    builder, rng = mamba_gguf("*EE", latents), np.random.default_rng(5)
     for tensor in [one for one in builder.tensors if "exp" in one.name and one.name.endswith("weight")]:
         builder.tensors.remove(tensor)
         *rows, cols = tensor.dims[::-1]
-        own = shared or kind if "down_shexp" in tensor.name else kind
+        own = shared or kind if "shexp" in tensor.name else kind
         size = 4.0 if "down" in tensor.name else 0.2  # else attention hides what experts add
         data = stored_evenly(own, int(np.prod(rows)), cols, size, rng)
-        builder.tensor(tensor.name, data, PLAIN[own], list(tensor.dims))
-    return builder.write(folder / f"{kind}-{shared}.gguf")
+        builder.tensor(tensor.name, data, PLAIN.get(own, 0), list(tensor.dims))
+    return builder.write(folder / f"{kind}-{shared}-{latents}.gguf")
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -251,19 +251,43 @@ def test_wide_rows_become_the_panels_of_the_matrix(kind: str, level: str, tmp_pa
     executor.close()
 
 
+BESIDE = (*((kind, None, 0) for kind in PLAIN), ("Q5_0", "Q8_0", 0), ("F16", "Q5_1", 0), ("Q4_0", "F32", 0))
+"""Types of experts and of the shared one, None: the same; the width of latents."""
+OF_LATENTS = (("F16", None, 32), ("Q5_0", None, 32), ("Q8_0", "Q4_1", 32), ("Q4_0", "F32", 32))
+
+
 @pytest.mark.parametrize("step", [1, 25])
-@pytest.mark.parametrize(("kind", "shared"), [*((kind, None) for kind in PLAIN), ("Q5_0", "Q8_0"), ("F16", "Q5_1")])
-def test_small_steps_skip_rows_of_down(kind: str, shared: str | None, step: int, tmp_path: Path) -> None:
-    """Those of the experts, and of the shared one, which in the same type lies behind them, and else is dense."""
-    path = plain_model(tmp_path, kind, shared)
+@pytest.mark.parametrize(("kind", "shared", "latents"), [*BESIDE, *OF_LATENTS])
+def test_small_steps_skip_rows_of_down(kind: str, shared: str | None, latents: int, step: int, tmp_path: Path) -> None:
+    """Those of the experts, and of the shared one, which of the same width and type lies behind them, else beside them,
+    and where its type has no rows of neurons is dense."""
+    path = plain_model(tmp_path, kind, shared, latents)
     whole, exact = (opened(path, exact=one, threads=3) for one in (False, True))
     assert far(logits(exact, step), logits(whole, step)) <= ALLOWED.get(kind, 2e-3)
-    of_token = 2 * FF + (0 if shared else SHARED)
+    of_token = 2 * FF + (0 if shared == "F32" else SHARED)
     for ffn in exact.expert_ffns.values():
+        assert (ffn.shared is not None) == (shared not in ("F32", None) or (shared is None and latents > 0))
         counts = ffn.counts()
         assert counts["tokens"] == TOKENS and counts["neurons"] == TOKENS * of_token
         assert 0.3 < counts["active"] / counts["neurons"] < 0.7, "half of random neurons fire"
         assert counts["bytes"] < ffn.nbytes * TOKENS if step == 1 else counts["steps"] == TOKENS // step
+        ffn.op.clear()
+        assert set(ffn.counts().values()) == {0}
+    for one in (whole, exact):
+        one.close()
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q5_0"])
+@pytest.mark.parametrize("level", _native.levels())
+def test_experts_of_latents_at_every_level(kind: str, level: str, tmp_path: Path) -> None:
+    """Prompts have the bits of whole experts; so has a suspended selector."""
+    path = plain_model(tmp_path, kind, latents=32)
+    whole, exact = (opened(path, exact=one, level=level) for one in (False, True))
+    assert np.array_equal(logits(exact, TOKENS), logits(whole, TOKENS))
+    assert far(logits(exact, 4), logits(whole, 4)) <= ALLOWED.get(kind, 2e-3)
+    for ffn in exact.expert_ffns.values():
+        ffn.op.set_whole(True)
+    assert np.array_equal(logits(exact, 25), logits(whole, 25))
     for one in (whole, exact):
         one.close()
 
@@ -291,7 +315,8 @@ def test_an_expert_without_a_gate_is_replaced(tmp_path: Path) -> None:
     [
         ({"activation": "silu"}, "silu is never exactly zero"),
         ({"gated": False, "shared_size": 8}, None),
-        ({"gated": False, "latents": 32}, "experts of latents"),
+        ({"gated": False, "latents": 32}, None),
+        ({"bias": True}, "experts with biases"),
         ({"shared_size": 8}, None),
         ({"size": 40}, "40 neurons of an expert are not whole groups of 32"),
         ({}, None),

@@ -12,7 +12,7 @@ import model_files
 import numpy as np
 import pytest
 from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf
-from test_expert_neurons import ACTIVATIONS, ALLOWED, PLAIN, TOKENS, far, logits, model, plain_model
+from test_expert_neurons import ACTIVATIONS, ALLOWED, BESIDE, OF_LATENTS, TOKENS, far, logits, model, plain_model
 from test_prepared import describe
 
 from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
@@ -356,6 +356,8 @@ def plain_sum(path: Path, layer: int, x: np.ndarray) -> tuple[np.ndarray, np.nda
     z = np.maximum(x @ one.inner.float32().T, 0) @ one.outer.float32().T >= one.predictor.threshold
     of_experts, of_shared = z[:, : PLAIN_EXPERTS * FF].reshape(len(x), PLAIN_EXPERTS, FF), z[:, PLAIN_EXPERTS * FF :]
     up, down, more_up, more_down = map(weights, ("experts_up", "experts_down", "shared_up", "shared_down"))
+    if checkpoint.config.experts[layer].latents:
+        up, down = up @ weights("latent_in"), weights("latent_out") @ down
     out, candidates, fires = np.zeros_like(x), [], []
     for token, row in enumerate(n):
         own = np.sort(np.argsort(-wanted[token])[: config.top_k])
@@ -369,9 +371,10 @@ def plain_sum(path: Path, layer: int, x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 32])
-def test_candidates_without_gates_are_summed(tokens: int, tmp_path: Path) -> None:
-    """Those of the shared expert, too."""
-    path = give_plain_predictors(plain_model(tmp_path, "F16"), threshold=3.0)
+@pytest.mark.parametrize("latents", [0, 32])
+def test_candidates_without_gates_are_summed(latents: int, tokens: int, tmp_path: Path) -> None:
+    """Those of the shared expert, too, which experts of latents have beside them."""
+    path = give_plain_predictors(plain_model(tmp_path, "F16", latents=latents), threshold=3.0)
     executor = opened(path, threads=1 + tokens % 3, recall_every=1)
     for layer in (1, 2):
         x, found = added(executor, layer, tokens)
@@ -382,7 +385,7 @@ def test_candidates_without_gates_are_summed(tokens: int, tmp_path: Path) -> Non
         assert counts["candidates"] == candidates.sum() and counts["active"] == (candidates & fires).sum()
         assert counts["sampled_active"] == fires.sum() and counts["sampled_found"] == (candidates & fires).sum()
         assert counts["tokens"] == counts["sampled_tokens"] == tokens and counts["neurons"] == candidates.size
-        if tokens == 1:  # each row once
+        if tokens == 1 and not latents:  # each row once
             layout, (inner, row) = executor.expert_ffns[layer].layout, executor.expert_ffns[layer].predictor
             rows = candidates.sum() * layout.gate_bytes + (candidates & fires).sum() * layout.down_bytes
             assert counts["bytes"] == inner + candidates.size * row + rows
@@ -390,19 +393,17 @@ def test_candidates_without_gates_are_summed(tokens: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("step", [1, 5])
-@pytest.mark.parametrize(
-    ("kind", "shared"), [*((kind, None) for kind in PLAIN if kind != "MXFP4"), ("Q5_0", "Q8_0"), ("F16", "Q5_1")]
-)
+@pytest.mark.parametrize(("kind", "shared", "latents"), [one for one in (*BESIDE, *OF_LATENTS) if one[0] != "MXFP4"])
 def test_without_gates_it_is_exact_where_all_are_candidates(
-    kind: str, shared: str | None, step: int, tmp_path: Path
+    kind: str, shared: str | None, latents: int, step: int, tmp_path: Path
 ) -> None:
-    """A shared expert of other types is dense. Prompts have the bits of whole experts, of rows of up, too."""
-    path = give_plain_predictors(plain_model(tmp_path, kind, shared), threshold=-1e5, kind="Q8_0")
+    """A shared expert in F32 is dense. Prompts have the bits of whole experts, of rows of up, too."""
+    path = give_plain_predictors(plain_model(tmp_path, kind, shared, latents), threshold=-1e5, kind="Q8_0")
     dense, exact, predicted = whole(path), whole(path, exact=True), opened(path, recall_every=2)
     assert far(logits(predicted, step), logits(exact, step)) <= ALLOWED.get(kind, 2e-3)
     for ffn in predicted.expert_ffns.values():
         counts = ffn.counts()
-        assert counts["candidates"] == counts["neurons"] == TOKENS * (2 * FF + (0 if shared else SHARED))
+        assert counts["candidates"] == counts["neurons"] == TOKENS * (2 * FF + (0 if shared == "F32" else SHARED))
         assert counts["sampled_found"] == counts["sampled_active"] > 0
     assert np.array_equal(logits(predicted, TOKENS), logits(dense, TOKENS))
     for one in (dense, exact, predicted):
@@ -410,9 +411,9 @@ def test_without_gates_it_is_exact_where_all_are_candidates(
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-@pytest.mark.parametrize("kinds", [("Q8_0", None), ("Q5_0", "Q8_0"), ("Q4_0", "gated")])
+@pytest.mark.parametrize("kinds", [("Q8_0", None), ("Q5_0", "Q8_0"), ("Q5_0", None, 256), ("Q4_0", "gated")])
 def test_a_plan_counts_what_a_load_holds(
-    kinds: tuple[str, str | None], predicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kinds: tuple[Any, ...], predicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows long enough that their padding hides nothing."""
     monkeypatch.setattr(model_files, "HEADS", 32)
@@ -436,7 +437,7 @@ def test_a_plan_counts_what_a_load_holds(
     monkeypatch.setattr(cpu_experts, "own_pages", pages)
     executor = opened(path) if predicted else whole(path, exact=True)
     ffns = executor.expert_ffns.values()
-    rows = EXPERTS * FF if gated else PLAIN_EXPERTS * FF + (0 if kinds[1] else SHARED)
+    rows = EXPERTS * FF if gated else PLAIN_EXPERTS * FF + SHARED
     of_predictors = sum(inner + rows * outer for inner, outer in (ffn.predictor for ffn in ffns))
     executor.close()
     model_of_file = skipping_model(checkpoint_model(open_checkpoint(path)), open_checkpoint(path), None, predicted)

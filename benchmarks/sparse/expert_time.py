@@ -1,15 +1,16 @@
-"""Time the expert part of a step alone, as a CPU beside a GPU has it: the selected experts of a token, whole, and with
-what does not fire left out.
+"""Time the expert part of a step alone, as a CPU beside a GPU has it: the selected experts of a token, whole, and
+with what does not fire left out.
 
-    python -m benchmarks.models.silent_models OUT.gguf --shape nemotron-3-nano-30b-a3b --layers 6 --type q5_0 --predictor
-    python -m benchmarks.sparse.expert_time OUT.gguf [--threads 2] [--layers 2] [--steps 64] [--out FILE]
+    python -m benchmarks.models.silent_models M.gguf --shape nemotron-3-nano-30b-a3b --layers 6 --type q5_0 --predictor
+    python -m benchmarks.sparse.expert_time M.gguf [--threads 2] [--layers 2] [--steps 64] [--out FILE]
 
-MODEL needs predictors for `predicted`. Its text is random tokens, decoded one at a time; each layer's input and what its
-router selects are taken from there. RAM holds the experts of --layers layers once for each way: 3 x 0.9 GB a layer of
-Nemotron 3 Nano in Q5_0. Every step is summed in each way in turn. Router, shared expert and norms are the GPU's.
+The model needs predictors for `predicted`. Its text is random tokens, decoded one at a time; each layer's input and
+what its router selects are taken from there. RAM holds the experts of --layers layers once for each way: 3 x 0.9 GB a
+layer of Nemotron 3 Nano in Q5_0. Every step is summed in each way in turn. Router, shared expert and norms are the
+GPU's.
 
-Prints one JSON document: seconds of a token over these layers, medians over the steps; `ratio`: those of `all` by those of
-another way, the median of the ratios within a step; of the neurons the shares that are computed.
+Prints one JSON document: seconds of a token over these layers, medians over the steps; `ratio`: those of `all` by
+those of another way, the median of the ratios within a step; of the neurons the shares that are computed.
 """
 
 from __future__ import annotations

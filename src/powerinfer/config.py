@@ -780,6 +780,10 @@ class ExpertsConfig(FfnKind):
         routed = f"{self.n_experts} experts of {self.size} neurons, {self.router.top_k} a token"
         return f"{routed}{shared}, {self.activation}"
 
+    def row_width(self, d_model: int) -> int:
+        """Numbers of a token that a selected expert reads, and gives."""
+        return self.latents or d_model
+
     @property
     def shared(self) -> FfnConfig | None:
         """The shared expert."""
@@ -791,7 +795,7 @@ class ExpertsConfig(FfnKind):
             yield "router_bias", (self.n_experts,)
         if self.router.correction:
             yield "router_correction_bias", (self.n_experts,)
-        width = self.latents or d_model
+        width = self.row_width(d_model)
         if self.latents:
             yield from (("latent_in", (self.latents, d_model)), ("latent_out", (d_model, self.latents)))
         for name in self.matrices:
@@ -833,7 +837,7 @@ class ExpertsConfig(FfnKind):
 
     @property
     def predicted_shared(self) -> int:
-        """Neurons of the shared expert among which a predictor selects, behind those of the others; 0: it is whole."""
+        """Neurons of the shared expert that are separable, behind those of the others; 0: it is computed whole."""
         return 0 if self.gated or self.shared_size % 32 else self.shared_size
 
     @property
@@ -841,8 +845,8 @@ class ExpertsConfig(FfnKind):
         """Reason for which the neurons inside selected experts are not separable; None: they are."""
         if self.activation not in RECTIFIED:
             return f"the activation {self.activation} is never exactly zero"
-        if self.bias or self.latents:
-            return f"experts {'with biases' if self.bias else 'of latents'} are computed whole"
+        if self.bias:
+            return "experts with biases are computed whole"
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
 
     def share_read(self, tokens: int) -> float:

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "bindings.h"
+#include "bundle_panels.h"
 #include "dense_neurons.h"
 #include "ffn.h"
 #include "guesses.h"
@@ -94,6 +95,15 @@ void bind_neuron_sum(nb::module_& m) {
            "selected: [tokens, neurons], not zero where a token selects a neuron, None: all; weight: [tokens], 0: the\n"
            "token selects none, None: 1. False where no neuron is selected: out is zero, nothing was computed.")
       .def_prop_ro("neurons", [](const NeuronSum& sum) { return sum.bundles->members.size(); })
+      .def(
+          "matrix",
+          [](const NeuronSum& sum, const std::string& part, int64_t first, int64_t neurons) {
+            const char* const PARTS[] = {"gate", "up", "down"};
+            const auto own = (BundlePart)index_of(PARTS, 3, part, "part");
+            return std::make_shared<Matrix>(bundle_matrix(sum.bundles, own, first, neurons));
+          },
+          "part"_a, "first"_a, "neurons"_a,
+          "\"gate\", \"up\" or \"down\" of some neurons as a matrix that is made of the bundles as it is multiplied.")
       .def(
           "keep",
           [](NeuronSum& sum, Ints members) {

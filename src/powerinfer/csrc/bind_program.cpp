@@ -260,13 +260,17 @@ void bind_operators(nb::class_<Program>& program) {
       .def(
           "experts",
           [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
-             const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate) {
-            return p.experts(spec, router, std::move(scores), all, {std::move(shared), vector_of(shared_gate)});
+             const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate,
+             std::shared_ptr<NeuronSum> shared_bundled) {
+            return p.experts(spec, router, std::move(scores), all,
+                             {std::move(shared), vector_of(shared_gate), std::move(shared_bundled)});
           },
           "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
+          "shared_bundled"_a = nb::none(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
           "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
-          "product with norm(x), a sigmoid of it, is the shared expert's weight.")
+          "product with norm(x), a sigmoid of it, is the shared expert's weight; shared_bundled: its neurons, where\n"
+          "experts are bundles without them.")
       .def(
           "expert_sum",
           [](Program& p, ExpertMatrices experts, RouterSpec router, const Norm* norm) {

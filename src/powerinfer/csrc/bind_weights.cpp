@@ -92,6 +92,7 @@ struct Acts {
 void matmul(Pool& pool, const Matrix& w, const std::string& level, Floats2 x, OutFloats2 out) {
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = w.k;
+  require(w.data, "the panels of the matrix are not in memory");
   require((int64_t)x.shape(1) == k, "x has another number of columns than the matrix");
   require((int64_t)out.shape(0) == tokens && (int64_t)out.shape(1) == w.panels * PI_LANES,
           "out must be [tokens, rows rounded up to 16]");

@@ -1,27 +1,30 @@
 #include "bundled_experts.h"
 
+#include "bundle_panels.h"
 #include "program.h"
-#include "repack.h"
 #include "resting_experts.h"
 
 namespace {
 
-// As of matrices that `product` makes of bundles, a few panels at a time.
-std::vector<Matrix> repacked(int row_type, int64_t experts, int64_t rows, int64_t k) {
-  return std::vector<Matrix>(
-      (size_t)experts, {repacked_type(row_type), rows, k, pi_round_up(rows, PI_LANES) / PI_LANES, nullptr, nullptr});
+// Matrices of the experts, made of their bundles.
+std::vector<Matrix> bundle_matrices(const std::shared_ptr<const Bundles>& b, BundlePart part, int64_t experts,
+                                    int64_t neurons) {
+  std::vector<Matrix> matrices;
+  for (int64_t e = 0; e < experts; e++) matrices.push_back(bundle_matrix(b, part, e * neurons, neurons));
+  return matrices;
 }
 
+// Of gates without a predictor, and of up without gates, the matrices are in memory.
 ExpertStore::Parts parts_of(const ExpertMatrices& all) {
-  const Bundles& b = *all.bundled->bundles;
-  const int64_t n = all.experts, neurons = all.neurons, d_model = b.up.k;
+  const std::shared_ptr<const Bundles> b = all.bundled->bundles;
+  const int64_t n = all.experts, neurons = all.neurons;
   ExpertStore::Parts parts{std::vector<Matrix>(),
-                           !all.up     ? repacked(b.up.type, n, neurons, d_model)
+                           !all.up     ? bundle_matrices(b, BundlePart::UP, n, neurons)
                            : all.slots ? on_disk(n, *all.up, neurons)
                                        : cut(*all.up, n, neurons),
-                           repacked(b.down.type, n, d_model, neurons)};
+                           bundle_matrices(b, BundlePart::DOWN, n, neurons)};
   if (all.gate) parts[ExpertStore::GATE] = cut(*all.gate, n, neurons);
-  else if (b.gated()) parts[ExpertStore::GATE] = repacked(b.gate.type, n, neurons, d_model);
+  else if (b->gated()) parts[ExpertStore::GATE] = bundle_matrices(b, BundlePart::GATE, n, neurons);
   return parts;
 }
 
@@ -40,42 +43,17 @@ BundledExperts::BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> wo
       predictor_(std::move(all.predictor)),
       out_(predictor_ ? cut(rows_of(*predictor_->out, 0, experts * neurons), experts, neurons) : std::vector<Matrix>()),
       recall_every_(all.recall_every),
-      shared_out_(predictor_ ? rows_of(*predictor_->out, experts * neurons, shared_) : Matrix()),
-      sampled_((size_t)workspace_->pool->threads()) {}
-
-void BundledExperts::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,
-                             int64_t ldo, int64_t p0, int64_t p1) const {
-  if (parts_[part][e].data || parts_[part][e].disk)
-    return ExpertStore::product(thread, rows, part, e, acts, out, ldo, p0, p1);
-  const Bundles& b = *bundled_->bundles;
-  const int64_t first = (int64_t)e * neurons;
-  uint8_t* const to = rows.panels_of(thread);
-  Matrix panels = parts_[part][e];
-  panels.data = to;
-  const int64_t most = panels_at_once(part);
-  for (int64_t p = p0, count; p < p1; p += count) {
-    count = std::min(p1 - p, most - p % most);
-    if (part == DOWN) panels_of_outputs(workspace_->kernels, b.down, first, neurons, p * PI_LANES, (int)count, to);
-    else panels_of_neurons(part == GATE ? b.gate : b.up, first + p * PI_LANES, (int)count, to);
-    PiAhead ahead[8];
-    const bool more = part == DOWN && count == 8 && p + count < p1 && neurons > PI_GROUP && pi_across(b.down.type) >= 0;
-    if (more) outputs_ahead(b.down, first, (p + count) * PI_LANES, ahead);
-    workspace_->linear(thread, panels, NO_BIAS, &acts, out + p * PI_LANES, ldo, rows.n(e), false, 0, count,
-                       more ? ahead : nullptr);
-  }
+      shared_out_(predictor_ ? rows_of(*predictor_->out, experts * neurons, predictor_->out->rows - experts * neurons)
+                             : Matrix()),
+      sampled_((size_t)workspace_->pool->threads()) {
+  for (const auto& matrices : parts_)
+    if (!matrices.empty() && matrices[0].source) workspace_->reserve_packed(matrices[0]);
 }
 
-// Of down a line of the rows, unless so many panels exceed a core's cache.
-int64_t BundledExperts::panels_at_once(Part part) const {
-  const Matrix& m = parts_[part][0];
-  int64_t n = part == DOWN ? 8 : 2;
-  while (n > 2 && n * pi_panel_bytes(m.type, m.k) > ExpertRows::REPACKED) n /= 2;
-  return n;
-}
-
-void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,
-                              int64_t top_k, const SharedExpert& shared, const Attempt&) {
-  if (predictor_) return sum_predicted(t, rows, piece, top_k, shared);
+void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x,
+                              const NeuronSum::Piece& piece, int64_t top_k, const SharedExpert& shared,
+                              const Attempt&) {
+  if (predictor_) return sum_predicted(t, rows, x, piece, top_k, shared);
   const int64_t tokens = piece.x.tokens;
   const PiActs inputs = tokens == 1 ? *acts : gather(t, rows, acts, d_model, forms_);
   begin_list(t.id);
@@ -144,49 +122,76 @@ void BundledExperts::list_firing(int thread, const ExpertRows& rows, const PiAct
   list(thread, rows, first_products(), inputs, single, {1, 0.0f}, prepare, know);
 }
 
-// The same of the shared expert, whose neurons lie behind all others in the bundles.
-void BundledExperts::list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens,
+// The same of the shared expert. In bundles of its own its activations stay in the program's `gate`, without its weight.
+void BundledExperts::list_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
                                  const SharedExpert& shared) const {
   const Program& p = *t.program;
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)t.id];
-  const int64_t first = experts * neurons, ldk = first + shared_;
-  workspace_->pool->barrier();                                        // its weights are there
+  const int64_t first = first_shared(), ldk = first + shared_;
+  if (shared_) workspace_->pool->barrier();                           // its weights are there
   const Columns mine = shared.neurons->activate(t, acts, tokens, 2);  // two panels: a group of neurons
   float* const h = p.gate + mine.c0;
-  for (int64_t i = 0; i < tokens; i++)
+  for (int64_t i = 0; i < tokens && shared_; i++)
     workspace_->kernels->scale(h + i * p.ldh, rows.shared_weights[(size_t)i], mine.n());
   int32_t* const listed = share.listed.data() + share.n;
   const int64_t more = workspace_->kernels->neurons.keep(h, p.ldh, tokens, mine.n(), 1, 0.0f,
                                                          (int32_t)(first + mine.c0), listed, share.counts);
-  for (int64_t j = 0; j < more; j++)
+  for (int64_t j = 0; j < more && shared_; j++)
     for (int64_t i = 0; i < tokens; i++)
       rows.floats(rows.activations)[i * ldk + listed[j]] = h[i * p.ldh + listed[j] - first - mine.c0];
   share.n += more;
 }
 
+const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, const PiActs* acts,
+                                         const NeuronSum::Piece& piece, const SharedExpert& shared, int forms) {
+  const Program& p = *t.program;
+  NeuronSum& sum = *shared.bundled;
+  const int64_t tokens = piece.x.tokens, n = sum.bundles->neurons;
+  begin_list(t.id);
+  if (!predictor_) {
+    list_shared(t, rows, acts, tokens, shared);
+    workspace_->pool->barrier();
+    sum.sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr);
+    if (t.id == 0) sum.count_gates(n);
+    return acts;
+  }
+  list_predicted_shared(t.id, predictor_->hide(t.id, *workspace_, piece.x), tokens);
+  workspace_->pool->barrier();
+  const bool sampled = samples();
+  const int of_sample = sampled ? shared.neurons->forms() : 0;
+  acts = workspace_->prepare(t.id, piece.x, piece.norm, sum.bundles->forms() | forms | of_sample);
+  if (sampled) sample_shared(t, acts, tokens, shared);
+  sum.sum_listed(t.id, piece, acts, nullptr, 0, predictor_.get());
+  if (t.id == 0) predictor_rows_ += n;
+  return acts;
+}
+
 // The neurons that the predictor selects of the experts of up to PI_NEURON_TOKENS tokens.
-void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k,
+void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
                                    const SharedExpert& shared) {
-  const Rows& x = piece.x;
-  const bool sampled = recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0;
-  list_predicted(t, rows, x, top_k, sampled);
+  const bool sampled = samples();
+  weigh(t, rows, x.tokens, top_k);
+  const PiActs* const hidden =
+      shared.bundled ? predictor_->hidden(t.id, *workspace_, x.tokens) : predictor_->hide(t.id, *workspace_, x);
+  list_predicted(t, rows, hidden, x.tokens, sampled);
   const int forms = bundled_->bundles->forms() | (sampled && shared_ ? shared.neurons->forms() : 0);
-  const PiActs* acts = workspace_->prepare(t.id, x, piece.norm, forms);
-  if (sampled) sample(t, rows, acts, x.tokens, shared);
+  const PiActs* acts = workspace_->prepare(t.id, piece.x, piece.norm, forms);
+  if (sampled && shared_) sample_shared(t, acts, x.tokens, shared);
+  if (sampled) sample(t, rows, acts, x.tokens);
   piece.groups = {rows.expert_weights.data(), groups(), neurons};
   bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
   if (t.id != 0) return;
   predictor_rows_ += (int64_t)rows.active.size() * neurons + shared_;
   recall_.tokens += sampled ? x.tokens : 0;
-  for (const Ffn::Recall& recall : sampled_)
-    if (sampled) recall_.active += recall.active, recall_.found += recall.found;
+  for (Ffn::Recall& recall : sampled_) {
+    recall_.active += recall.active, recall_.found += recall.found;
+    recall = {};
+  }
 }
 
-// Lists the candidates, of this thread's share of the selected experts' neurons, and the tokens that select each. Ends
-// with a barrier.
-void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t k, bool sampled) const {
-  NeuronLists& lists = workspace_->lists();
-  const int64_t tokens = x.tokens, ldw = groups();
+// The weights of this thread's tokens for each expert.
+void BundledExperts::weigh(const Thread& t, ExpertRows& rows, int64_t tokens, int64_t k) const {
+  const int64_t ldw = groups();
   int64_t t0, t1;
   share(tokens, 1, workspace_->pool->threads(), t.id, &t0, &t1);
   for (int64_t i = t0; i < t1; i++) {
@@ -196,7 +201,13 @@ void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const Rows& x, 
       if (rows.selected[(size_t)j] >= 0) weights[rows.selected[(size_t)j]] = rows.weights[(size_t)j];
     std::fill(weights + experts, weights + ldw, rows.shared_weights[(size_t)i]);
   }
-  const PiActs* hidden = predictor_->hide(t.id, *workspace_, x);
+}
+
+// Lists the candidates, of this thread's share of the selected experts' neurons, and the tokens that select each. Ends
+// with a barrier.
+void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const PiActs* hidden, int64_t tokens,
+                                    bool sampled) const {
+  NeuronLists& lists = workspace_->lists();
   const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
   const auto select = [&](size_t e, const float* z, int64_t first, const int32_t* listed, int64_t n, int64_t lanes) {
     const auto token = [&](int64_t i) { return rows.token_of[(size_t)(rows.begin[e] + i)]; };
@@ -220,31 +231,34 @@ void BundledExperts::list_predicted_shared(int thread, const PiActs* hidden, int
   NeuronLists& lists = workspace_->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   const Columns mine(shared_out_, *workspace_->pool, thread, 2);  // two panels: a group of neurons
-  const int64_t first = experts * neurons;
+  const int64_t first = first_shared();
   float* const z = lists.z.data() + first;
   workspace_->linear(thread, shared_out_, NO_BIAS, hidden, z, lists.ldz, tokens, false, mine.p0, mine.p1);
   int32_t* const listed = own.listed.data() + own.n;
   const int64_t more = workspace_->kernels->neurons.keep(
       z + mine.c0, lists.ldz, tokens, mine.n(), 0, predictor_->limit(), (int32_t)(first + mine.c0), listed, own.counts);
-  if (tokens > 1) predictor_->mark(lists, listed, more, tokens);
+  if (tokens > 1 && shared_) predictor_->mark(lists, listed, more, tokens);  // else where it is summed
   own.n += more;
 }
 
-// How many of the neurons that fire the predictor selected: computes whole experts.
-void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
-                            const SharedExpert& shared) {
+// How many of the shared expert's neurons that fire the predictor selected: computes all of them.
+void BundledExperts::sample_shared(Thread& t, const PiActs* acts, int64_t tokens, const SharedExpert& shared) {
+  const Program& p = *t.program;
   const NeuronLists& lists = workspace_->lists();
   Ffn::Recall& recall = sampled_[(size_t)t.id];
-  recall = {};
-  if (shared_) {
-    const Columns mine = shared.neurons->activate(t, acts, tokens, 2);
-    for (int64_t i = 0; i < tokens; i++)
-      for (int64_t c = mine.c0; c < mine.c1; c++) {
-        const bool fires = t.program->gate[i * t.program->ldh + c] != 0.0f;
-        recall.active += fires;
-        recall.found += fires && predictor_->candidate(lists.z[(size_t)(i * lists.ldz + experts * neurons + c)]);
-      }
-  }
+  const Columns mine = shared.neurons->activate(t, acts, tokens, 2);
+  for (int64_t i = 0; i < tokens; i++)
+    for (int64_t c = mine.c0; c < mine.c1; c++) {
+      const bool fires = p.gate[i * p.ldh + c] != 0.0f;
+      recall.active += fires;
+      recall.found += fires && predictor_->candidate(lists.z[(size_t)(i * lists.ldz + first_shared() + c)]);
+    }
+}
+
+// The same of the other experts: computes them whole.
+void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens) {
+  const NeuronLists& lists = workspace_->lists();
+  Ffn::Recall& recall = sampled_[(size_t)t.id];
   const bool single = tokens == 1;
   multiply(t.id, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, false, nullptr);
   share_panels(t.id, rows, parts_[UP][0].panels, false,

@@ -1,5 +1,6 @@
 // Experts whose neurons are told apart: as bundles, but for their first product (gate, or up without gates), which is of
-// matrices, or, with a predictor, of the bundles, too. Behind them may be the neurons of a shared expert without gates.
+// matrices, or, with a predictor, of the bundles, too. Behind them may be the neurons of a shared expert without gates; or it
+// has bundles of its own.
 #pragma once
 #include "expert_store.h"
 
@@ -8,17 +9,16 @@ class BundledExperts : public ExpertStore {
   BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
   int forms(int64_t tokens) const override { return leaves_out(tokens) && predictor_ ? 0 : forms_; }
   bool leaves_out(int64_t tokens) const override { return !computes_whole_ && tokens <= PI_NEURON_TOKENS; }
-  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece, int64_t top_k,
-                const SharedExpert& shared, const Attempt& attempt) override;
+  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const NeuronSum::Piece& piece,
+                int64_t top_k, const SharedExpert& shared, const Attempt& attempt) override;
   bool has_shared() const override { return shared_ > 0; }
+  const PiActs* sum_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,
+                           const SharedExpert& shared, int forms) override;
   Counts counts() const override;
   void clear() override;
   void set_whole(bool on) override { computes_whole_ = on; }
 
  protected:
-  void product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out, int64_t ldo,
-               int64_t p0, int64_t p1) const override;
-  int64_t panels_at_once(Part part) const override;
   struct Limit {
     int magnitude;
     float value;
@@ -30,17 +30,24 @@ class BundledExperts : public ExpertStore {
   const std::vector<Matrix>& first_products() const { return parts_[parts_[GATE].empty() ? UP : GATE]; }
   void list_firing(int thread, const ExpertRows& rows, const PiActs* inputs, int64_t tokens) const;
   void activate(const ExpertRows& rows, size_t e, float* h, int64_t lanes) const;
-  void list_shared(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared) const;
+  void list_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
+                   const SharedExpert& shared) const;
 
   const std::shared_ptr<NeuronSum> bundled_;
   const int64_t shared_;  // neurons of the shared expert, behind those of the others
   bool computes_whole_ = false;
 
  private:
-  void sum_predicted(Thread& t, ExpertRows& rows, NeuronSum::Piece piece, int64_t top_k, const SharedExpert& shared);
-  void list_predicted(Thread& t, ExpertRows& rows, const Rows& x, int64_t top_k, bool sampled) const;
+  void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
+                     const SharedExpert& shared);
+  void weigh(const Thread& t, ExpertRows& rows, int64_t tokens, int64_t top_k) const;
+  void list_predicted(Thread& t, ExpertRows& rows, const PiActs* hidden, int64_t tokens, bool sampled) const;
   void list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const;
-  void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens, const SharedExpert& shared);
+  bool samples() const { return recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0; }
+  void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
+  void sample_shared(Thread& t, const PiActs* acts, int64_t tokens, const SharedExpert& shared);
+  // The first neuron of the shared expert in the lists: behind the others, where its bundles are.
+  int64_t first_shared() const { return shared_ ? experts * neurons : 0; }
   int64_t groups() const {
     return experts + (shared_ + neurons - 1) / neurons;
   }  // of neurons with weights of their own
@@ -48,7 +55,7 @@ class BundledExperts : public ExpertStore {
   const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
   const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
   const int64_t recall_every_;
-  const Matrix shared_out_;  // of the shared one's neurons, their rows of the predictor's
+  const Matrix shared_out_;  // the shared expert's rows of the predictor's
   Ffn::Recall recall_ = {};
   std::vector<Ffn::Recall> sampled_;  // of the threads
   int64_t predictor_rows_ = 0;

@@ -15,7 +15,7 @@ class DenseNeurons {
   }
   int64_t d_model() const { return up_->k; }
   bool gated() const { return (bool)gate_; }
-  bool in_memory() const { return first().data && up_->data && down_->data; }
+  bool in_memory() const { return first().in_memory() && up_->in_memory() && down_->in_memory(); }
   // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and thresholds.
   bool same_kind(const Bundles& bundles) const;
   int forms() const { return first().form() | up_->form(); }  // of the input

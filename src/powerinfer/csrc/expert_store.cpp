@@ -32,8 +32,7 @@ ExpertRows::ExpertRows(const Sizes& s)
       activations(PI_NEURON_TOKENS * s.bundled * 4),
       expert_weights((size_t)(PI_NEURON_TOKENS * s.groups)),
       guessed((size_t)(GUESSED * ldl)),
-      fired((size_t)(s.bundled ? PI_NEURON_TOKENS * s.top_k * ldh / PI_LANES : 0)),
-      panels(s.bundled ? s.threads * panel_bytes(s) : 0) {
+      fired((size_t)(s.bundled ? PI_NEURON_TOKENS * s.top_k * ldh / PI_LANES : 0)) {
   active.reserve((size_t)s.experts);
 }
 
@@ -134,7 +133,7 @@ void ExpertStore::add_down(int thread, const ExpertRows& rows, bool dealt) const
       for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) out[c] += weight * biases_[DOWN][e][(size_t)c];
     }
   };
-  share_panels(thread, rows, parts_[DOWN][0].panels, dealt, add, panels_at_once(DOWN));
+  share_panels(thread, rows, parts_[DOWN][0].panels, dealt, add, parts_[DOWN][0].unit(2));
 }
 
 void ExpertStore::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,

@@ -15,7 +15,8 @@ inline const Vector NO_BIAS;
 // The experts' matrices: of all experts, one below the other, each padded to whole panels. gate may be null.
 // bundled: the neurons of all experts, one expert after another, in place of down and, where there are gates, of up; behind
 // them may be those of a shared expert without gates. The rows of their first product (gate, or up without gates) are read
-// with a predictor, which selects among all of these neurons and takes the matrix' place.
+// with a predictor, which selects among all of these neurons and takes the matrix' place; its rows for a shared expert in
+// bundles of its own lie behind those of the others.
 // slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
 // `down` say then what they are alone. With `bundled`, of experts without gates, the parts are up, the rows of down, which
 // are read later, and the scales that their groups share, if any.
@@ -34,9 +35,11 @@ struct ExpertMatrices {
 };
 
 // The shared expert, and the weights of its own gate: a sigmoid of their product with the input. Either may be absent.
+// bundled: its neurons as bundles, too, beside those of experts of another width, or of other types; null: there are none.
 struct SharedExpert {
   std::shared_ptr<const DenseNeurons> neurons;
   Vector gate;
+  std::shared_ptr<NeuronSum> bundled = nullptr;
 };
 
 // Buffers for a step's rows: one for each of a token's experts, those of an expert side by side.
@@ -45,7 +48,6 @@ struct ExpertRows {
     int64_t tokens, experts, top_k, neurons, d_model;
     int64_t bundled;  // neurons of all experts of a layer whose neurons are bundles; 0: there is none
     int64_t groups;   // of these, experts and as many neurons of the shared one as an expert has
-    int threads;
   };
   static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses
   explicit ExpertRows(const Sizes& sizes);
@@ -63,25 +65,19 @@ struct ExpertRows {
   std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][groups]
   std::vector<float> guessed;               // logits, [GUESSED][ldl]
   std::vector<uint16_t> fired;              // which neurons of bundled experts fire, a bit each, [rows][ldh / 16]
-  Mapping panels;                           // some for each thread, repacked
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
   // The experts that are computed next, of those that have rows: `active` and `cost`.
   void compute(const std::vector<int32_t>& experts);
   int64_t n(size_t expert) const { return begin[expert + 1] - begin[expert]; }
   float* floats(const Mapping& of) const { return (float*)of.data(); }
-  uint8_t* panels_of(int thread) const { return panels.data() + thread * panel_bytes(sizes); }
-  static constexpr int64_t REPACKED = 384 << 10;  // bytes that stay in a core's cache, or two panels
-  static int64_t panel_bytes(const Sizes& s) {
-    return std::max(REPACKED, 2 * PI_LANES * 2 * pi_round_up(std::max(s.neurons, s.d_model), 32));
-  }
 };
 
 // In panels. By the threads of a job, unless it says otherwise.
 class ExpertStore {
  public:
   enum Part { GATE, UP, DOWN };
-  // Of each expert; no gates: empty. Matrices that are not in memory in panels have no data.
+  // Of each expert; no gates: empty. Matrices that are not in memory in panels have no data, but perhaps a source.
   using Parts = std::array<std::vector<Matrix>, 3>;
   // Counts of steps whose neurons are told apart, as of `NeuronSum` and `Ffn`; rows of the predictor's `out` that were
   // read.
@@ -108,12 +104,19 @@ class ExpertStore {
     const bool single = tokens == 1;
     sum_rows(t, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, fired, attempt);
   }
-  // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`.
+  // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`. x: what a predictor reads,
+  // the input of the layer.
   virtual bool leaves_out(int64_t) const { return false; }
-  virtual void sum_some(Thread&, ExpertRows&, const PiActs*, const NeuronSum::Piece&, int64_t /*top_k*/,
-                        const SharedExpert&, const Attempt&) {}
+  virtual void sum_some(Thread&, ExpertRows&, const PiActs*, const Rows& /*x*/, const NeuronSum::Piece&,
+                        int64_t /*top_k*/, const SharedExpert&, const Attempt&) {}
   // Whether that is the sum of the shared expert, too.
   virtual bool has_shared() const { return false; }
+  // Else of such a step, before it, the sum of a shared expert in bundles of its own, without its weight. acts: the input,
+  // in the forms of its matrices and in `forms`. Returns it in `forms`. Ends with a barrier.
+  virtual const PiActs* sum_shared(Thread&, const ExpertRows&, const PiActs* acts, const NeuronSum::Piece&,
+                                   const SharedExpert&, int /*forms*/) {
+    return acts;
+  }
 
   // Experts on disk, by thread 0: begins a step, rows are ordered; the step ends before it is computed; begins to read
   // experts that the step is to need, one of them perhaps repeatedly; whether that is worth it, by all threads.
@@ -171,10 +174,8 @@ class ExpertStore {
   // The output of every row: this thread's share.
   void add_down(int thread, const ExpertRows& rows, bool dealt) const;
   // out = panels [p0, p1) of one of an expert's matrices, with its bias but for down, by the expert's rows.
-  virtual void product(int thread, const ExpertRows& rows, Part part, size_t expert, const PiActs& acts, float* out,
-                       int64_t ldo, int64_t p0, int64_t p1) const;
-  // Panels of it that `product` computes at once.
-  virtual int64_t panels_at_once(Part) const { return 2; }
+  void product(int thread, const ExpertRows& rows, Part part, size_t expert, const PiActs& acts, float* out,
+               int64_t ldo, int64_t p0, int64_t p1) const;
 
   Parts parts_;
   const Activation activation_;

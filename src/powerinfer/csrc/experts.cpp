@@ -22,11 +22,10 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       store_(ExpertStore::make(std::move(all), workspace)),
       workspace_(std::move(workspace)) {}
 
-void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared) {
+void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared, int64_t bundled) {
   const int64_t n = all.experts, d = all.latent_in ? all.latent_in->rows : sizes.d_model;
   check(!all.latent_in == !all.latent_out, "latents of experts have a matrix before and one behind");
   if (all.latent_in) {
-    check(!all.bundled, "experts as bundles have no latents");
     check(d <= sizes.d_model && all.latent_in->k == sizes.d_model && all.latent_out->k == d &&
               all.latent_out->rows == sizes.d_model,
           "a matrix of the experts' latents has a wrong shape");
@@ -61,9 +60,9 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");
     check(all.recall_every >= 0, "an interval is negative");
     if (all.predictor) {
-      all.predictor->check_sizes(d, b.neurons);
+      all.predictor->check_sizes(sizes.d_model, b.neurons + bundled);
       check(all.predictor->floor == 0, "a predictor of experts has no floor");
-      workspace->reserve_lists(b.neurons, d, all.predictor->rank());
+      workspace->reserve_lists(std::max(b.neurons, bundled), sizes.d_model, all.predictor->rank());
     }
     if (all.slots) reserve_resting(all);
     return reserve_expert_rows(n, top_k, all.neurons, b.neurons);
@@ -111,8 +110,7 @@ void Program::reserve_resting(const ExpertMatrices& all) {
 
 void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int64_t bundled) {
   const int64_t groups = (bundled + neurons - 1) / neurons;
-  ExpertRows::Sizes all{sizes.max_tokens, n,       top_k,  neurons,
-                        sizes.d_model,    bundled, groups, workspace->pool->threads()};
+  ExpertRows::Sizes all{sizes.max_tokens, n, top_k, neurons, sizes.d_model, bundled, groups};
   if (expert_rows) {
     const auto& had = expert_rows->sizes;
     if (had.experts >= n && had.top_k >= top_k && had.neurons >= neurons && had.bundled >= bundled &&
@@ -127,12 +125,24 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
   expert_rows = std::make_shared<ExpertRows>(all);
 }
 
+// A shared expert in bundles of its own.
+static void check_shared_bundles(const Program& p, const ExpertMatrices& all, const SharedExpert& shared) {
+  const NeuronSum& sum = *shared.bundled;
+  const Bundles& b = *sum.bundles;
+  check(all.bundled && sum.workspace == p.workspace, "bundles of a shared expert are beside those of others");
+  check(shared.neurons && shared.neurons->in_memory() && !shared.neurons->gated() && shared.neurons->same_kind(b) &&
+            b.up.k == p.sizes.d_model && b.neurons % PI_GROUP == 0 && !b.slots && sum.threshold == 0.0f,
+        "the bundles of the shared expert are of another one");
+  check(!all.predictor || b.up.stride, "a predictor selects among whole bundles");
+}
+
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec router, Norm norm) {
   check(router.top_k > 0, "a token needs experts");
   if (all.slots) check_router(router, all.experts);
-  check(!all.latent_in || norm.w.empty(), "latents have no norm");
+  check(!all.latent_in || (norm.w.empty() && !all.predictor), "latents have no norm, and no predictor reads them");
   check_norm(norm, sizes.d_model, "the norm of the experts' input");
   reserve_experts(all, router.top_k);
+  all.latent_in = all.latent_out = nullptr;  // the caller multiplies with them
   FfnSpec spec;
   spec.norm = std::move(norm);
   return std::make_shared<Experts>(std::move(spec), std::move(router), nullptr, std::move(all), SharedExpert{},
@@ -142,13 +152,15 @@ std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec rout
 std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
                                           ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
-  reserve_experts(all, router.top_k, shared.neurons ? shared.neurons->neurons() : 0);
+  const int64_t of_shared = shared.neurons ? shared.neurons->neurons() : 0;
+  reserve_experts(all, router.top_k, of_shared, shared.bundled ? of_shared : 0);
   check(!scores || (scores->rows == n && scores->k == d),
         "the router has another number of rows than there are experts");
   check_router(router, n);
   check(!all.bundled || !shared.neurons || all.bundled->bundles->neurons == n * all.neurons ||
-            (shared.neurons->in_memory() && !shared.neurons->gated()),
+            (shared.neurons->in_memory() && !shared.neurons->gated() && !shared.bundled),
         "a shared expert in bundles has matrices, too, and no gates");
+  if (shared.bundled) check_shared_bundles(*this, all, shared);
   check_bias(spec.down_bias, d, "down");
   check_bias(shared.gate, shared.neurons ? d : 0, "the shared expert's gate");
   check(!shared.neurons || (shared.neurons->d_model() == d && shared.neurons->neurons() <= sizes.d_ff),
@@ -158,6 +170,8 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
   auto matrices = shared.neurons ? shared.neurons->matrices() : std::vector<std::shared_ptr<Matrix>>();
+  for (const auto& matrix : matrices)
+    if (matrix->source) workspace->reserve_packed(*matrix);
   for (const auto& latents : {all.latent_in, all.latent_out})
     if (latents) matrices.push_back(latents);
   const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
@@ -212,23 +226,42 @@ void Experts::run(Thread& t, const Step& step) {
   const bool shared_apart = shared_.neurons && !(leaves_out && store_->has_shared());
   // There is room for what fires; and phases follow, which do not wait for a thread that has no `acts` yet.
   if (records_fired_ || (shared_apart && !router_.scores)) w.pool->barrier();
-  if (shared_apart)
+  if (shared_apart && !(leaves_out && shared_.bundled))
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
   if (shared_apart && records_fired_) keep_shared(t, tokens);
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
   if (leaves_out) {
-    store_->sum_some(t, rows, acts, {x, spec_.norm, to, true}, router_.spec.top_k, shared_,
-                     [&](const auto& work) { return p.attempt(work); });
+    sum_some(t, rows, acts, x, to);
     if (shared_apart) add_shared(t, rows, tokens, to);
     return p.add_normalised(spec_.out_norm, p.up, 0, tokens);
   }
   uint16_t* const fired = records_fired_ ? recorded_.fired.data() : nullptr;
   if (latent_in_) acts = make_latents(t, acts, tokens);
   store_->sum_tokens(t, rows, acts, tokens, fired, [&](const auto& work) { return p.attempt(work); });
-  if (latent_in_) merge_latents(t, rows, tokens, to);
-  else merge(t, rows, tokens, to);
-  w.pool->barrier();
+  if (latent_in_) {
+    merge(t, rows, tokens, {p.gate, p.ldh, false, NO_BIAS});
+    add_latents(t, tokens, to);
+    if (shared_.neurons) add_shared(t, rows, tokens, to);
+  } else {
+    merge(t, rows, tokens, to);
+    w.pool->barrier();
+  }
   p.add_normalised(spec_.out_norm, p.up, 0, tokens);
+}
+
+// What a step that leaves neurons out computes, but that a shared expert in bundles of its own remains in `shared`; ends
+// with a barrier.
+void Experts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to) const {
+  const Program& p = *t.program;
+  const int64_t tokens = x.tokens, k = router_.spec.top_k;
+  const Destination beside{rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, into{p.gate, p.ldh, false, NO_BIAS};
+  const int forms = latent_in_ ? latent_in_->form() : store_->forms(tokens);
+  const auto attempt = [&](const auto& work) { return t.program->attempt(work); };
+  if (shared_.bundled) acts = store_->sum_shared(t, rows, acts, {x, spec_.norm, beside, true}, shared_, forms);
+  if (!latent_in_) return store_->sum_some(t, rows, acts, x, {x, spec_.norm, to, true}, k, shared_, attempt);
+  acts = make_latents(t, acts, tokens);
+  store_->sum_some(t, rows, acts, x, {latents(p, tokens), {}, into, true}, k, shared_, attempt);
+  add_latents(t, tokens, to);
 }
 
 // What was read early was for another step.
@@ -236,7 +269,8 @@ void Experts::skip() { store_->end(); }
 
 void Experts::foresee(std::shared_ptr<Experts> after, std::shared_ptr<Matrix> router) {
   check(after->store().resting(), "there is nothing on disk that a router could guess");
-  check(router->rows == after->store().experts && router->k == store_->d_model, "the router is of other experts");
+  const int64_t width = latent_in_ ? latent_in_->k : store_->d_model;
+  check(router->rows == after->store().experts && router->k == width, "the router is of other experts");
   workspace_->pool->between_jobs([&] {
     after_ = std::move(after);
     after_router_ = std::move(router);
@@ -353,7 +387,7 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     const PiActs* acts = w.prepare(thread, in, spec_.norm, store_->forms(tokens));
     const auto attempt = [&](const auto& work) { return failure.attempt(work); };
     if (store_->leaves_out(tokens))
-      return store_->sum_some(t, rows, acts, {in, spec_.norm, to, true}, router_.spec.top_k, shared_, attempt);
+      return store_->sum_some(t, rows, acts, in, {in, spec_.norm, to, true}, router_.spec.top_k, shared_, attempt);
     store_->sum_tokens(t, rows, acts, tokens, nullptr, attempt);
     merge(t, rows, tokens, to);
   };
@@ -420,7 +454,10 @@ ExpertStore::Counts Experts::counts() const {
 }
 
 void Experts::clear() {
-  workspace_->pool->between_jobs([&] { store_->clear(); });
+  workspace_->pool->between_jobs([&] {
+    store_->clear();
+    if (shared_.bundled) shared_.bundled->clear_counts();
+  });
 }
 
 void Experts::set_whole(bool on) {
@@ -469,17 +506,14 @@ const PiActs* Experts::make_latents(Thread& t, const PiActs* acts, int64_t token
   w.pool->barrier();  // the shared expert's neurons lie where the latents go
   w.product(t.id, *latent_in_, acts, tokens, {p.gate, p.ldh, false, NO_BIAS});
   w.pool->barrier();
-  return w.prepare(t.id, {p.gate, p.ldh, store_->d_model, tokens}, {}, store_->forms(tokens));
+  return w.prepare(t.id, latents(p, tokens), {}, store_->forms(tokens));
 }
 
-void Experts::merge_latents(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
-  Program& p = *t.program;
+void Experts::add_latents(Thread& t, int64_t tokens, const Destination& to) const {
+  const Program& p = *t.program;
   Workspace& w = *p.workspace;
-  merge(t, rows, tokens, {p.gate, p.ldh, false, NO_BIAS});
   w.pool->barrier();
-  const PiActs* acts = w.prepare(t.id, {p.gate, p.ldh, store_->d_model, tokens}, {}, latent_out_->form());
+  const PiActs* acts = w.prepare(t.id, latents(p, tokens), {}, latent_out_->form());
   w.product(t.id, *latent_out_, acts, tokens, to);
-  if (!shared_.neurons) return;
   w.pool->barrier();
-  add_shared(t, rows, tokens, to);
 }

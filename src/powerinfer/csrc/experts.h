@@ -60,11 +60,13 @@ class Experts : public Op {
   void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights);
   template <class P>
   void sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare);
+  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to) const;
   void add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
-  // The latents of the input, in the forms of the experts; and back, beside the shared expert.
+  // The latents of the input, in the forms of the experts; the output of those in their place.
   const PiActs* make_latents(Thread& t, const PiActs* acts, int64_t tokens) const;
-  void merge_latents(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
+  void add_latents(Thread& t, int64_t tokens, const Destination& to) const;
+  Rows latents(const Program& p, int64_t tokens) const { return {p.gate, p.ldh, store_->d_model, tokens}; }
 
   const FfnSpec spec_;
   const Router router_;

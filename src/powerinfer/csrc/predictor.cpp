@@ -40,7 +40,12 @@ const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
   for (int64_t i = 0; i < x.tokens; i++)
     w.kernels->activate(PI_RELU, 0.0f, s.hidden.data() + i * s.ldr + inner.c0, nullptr, inner.lanes());
   w.pool->barrier();
-  return w.prepare(thread, {s.hidden.data(), s.ldr, in->rows, x.tokens}, {}, out->form());
+  return hidden(thread, w, x.tokens);
+}
+
+const PiActs* Predictor::hidden(int thread, Workspace& w, int64_t tokens) const {
+  const NeuronLists& s = w.lists();
+  return w.prepare(thread, {s.hidden.data(), s.ldr, in->rows, tokens}, {}, out->form());
 }
 
 void Predictor::guess(int thread, Workspace& w, const Rows& x) const {

@@ -19,6 +19,8 @@ class Predictor {
   void select(int thread, Workspace& w, const Rows& x) const;
   // The first half of that: relu(in . x) in the form that `out` takes.
   const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
+  // What `hide` of so many tokens gave, where something else was prepared since.
+  const PiActs* hidden(int thread, Workspace& w, int64_t tokens) const;
   // z of candidates exceeds it.
   float limit() const { return above_; }
   // The candidates of x, which is not the layer's own input but near to it, without a floor: listed, with z, as by

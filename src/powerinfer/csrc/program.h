@@ -231,8 +231,9 @@ class Program {
   bool run_alone(const Step& step, size_t op);  // false: it was not
   struct Walk;
   void run(int thread, Walk& walk);
-  // Checks the shapes of experts, and makes room for the rows of a step.
-  void reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared = 0);
+  // Checks the shapes of experts, and makes room for the rows of a step. shared: neurons of a shared one; bundled: of
+  // these, those in bundles of their own.
+  void reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared = 0, int64_t bundled = 0);
   void reserve_resting(const ExpertMatrices& all);
   void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;

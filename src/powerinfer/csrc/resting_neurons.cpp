@@ -138,8 +138,9 @@ void RestingNeurons::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, b
 
 // ---- Neurons that fire ----------------------------------------------------------------------------------------------
 
-void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece, int64_t,
-                              const SharedExpert& shared, const Attempt& attempt) {
+void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows&,
+                              const NeuronSum::Piece& piece, int64_t, const SharedExpert& shared,
+                              const Attempt& attempt) {
   Workspace& w = *workspace_;
   const int64_t tokens = piece.x.tokens, words = rows.ldh / PI_LANES;
   const bool single = tokens == 1;

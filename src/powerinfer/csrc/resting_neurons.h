@@ -17,8 +17,8 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   bool foreseeable() const override { return resting_.foreseeable(); }
   RestingExperts* resting() override { return &resting_; }
   bool fetch(const ExpertRows&, int64_t) const override { return false; }
-  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece, int64_t top_k,
-                const SharedExpert& shared, const Attempt& attempt) override;
+  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const NeuronSum::Piece& piece,
+                int64_t top_k, const SharedExpert& shared, const Attempt& attempt) override;
 
  private:
   enum { ROWS = 1, SCALES = 2 };  // parts of the slots behind up

@@ -1,5 +1,6 @@
 // Weights: packed matrices, tables of rows, norms.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,13 +17,29 @@ struct OnDisk {
   uint8_t* panels = nullptr;      // where panels that were made of them stay, over rows, too; null: nowhere
 };
 
-// A weight matrix [rows, k] in panels; without `data` it rests on disk.
+// What makes panels of a matrix that rests in another form, up to `at_once` panels of a multiple of it at a time.
+class PanelSource {
+ public:
+  explicit PanelSource(int64_t panels) : at_once(panels) {}
+  virtual ~PanelSource() = default;
+  // Panels [p, p + n).
+  virtual void make(const PiKernels* kernels, int64_t p, int64_t n, uint8_t* out) const = 0;
+  // What it reads for panels from p on, asked for by a product of as many panels; false: that is not known.
+  virtual bool ahead(int64_t p, PiAhead (&ahead)[8]) const = 0;
+  const int64_t at_once;
+};
+
+// A weight matrix [rows, k] in panels; without `data` a source makes them, or it rests on disk.
 struct Matrix {
   int type;
   int64_t rows, k, panels;
   const uint8_t* data;
   std::shared_ptr<Arena> arena;
   std::shared_ptr<OnDisk> disk = nullptr;
+  std::shared_ptr<const PanelSource> source = nullptr;
+  bool in_memory() const { return data || source; }
+  // Panels that one thread had better multiply together.
+  int64_t unit(int64_t least = 1) const { return source ? std::max(source->at_once, least) : least; }
   int64_t bytes() const { return panels * pi_panel_bytes(type, k); }
   int form() const { return pi_form(type); }
 };

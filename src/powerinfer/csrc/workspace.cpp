@@ -57,7 +57,7 @@ void Workspace::reserve(int64_t tokens, int64_t k) {
 }
 
 void Workspace::reserve_packed(const Matrix& w, int64_t waiting) {
-  const int64_t bytes = std::max(PACKED, 2 * pi_panel_bytes(w.type, w.k));
+  const int64_t bytes = std::max(PACKED, w.unit(2) * pi_panel_bytes(w.type, w.k));
   pool->between_jobs([&] {
     for (Own& own : own_) {
       own.waiting.reserve((size_t)(waiting ? waiting + 2 * bytes : 0));
@@ -109,11 +109,30 @@ const PiActs* Workspace::prepare(int thread, const Rows& rows, const Norm& norm,
 }
 
 void Workspace::linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
-                       int64_t tokens, bool add, int64_t p0, int64_t p1, const PiAhead* ahead) {
+                       int64_t tokens, bool add, int64_t p0, int64_t p1) {
   if (p0 >= p1) return;
-  const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add, ahead};
+  const PiLinear l{w.data, bias.empty() ? nullptr : bias.data(), out, ldo, w.type, add, nullptr};
+  if (w.source) return linear_from_source(thread, l, w, acts, tokens, p0, p1);
   if (!w.data) return linear_from_disk(thread, l, w, acts, tokens, p0, p1);
   kernels->linear[l.type](&l, acts, p0, p1, tokens, scratch_of(thread));
+}
+
+void Workspace::linear_from_source(int thread, PiLinear l, const Matrix& w, const PiActs* acts, int64_t tokens,
+                                   int64_t p0, int64_t p1) {
+  const PanelSource& source = *w.source;
+  uint8_t* const panels = own_[(size_t)thread].packed->data();
+  const float* const bias = l.bias;
+  float* const out = l.out;
+  l.w = panels;
+  for (int64_t p = p0, n; p < p1; p += n) {
+    n = std::min(p1 - p, source.at_once - p % source.at_once);
+    source.make(kernels, p, n, panels);
+    PiAhead ahead[8];
+    l.ahead = n == source.at_once && p + n < p1 && source.ahead(p + n, ahead) ? ahead : nullptr;
+    l.bias = bias ? bias + p * PI_LANES : nullptr;
+    l.out = out + p * PI_LANES;
+    kernels->linear[l.type](&l, acts, 0, n, tokens, scratch_of(thread));
+  }
 }
 
 void* Workspace::scratch_of(int thread) {
@@ -164,18 +183,18 @@ void Workspace::settle(int thread) {
 }
 
 void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
-  const Columns mine(w, *pool, thread);
+  const Columns mine(w, *pool, thread, w.unit());
   linear(thread, w, to.bias, acts, to.out, to.ld, tokens, to.add, mine.p0, mine.p1);
 }
 
 void Workspace::finish_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
-  if (!w.data) {
+  if (!w.in_memory()) {
     product(thread, w, acts, tokens, to);
     return pool->barrier();
   }
   const bool dealt = deals(tokens, w);
   pool->phase(
-      w.panels, dealt ? DEALT : 1, tokens * PI_LANES,
+      w.panels, w.unit(dealt ? DEALT : 1), tokens * PI_LANES,
       [&](int64_t p0, int64_t p1, float* aside) {
         float* out = to.out;
         const int64_t n = (p1 - p0) * PI_LANES, ld = aside ? n : to.ld;

@@ -66,7 +66,8 @@ class Workspace {
   // Makes room, waiting until no job runs: for products of `rows` rows of k, of matrices on disk; for lists of `neurons` neurons of a model
   // of width d_model, selected by a predictor of that rank or by none (0).
   void reserve(int64_t tokens, int64_t k);
-  void reserve_packed(const Matrix& w, int64_t waiting = 0);  // for products of a matrix on disk; see `settle`
+  // For products of a matrix on disk, see `settle`, or with a source.
+  void reserve_packed(const Matrix& w, int64_t waiting = 0);
   void reserve_lists(int64_t neurons, int64_t d_model, int64_t rank);
 
   void forget() { shared_.forget(); }  // between jobs: rows of many tokens
@@ -76,9 +77,9 @@ class Workspace {
   // threads divide the work, in a phase.
   const PiActs* prepare(int thread, const Rows& rows, const Norm& norm, int forms);
   // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1). Rows that came from disk are packed into
-  // panels, a few at a time, as they are multiplied.
+  // panels, a few at a time, as they are multiplied; so are those that a source makes.
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
-              int64_t tokens, bool add, int64_t p0, int64_t p1, const PiAhead* ahead = nullptr);
+              int64_t tokens, bool add, int64_t p0, int64_t p1);
   // Panels that stay (`OnDisk::panels`) could lie over rows that another thread has yet to read: such ones wait. After a
   // barrier each thread puts its own into their places.
   void settle(int thread);
@@ -90,7 +91,7 @@ class Workspace {
   // take milliseconds, and where every thread has many panels. Small parts would wait for weights and activations that
   // are in no cache, and with few tokens all wait for the memory. Rows on disk are packed by who reads them.
   bool deals(int64_t tokens, const Matrix& w, int64_t matrices = 1) const {
-    return tokens >= 16 * matrices && w.data && tokens * w.rows * w.k >= (int64_t)1 << 29 &&
+    return tokens >= 16 * matrices && w.in_memory() && tokens * w.rows * w.k >= (int64_t)1 << 29 &&
            w.panels * matrices >= 4 * DEALT * pool->threads();
   }
   static constexpr int64_t DEALT = 2;  // panels of a part, the last one excepted, at least
@@ -115,6 +116,8 @@ class Workspace {
   static constexpr int64_t PACKED = 256 << 10;  // which stay in a core's cache until they are multiplied
   void* scratch_of(int thread);
   void keep_panels(Own& own, const OnDisk& disk, const Matrix& w, int64_t p0, int64_t p, int64_t n);
+  void linear_from_source(int thread, PiLinear l, const Matrix& w, const PiActs* acts, int64_t tokens, int64_t p0,
+                          int64_t p1);
   void linear_from_disk(int thread, const PiLinear& l, const Matrix& w, const PiActs* acts, int64_t tokens, int64_t p0,
                         int64_t p1);
   ActMemory shared_;

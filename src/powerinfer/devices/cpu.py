@@ -27,14 +27,22 @@ from powerinfer.config import (
 )
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.choices import CachePages, Choice, StateSlots, machine_choices
-from powerinfer.devices.cpu_experts import ByNeuron, ExpertFfn, bundle, bundle_down, holds_shared, put_down, rebundle
+from powerinfer.devices.cpu_experts import (
+    ByNeuron,
+    ExpertFfn,
+    SharedNeurons,
+    SharedPlace,
+    bundle,
+    bundle_down,
+    rebundle,
+    shared_alone,
+    shared_place,
+)
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.bundle_file import n_groups
-from powerinfer.formats.bundle_memory import own_pages
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
@@ -515,25 +523,30 @@ class CpuExecutor:
         """
         config = self.config.layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
-        spec, bundled, slots = _native.NeuronSpec(config.activation, config.threshold), None, None
+        spec, slots = _native.NeuronSpec(config.activation, config.threshold), None
+        by_neuron: ByNeuron | None = None
+        make_ffn: Callable[[_native.Experts], ExpertFfn] | None = None
         router = None if weights.early else self.matrix(weights.router)
         latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
             if self.in_experts and layer in self.disk.rows:
-                of_all, slots, bundled = self._resting_rows(self.disk, layer, spec, weights)
+                of_all, slots, by_neuron, make_ffn = self._resting_rows(self.disk, layer, spec, weights)
             else:
                 resting, around = weights.resting(), _latents(latents)
                 of_all, slots = self._resting(self.disk, layer, spec, resting, weights.biases, around)
         elif self.in_experts and config.whole_reason is None:
             predictor = None if self.expert_predictors is None else self.expert_predictors(layer)
-            of_all, bundled = self._bundled(config, spec, weights, predictor)
+            of_all, first, by_neuron = self._bundled_experts(
+                config, spec, weights.experts(), predictor, weights.shared, _latents(latents)
+            )
+            make_ffn = partial(_expert_ffn, config, by_neuron, 0 if first is None else first.nbytes)
         else:
             *gate, up, down = (self._stack(tensor, config.router.top_k) for tensor in weights.experts())
             of_gate, more = gate[0] if gate else None, _biases(config, weights.biases) | _latents(latents)
             of_all = _native.ExpertMatrices(config.n_experts, config.size, spec, of_gate, up, down, **more)
         of_shared = None
         if weights.shared:
-            *gate, up, down = map(self.matrix, weights.shared)
+            *gate, up, down = self._shared_matrices(config, weights.shared, by_neuron)
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
         self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
@@ -542,9 +555,10 @@ class CpuExecutor:
             of_all,
             of_shared,
             weights.shared_weight,
+            None if by_neuron is None or by_neuron.beside is None else by_neuron.beside.sum,
         )
-        if bundled is not None:
-            self.expert_ffns[layer] = bundled(self._experts[layer])
+        if make_ffn is not None:
+            self.expert_ffns[layer] = make_ffn(self._experts[layer])
         if self.disk is not None and slots is not None:
             self._foresee(self.disk, layer, weights.router)
             self.disk.add_experts(layer, self._experts[layer], slots)
@@ -580,44 +594,46 @@ class CpuExecutor:
 
     def _resting_rows(
         self, disk: DiskTier, layer: int, spec: _native.NeuronSpec, weights: ExpertWeights
-    ) -> tuple[_native.ExpertMatrices, _native.Slots, Callable[[_native.Experts], ExpertFfn]]:
-        """Experts on disk whose neurons are told apart, the memory for some of them, and what makes the layer's FFN of
-        its operator."""
+    ) -> tuple[_native.ExpertMatrices, _native.Slots, ByNeuron, Callable[[_native.Experts], ExpertFfn]]:
+        """Experts on disk whose neurons are told apart, the memory for some of them, the bundles of the shared expert,
+        and what makes the layer's FFN of its operator."""
         config, (up, down) = self.config.experts[layer], weights.resting()
         n, size, top, layout = config.n_experts, config.size, config.router.top_k, disk.rows[layer].layout
         slots = disk.expert_row_slots(layer, up)
-        with_shared = holds_shared(config, (up.type, down.type), [one.type for one in weights.shared], predicted=False)
-        of_shared = None
-        if with_shared:
-            groups = n_groups(config.predicted_shared)
-            of_shared = own_pages(groups * layout.group_bytes).reshape(groups, layout.group_bytes)
-            shared = weights.shared[-1].gathered().data
-            put_down(layout, of_shared, shared.reshape(1, self.d_model, -1), self._pool.threads)
+        place = self._shared_place(config, (up, down), weights.shared, False)
+        beside, of_shared = self._bundle_shared(config, spec, weights.shared, place, False), None
+        if place == "behind":
+            _, of_shared = bundle_down(
+                shared_alone(config), self.d_model, up.type, weights.shared[-1].gathered(), None, self._pool.threads
+            )
         native = _native.expert_rows(slots, n, size, self.d_model, up.type, layout.down_type, spec, of_shared)
         neurons = _native.NeuronSum(self._workspace, native)
         of_up = _native.disk_matrix(up.type, n * size, up.shape[2], *up.places[0])
         of_all = _native.ExpertMatrices(n, size, spec, None, of_up, None, bundled=neurons, slots=slots)
-        more, expert = config.predicted_shared * with_shared, up.each_nbytes + size * layout.stride
-        self.bytes_per_token += expert * top
-        return of_all, slots, partial(
+        more, expert = config.shared_size * (place == "behind"), up.each_nbytes + size * layout.stride
+        beside_bytes = 0 if beside is None else beside.groups.nbytes
+        self.bytes_per_token += expert * top + more * layout.stride + beside_bytes
+        by_neuron = ByNeuron(neurons, layout, np.empty(0, np.uint8), more=more, beside=beside)
+        rows_of_shared = more + (config.shared_size if beside is not None else 0)
+        return of_all, slots, by_neuron, partial(
             ExpertFfn,
             sum=neurons,
             layout=layout,
             gate_row=up.each_nbytes / size,
             predictor=(0, 0.0),
-            neurons=top * size + more,
-            nbytes=expert * top + more * layout.stride + more * up.each_nbytes // size,
+            neurons=top * size + rows_of_shared,
+            nbytes=expert * top + more * layout.stride + beside_bytes + rows_of_shared * up.each_nbytes // size,
+            shared=beside,
         )
 
     def _foresee(self, disk: DiskTier, layer: int, router: RawTensor) -> None:
         """Read a layer's experts as soon as they are known: by a router before attention, or, of `prefetch`, in the
-        last layer before it that has experts, which then computes the router, too; not in one whose experts get
-        latents, for which the router has no weights."""
-        op, experts = self._experts[layer], self.config.experts
+        last layer before it that has experts, which then computes the router, too."""
+        op = self._experts[layer]
         before = max((other for other in self._experts if other < layer), default=-1)
         if layer in self._early_routers:
             self._early_routers[layer].foresee(op)
-        elif disk.about.prefetch and before in disk.about.experts and not experts[before].latents:
+        elif disk.about.prefetch and before in disk.about.experts:
             self._experts[before].foresee(op, self._guessing(router))
 
     def _guessing(self, router: RawTensor) -> _native.Matrix:
@@ -648,7 +664,8 @@ class CpuExecutor:
         subset = replace(config, n_experts=n)
         if self.in_experts and config.whole_reason is None:
             weights, norm = predicted or (None, None)
-            of_some, gate, by_neuron = self._bundled_experts(subset, spec, chain([first], tensors), weights)
+            latents, stacked = self._latent_shapes(config), chain([first], tensors)
+            of_some, gate, by_neuron = self._bundled_experts(subset, spec, stacked, weights, (), latents)
             gates, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
             return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input)
         matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
@@ -681,107 +698,158 @@ class CpuExecutor:
         self.disk.add_experts(layer, expert_sum.op, slots)
         return expert_sum
 
-    def _bundled(
-        self,
-        config: ExpertsConfig,
-        spec: _native.NeuronSpec,
-        stored: ExpertWeights,
-        weights: Weights | None,
-    ) -> tuple[_native.ExpertMatrices, Callable[[_native.Experts], ExpertFfn]]:
-        """Experts as bundles, their first product as matrices unless there is a predictor; and what makes the layer's
-        FFN of its operator. weights: of the predictor."""
-        n, top, size = config.n_experts, config.router.top_k, config.size
-        of_all, gate, bundled = self._bundled_experts(config, spec, stored.experts(), weights, stored.shared)
-        predictor, of_gates = bundled.predictor, 0 if gate is None else gate.nbytes
-        more, n_rows = bundled.more * bundled.layout.stride, n * size + bundled.more
-        return of_all, partial(
-            ExpertFfn,
-            sum=bundled.sum,
-            layout=bundled.layout,
-            gate_row=bundled.layout.gate_bytes if gate is None else of_gates / (n * size),
-            predictor=(0, 0.0) if predictor is None else (predictor.inner_nbytes, predictor.outer_nbytes / n_rows),
-            neurons=top * size + bundled.more,
-            nbytes=(of_gates + bundled.groups.nbytes - more) * top // n + more + bundled.more * of_gates // (n * size),
-        )
+    def _shared_matrices(
+        self, config: ExpertsConfig, shared: Sequence[RawTensor], by_neuron: ByNeuron | None
+    ) -> list[_native.Matrix]:
+        """The matrices of a shared expert; those that rest in bundles are made of them as they are multiplied."""
+        if by_neuron is None or not (by_neuron.more or by_neuron.beside):
+            return list(map(self.matrix, shared))
+        neurons, first = by_neuron.sum, config.n_experts * config.size
+        if by_neuron.beside is not None:
+            neurons, first = by_neuron.beside.sum, 0
+        of_rows = neurons.matrix("up", first, config.shared_size) if by_neuron.predictor else self.matrix(shared[0])
+        return [of_rows, neurons.matrix("down", first, config.shared_size)]
 
     def _bundled_experts(
         self,
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
-        weights: Weights | None = None,
-        shared: Sequence[RawTensor] = (),
+        weights: Weights | None,
+        shared: Sequence[RawTensor],
+        latents: Mapping[str, _native.Matrix],
     ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
-        """The experts, the matrix of their first product, and their bundles. shared: matrices of a shared expert, which
-        without gates is in the bundles, too, where its types are those of the others."""
+        """The experts, the matrix of their first product unless there is a predictor, and their bundles. weights: of
+        the predictor; shared: matrices of a shared expert, which without gates is bundled, too; latents: as native
+        experts take them."""
         n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
-        if not config.gated and weights is not None:
-            return self._predicted_bundled_experts(config, spec, experts, weights, shared)
-        if not config.gated:
-            return self._plain_bundled_experts(config, spec, experts, shared)
-        tensors, predictor = iter(experts), self.parts.predictor(weights)
-        gate = None if predictor else self._stack(next(tensors), top)
-        of_rows = next(tensors) if predictor else None
-        layout, rows = bundle(config, self.d_model, of_rows, next(tensors), next(tensors), self._pool.threads)
-        gate_at = layout.gate_at if predictor else layout.up_at  # which is not read
-        ends = layout.gate_type, layout.down_type, layout.pitch, gate_at, layout.up_at, layout.down_at
-        native = _native.Bundles(rows, n * size, self.d_model, layout.gate_type, *ends, spec)
-        neurons = _native.NeuronSum(self._workspace, native)
-        self.bytes_per_token += rows.nbytes * top // n
+        if config.gated:
+            gate, by_neuron = self._gated_bundles(config, spec, experts, weights)
+        elif weights is None:
+            gate, by_neuron = self._plain_bundles(config, spec, experts, shared)
+        else:
+            gate, by_neuron = None, self._predicted_bundles(config, spec, experts, weights, shared)
+        of_shared = by_neuron.more * by_neuron.layout.stride
+        self.bytes_per_token += (by_neuron.groups.nbytes - of_shared) * top // n + of_shared
+        self.bytes_per_token += 0 if by_neuron.beside is None else by_neuron.beside.groups.nbytes
+        of_gate, of_up = (gate, None) if config.gated else (None, gate)
         of_all = _native.ExpertMatrices(
-            n, size, spec, gate, None, None, bundled=neurons, predictor=predictor, recall_every=self._recall_every
-        )
-        return of_all, gate, ByNeuron(neurons, layout, rows, predictor)
+            n, size, spec, of_gate, of_up, None, bundled=by_neuron.sum, predictor=by_neuron.predictor,
+            recall_every=self._recall_every, latent_in=latents.get("latent_in"), latent_out=latents.get("latent_out"),
+        )  # fmt: skip
+        return of_all, gate, by_neuron
 
-    def _plain_bundled_experts(
+    def _gated_bundles(
+        self,
+        config: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        experts: Iterable[RawTensor],
+        weights: Weights | None,
+    ) -> tuple[_native.Matrix | None, ByNeuron]:
+        """Experts with gates, with a matrix of these, or in the bundles too where a predictor selects."""
+        tensors, predictor = iter(experts), self.parts.predictor(weights)
+        gate = None if predictor else self._stack(next(tensors), config.router.top_k)
+        of_rows = next(tensors) if predictor else None
+        width = config.row_width(self.d_model)
+        layout, rows = bundle(config, width, of_rows, next(tensors), next(tensors), self._pool.threads)
+        gate_at = layout.gate_at if predictor else layout.up_at  # which is not read
+        neurons = self._neuron_sum(layout, rows, config.n_experts * config.size, spec, gate_at)
+        return gate, ByNeuron(neurons, layout, rows, predictor)
+
+    def _plain_bundles(
         self,
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
         shared: Sequence[RawTensor],
-    ) -> tuple[_native.ExpertMatrices, _native.Matrix, ByNeuron]:
+    ) -> tuple[_native.Matrix, ByNeuron]:
         """Experts without gates, with a matrix of up and bundles of down. shared: matrices of a shared expert."""
-        n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         of_up, of_down = experts
-        up = self._stack(of_up, top)
-        with_shared = holds_shared(config, (of_up.type, of_down.type), [one.type for one in shared], predicted=False)
-        more, of_shared = (config.predicted_shared, shared[-1]) if with_shared else (0, None)
-        layout, rows = bundle_down(config, self.d_model, of_up.type, of_down, of_shared, self._pool.threads)
-        types = None, of_up.type, layout.down_type
-        native = _native.apart_bundles(n * size + more, self.d_model, *types, spec, None, rows)
-        neurons = _native.NeuronSum(self._workspace, native)
-        self.bytes_per_token += (rows.nbytes - more * layout.stride) * top // n
-        of_all = _native.ExpertMatrices(n, size, spec, None, up, None, bundled=neurons)
-        return of_all, up, ByNeuron(neurons, layout, rows, more=more)
+        up = self._stack(of_up, config.router.top_k)
+        place = self._shared_place(config, (of_up, of_down), shared, False)
+        more, of_shared = (config.shared_size, shared[-1]) if place == "behind" else (0, None)
+        width, threads = config.row_width(self.d_model), self._pool.threads
+        layout, rows = bundle_down(config, width, of_up.type, of_down, of_shared, threads)
+        n_rows = config.n_experts * config.size + more
+        neurons = self._sum_of_down(layout, rows, n_rows, of_up.type, spec)
+        beside = self._bundle_shared(config, spec, shared, place, False)
+        return up, ByNeuron(neurons, layout, rows, more=more, beside=beside)
 
-    def _predicted_bundled_experts(
+    def _predicted_bundles(
         self,
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
         weights: Weights,
         shared: Sequence[RawTensor],
-    ) -> tuple[_native.ExpertMatrices, None, ByNeuron]:
+    ) -> ByNeuron:
         """Experts without gates, up and down as bundles, among which a predictor selects. shared: matrices of a shared
         expert."""
-        n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         up, down = experts
-        with_shared = holds_shared(config, (up.type, down.type), [one.type for one in shared], predicted=True)
-        more, of_rows = (config.predicted_shared, shared) if with_shared else (0, ())
+        place = self._shared_place(config, (up, down), shared, True)
+        more, of_rows = (config.shared_size, shared) if place == "behind" else (0, ())
+        n = config.n_experts * config.size
         settings, inner, outer = weights
-        n_rows = n * size + more
+        n_rows = n + (config.shared_size if place else 0)
         outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
         predictor = self.parts.predictor((settings, inner, outer_rows))
-        assert predictor is not None
-        layout, rows = bundle(config, self.d_model, None, up, down, self._pool.threads, of_rows)
-        ends = layout.gate_type, layout.down_type, layout.pitch, 0, layout.up_at, layout.down_at
-        native = _native.Bundles(rows, n_rows, self.d_model, None, *ends, spec)
-        neurons = _native.NeuronSum(self._workspace, native)
-        self.bytes_per_token += (rows.nbytes - more * layout.stride) * top // n
-        of_all = _native.ExpertMatrices(
-            n, size, spec, None, None, None, bundled=neurons, predictor=predictor, recall_every=self._recall_every
-        )
-        return of_all, None, ByNeuron(neurons, layout, rows, predictor, more)
+        width = config.row_width(self.d_model)
+        layout, rows = bundle(config, width, None, up, down, self._pool.threads, of_rows)
+        neurons = self._neuron_sum(layout, rows, n + more, spec)
+        return ByNeuron(neurons, layout, rows, predictor, more, self._bundle_shared(config, spec, shared, place, True))
+
+    def _shared_place(
+        self,
+        config: ExpertsConfig,
+        experts: Sequence[RawTensor] | Sequence[RestingTensor],
+        shared: Sequence[RawTensor],
+        predicted: bool,
+    ) -> SharedPlace:
+        """Place of the bundles of a shared expert, beside up and down of others."""
+        types, shared_types = [one.type for one in experts], [one.type for one in shared]
+        return shared_place(config, self.d_model, types, shared_types, predicted=predicted)
+
+    def _bundle_shared(
+        self,
+        config: ExpertsConfig,
+        spec: _native.NeuronSpec,
+        shared: Sequence[RawTensor],
+        place: SharedPlace,
+        predicted: bool,
+    ) -> SharedNeurons | None:
+        """The bundles of a shared expert that has its own. predicted: up is in them, too."""
+        if place != "apart":
+            return None
+        up, down = (one.gathered() for one in shared)
+        alone, threads = shared_alone(config), self._pool.threads
+        if predicted:
+            layout, rows = bundle(alone, self.d_model, None, up, down, threads)
+            return SharedNeurons(self._neuron_sum(layout, rows, alone.size, spec), layout, layout.gate_bytes, rows)
+        layout, rows = bundle_down(alone, self.d_model, up.type, down, None, threads)
+        first_row = cpu.matrix_bytes(up.type, alone.size, self.d_model) / alone.size
+        return SharedNeurons(self._sum_of_down(layout, rows, alone.size, up.type, spec), layout, first_row, rows)
+
+    def _neuron_sum(
+        self,
+        layout: BundleLayout,
+        rows: NDArray[np.uint8],
+        neurons: int,
+        spec: _native.NeuronSpec,
+        gate_at: int | None = None,
+    ) -> _native.NeuronSum:
+        """The sum of neurons whose bundles have up and down; gate_at: and gates there, None: they have none."""
+        gate_type = None if gate_at is None else layout.gate_type
+        ends = layout.gate_type, layout.down_type, layout.pitch, gate_at or 0, layout.up_at, layout.down_at
+        native = _native.Bundles(rows, neurons, layout.d_model, gate_type, *ends, spec)
+        return _native.NeuronSum(self._workspace, native)
+
+    def _sum_of_down(
+        self, layout: BundleLayout, rows: NDArray[np.uint8], neurons: int, up_type: str, spec: _native.NeuronSpec
+    ) -> _native.NeuronSum:
+        """The sum of neurons without gates whose bundles have down alone."""
+        types = None, up_type, layout.down_type
+        native = _native.apart_bundles(neurons, layout.d_model, *types, spec, None, rows)
+        return _native.NeuronSum(self._workspace, native)
 
     def _stack(self, tensor: RawTensor, read: int | None = None) -> _native.Matrix:
         """Matrices [n, out, in] one below the other, each in whole panels; `read` of them, None: all, are read for a
@@ -1117,6 +1185,28 @@ def _latents(matrices: Sequence[_native.Matrix]) -> dict[str, Any]:
 
 def _biases(config: ExpertsConfig, biases: Sequence[Float32 | None]) -> dict[str, Any]:
     return {f"{part}_bias": bias for part, bias in zip(config.matrices, biases, strict=False)}
+
+
+def _expert_ffn(config: ExpertsConfig, by_neuron: ByNeuron, of_gates: int, op: _native.Experts) -> ExpertFfn:
+    """The FFN of an operator. of_gates: bytes of the matrix of the first product, 0: a predictor selects before it."""
+    n, size, top, layout, more = config.n_experts, config.size, config.router.top_k, by_neuron.layout, by_neuron.more
+    beside, predictor = by_neuron.beside, by_neuron.predictor
+    beside_rows = 0 if beside is None else config.shared_size
+    routed = (of_gates + by_neuron.groups.nbytes - more * layout.stride) * top // n
+    shared = more * layout.stride + more * of_gates // (n * size)
+    if beside is not None:
+        shared = beside.groups.nbytes + (0 if predictor else round(beside.first_row * beside_rows))
+    outer_row = 0.0 if predictor is None else predictor.outer_nbytes / (n * size + more + beside_rows)
+    return ExpertFfn(
+        op,
+        by_neuron.sum,
+        layout,
+        gate_row=of_gates / (n * size) if of_gates else layout.gate_bytes,
+        predictor=(0 if predictor is None else predictor.inner_nbytes, outer_row),
+        neurons=top * size + more + beside_rows,
+        nbytes=routed + shared,
+        shared=beside,
+    )
 
 
 def _router(config: RouterConfig, correction: Float32 | None, bias: Float32 | None) -> _native.RouterSpec:

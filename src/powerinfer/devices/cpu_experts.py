@@ -1,6 +1,6 @@
 """Experts of the CPU's executor whose neurons are told apart: up and down as bundles, gates as matrices, or, where a
 predictor selects before gates are computed, in the bundles too. Without gates up is the matrix, or with a predictor in
-the bundles.
+the bundles. A shared expert without gates lies behind them, or, of another width or other types, in bundles of its own.
 
 The weights rest once: prompts repack the bundles of an expert, a few panels at a time, for the kernels of matrices.
 """
@@ -8,7 +8,8 @@ The weights rest once: prompts repack the bundles of an expert, a few panels at 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -30,11 +31,23 @@ DOWN_TYPES = ("F16", "BF16", *ACROSS)
 
 
 @dataclass(frozen=True)
+class SharedNeurons:
+    """A shared expert in bundles of its own. sum: of its neurons, which counts its steps; first_row: bytes of a
+    neuron's first product; groups: bytes of the bundles."""
+
+    sum: _native.NeuronSum
+    layout: BundleLayout
+    first_row: float
+    groups: Bytes
+
+
+@dataclass(frozen=True)
 class ByNeuron:
     """Some experts as bundles. sum: of their neurons, which counts its steps; groups: their bytes, of those in memory.
 
     predictor: selects neurons before the first product (gates, or without gates up) is computed, whose rows are then in
-    the bundles; None: these are a matrix. more: neurons of a shared expert behind all others.
+    the bundles; None: these are a matrix. more: neurons of a shared expert behind all others; beside: it has bundles of
+    its own.
     """
 
     sum: _native.NeuronSum
@@ -42,11 +55,13 @@ class ByNeuron:
     groups: Bytes
     predictor: _native.Predictor | None = None
     more: int = 0
+    beside: SharedNeurons | None = None
 
 
 @dataclass(frozen=True)
 class ExpertFfn:
-    """The FFN of a layer of experts, their neurons as bundles. op: the operator; sum: what counts its sparse steps."""
+    """The FFN of a layer of experts, their neurons as bundles. op: the operator; sum: what counts its sparse steps;
+    shared: beside them, None: it lies behind the others, or is not separable."""
 
     op: _native.Experts
     sum: _native.NeuronSum
@@ -55,16 +70,27 @@ class ExpertFfn:
     predictor: tuple[int, float]  # bytes of what all experts share of it, and of a neuron; 0: there is none
     neurons: int  # of a token's experts
     nbytes: int  # read for a token where every neuron of its experts is computed
+    shared: SharedNeurons | None = None
 
     def counts(self) -> dict[str, int]:
         """Count as `CpuFfn` does; neurons: of the experts of all tokens."""
         counts = dict(self.op.counts())
-        sizes = (self.gate_row, self.layout.gate_bytes, self.layout.down_bytes, self.layout.shared_bytes)
-        rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
-        nbytes = sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True))
-        shared, row = self.predictor
-        counts["bytes"] = round(nbytes + counts["steps"] * shared + counts.pop("predictor_rows") * row)
+        nbytes = _row_bytes(counts, self.layout, self.gate_row)
+        if self.shared is not None:
+            beside = dict(self.shared.sum.counts())
+            nbytes += _row_bytes(beside, self.shared.layout, self.shared.first_row)
+            for name in ("active", "candidates"):
+                counts[name] += beside[name]
+        common, row = self.predictor
+        counts["bytes"] = round(nbytes + counts["steps"] * common + counts.pop("predictor_rows") * row)
         return counts | {"neurons": counts["tokens"] * self.neurons}
+
+
+def _row_bytes(counts: dict[str, int], layout: BundleLayout, first_row: float) -> float:
+    """Bytes of the rows that were counted, which are taken out."""
+    sizes = (first_row, layout.gate_bytes, layout.down_bytes, layout.shared_bytes)
+    rows = [counts.pop(name) for name in ("first_rows", "up_rows", "down_rows", "shared_scales")]
+    return sum(number * nbytes for number, nbytes in zip(rows, sizes, strict=True))
 
 
 def types_problem(config: ModelConfig, type_of: Callable[[str], str], predicted: bool) -> str | None:
@@ -82,8 +108,9 @@ def types_problem(config: ModelConfig, type_of: Callable[[str], str], predicted:
                     f"experts of type {kind} have no rows of single neurons of {name} (only {', '.join(allowed)}); "
                     "take the model in one of these, or use --selector all"
                 )
-        if kinds["down"] in ACROSS and config.d_model % 32:
-            return f"a neuron's {config.d_model} weights are not whole blocks; use --selector all"
+        width = ffn.row_width(config.d_model)
+        if kinds["down"] in ACROSS and width % 32:
+            return f"a neuron's {width} weights are not whole blocks; use --selector all"
         if "gate" in kinds and kinds["gate"] != kinds["up"]:
             return (
                 f"gate of type {kinds['gate']} and up of type {kinds['up']} in layer {layer} must have the same type; "
@@ -92,12 +119,28 @@ def types_problem(config: ModelConfig, type_of: Callable[[str], str], predicted:
     return None
 
 
-def holds_shared(config: ExpertsConfig, types: Sequence[str], shared: Sequence[str], predicted: bool) -> bool:
-    """Whether bundles of experts have those of the shared one behind them: without gates, in whole groups and in the
-    same types. types, shared: of up and down of the experts and of the shared one, (): it is not there; predicted:
-    bundles have up, too."""
+SharedPlace = Literal["behind", "apart", ""]
+
+
+def shared_place(
+    config: ExpertsConfig, d_model: int, types: Sequence[str], shared: Sequence[str], *, predicted: bool
+) -> SharedPlace:
+    """Place of the bundles of a shared expert without gates: behind those of the others where it has their width and
+    types, else apart from them; "": it has none, and is computed whole. types, shared: of up and down of the experts,
+    and of the shared one, (): it is not there; predicted: bundles have up, too."""
     first = 0 if predicted else 1
-    return config.predicted_shared > 0 and tuple(shared[first:]) == tuple(types[first:])
+    if not config.predicted_shared or not shared:
+        return ""
+    if not config.latents and list(types[first:]) == list(shared[first:]):
+        return "behind"
+    up, down = shared
+    allowed = down in DOWN_TYPES and not (down in ACROSS and d_model % 32)
+    return "apart" if allowed and (up in ROW_TYPES or not predicted) else ""
+
+
+def shared_alone(config: ExpertsConfig) -> ExpertsConfig:
+    """The shared expert without gates, as the only one of its kind."""
+    return replace(config, n_experts=1, size=config.shared_size, shared_size=0, latents=0)
 
 
 def bundle(

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ExpertsConfig
 from powerinfer.devices.cpu import CpuExecutor, ExpertSum
-from powerinfer.devices.cpu_experts import holds_shared
+from powerinfer.devices.cpu_experts import shared_place
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
 from powerinfer.devices.stage import Stage
@@ -227,12 +227,13 @@ class HybridExperts(HybridTerms):
 
     def _place_shared(self, shared: Sequence[RawTensor], types: Sequence[str]) -> None:
         """Put the shared expert on the GPU, its neurons told apart. What is left out is what the CPU alone would leave
-        out: a predictor selects where types, of the other experts, are those of this one."""
+        out: with a predictor its candidates alone, where its rows can be neurons of their own."""
         import torch
 
         device, n, size = self._layers.device, self.config.n_experts, self.config.shared_size
         selects = None
-        if self._predictors is not None and holds_shared(self.config, types, [one.type for one in shared], True):
+        shared_types, d_model = [one.type for one in shared], shared[0].shape[1]
+        if self._predictors is not None and shared_place(self.config, d_model, types, shared_types, predicted=True):
             settings, inner, outer = self._predictors(self.layer)
             self._inner = gpu.upload(inner, device)
             rows = outer.rows()[n * self.config.size :]
@@ -249,6 +250,8 @@ class HybridExperts(HybridTerms):
         rank]; None: nothing selects. ModelError if its file has changed."""
         if self._predictors is None:
             return None
+        if self.config.latents:
+            raise RequestError("--selector predicted: beside a GPU not for experts of latents: use exact")
         settings, inner, outer = self._predictors(self.layer)
         n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
         return settings, inner, RawTensor(outer.type, (n, size, rank), outer.rows()[: n * size].reshape(-1))

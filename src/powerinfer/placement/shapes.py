@@ -25,7 +25,7 @@ from powerinfer.config import (
     ModelConfig,
     ParallelConfig,
 )
-from powerinfer.devices.cpu_experts import expert_layout, holds_shared, plain_layout, types_problem
+from powerinfer.devices.cpu_experts import SharedPlace, expert_layout, plain_layout, shared_place, types_problem
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
@@ -188,30 +188,46 @@ class Model:
         return replace(self, firing=1.0, predictors=())
 
     def neurons_inside(self, layer: int, predicted: bool) -> int:
-        """Neurons of a layer's experts that are told apart in RAM, with those of a shared expert that lies behind them;
-        0: none are. predicted: as of `by_neuron`."""
+        """Neurons of a layer's experts that are told apart in RAM, with those of a shared expert; 0: none are.
+        predicted: as of `by_neuron`."""
         experts = self.config.layers[layer].ffn
         if not isinstance(experts, ExpertsConfig) or experts.whole_reason is not None:
             return 0
-        *_, up, down = self.experts[layer]
-        beside = [one.type for one in self.beside[layer] if ".shared_" in one.name]
-        shared = experts.predicted_shared * holds_shared(experts, (up.type, down.type), beside, predicted)
+        shared = experts.shared_size if self._shared_place(layer, predicted) else 0
         return experts.n_experts * experts.size + shared
+
+    def _shared_matrices(self, layer: int) -> list[Matrix]:
+        return [one for one in self.beside[layer] if ".shared_" in one.name]
+
+    def _shared_place(self, layer: int, predicted: bool) -> SharedPlace:
+        """Place of the bundles of a layer's shared expert. predicted: as of `by_neuron`."""
+        types, shared = ([one.type for one in some] for some in (self.experts[layer], self._shared_matrices(layer)))
+        experts = self.config.experts[layer]
+        return shared_place(experts, self.config.d_model, types, shared, predicted=predicted)
 
     def _bundled(self, layer: int, predicted: bool, shared: bool) -> dict[str, int]:
         """Bytes in RAM of matrices of a layer's experts in whose place are bundles, by name: one of these matrices
-        counts the bundles, the others nothing. shared: with those of the shared expert, whose matrices stay beside."""
-        about, neurons = self.config.layers[layer].ffn, self.neurons_inside(layer, predicted)
-        if not isinstance(about, ExpertsConfig) or not neurons:
+        counts the bundles, the others nothing. shared: with those of the shared expert."""
+        about = self.config.layers[layer].ffn
+        if not isinstance(about, ExpertsConfig) or not self.neurons_inside(layer, predicted):
             return {}
         *gate, up, down = self.experts[layer]
-        d_model = self.config.d_model
-        groups = n_groups(neurons if shared else about.n_experts * about.size)
+        groups, d_model = about.n_experts * n_groups(about.size), self.config.d_model
+        width, firsts = about.row_width(d_model), {one.name: 0 for one in gate if predicted}
+        of_shared = self._shared_matrices(layer)
+        place = self._shared_place(layer, predicted) if shared else ""
+        resting = {one.name: 0 for one in (of_shared if predicted else of_shared[1:]) if place}
+        if place == "behind":
+            groups += n_groups(about.shared_size)
+        if place == "apart":
+            types = [one.type for one in of_shared]
+            of_types = expert_layout if predicted else plain_layout
+            layout = of_types(d_model, types[0], types[1])
+            resting[of_shared[-1].name] = n_groups(about.shared_size) * layout.group_bytes
         if not about.gated and not predicted:
-            return {down.name: groups * plain_layout(d_model, up.type, down.type).group_bytes}
-        layout = expert_layout(d_model, up.type, down.type, about.gated and predicted)
-        firsts = {one.name: 0 for one in gate if predicted}
-        return firsts | {up.name: groups * layout.group_bytes, down.name: 0}
+            return resting | {down.name: groups * plain_layout(width, up.type, down.type).group_bytes}
+        layout = expert_layout(width, up.type, down.type, about.gated and predicted)
+        return resting | firsts | {up.name: groups * layout.group_bytes, down.name: 0}
 
     @property
     def rows_in_ram(self) -> int:
@@ -221,9 +237,9 @@ class Model:
             return 0
         total = 0
         for layer, about in resting_layers(self.config).items():
-            panels = {one.name: one.panels for one in self.ffn[layer]}
-            down = self.experts[layer][-1]
-            total += panels[down.name] - down.panels + 4 * (about.n_experts * about.size + about.predicted_shared)
+            total += sum(one.panels for one in self.ffn[layer])
+            total -= sum(one.panels for one in (*self.experts[layer], *self.beside[layer]))
+            total += 4 * (about.n_experts * about.size + about.predicted_shared)
         return total
 
     @cached_property
@@ -245,7 +261,8 @@ class Model:
             return 1.0
         first, *others = self.experts[layer]
         down = ACROSS.get(others[-1].type, others[-1].type)
-        row, shared = cpu.bundle_row_bytes(down, self.config.d_model)
+        width = self.config.experts[layer].row_width(self.config.d_model)
+        row, shared = cpu.bundle_row_bytes(down, width)
         scales = shared / BUNDLE_GROUP / (row + shared / BUNDLE_GROUP)
         selects = min(1.0, self.selected[layer] * self.firing) if self.expert_predictor(layer) else 1.0
         fires = 1 - (1 - self.firing) ** batch

@@ -148,7 +148,7 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
     of = [""] if isinstance(ffn, FfnConfig) else ["experts_", *(["shared_"] if ffn.predicted_shared else [])]
     result = []
     for part in parts:
-        stored = [checkpoint.take(f"{name}{one}{part}").float32().reshape(-1, config.d_model) for one in of]
+        stored = [_input_rows(checkpoint, name, one, part) for one in of]
         weights = np.concatenate(stored).astype(np.float32, copy=False)
         offset = np.zeros(len(weights), np.float32)
         if checkpoint.has(f"{name}{part}_bias"):
@@ -165,6 +165,15 @@ def margins(checkpoint: Checkpoint, layer: int) -> tuple[Margins, ...]:
                 weights -= weights.mean(axis=1, keepdims=True)
         result.append(Margins(weights, offset))
     return tuple(result)
+
+
+def _input_rows(checkpoint: Checkpoint, name: str, kind: str, part: str) -> Float32:
+    """Rows of gate or up over what the layer reads, [neurons, d_model]: of experts of latents, times the matrix that
+    makes these."""
+    values = checkpoint.take(f"{name}{kind}{part}").float32()
+    if kind == "experts_" and checkpoint.has(f"{name}latent_in"):
+        return values.reshape(-1, values.shape[-1]) @ checkpoint.take(f"{name}latent_in").float32()
+    return values.reshape(-1, checkpoint.config.d_model)
 
 
 def _scale(checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
