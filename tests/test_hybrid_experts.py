@@ -497,11 +497,12 @@ def test_neurons_inside_split_experts(kind: str, activation: str, tmp_path: Path
             assert ExpertSparsity(executor, ffns).report()["active_fraction"] == report["active_fraction"]
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q5_0", "MXFP4"])
+@pytest.mark.parametrize(("kind", "latents"), [("BF16", 0), ("Q5_0", 0), ("MXFP4", 0), ("Q5_0", 32)])
 @pytest.mark.usefixtures("device")
-def test_neurons_of_experts_without_gates(kind: str, tmp_path: Path) -> None:
-    """Beside a shared one, whose neurons the GPU computes; Q5_0 becomes Q8_0 there, and MXFP4 is computed whole."""
-    path, chunks = neurons_inside.plain_model(tmp_path, kind), [40, 1, 1, 5, 1, 32, 1]
+def test_neurons_of_experts_without_gates(kind: str, latents: int, tmp_path: Path) -> None:
+    """Beside a shared one, whose neurons the GPU computes; Q5_0 becomes Q8_0 there, and MXFP4 is computed whole. Where
+    experts read latents the CPU gets these."""
+    path, chunks = neurons_inside.plain_model(tmp_path, kind, latents=latents), [40, 1, 1, 5, 1, 32, 1]
     with split(path, 0.5) as (executor, _):
         whole = logits_of(executor, chunks)
     for share in (0.0, 0.5, 1.0):
@@ -830,3 +831,13 @@ def test_a_buffer_holds_whole_experts() -> None:
         parts = [np.zeros(4 * experts, np.uint8)] + [np.zeros(one, np.uint8) for one in matrices for _ in range(count)]
         with stage.sent(parts) as sent:
             assert len(sent) == len(parts)
+
+
+@pytest.mark.usefixtures("device")
+def test_predictors_of_experts_of_latents_are_refused(tmp_path: Path) -> None:
+    path = predicted_experts.give_plain_predictors(neurons_inside.plain_model(tmp_path, "Q5_0", latents=32))
+    with (
+        pytest.raises(RequestError, match="beside a GPU not for experts of latents: use exact"),
+        by_neuron(path, 0.5, selector="predicted"),
+    ):
+        pass

@@ -381,24 +381,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- without gates, beside a shared one
 
 
-def predictable_plain(folder: Path, directions: int = 3) -> Path:
+def predictable_plain(folder: Path, directions: int = 3, latents: int = 0) -> Path:
     """A tiny model of three layers, of which the first has no FFN; rows of up look at few directions."""
-    builder, rng = mamba_gguf("*EE"), np.random.default_rng(9)
+    builder, rng = mamba_gguf("*EE", latents), np.random.default_rng(9)
     for tensor in [one for one in builder.tensors if "exp" in one.name and one.name.endswith("weight")]:
         builder.tensors.remove(tensor)
         values = np.frombuffer(tensor.data, np.float32).reshape(tensor.dims[::-1])
         if "up" in tensor.name:
-            looks = rng.standard_normal((directions, D)) / directions**0.5
+            looks = rng.standard_normal((directions, values.shape[-1])) / directions**0.5
             values = (rng.standard_normal((*values.shape[:-1], directions)) @ looks).astype(np.float32)
         builder.tensor(tensor.name, quantize(values.reshape(-1, values.shape[-1]), "F16"), 1, list(tensor.dims))
     return builder.write(folder / "m.gguf")
 
 
-def test_neurons_without_gates_are_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("latents", [0, 32])
+def test_neurons_without_gates_are_learnt(
+    latents: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of the shared expert, too, which every token has; what is told is what a run finds."""
     from powerinfer.formats.predictor_file import open_predictor
 
-    path = predictable_plain(tmp_path)
+    path = predictable_plain(tmp_path, latents=latents)
     checkpoint = open_checkpoint(path)
     profile_experts(checkpoint, ENGINE, task(rows=1800))
     samples = open_samples(checkpoint)
@@ -415,7 +418,10 @@ def test_neurons_without_gates_are_learnt(tmp_path: Path, capsys: pytest.Capture
         n = x / scale * checkpoint.take(f"layers.{layer}.ffn_norm").float32()
         z = np.maximum(x @ one.inner.float32().T, 0) @ one.outer.float32().T >= one.predictor.threshold
         both = []
-        ups = [checkpoint.take(f"layers.{layer}.{of}_up").float32().reshape(-1, D) for of in ("experts", "shared")]
+        ups = [checkpoint.take(f"layers.{layer}.{of}_up").float32() for of in ("experts", "shared")]
+        if latents:
+            ups[0] = ups[0] @ checkpoint.take(f"layers.{layer}.latent_in").float32()
+        ups = [up.reshape(-1, D) for up in ups]
         for values in (z, n @ np.concatenate(ups).T > 0):
             of_experts = values[:, : PLAIN_EXPERTS * FF].reshape(len(x), PLAIN_EXPERTS, FF)
             own = np.take_along_axis(of_experts, selected[:, :, None], 1).reshape(len(x), -1)
