@@ -120,7 +120,7 @@ class ExpertStore {
 
   // Experts on disk, by thread 0: begins a step, rows are ordered; the step ends before it is computed; begins to read
   // experts that the step is to need, one of them perhaps repeatedly; whether that is worth it, by all threads.
-  virtual void begin(const ExpertRows&) {}
+  virtual void begin(const ExpertRows&, int64_t /*tokens*/) {}
   virtual void end() {}
   virtual void expect(const int32_t* /*experts*/, int64_t /*n*/) {}
   virtual bool foreseeable() const { return false; }

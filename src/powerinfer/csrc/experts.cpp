@@ -219,7 +219,7 @@ void Experts::run(Thread& t, const Step& step) {
   const int all = forms | other_forms | (shared_.gate.empty() ? 0 : PI_FORM_F32);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, all);
   if (router_.scores) router_.select(t, rows, acts, tokens);
-  if (t.id == 0) p.attempt([&] { store_->begin(rows); });
+  if (t.id == 0) p.attempt([&] { store_->begin(rows, tokens); });
   if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
@@ -345,7 +345,7 @@ void Experts::order_rows(ExpertRows& rows, int64_t tokens, const int32_t* select
   std::copy(selected, selected + n, rows.selected.begin());
   std::copy(weights, weights + n, rows.weights.begin());
   router_.group(rows, tokens);
-  store_->begin(rows);
+  store_->begin(rows, tokens);
 }
 
 namespace {

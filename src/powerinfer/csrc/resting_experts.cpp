@@ -44,7 +44,10 @@ void RestingExperts::begin(const ExpertRows& rows) {
 
 // Pins experts, from the first on, one at a time: then each can be waited for.
 void RestingExperts::read_more() {
-  while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) coming_.push_back(wanted_[pinned_++]);
+  while (pinned_ < wanted_.size() && slots_->want(&wanted_[pinned_], 1)) {
+    coming_.push_back(wanted_[pinned_++]);
+    if (pinned) pinned(coming_.back());
+  }
 }
 
 void RestingExperts::next(ExpertRows& rows, bool stay) {

@@ -29,8 +29,9 @@ class RestingExperts {
   bool settles() const { return settles_; }  // whether threads must settle after a product of these
 
   Stats stats() const { return {all_, hits_, guesses_.stats().guessed, guesses_.stats().right, slots_->stats().later}; }
-  std::vector<int32_t> uses;       // tokens that selected each expert, until someone resets them
-  std::vector<uint8_t> elsewhere;  // experts that another device computes: they are not expected
+  std::function<void(int32_t)> pinned;  // called with an expert whose reads have begun, or that is there; may be empty
+  std::vector<int32_t> uses;            // tokens that selected each expert, until someone resets them
+  std::vector<uint8_t> elsewhere;       // experts that another device computes: they are not expected
 
  private:
   void read_more();
@@ -55,7 +56,7 @@ class ExpertsOnDisk : public ExpertStore {
  public:
   ExpertsOnDisk(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
 
-  void begin(const ExpertRows& rows) override { resting_.begin(rows); }
+  void begin(const ExpertRows& rows, int64_t) override { resting_.begin(rows); }
   void end() override { resting_.end(); }
   void expect(const int32_t* expected, int64_t n) override { resting_.expect(expected, n); }
   bool foreseeable() const override { return resting_.foreseeable(); }

@@ -18,8 +18,14 @@ RestingNeurons::~RestingNeurons() {
   }
 }
 
-void RestingNeurons::begin(const ExpertRows& rows) {
+void RestingNeurons::begin(const ExpertRows& rows, int64_t tokens) {
   wait_for_rows(nullptr);  // of a step that failed: their memory is to be used again
+  resting_.pinned = nullptr;
+  if (!leaves_out(tokens))
+    resting_.pinned = [this](int32_t e) {  // behind its up, and before what is read of the next one
+      note_rows(e, nullptr);
+      read_noted();
+    };
   resting_.begin(rows);
 }
 
@@ -120,15 +126,9 @@ void RestingNeurons::wait_for_rows(const int32_t* e) {
 
 void RestingNeurons::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                               const Attempt& attempt) {
-  const auto read = [&](int32_t e) {
-    note_rows(e, nullptr);
-    read_noted();
-  };
   const auto next = [&] {
     const bool could = attempt([&] {
       resting_.next(rows);
-      for (const int32_t e : resting_.now()) read(e);
-      for (const int32_t e : resting_.coming()) read(e);
       for (const int32_t e : resting_.now()) wait_for_rows(&e);
     });
     if (!could) rows.compute({});

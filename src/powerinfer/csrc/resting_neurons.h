@@ -11,7 +11,7 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   RestingNeurons(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
   ~RestingNeurons() override;  // waits for what is under way
 
-  void begin(const ExpertRows& rows) override;
+  void begin(const ExpertRows& rows, int64_t tokens) override;
   void end() override { resting_.end(); }
   void expect(const int32_t* expected, int64_t n) override;
   bool foreseeable() const override { return resting_.foreseeable(); }
