@@ -11,9 +11,7 @@ namespace {
 constexpr int THREADS = 8;
 constexpr int64_t N = 96;  // numbers of a row, which a phase makes from the row before
 
-double seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Rows that every phase makes anew from those of the phase before, as a model's operators do, and then adds to, so that a
 // piece that is placed twice, or is left out, changes everything that follows. Atomic, since late threads read what
