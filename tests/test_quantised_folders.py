@@ -515,3 +515,86 @@ def test_scales_beyond_f16_are_refused(tmp_path: Path) -> None:
     scales = tensor("F32", np.full((96, 2), 1e6, np.float32))
     change: Callable[[Stored], None] = lambda stored: stored.update({f"{UP}weight_scale": scales})  # noqa: E731
     refused(folder(tmp_path / "model", packed(4, 32), PACK, change), "scales that are too large for F16")
+
+
+# --- FP4 -------------------------------------------------------------------------------------------------------------
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def neighbours(codes: np.ndarray) -> np.ndarray:
+    """Two codes to a byte, the first in the low bits."""
+    return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+
+
+def nvfp4(method: str) -> Packer:
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        codes = rng.integers(0, 16, (rows, cols))
+        scales = rng.integers(0, 127, (rows, cols // 16), np.uint8)
+        factor = np.array([rng.uniform(1e-4, 1e-3)], np.float32)
+        values = E2M1[codes] * np.repeat(E4M3[scales], 16, axis=1)
+        ends = {"weight_scale": tensor("F8_E4M3", scales)}
+        if method == "modelopt":
+            ends |= {"weight": tensor("U8", neighbours(codes)), "weight_scale_2": tensor("F32", factor.reshape(()))}
+            return ends, values * factor.astype(np.float64)
+        ends |= {"weight_packed": tensor("U8", neighbours(codes)), "weight_global_scale": tensor("F32", 1 / factor)}
+        return ends, values / (1 / factor).astype(np.float64)
+
+    return pack
+
+
+def mxfp4(kind: str) -> Packer:
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        codes = rng.integers(0, 16, (rows, cols))
+        scales = rng.integers(110, 130, (rows, cols // 32), np.uint8)
+        values = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float64) - 127), 32, axis=1)
+        return {"weight_packed": tensor("U8", neighbours(codes)), "weight_scale": tensor(kind, scales)}, values
+
+    return pack
+
+
+NVFP4: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+MXFP4: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings"), [(nvfp4("compressed-tensors"), NVFP4), (nvfp4("modelopt"), MODELOPT)]
+)
+def test_nvfp4_exactly(packer: Packer, settings: dict[str, Any], tmp_path: Path) -> None:
+    """But for the global scale, which is a number of float32. Rows of 96 are not whole blocks of 64."""
+    path = folder(tmp_path / "model", packer, settings)
+    checkpoint = open_checkpoint(path)
+    for name, exact in np.load(path / "expected.npz").items():
+        matrix = checkpoint.stored(name)
+        down = name.endswith("down")
+        assert matrix.type == ("F16" if down else "NVFP4")
+        assert np.abs(matrix.float32() - exact).max() <= np.abs(exact).max() * (ROUNDED_F16 if down else 2**-22)
+
+
+@pytest.mark.parametrize("kind", ["U8", "F8_E8M0"])
+def test_mxfp4_exactly(kind: str, tmp_path: Path) -> None:
+    assert errors(folder(tmp_path / "model", mxfp4(kind), MXFP4), "MXFP4") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "change", "why"),
+    [
+        (nvfp4("x"), NVFP4, lambda stored: stored.pop(f"{UP}weight_global_scale"), "no weight_global_scale"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_global_scale", "F32", filled(0)), "no positive number"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_global_scale", "F32", filled(np.nan)), "no positive number"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_global_scale", "F32", filled(1e-45)), "no positive number"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_scale", "F8_E4M3", filled(0x7F)), "negative or not numbers"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_scale", "F8_E4M3", filled(0x88)), "negative or not numbers"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_scale", "F8_E4M3", lambda s: s[:, :-1]), "96 x 64 weights in groups"),
+        (nvfp4("x"), NVFP4, changed(f"{UP}weight_packed", "U8", lambda codes: codes[:, :-1]), "96 x 62 weights"),
+        (nvfp4("modelopt"), MODELOPT, lambda stored: stored.pop(f"{UP}weight_scale"), "no weight_scale"),
+        (nvfp4("modelopt"), MODELOPT, changed(f"{UP}weight_scale_2", "F32", filled(-1)), "no positive number"),
+        (mxfp4("U8"), MXFP4, changed(f"{UP}weight_scale", "U8", filled(255)), "not numbers"),
+        (mxfp4("U8"), MXFP4, changed(f"{UP}weight_scale", "U8", lambda scales: scales[:-1]), "do not go with"),
+    ],
+)
+def test_fp4_that_is_refused(
+    packer: Packer, settings: dict[str, Any], change: Callable[[Stored], None], why: str, tmp_path: Path
+) -> None:
+    refused(folder(tmp_path / "model", packer, settings, change), why)

@@ -12,6 +12,7 @@ from typing import Any
 
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_modules import Module, Settings
+from powerinfer.formats.fp4_weights import read_fp4, read_modelopt_fp4
 from powerinfer.formats.fp8_weights import read_fp8
 from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read_awq, read_gptq, read_int8, read_packed
 from powerinfer.formats.mapped import shown
@@ -20,11 +21,16 @@ from powerinfer.formats.tensors import MadeTensor
 
 Reader = Callable[[Module, Settings], MadeTensor]
 
-_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+_OF_ACTIVATIONS = (
+    ".input_scale", ".input_global_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
+)  # fmt: skip
 """The ends of the names of scales by which others round activations and caches, which are not rounded so here."""
 
 
-_FORMATS = ("float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "pack-quantized")
+_FORMATS = (
+    "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "naive-quantized",
+    "nvfp4-pack-quantized", "pack-quantized",
+)  # fmt: skip
 """Formats of compressed-tensors, in names of its own."""
 
 
@@ -40,7 +46,10 @@ def _problem_of_compressed(settings: Settings) -> str | None:
 
 def _problem_of_modelopt(settings: Settings) -> str | None:
     stated = settings.get("quant_algo")
-    return None if stated == "FP8" else f"has the quant_algo {shown(stated)}, which is not read (only FP8)"
+    known = ("FP8", "NVFP4", "MIXED_PRECISION")
+    if stated in known:
+        return None
+    return f"has the quant_algo {shown(stated)}, which is not read (only {', '.join(known)})"
 
 
 _METHODS: Mapping[str, Callable[[Settings], str | None]] = {
@@ -91,6 +100,10 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
             return "FP8", read_fp8
         case "weight", "I8":
             return "int8", read_int8
+        case "weight_packed", "U8":
+            return "FP4", read_fp4
+        case "weight", "U8" if settings["quant_method"] == "modelopt":
+            return "FP4", read_modelopt_fp4
         case "weight_packed", "I32":
             return "packed", read_packed
         case "qweight", _ if settings["quant_method"] == "gptq":

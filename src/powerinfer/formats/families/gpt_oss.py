@@ -19,6 +19,7 @@ from powerinfer.formats.family import LLAMA_NAMES, NORMALISED, SECOND_NORM, Fold
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import change_attention, read_ffn_size, read_layer_types, read_plain, read_window
 from powerinfer.formats.folder_rope import LOCAL
+from powerinfer.formats.fp4_weights import in_halves
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import MadeTensor, RawTensor
 from powerinfer.formats.weight_types import FLOAT_TYPES
@@ -124,10 +125,8 @@ def _blocks_of(experts: int, per_row: int, first: int, turns: int, blocks: Bytes
     codes, exponents = blocks.reshape(experts, -1, per_row, 16), scales.reshape(experts, -1, per_row)
     out = np.empty((experts, codes.shape[1] // turns, per_row, 17), np.uint8)
     for to, pairs, exponent in zip(out, codes[:, first::turns], exponents[:, first::turns], strict=True):
-        low, high = pairs[..., :8], pairs[..., 8:]  # a byte holds elements 2 j, 2 j + 1
         to[..., 0] = exponent
-        to[..., 1::2] = (low & 0x0F) | (high << 4)
-        to[..., 2::2] = (low >> 4) | (high & 0xF0)
+        to[..., 1:] = in_halves(pairs)
     return out.reshape(-1)
 
 
