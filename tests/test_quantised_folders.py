@@ -598,3 +598,80 @@ def test_fp4_that_is_refused(
     packer: Packer, settings: dict[str, Any], change: Callable[[Stored], None], why: str, tmp_path: Path
 ) -> None:
     refused(folder(tmp_path / "model", packer, settings, change), why)
+
+
+# --- NF4 -------------------------------------------------------------------------------------------------------------
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def nf4(nested: bool, block: int = 64, **changes: Any) -> Packer:
+    """changes: of the state."""
+
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        table = np.sort(rng.uniform(-1, 1, 16)).astype(np.float32)
+        codes = rng.integers(0, 16, rows * cols)
+        padded = np.append(codes, 0)[: len(codes) + len(codes) % 2]
+        blocks = -(-len(codes) // block)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, cols]}
+        ends = {
+            "weight": tensor("U8", (padded[::2] << 4 | padded[1::2]).astype(np.uint8)[:, None]),
+            "weight.quant_map": tensor("F32", table),
+        }
+        scales = rng.uniform(1e-2, 1, blocks).astype(np.float32)
+        exact = scales.astype(np.float64)
+        if nested:
+            indices = rng.integers(0, 256, blocks, np.uint8)
+            of_scales = rng.uniform(-1, 1, 256).astype(np.float32)
+            factors = rng.uniform(0.01, 0.2, -(-blocks // 8)).astype(np.float32)
+            state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": 0.3}
+            exact = of_scales[indices].astype(np.float64) * factors[np.arange(blocks) // 8] + 0.3
+            ends |= {"weight.absmax": tensor("U8", indices), "weight.nested_absmax": tensor("F32", factors)}
+            ends |= {"weight.nested_quant_map": tensor("F32", of_scales)}
+        else:
+            ends |= {"weight.absmax": tensor("F32", scales)}
+        raw = json.dumps(state | changes).encode()
+        ends[STATE] = tensor("U8", np.frombuffer(raw, np.uint8))
+        values = table.astype(np.float64)[codes] * exact[np.arange(len(codes)) // block]
+        return ends, values.reshape(rows, cols)
+
+    return pack
+
+
+BITS: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize("packer", [nf4(nested=True), nf4(nested=False), nf4(nested=True, block=100)])
+def test_nf4_is_rounded_to_f16(packer: Packer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("powerinfer.formats.tensors._PIECE", 64 * 13)
+    largest, mean = errors(folder(tmp_path / "model", packer, BITS), "F16")
+    assert largest <= ROUNDED_F16 and mean <= 2.3e-4
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "change", "why"),
+    [
+        (nf4(True), {"bnb_4bit_quant_type": "fp4"}, None, "but not nf4"),
+        (nf4(True), {"load_in_4bit": False}, None, "but not nf4"),
+        (nf4(True), {"bnb_4bit_quant_storage": "bfloat16"}, None, "bnb_4bit_quant_storage 'bfloat16'"),
+        (nf4(True), {}, lambda stored: stored.pop(f"{UP}weight.absmax"), "has no weight.absmax"),
+        (nf4(True), {}, lambda stored: stored.pop(f"{UP}{STATE}"), "has no weight.quant_state"),
+        (nf4(True), {}, lambda stored: stored.pop(f"{UP}weight.nested_absmax"), "has no weight.nested_absmax"),
+        (nf4(True), {}, changed(f"{UP}{STATE}", "U8", lambda state: state[:-1]), "JSON|json"),
+        (nf4(True), {}, changed(f"{UP}{STATE}", "U8", lambda state: np.resize(state, 5000)), "no JSON object"),
+        (nf4(True, shape=[64, -64]), {}, None, "shape .* in its quant_state"),
+        (nf4(True, shape=[1 << 40, 1]), {}, None, "shape .* in its quant_state"),
+        (nf4(True, blocksize=0), {}, None, "blocksize '0'"),
+        (nf4(True, blocksize=32), {}, None, "64 numbers of absmax, not 128"),
+        (nf4(True, nested_offset="0"), {}, None, "nested_offset '0'"),
+        (nf4(True, nested_offset=1e300), {}, None, "nested_offset"),
+        (nf4(True), {}, changed(f"{UP}weight", "U8", lambda codes: codes[:-1]), "bytes of codes, which do not go with"),
+        (nf4(False), {}, changed(f"{UP}weight.absmax", "F32", filled(np.nan)), "scales that are infinite"),
+        (nf4(True), {}, changed(f"{UP}weight.nested_absmax", "F32", filled(np.inf)), "scales that are infinite"),
+        (nf4(False), {}, changed(f"{UP}weight.quant_map", "F32", lambda table: table[:15]), "15 numbers of quant_map"),
+    ],
+)
+def test_nf4_that_is_refused(
+    packer: Packer, settings: dict[str, Any], change: Callable[[Stored], None] | None, why: str, tmp_path: Path
+) -> None:
+    refused(folder(tmp_path / "model", packer, BITS | settings, change), why)

@@ -16,6 +16,7 @@ from powerinfer.formats.fp4_weights import read_fp4, read_modelopt_fp4
 from powerinfer.formats.fp8_weights import read_fp8
 from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read_awq, read_gptq, read_int8, read_packed
 from powerinfer.formats.mapped import shown
+from powerinfer.formats.nf4_weights import problem_of_bitsandbytes, read_nf4
 from powerinfer.formats.source import SingleTensor
 from powerinfer.formats.tensors import MadeTensor
 
@@ -54,6 +55,7 @@ def _problem_of_modelopt(settings: Settings) -> str | None:
 
 _METHODS: Mapping[str, Callable[[Settings], str | None]] = {
     "awq": problem_of_awq,
+    "bitsandbytes": problem_of_bitsandbytes,
     "compressed-tensors": _problem_of_compressed,
     "fbgemm_fp8": lambda settings: None,
     "fp8": lambda settings: None,
@@ -104,6 +106,8 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
             return "FP4", read_fp4
         case "weight", "U8" if settings["quant_method"] == "modelopt":
             return "FP4", read_modelopt_fp4
+        case "weight", "U8" if settings["quant_method"] == "bitsandbytes":
+            return "NF4", read_nf4
         case "weight_packed", "I32":
             return "packed", read_packed
         case "qweight", _ if settings["quant_method"] == "gptq":
