@@ -26,7 +26,7 @@ constexpr int64_t PREEMPTED_NS = 1'000'000, CROWDED_NS = 100'000'000;
 // Where cores are not shared, a thread that takes this long to claim its piece has been kept from it.
 constexpr int SPINS_BEFORE_HELPING = 100;
 // A piece is computed aside if it has at most as many floats.
-constexpr int64_t ASIDE = 1 << 20;
+constexpr int64_t ASIDE = 256 << 10;
 constexpr uint64_t STOP = ~0ull;            // in place of a job
 constexpr int SLOT_BITS = 16;               // of the word that names a job
 enum { CLAIMED = 1, CLAIMED_ASIDE, DONE };  // of a piece
