@@ -122,7 +122,7 @@ class AttentionIn : public Op {
       each_token([&](const Run& run, int64_t i) { store_heads(here, run, i, of); });
     };
     const Heads all{p.qkv, p.ldqkv, 0, heads + 2 * kv};
-    const bool wide = q_wide_ || k_wide_, in_memory = in_.q->data && in_.k->data && in_.v->data;
+    const bool wide = q_wide_ || k_wide_, in_memory = in_.q->in_memory() && in_.k->in_memory() && in_.v->in_memory();
     if (!wide && in_memory) {
       const auto heads_at = [&](int64_t begin, int64_t end, float* aside) {
         const int64_t pad = kv_.head_pad;
@@ -484,7 +484,7 @@ class Head : public Op {
         if (scale_ != 1.0f) here.kernels->scale(out + i * ld, scale_, n);
       }
     };
-    if (!w_->data) {
+    if (!w_->in_memory()) {
       const Columns own(*w_, *here.w.pool, thread);
       compute(own.p0, own.p1, nullptr);
       return here.barrier();
