@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -193,7 +194,7 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
 def check_ram(ram: int, helps: str) -> None:
     """RequestError for more RAM than this machine, or its container, has. helps: what to do instead."""
     most = total_memory()
-    if ram > most:
+    if ram >= most + PAGESIZE:  # the limit of a container is in whole pages
         raise RequestError(f"--ram {gib(ram)}, but this machine has {gib(most)}: {helps}")
 
 
