@@ -224,9 +224,10 @@ void Experts::run(Thread& t, const Step& step) {
   if (t.id == 0 && records_) keep(rows, tokens);
   weigh_shared(t, rows, acts, tokens);
   const bool shared_apart = shared_.neurons && !(leaves_out && store_->has_shared());
+  const bool whole_shared = shared_apart && !(leaves_out && shared_.bundled);
   // There is room for what fires; and phases follow, which do not wait for a thread that has no `acts` yet.
-  if (records_fired_ || (shared_apart && !router_.scores)) w.pool->barrier();
-  if (shared_apart && !(leaves_out && shared_.bundled))
+  if (records_fired_ || (whole_shared && !router_.scores)) w.pool->barrier();
+  if (whole_shared)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
   if (shared_apart && records_fired_) keep_shared(t, tokens);
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
