@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 from model_files import as_stored, hf_name, safetensors_bytes, tiny_config, weights
 
+from powerinfer.config import EngineConfig
+from powerinfer.devices import Batch
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.models import load
 
 Stored = dict[str, tuple[str, tuple[int, ...], bytes]]
 Packed = tuple[Stored, np.ndarray]
@@ -566,7 +569,7 @@ def test_nvfp4_exactly(packer: Packer, settings: dict[str, Any], tmp_path: Path)
     path = folder(tmp_path / "model", packer, settings)
     checkpoint = open_checkpoint(path)
     for name, exact in np.load(path / "expected.npz").items():
-        matrix = checkpoint.stored(name)
+        matrix = checkpoint.take(name)
         down = name.endswith("down")
         assert matrix.type == ("F16" if down else "NVFP4")
         assert np.abs(matrix.float32() - exact).max() <= np.abs(exact).max() * (ROUNDED_F16 if down else 2**-22)
@@ -675,3 +678,112 @@ def test_nf4_that_is_refused(
     packer: Packer, settings: dict[str, Any], change: Callable[[Stored], None] | None, why: str, tmp_path: Path
 ) -> None:
     refused(folder(tmp_path / "model", packer, BITS | settings, change), why)
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, config: dict[str, Any], stored: Stored) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(safetensors_bytes(stored))
+    return path
+
+
+def logits(path: Path) -> np.ndarray:
+    executor = load(open_checkpoint(path), EngineConfig(threads=1, context=64, kv_type="f32"))
+    try:
+        span = np.arange(7, dtype=np.int32)
+        batch = Batch(
+            tokens=np.array([3, 1, 4, 1, 5, 9, 2], np.int32), positions=span, rows=np.zeros(7, np.int32),
+            page_table=np.zeros((1, 1), np.int32), logit_rows=span, read_states=np.zeros(1, np.int32),
+            states=np.zeros(1, np.int32),
+        )  # fmt: skip
+        return executor.forward(batch).copy()
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings"),
+    [
+        (fp8("block", "F32", "weight_scale_inv"), BLOCKS),
+        (gptq(4, 32, True), gptq_settings(4, 32)),
+        (gptq(4, 32, False, shuffled=True), gptq_settings(4, 32, sym=False, desc_act=True)),
+        (awq(32), AWQ),
+        (packed(8, None), PACK),
+        (nvfp4("modelopt"), MODELOPT),
+        (nf4(nested=True), BITS),
+    ],
+)
+def test_models_compute_what_their_weights_say(packer: Packer, settings: dict[str, Any], tmp_path: Path) -> None:
+    """The same model with the values in F32, but for activations of 8 bits; any other order gives other logits."""
+    path = folder(tmp_path / "model", packer, settings)
+    values = weights("llama") | {n: v.astype(np.float32) for n, v in np.load(path / "expected.npz").items()}
+    exact = logits(write(tmp_path / "exact", tiny_config(), as_stored(values)))
+    difference = logits(path) - exact
+    assert np.sqrt(np.square(difference).mean()) < 0.1 * np.sqrt(np.square(exact).mean())
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings"),
+    [(fp8("channel", "F32", "weight_scale"), CHANNELS), (awq(32), AWQ), (nvfp4("modelopt"), MODELOPT)],
+)
+def test_matrices_in_one_tensor_are_cut(packer: Packer, settings: dict[str, Any], tmp_path: Path) -> None:
+    """q, k and v of Phi-3, and gate and up, which are quantised together."""
+    rng = np.random.default_rng(2)
+    config = tiny_config() | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    config |= {"original_max_position_embeddings": 128, "quantization_config": settings}
+    values = weights("llama")
+    stored = as_stored({name: array for name, array in values.items() if name.rpartition(".")[2] not in PARTS})
+    expected = {}
+    for layer in range(2):
+        prefix = f"layers.{layer}."
+        together = {"self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "mlp.gate_up_proj": ("gate", "up")}
+        for module, parts in (together | {"mlp.down_proj": ("down",)}).items():
+            rows = [len(values[f"{prefix}{part}"]) for part in parts]
+            ends, exact = packer(rng, sum(rows), values[f"{prefix}{parts[0]}"].shape[1])
+            stored |= {f"model.{prefix}{module}.{end}": one for end, one in ends.items()}
+            cut = np.split(exact, np.cumsum(rows)[:-1])
+            expected |= {f"{prefix}{part}": piece for part, piece in zip(parts, cut, strict=True)}
+    checkpoint = open_checkpoint(write(tmp_path / "model", config, stored))
+    for name, exact in expected.items():
+        assert np.abs(checkpoint.take(name).float32() - exact).max() <= np.abs(exact).max() * ROUNDED_F16, name
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "type_name"),
+    [
+        (fp8("tensor", "F32", "weight_scale"), CHANNELS, "F16"),
+        (gptq(4, 32, True), gptq_settings(4, 32), "Q4_0"),
+        (nvfp4("compressed-tensors"), NVFP4, "NVFP4"),  # each expert has a global scale of its own
+    ],
+)
+def test_experts(packer: Packer, settings: dict[str, Any], type_name: str, tmp_path: Path) -> None:
+    """Experts of Qwen3, of which each is quantised by itself: all of a layer, and some."""
+    rng = np.random.default_rng(3)
+    experts, width = 5, 64
+    config = tiny_config("qwen3", tied=False) | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+    values = weights("qwen3", tied=False)
+    stored = as_stored({name: array for name, array in values.items() if name.rpartition(".")[2] not in PARTS[4:]})
+    expected: dict[str, np.ndarray] = {}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp."
+        stored[f"{prefix}gate.weight"] = tensor("F32", rng.standard_normal((experts, 64)).astype(np.float32))
+        for part in PARTS[4:]:
+            exact = np.empty((experts, width, 64))
+            for expert in range(experts):
+                ends, exact[expert] = packer(rng, width, 64)
+                stored |= {f"{prefix}experts.{expert}.{part}_proj.{end}": one for end, one in ends.items()}
+            expected[f"layers.{layer}.experts_{part}"] = exact
+    checkpoint = open_checkpoint(write(tmp_path / "model", config | {"quantization_config": settings}, stored))
+    for name, exact in expected.items():
+        taken = checkpoint.take(name)
+        some = checkpoint.take_some(name, np.array([4, 1]))
+        assert taken.type == some.type == type_name
+        bound = np.abs(exact).max() * (ROUNDED_F16 if type_name == "F16" else 2**-22)
+        assert np.abs(taken.float32() - exact).max() <= bound
+        assert np.array_equal(some.float32(), taken.float32()[[4, 1]])
+        assert checkpoint.resting(name) is None, "it is not in the file as it is computed"
+    logits(checkpoint.path)

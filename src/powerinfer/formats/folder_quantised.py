@@ -47,10 +47,10 @@ def _problem_of_compressed(settings: Settings) -> str | None:
 
 def _problem_of_modelopt(settings: Settings) -> str | None:
     stated = settings.get("quant_algo")
-    known = ("FP8", "NVFP4", "MIXED_PRECISION")
-    if stated in known:
+    algorithms = ("FP8", "NVFP4", "MIXED_PRECISION")
+    if stated in algorithms:
         return None
-    return f"has the quant_algo {shown(stated)}, which is not read (only {', '.join(known)})"
+    return f"has the quant_algo {shown(stated)}, which is not read (only {', '.join(algorithms)})"
 
 
 _METHODS: Mapping[str, Callable[[Settings], str | None]] = {

@@ -18,7 +18,7 @@ _NVFP4, _MXFP4 = 16, 32
 """Weights that share a scale."""
 
 
-def in_halves(pairs: Bytes) -> Bytes:
+def split_halves(pairs: Bytes) -> Bytes:
     """Codes of 4 bits [..., bytes], of which each byte holds neighbours, with those of the first half in the low bits,
     and those of the other in the high bits."""
     out = np.empty_like(pairs)
@@ -82,7 +82,7 @@ def _make_nvfp4(title: str, codes: Bytes, scales: Bytes) -> Bytes:
     _check_scales(title, scales)
     out = np.empty((len(scales) // 4, 36), np.uint8)
     out[:, :4] = scales.reshape(-1, 4)
-    out[:, 4:] = in_halves(codes.reshape(-1, 8)).reshape(-1, 32)
+    out[:, 4:] = split_halves(codes.reshape(-1, 8)).reshape(-1, 32)
     return out.reshape(-1)
 
 
@@ -93,7 +93,7 @@ def _make_f16(title: str, rows: int, cols: int, factors: Float32, codes: Bytes, 
     unit = np.uint8(0x38)  # 1 in e4m3
 
     def values(begin: int, end: int) -> Float32:
-        groups = in_halves(codes_of[begin:end].reshape(-1, 8))
+        groups = split_halves(codes_of[begin:end].reshape(-1, 8))
         blocks = np.zeros((len(groups), 36), np.uint8)
         blocks[:, 0], blocks[:, 4:12] = unit, groups
         result = dequantize(blocks, "NVFP4")[:, :_NVFP4] * (E4M3[pairs[begin:end]].reshape(-1, 1) * factors)
@@ -108,5 +108,5 @@ def _make_mxfp4(title: str, rows: int, groups: int, codes: Bytes, scales: Bytes)
         raise ModelError(f"{title} has scales that are not numbers")
     out = np.empty((rows * groups, 17), np.uint8)
     out[:, 0] = scales
-    out[:, 1:] = in_halves(codes.reshape(-1, 16))
+    out[:, 1:] = split_halves(codes.reshape(-1, 16))
     return out.reshape(-1)

@@ -30,7 +30,7 @@ class _IntMatrix:
 
     title: the beginning of an error; group: columns of a group; type: of the matrix that is made. unpack: the codes of
     rows from the first on to an end, of all data; unpack_zeros: zero points [rows, groups], None: all are the middle of
-    the codes; must_be_middle: those that are stored are. scales_by_column: scales are [groups, rows] in the file.
+    the codes; must_be_middle: those that are stored are. scales_column_words: scales are [groups, rows] in the file.
     indexed: each column has the number of its group, `in_order` that of its place.
     """
 
@@ -42,7 +42,7 @@ class _IntMatrix:
     type: str
     unpack: Callable[[_IntMatrix, Bytes, int, int], Bytes]
     scale_type: str
-    scales_by_column: bool
+    scales_column_words: bool
     unpack_zeros: Callable[[_IntMatrix, Bytes], Bytes] | None = None
     must_be_middle: bool = False
     indexed: bool = False
@@ -55,7 +55,7 @@ class _IntMatrix:
         factors = finite(self.title, numbers(scales, self.scale_type))
         if len(factors) == 1:
             factors = np.repeat(factors, self.rows)
-        factors = factors.reshape(groups, self.rows).T if self.scales_by_column else factors.reshape(self.rows, groups)
+        factors = factors.reshape(groups, self.rows).T if self.scales_column_words else factors.reshape(self.rows, groups)
         zeros = np.full((self.rows, groups), middle, np.uint8)
         if self.unpack_zeros is not None:
             zeros = self.unpack_zeros(self, rest.pop(0))
@@ -76,9 +76,7 @@ class _IntMatrix:
             raise ModelError(f"{self.title} has columns out of the order of their groups, though its folder says not")
         return index
 
-    def _differences(
-        self, codes: Bytes, zeros: Bytes, group_of: Int32, begin: int, end: int
-    ) -> NDArray[np.int16]:
+    def _differences(self, codes: Bytes, zeros: Bytes, group_of: Int32, begin: int, end: int) -> NDArray[np.int16]:
         """Codes less their zero points."""
         difference = self.unpack(self, codes, begin, end).astype(np.int16)
         difference -= zeros[begin:end, group_of]
@@ -135,7 +133,7 @@ def _fields(data: Bytes, bits: int) -> Bytes:
     return codes.reshape(*data.shape[:-1], -1)
 
 
-def _by_column(data: Bytes, rows: int, begin: int, end: int) -> Bytes:
+def _column_words(data: Bytes, rows: int, begin: int, end: int) -> Bytes:
     """Bytes of the rows of a matrix of words [words, rows], which hold neighbours of a row."""
     words = data.view("<u4").reshape(-1, rows)[:, begin:end]
     return np.ascontiguousarray(words.T).view(np.uint8)
@@ -161,7 +159,7 @@ def _check_shape(module: Module, end: str, tensor: RawTensor, shape: Shape) -> R
 
 
 def _gptq_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Bytes:
-    return _fields(_by_column(data, matrix.rows, begin, end), matrix.bits)
+    return _fields(_column_words(data, matrix.rows, begin, end), matrix.bits)
 
 
 def _gptq_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
@@ -196,18 +194,18 @@ def read_gptq(module: Module, settings: Settings) -> MadeTensor:
     zeros = _check_shape(module, "qzeros", module.take("qzeros", "I32"), (groups, rows * bits // 32))
     symmetric = settings.get("sym") is True
     index = module.find("g_idx", "I32")
-    in_order = index is None or _in_order(module, index, cols, group, settings)
+    in_order = index is None or _keeps_order(module, index, cols, group, settings)
     matrix = _IntMatrix(
         module.title, rows, cols, group, bits,
         _chosen_type(bits, symmetric, cols, group) if in_order else "F16",
-        _gptq_codes, scales.type, scales_by_column=True,
+        _gptq_codes, scales.type, scales_column_words=True,
         unpack_zeros=_gptq_zeros if settings.get("checkpoint_format") == "gptq_v2" else _gptq_zeros_less_one,
         must_be_middle=symmetric, indexed=index is not None, in_order=in_order,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
 
 
-def _in_order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> bool:
+def _keeps_order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> bool:
     """Whether columns are in the order of their groups. Only a folder that may have others (act-order) is looked at."""
     _check_shape(module, "g_idx", index, (cols,))
     if settings.get("desc_act") is False:
@@ -220,7 +218,7 @@ def _in_order(module: Module, index: RawTensor, cols: int, group: int, settings:
 # --- AWQ -------------------------------------------------------------------------------------------------------------
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of 8 neighbours, the place of each in their word."""
+"""Places of 8 neighbours in their word."""
 
 
 def _awq_fields(data: Bytes, rows: int) -> Bytes:
@@ -245,8 +243,8 @@ def problem_of_awq(settings: Settings) -> str | None:
     if settings.get("bits") != 4:
         return f"has {shown(settings.get('bits'))} bits, which are not read (only 4)"
     stated = settings.get("version", "gemm")
-    known = type(stated) is str and stated.lower() == "gemm"
-    return None if known else f"has the version {shown(stated)}, which is not read (only gemm)"
+    gemm = type(stated) is str and stated.lower() == "gemm"
+    return None if gemm else f"has the version {shown(stated)}, which is not read (only gemm)"
 
 
 def read_awq(module: Module, settings: Settings) -> MadeTensor:
@@ -258,7 +256,7 @@ def read_awq(module: Module, settings: Settings) -> MadeTensor:
     zeros = _check_shape(module, "qzeros", module.take("qzeros", "I32"), (cols // group, words))
     matrix = _IntMatrix(
         module.title, rows, cols, group, 4, _chosen_type(4, False, cols, group), _awq_codes, scales.type,
-        scales_by_column=True, unpack_zeros=_awq_zeros,
+        scales_column_words=True, unpack_zeros=_awq_zeros,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), (codes, scales, zeros), matrix.make)
 
@@ -272,7 +270,7 @@ def _packed_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Byte
 
 def _packed_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
     groups = matrix.cols // matrix.group
-    return _fields(_by_column(data, groups, 0, groups), matrix.bits)[:, : matrix.rows].T
+    return _fields(_column_words(data, groups, 0, groups), matrix.bits)[:, : matrix.rows].T
 
 
 def _signed_codes(matrix: _IntMatrix, data: Bytes, begin: int, end: int) -> Bytes:
@@ -302,11 +300,11 @@ def read_packed(module: Module, settings: Settings) -> MadeTensor:
     if zeros is not None:
         _check_shape(module, "weight_zero_point", zeros, (-(-rows * bits // 32), groups))
     index = module.find("weight_g_idx", "I32")
-    in_order = index is None or _in_order(module, index, cols, group, {})
+    in_order = index is None or _keeps_order(module, index, cols, group, {})
     matrix = _IntMatrix(
         module.title, rows, cols, group, bits,
         _chosen_type(bits, zeros is None, cols, group) if in_order else "F16",
-        _packed_codes, scales.type, scales_by_column=False,
+        _packed_codes, scales.type, scales_column_words=False,
         unpack_zeros=None if zeros is None else _packed_zeros, indexed=index is not None, in_order=in_order,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
@@ -321,7 +319,7 @@ def read_int8(module: Module, settings: Settings) -> MadeTensor:
         _check_shape(module, "weight_zero_point", zeros, scales.shape)
     matrix = _IntMatrix(
         module.title, rows, cols, group, 8, _chosen_type(8, zeros is None, cols, group), _signed_codes, scales.type,
-        scales_by_column=False, unpack_zeros=None if zeros is None else _signed_zeros,
+        scales_column_words=False, unpack_zeros=None if zeros is None else _signed_zeros,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros), matrix.make)
 

@@ -19,7 +19,7 @@ from powerinfer.formats.family import LLAMA_NAMES, NORMALISED, SECOND_NORM, Fold
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import change_attention, read_ffn_size, read_layer_types, read_plain, read_window
 from powerinfer.formats.folder_rope import LOCAL
-from powerinfer.formats.fp4_weights import in_halves
+from powerinfer.formats.fp4_weights import split_halves
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.tensors import MadeTensor, RawTensor
 from powerinfer.formats.weight_types import FLOAT_TYPES
@@ -126,7 +126,7 @@ def _blocks_of(experts: int, per_row: int, first: int, turns: int, blocks: Bytes
     out = np.empty((experts, codes.shape[1] // turns, per_row, 17), np.uint8)
     for to, pairs, exponent in zip(out, codes[:, first::turns], exponents[:, first::turns], strict=True):
         to[..., 0] = exponent
-        to[..., 1:] = in_halves(pairs)
+        to[..., 1:] = split_halves(pairs)
     return out.reshape(-1)
 
 
