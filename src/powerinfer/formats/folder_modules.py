@@ -99,7 +99,7 @@ def as_f16(title: str, rows: int, cols: int, values: Callable[[int, int], Float3
     def round_rows(begin: int, end: int) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             out[begin:end] = values(begin, end)
-        if not np.isfinite(out[begin:end]).all():
+        if ((out[begin:end].view("<u2") & 0x7C00) == 0x7C00).any():  # isfinite of float16 is slow
             raise ModelError(f"{title} holds weights that are not numbers, or too large for F16")
 
     fill(rows, cols, round_rows)

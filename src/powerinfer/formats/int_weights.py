@@ -30,7 +30,7 @@ class _IntMatrix:
 
     title: the beginning of an error; group: columns of a group; type: of the matrix that is made. unpack: the codes of
     rows from the first on to an end, of all data; unpack_zeros: zero points [rows, groups], None: all are the middle of
-    the codes; must_be_middle: those that are stored are. scales_column_words: scales are [groups, rows] in the file.
+    the codes; must_be_middle: those that are stored are. scales_by_column: scales are [groups, rows] in the file.
     indexed: each column has the number of its group, `in_order` that of its place.
     """
 
@@ -42,7 +42,7 @@ class _IntMatrix:
     type: str
     unpack: Callable[[_IntMatrix, Bytes, int, int], Bytes]
     scale_type: str
-    scales_column_words: bool
+    scales_by_column: bool
     unpack_zeros: Callable[[_IntMatrix, Bytes], Bytes] | None = None
     must_be_middle: bool = False
     indexed: bool = False
@@ -55,7 +55,8 @@ class _IntMatrix:
         factors = finite(self.title, numbers(scales, self.scale_type))
         if len(factors) == 1:
             factors = np.repeat(factors, self.rows)
-        factors = factors.reshape(groups, self.rows).T if self.scales_column_words else factors.reshape(self.rows, groups)
+        by_group = factors.reshape(groups, self.rows).T if self.scales_by_column else factors
+        factors = by_group.reshape(self.rows, groups)
         zeros = np.full((self.rows, groups), middle, np.uint8)
         if self.unpack_zeros is not None:
             zeros = self.unpack_zeros(self, rest.pop(0))
@@ -198,7 +199,7 @@ def read_gptq(module: Module, settings: Settings) -> MadeTensor:
     matrix = _IntMatrix(
         module.title, rows, cols, group, bits,
         _chosen_type(bits, symmetric, cols, group) if in_order else "F16",
-        _gptq_codes, scales.type, scales_column_words=True,
+        _gptq_codes, scales.type, scales_by_column=True,
         unpack_zeros=_gptq_zeros if settings.get("checkpoint_format") == "gptq_v2" else _gptq_zeros_less_one,
         must_be_middle=symmetric, indexed=index is not None, in_order=in_order,
     )  # fmt: skip
@@ -256,7 +257,7 @@ def read_awq(module: Module, settings: Settings) -> MadeTensor:
     zeros = _check_shape(module, "qzeros", module.take("qzeros", "I32"), (cols // group, words))
     matrix = _IntMatrix(
         module.title, rows, cols, group, 4, _chosen_type(4, False, cols, group), _awq_codes, scales.type,
-        scales_column_words=True, unpack_zeros=_awq_zeros,
+        scales_by_column=True, unpack_zeros=_awq_zeros,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), (codes, scales, zeros), matrix.make)
 
@@ -304,7 +305,7 @@ def read_packed(module: Module, settings: Settings) -> MadeTensor:
     matrix = _IntMatrix(
         module.title, rows, cols, group, bits,
         _chosen_type(bits, zeros is None, cols, group) if in_order else "F16",
-        _packed_codes, scales.type, scales_column_words=False,
+        _packed_codes, scales.type, scales_by_column=False,
         unpack_zeros=None if zeros is None else _packed_zeros, indexed=index is not None, in_order=in_order,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
@@ -319,7 +320,7 @@ def read_int8(module: Module, settings: Settings) -> MadeTensor:
         _check_shape(module, "weight_zero_point", zeros, scales.shape)
     matrix = _IntMatrix(
         module.title, rows, cols, group, 8, _chosen_type(8, zeros is None, cols, group), _signed_codes, scales.type,
-        scales_column_words=False, unpack_zeros=None if zeros is None else _signed_zeros,
+        scales_by_column=False, unpack_zeros=None if zeros is None else _signed_zeros,
     )  # fmt: skip
     return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros), matrix.make)
 
