@@ -253,7 +253,7 @@ def check_scaled(checkpoint: Any, stored: Scaled, names: dict[str, str]) -> None
             taken = checkpoint.take(f"layers.{layer}.{name}")
             assert taken.type == "NVFP4" and np.array_equal(taken.float32().reshape(wanted.shape), wanted)
             if taken.scales is not None and len(taken.shape) == 3:
-                for few in (checkpoint.take_some(f"layers.{layer}.{name}", np.array([2, 0])), taken.some([2, 0])):
+                for few in (checkpoint.take_some(f"layers.{layer}.{name}", np.array([2, 0])), taken.subset([2, 0])):
                     assert np.array_equal(few.float32(), taken.float32()[[2, 0]])
                 assert np.array_equal(taken.matrix(3).float32(), taken.float32()[3])
             assert checkpoint.resting(f"layers.{layer}.{name}") is None  # the factors lie elsewhere

@@ -96,7 +96,7 @@ void test_steps(int threads) {
       for (uint32_t i = step->first; i < step->first + step->phases; i++) {
         read_late += step->gone;
         if (i % 11 == 5) got.together(pool, thread, i);
-        else if (!pool.behind() || i % 2) got.phase(pool, i, i % 3 != 0, [](int64_t, const float*) {});
+        else if (!pool.is_late() || i % 2) got.phase(pool, i, i % 3 != 0, [](int64_t, const float*) {});
         else got.phase(pool, i, true, [&](int64_t, const float*) { read_late++; });
       }
     };

@@ -57,7 +57,7 @@ void put_codes(const uint8_t* first, int64_t bytes, int64_t lanes, uint8_t* line
 void put_fifths(const uint8_t* bits, int64_t lanes, int64_t l, uint8_t* line) {
   uint32_t stored, all = 0, word;  // all: of code 4 g + j at bit g of byte j
   memcpy(&stored, bits, 4);
-  for (int g = 0; g < 8; g++) all |= in_bytes(stored >> 4 * g & 15) << g;
+  for (int g = 0; g < 8; g++) all |= bits_as_bytes(stored >> 4 * g & 15) << g;
   if (!pi_lanes_close(lanes)) {
     memcpy(line + 4 * l, &all, 4);
     return;

@@ -9,7 +9,7 @@
 #include "table.h"
 
 // Four bits, a byte each.
-constexpr uint32_t in_bytes(uint32_t n) { return (n & 1) | (n & 2) << 7 | (n & 4) << 14 | (n & 8) << 21; }
+constexpr uint32_t bits_as_bytes(uint32_t n) { return (n & 1) | (n & 2) << 7 | (n & 4) << 14 | (n & 8) << 21; }
 
 // Bytes of the input of pack_bundle_rows for `rows` neurons: rows as stored; for types across neurons whole groups, each k
 // consecutive blocks.

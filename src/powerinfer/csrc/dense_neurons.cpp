@@ -38,10 +38,10 @@ bool DenseNeurons::same_kind(const Bundles& bundles) const {
 void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Destination& to, int64_t* fired) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  if (p.watch || !in_memory()) return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
+  if (p.watch || !is_in_memory()) return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
   const int64_t unit = spec_.activation.panels(Workspace::DEALT);  // a whole block of the activations below
   const auto rows = [&](const Columns& part, float* aside) {
-    return aside ? Hidden{aside - part.c0, aside - part.c0 + tokens * part.lanes(), part.lanes()} : in_program(t);
+    return aside ? Hidden{aside - part.c0, aside - part.c0 + tokens * part.lanes(), part.lanes()} : program_rows(t);
   };
   w.pool->phase(
       up_->panels, unit, 2 * tokens * PI_LANES,
@@ -66,14 +66,14 @@ void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tok
   }
 }
 
-DenseNeurons::Hidden DenseNeurons::in_program(const Thread& t) {
+DenseNeurons::Hidden DenseNeurons::program_rows(const Thread& t) {
   return {t.program->gate, t.program->up, t.program->ldh};
 }
 
 Columns DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens) const {
   // two panels: a whole block of the activations below
   const Columns mine(*up_, *t.program->workspace->pool, t.id, spec_.activation.panels(2));
-  multiply(t, acts, tokens, mine, in_program(t));
+  multiply(t, acts, tokens, mine, program_rows(t));
   return mine;
 }
 

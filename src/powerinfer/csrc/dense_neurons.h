@@ -15,7 +15,7 @@ class DenseNeurons {
   }
   int64_t d_model() const { return up_->k; }
   bool gated() const { return (bool)gate_; }
-  bool in_memory() const { return first().in_memory() && up_->in_memory() && down_->in_memory(); }
+  bool is_in_memory() const { return first().is_in_memory() && up_->is_in_memory() && down_->is_in_memory(); }
   // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and thresholds.
   bool same_kind(const Bundles& bundles) const;
   int forms() const { return first().form() | up_->form(); }  // of the input
@@ -42,7 +42,7 @@ class DenseNeurons {
     float *h, *up;
     int64_t ld;
   };
-  static Hidden in_program(const Thread& t);
+  static Hidden program_rows(const Thread& t);
   void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine, const Hidden& to) const;
   PiActs forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const;
   static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);

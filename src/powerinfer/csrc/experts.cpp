@@ -130,7 +130,7 @@ static void check_shared_bundles(const Program& p, const ExpertMatrices& all, co
   const NeuronSum& sum = *shared.bundled;
   const Bundles& b = *sum.bundles;
   check(all.bundled && sum.workspace == p.workspace, "bundles of a shared expert are beside those of others");
-  check(shared.neurons && shared.neurons->in_memory() && !shared.neurons->gated() && shared.neurons->same_kind(b) &&
+  check(shared.neurons && shared.neurons->is_in_memory() && !shared.neurons->gated() && shared.neurons->same_kind(b) &&
             b.up.k == p.sizes.d_model && b.neurons % PI_GROUP == 0 && !b.slots && sum.threshold == 0.0f,
         "the bundles of the shared expert are of another one");
   check(!all.predictor || b.up.stride, "a predictor selects among whole bundles");
@@ -158,7 +158,7 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
         "the router has another number of rows than there are experts");
   check_router(router, n);
   check(!all.bundled || !shared.neurons || all.bundled->bundles->neurons == n * all.neurons ||
-            (shared.neurons->in_memory() && !shared.neurons->gated() && !shared.bundled),
+            (shared.neurons->is_in_memory() && !shared.neurons->gated() && !shared.bundled),
         "a shared expert in bundles has matrices, too, and no gates");
   if (shared.bundled) check_shared_bundles(*this, all, shared);
   check_bias(spec.down_bias, d, "down");

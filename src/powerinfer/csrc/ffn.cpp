@@ -33,7 +33,7 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
   check(dense_ || !bundles.spec.activation.in_banks(), "topk selects by the gates of matrices");
   check(!predictor || !bundles.spec.activation.in_banks(), "no predictor selects neurons of topk");
   check(recall_every >= 0, "an interval is negative");
-  check(recall_every == 0 || (dense_ && dense_->in_memory()),
+  check(recall_every == 0 || (dense_ && dense_->is_in_memory()),
         "the recall of a predictor is sampled from matrices in memory");
   check(dense_ || (bundles.firsts && !bundles.slots), "neurons on disk, or without their first rows, have matrices");
   check(!predictor || bundles.firsts, "a predictor selects among whole bundles");

@@ -304,7 +304,7 @@ constexpr uint16_t IQ1[2048] = {
 // Of 4 values: bytes, `offset` above them. Of 8: the number of value e in the low half of byte e, that of value 4 + e in
 // the high half.
 template <int n>
-constexpr PiEntries<n> of_four(const uint16_t (&words)[n], const int8_t* values, int offset) {
+constexpr PiEntries<n> four_values(const uint16_t (&words)[n], const int8_t* values, int offset) {
   PiEntries<n> entries{};
   for (int i = 0; i < n; i++)
     for (int e = 0; e < 4; e++) entries.of[i] |= (uint32_t)(offset + values[words[i] >> 4 * e & 15]) << 8 * e;
@@ -312,7 +312,7 @@ constexpr PiEntries<n> of_four(const uint16_t (&words)[n], const int8_t* values,
 }
 
 template <int n>
-constexpr PiEntries<n> of_eight(const uint16_t (&words)[n]) {
+constexpr PiEntries<n> eight_values(const uint16_t (&words)[n]) {
   PiEntries<n> entries{};
   for (int i = 0; i < n; i++)
     for (int e = 0; e < 8; e++) entries.of[i] |= (uint32_t)(words[i] >> 2 * e & 3) << (8 * (e % 4) + 4 * (e / 4));
@@ -324,12 +324,12 @@ constexpr int8_t ODD[] = {1, 3, 5, 7, 9, 11, 13, 15}, EIGHTHS[] = {4, 12, 20, 28
 
 }  // namespace
 
-const PiEntries<512> PI_ENTRIES_IQ3_S = of_four(IQ3_S, ODD, PI_TYPES[PI_IQ3_S].offset);
-const PiEntries<256> PI_ENTRIES_IQ3_XXS = of_four(IQ3_XXS, EIGHTHS, PI_TYPES[PI_IQ3_XXS].offset);
-const PiEntries<256> PI_ENTRIES_IQ2_XXS = of_eight(IQ2_XXS);
-const PiEntries<512> PI_ENTRIES_IQ2_XS = of_eight(IQ2_XS);
-const PiEntries<1024> PI_ENTRIES_IQ2_S = of_eight(IQ2_S);
-const PiEntries<2048> PI_ENTRIES_IQ1 = of_eight(IQ1);
+const PiEntries<512> PI_ENTRIES_IQ3_S = four_values(IQ3_S, ODD, PI_TYPES[PI_IQ3_S].offset);
+const PiEntries<256> PI_ENTRIES_IQ3_XXS = four_values(IQ3_XXS, EIGHTHS, PI_TYPES[PI_IQ3_XXS].offset);
+const PiEntries<256> PI_ENTRIES_IQ2_XXS = eight_values(IQ2_XXS);
+const PiEntries<512> PI_ENTRIES_IQ2_XS = eight_values(IQ2_XS);
+const PiEntries<1024> PI_ENTRIES_IQ2_S = eight_values(IQ2_S);
+const PiEntries<2048> PI_ENTRIES_IQ1 = eight_values(IQ1);
 
 const Grid* find_grid(const char* name) {
   static const Grid grids[] = {{"IQ3_S", 512, 4, IQ3_S, ODD},       {"IQ3_XXS", 256, 4, IQ3_XXS, EIGHTHS},

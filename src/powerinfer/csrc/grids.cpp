@@ -73,9 +73,9 @@ Block read_block(int type, const uint8_t* p) {
       break;
     case PI_IQ2_XS:
       for (int i = 0; i < 32; i++) {
-        const int both = p[2 + 2 * i] | p[3 + 2 * i] << 8;
-        b.entries[i] = (uint16_t)(both & 511);
-        b.signs[i] = even((uint32_t)both >> 9);
+        const int pair = p[2 + 2 * i] | p[3 + 2 * i] << 8;
+        b.entries[i] = (uint16_t)(pair & 511);
+        b.signs[i] = even((uint32_t)pair >> 9);
       }
       for (int i = 0; i < 16; i++) b.scales[i] = (uint8_t)nibble(p + 66, i);
       break;
@@ -115,10 +115,10 @@ void pack_grid_block(int type, const uint8_t* const* rows, int64_t at, uint8_t* 
     for (int i = 0; i < l.entries; i++, to += PI_LANES) *to = (uint8_t)b.entries[i];
     int shift = 8;
     for (int bits : l.part) {
-      const int each = bits ? 8 / bits : 0;  // entries of a byte
-      for (int i = 0; bits && i < l.entries; i += each, to += PI_LANES) {
+      const int per_byte = bits ? 8 / bits : 0;  // entries of a byte
+      for (int i = 0; bits && i < l.entries; i += per_byte, to += PI_LANES) {
         int byte = 0;
-        for (int n = 0; n < each; n++) byte |= (b.entries[i + n] >> shift & ((1 << bits) - 1)) << bits * n;
+        for (int n = 0; n < per_byte; n++) byte |= (b.entries[i + n] >> shift & ((1 << bits) - 1)) << bits * n;
         *to = (uint8_t)byte;
       }
       shift += bits;

@@ -111,18 +111,19 @@ class AttentionIn : public Op {
       part(here, *in_.k, in_.k_bias, acts, step, to, heads, kv);
       part(here, *in_.v, in_.v_bias, acts, step, to, heads + kv, kv);
     };
-    const auto each_token = [&](const auto& work) {
+    const auto per_token = [&](const auto& work) {
       for (const Run& run : step.runs)
         for (int64_t i = 0; i < run.count; i++) work(run, i);
     };
     const auto turn = [&](const Heads& of) {
-      each_token([&](const Run& run, int64_t i) { turn_heads(here, run.first + i, of); });
+      per_token([&](const Run& run, int64_t i) { turn_heads(here, run.first + i, of); });
     };
     const auto store = [&](const Heads& of) {
-      each_token([&](const Run& run, int64_t i) { store_heads(here, run, i, of); });
+      per_token([&](const Run& run, int64_t i) { store_heads(here, run, i, of); });
     };
     const Heads all{p.qkv, p.ldqkv, 0, heads + 2 * kv};
-    const bool wide = q_wide_ || k_wide_, in_memory = in_.q->in_memory() && in_.k->in_memory() && in_.v->in_memory();
+    const bool wide = q_wide_ || k_wide_,
+               in_memory = in_.q->is_in_memory() && in_.k->is_in_memory() && in_.v->is_in_memory();
     if (!wide && in_memory) {
       const auto heads_at = [&](int64_t begin, int64_t end, float* aside) {
         const int64_t pad = kv_.head_pad;
@@ -469,13 +470,13 @@ class Head : public Op {
       here.w.finish_product(thread, *project_, acts, rows, {p.gate, p.ldh, false, NO_BIAS});
       acts = here.w.prepare(thread, {p.gate, p.ldh, w_->k, rows}, {}, form);
     }
-    const PiActs both = planes_ && !here.w.pool->behind() ? split(here, acts, rows) : PiActs();
+    const PiActs two_planes = planes_ && !here.w.pool->is_late() ? split(here, acts, rows) : PiActs();
     float* const logits = step.logits + first * step.logit_stride;
     const int64_t planes = planes_ ? 2 : 1;
     const auto compute = [&](int64_t p0, int64_t p1, float* aside) {
       const int64_t c0 = p0 * PI_LANES, n = (p1 - p0) * PI_LANES, ld = aside ? n : step.logit_stride;
       float* const sums = aside ? aside : (planes_ ? (float*)planes_->data() : logits) + c0;
-      here.w.linear(thread, *w_, {}, planes_ ? &both : acts, sums - c0, ld, planes * rows, false, p0, p1);
+      here.w.linear(thread, *w_, {}, planes_ ? &two_planes : acts, sums - c0, ld, planes * rows, false, p0, p1);
       float* const out = aside ? aside : logits + c0;
       for (int64_t i = 0; i < rows; i++) {
         const float *one = sums + 2 * i * ld, *other = one + ld;
@@ -484,7 +485,7 @@ class Head : public Op {
         if (scale_ != 1.0f) here.kernels->scale(out + i * ld, scale_, n);
       }
     };
-    if (!w_->in_memory()) {
+    if (!w_->is_in_memory()) {
       const Columns own(*w_, *here.w.pool, thread);
       compute(own.p0, own.p1, nullptr);
       return here.barrier();

@@ -40,7 +40,7 @@ BlockCodes codes_of(int type, const uint8_t* block) {
   codes.half[1] = (Bytes16)((Words8)bytes >> 4) & 15;
   if (!five) return codes;
   uint32_t fifths[8];
-  for (int i = 0; i < 8; i++) fifths[i] = in_bytes((uint32_t)(q[i / 2] >> i % 2 * 4) & 15) << 4;
+  for (int i = 0; i < 8; i++) fifths[i] = bits_as_bytes((uint32_t)(q[i / 2] >> i % 2 * 4) & 15) << 4;
   BlockCodes more;
   memcpy(&more, fifths, 32);
   for (int h = 0; h < 2; h++) codes.half[h] |= more.half[h];

@@ -102,16 +102,17 @@ void pack_two_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
 // Words of Q3_K's lines: of 32 elements the low bits are at the same bits of 32 bytes, the third ones at another bit of the
 // first 32.
 void pack_three_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
-  constexpr uint32_t ONE = 0x01010101, THREE = 0x03030303;
+  constexpr uint32_t LOW_BITS = 0x01010101, LOW_PAIRS = 0x03030303;
   for (int r = 0; r < 16; r++) {
     if (!rows[r]) continue;
     uint32_t high[8], low[16], c[8];
     memcpy(high, rows[r] + at, 32);
     memcpy(low, rows[r] + at + 32, 64);
     for (int b = 0; b < 8; b++) {
-      for (int g = 0; g < 8; g++) c[g] = (low[b / 4 * 8 + g] >> 2 * (b % 4) & THREE) | (high[g] >> b & ONE) << 2;
-      const uint32_t lines[3] = {c[0] | c[1] << 3 | (c[6] & THREE) << 6, c[2] | c[3] << 3 | (c[7] & THREE) << 6,
-                                 c[4] | c[5] << 3 | (c[6] >> 2 & ONE) << 6 | (c[7] >> 2 & ONE) << 7};
+      for (int g = 0; g < 8; g++)
+        c[g] = (low[b / 4 * 8 + g] >> 2 * (b % 4) & LOW_PAIRS) | (high[g] >> b & LOW_BITS) << 2;
+      const uint32_t lines[3] = {c[0] | c[1] << 3 | (c[6] & LOW_PAIRS) << 6, c[2] | c[3] << 3 | (c[7] & LOW_PAIRS) << 6,
+                                 c[4] | c[5] << 3 | (c[6] >> 2 & LOW_BITS) << 6 | (c[7] >> 2 & LOW_BITS) << 7};
       for (int i = 0; i < 3; i++) memcpy(dst + (3 * b + i) * 64 + 4 * r, lines + i, 4);
     }
   }

@@ -67,14 +67,14 @@ int64_t times_preempted() {
 
 }  // namespace
 
-struct Pool::Own {
+struct Pool::ThreadState {
   int thread = 0;
   Job* job = nullptr;
   uint64_t at = 0;        // its next phase
   int64_t took = 0;       // its last piece
   int64_t preempted = 0;  // how often, when it last looked
 };
-thread_local Pool::Own Pool::own_;
+thread_local Pool::ThreadState Pool::thread_;
 
 Pool::Pool(int threads) : threads_(threads), seats_((size_t)threads), jobs_((size_t)threads) {
   for (Seat& seat : seats_) {
@@ -106,9 +106,9 @@ void Pool::run_on_all(std::function<void(int)> run, const int32_t* stop) {
   job.stopped_at.store(UINT64_MAX);
   job_.store(++started_ << SLOT_BITS | slot);
   ring();
-  own_.thread = 0;
-  own_.job = &job;
-  own_.at = job.first;
+  thread_.thread = 0;
+  thread_.job = &job;
+  thread_.at = job.first;
   job.run(0);
   job_.store(0);  // who has not entered it by now never will: see work()
 }
@@ -142,19 +142,19 @@ bool Pool::crowded() {
   return false;
 }
 
-bool Pool::behind() const { return threads_ > 1 && over(own_.at); }
+bool Pool::is_late() const { return threads_ > 1 && is_over(thread_.at); }
 
-bool Pool::stopped() const { return own_.job->stopped_at.load(std::memory_order_relaxed) < own_.at; }
+bool Pool::stopped() const { return thread_.job->stopped_at.load(std::memory_order_relaxed) < thread_.at; }
 
 void Pool::barrier() {
-  const uint64_t phase = own_.at++;
+  const uint64_t phase = thread_.at++;
   finish(phase, threads_);
   wait_for_end(phase);
 }
 
 void Pool::finish(uint64_t phase, int64_t pieces) {
   if (finished_.fetch_add(1, std::memory_order_acq_rel) != pieces - 1) return;
-  Job& job = *own_.job;
+  Job& job = *thread_.job;
   if (job.stop && !stopped() && __atomic_load_n(job.stop, __ATOMIC_RELAXED))
     job.stopped_at.store(phase, std::memory_order_relaxed);
   finished_.store(0, std::memory_order_relaxed);
@@ -168,12 +168,12 @@ void Pool::finish(uint64_t phase, int64_t pieces) {
 void Pool::wait_for_end(uint64_t phase) {
   const bool early = crowded();
   for (int spins = 0; spins < (early ? SPINS_WHEN_CROWDED : SPINS_BEFORE_YIELDING); spins++) {
-    if (over(phase)) return;
+    if (is_over(phase)) return;
     cpu_relax();
   }
   const int64_t since = now_ns();
   while (!early && now_ns() - since < STALL_NS) {
-    if (over(phase)) return;
+    if (is_over(phase)) return;
     sched_yield();
   }
   asleep_.fetch_add(1);
@@ -184,7 +184,7 @@ void Pool::wait_for_end(uint64_t phase) {
 }
 
 void Pool::go_through(const Phase& phase) {
-  const uint64_t number = own_.at++;
+  const uint64_t number = thread_.at++;
   const uint64_t word = phase_.load(std::memory_order_acquire);
   if (word >> 1 != number) return;
   const bool shared = word & 1;
@@ -196,19 +196,19 @@ void Pool::go_through(const Phase& phase) {
     finish(number, threads_);
     return wait_for_end(number);
   }
-  const int each = shared ? PIECES : 1;
+  const int per_seat = shared ? PIECES : 1;
   const int64_t units = std::max((phase.n + phase.unit - 1) / phase.unit, (int64_t)1);
-  const int64_t count = std::min(units, (int64_t)threads_ * each), most = (units + count - 1) / count * phase.unit;
-  const Pieces pieces{number, count, each, shared && phase.floats > 0 && most * phase.floats <= ASIDE};
+  const int64_t count = std::min(units, (int64_t)threads_ * per_seat), most = (units + count - 1) / count * phase.unit;
+  const Pieces pieces{number, count, per_seat, shared && phase.floats > 0 && most * phase.floats <= ASIDE};
   const auto claim = [&](int64_t i) {
     uint64_t had = state(pieces, i).load(std::memory_order_relaxed);
     const uint64_t claimed = 4 * number + (pieces.aside ? CLAIMED_ASIDE : CLAIMED);
     if (had < 4 * number && state(pieces, i).compare_exchange_strong(had, claimed)) compute(phase, pieces, i);
   };
-  const int64_t first = own_.thread * each;
-  for (int64_t i = first; i < std::min(first + each, count); i++) claim(i);
+  const int64_t first = thread_.thread * per_seat;
+  for (int64_t i = first; i < std::min(first + per_seat, count); i++) claim(i);
   for (int spins = 0; !shared && spins < SPINS_BEFORE_HELPING; spins++) {
-    if (over(number)) return;
+    if (is_over(number)) return;
     cpu_relax();
   }
   for (int64_t i = 1; i <= count; i++) claim((first + count - i) % count);  // of others, their last ones first
@@ -219,11 +219,11 @@ void Pool::go_through(const Phase& phase) {
 // A thread that runs ends its piece within the time of another one: after that the calling thread computes it again.
 void Pool::take_over(const Phase& phase, const Pieces& pieces) {
   const int64_t since = now_ns();
-  while (now_ns() - since < own_.took) {
-    if (over(pieces.phase)) return;
+  while (now_ns() - since < thread_.took) {
+    if (is_over(pieces.phase)) return;
     cpu_relax();
   }
-  for (int64_t i = 0; i < pieces.count && !over(pieces.phase); i++)
+  for (int64_t i = 0; i < pieces.count && !is_over(pieces.phase); i++)
     if (state(pieces, i).load() == 4 * pieces.phase + CLAIMED_ASIDE) compute(phase, pieces, i);
 }
 
@@ -235,7 +235,7 @@ void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
     phase.place(phase.place_of, begin, end, nullptr);
     return finish(pieces.phase, pieces.count);
   }
-  float* const aside = seats_[(size_t)own_.thread].aside.get();
+  float* const aside = seats_[(size_t)thread_.thread].aside.get();
   const int64_t since = now_ns();
   phase.compute(phase.compute_of, begin, end, aside);
   uint64_t claimed = 4 * pieces.phase + CLAIMED_ASIDE;
@@ -244,25 +244,25 @@ void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
     finish(pieces.phase, pieces.count);
   }
   const int64_t now = now_ns();
-  own_.took = now - since;
-  if (own_.took < PREEMPTED_NS) return;
+  thread_.took = now - since;
+  if (thread_.took < PREEMPTED_NS) return;
   const int64_t preempted = times_preempted();
-  if (preempted == own_.preempted) return;
-  own_.preempted = preempted;
-  own_.took = 0;
+  if (preempted == thread_.preempted) return;
+  thread_.preempted = preempted;
+  thread_.took = 0;
   crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
 }
 
 bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const {
   const int64_t units = (n + unit - 1) / unit;
   for (int64_t at = 0; at < units; i -= threads_) {
-    const int64_t each = std::max((units - at) / (4 * threads_), (int64_t)1);
+    const int64_t per_seat = std::max((units - at) / (4 * threads_), (int64_t)1);
     if (i < threads_) {
-      *begin = (at + i * each) * unit;
-      *end = std::min(*begin + each * unit, n);
+      *begin = (at + i * per_seat) * unit;
+      *end = std::min(*begin + per_seat * unit, n);
       return *begin < n;
     }
-    at += each * threads_;
+    at += per_seat * threads_;
   }
   return false;
 }
@@ -297,9 +297,9 @@ void Pool::work(int thread) {
     Job& job = jobs_[word & ((1 << SLOT_BITS) - 1)];
     job.inside.fetch_add(1);
     if (job_.load() == word) {
-      own_.thread = thread;
-      own_.job = &job;
-      own_.at = job.first;
+      thread_.thread = thread;
+      thread_.job = &job;
+      thread_.at = job.first;
       job.run(thread);
     }
     job.inside.fetch_sub(1);

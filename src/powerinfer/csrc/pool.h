@@ -101,7 +101,7 @@ class Pool {
     phase(n, unit, 0, [&](int64_t begin, int64_t end, float*) { work(begin, end); }, [](int64_t, int64_t, float*) {});
   }
   // Whether the next phase of this thread is over: it need not prepare for it.
-  bool behind() const;
+  bool is_late() const;
   // Whether *stop was not 0 when a phase ended that this thread has behind it: the same for all threads.
   bool stopped() const;
   // From here until let_park() is called as often, threads spin until the next job, however late; parked ones wake.
@@ -137,11 +137,11 @@ class Pool {
   struct Pieces {
     uint64_t phase;
     int64_t count;
-    int each;    // of a seat
+    int per_seat;
     bool aside;  // computed so
   };
-  struct Own;  // of the calling thread, in the job that it goes through
-  static thread_local Own own_;
+  struct ThreadState;  // of the calling thread, in the job that it goes through
+  static thread_local ThreadState thread_;
 
   void run_on_all(std::function<void(int)> job, const int32_t* stop);  // by the owner of busy_
   void settle();                                                       // waits until all threads have left the last job
@@ -149,10 +149,10 @@ class Pool {
   void take_over(const Phase& phase, const Pieces& pieces);
   void compute(const Phase& phase, const Pieces& pieces, int64_t i);
   std::atomic<uint64_t>& state(const Pieces& pieces, int64_t i) {
-    return seats_[(size_t)(i / pieces.each)].pieces[i % pieces.each];
+    return seats_[(size_t)(i / pieces.per_seat)].pieces[i % pieces.per_seat];
   }
   void finish(uint64_t phase, int64_t pieces);  // of which one more is done
-  bool over(uint64_t phase) const { return phase_.load(std::memory_order_acquire) >> 1 != phase; }
+  bool is_over(uint64_t phase) const { return phase_.load(std::memory_order_acquire) >> 1 != phase; }
   void wait_for_end(uint64_t phase);
   void work(int thread);
   bool crowded();  // a thread has lost its core, not long ago

@@ -74,7 +74,7 @@ struct Quantised {
 #pragma GCC unroll 16
       for (int p = 0; p < P; p++) sum[p][t] = f_zero();
     }
-    [[maybe_unused]] const auto of_half = [&](int t, int64_t b, int h) __attribute__((always_inline)) {
+    [[maybe_unused]] const auto activation_sum = [&](int t, int64_t b, int h) __attribute__((always_inline)) {
       if constexpr (W::WIDE) return x->sh[(t0 + t) * 2 * nb + 2 * b + h];
       else return half_sum(d[t], s[t], 2 * b + h);
     };
@@ -179,7 +179,7 @@ struct Quantised {
             unroll<0, 2>([&](auto h) __attribute__((always_inline)) {
               const f32x16 m = W::minimum(w.scales + p * w.scales_stride, b, h.value);
 #pragma GCC unroll 16
-              for (int t = 0; t < T; t++) sum[p][t] = f_fma(m, f_set(of_half(t, b, h.value)), sum[p][t]);
+              for (int t = 0; t < T; t++) sum[p][t] = f_fma(m, f_set(activation_sum(t, b, h.value)), sum[p][t]);
             });
         }
       });

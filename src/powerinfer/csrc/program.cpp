@@ -40,7 +40,7 @@ int64_t largest_of(const Cache& cache, const std::vector<int64_t>& heads, F f) {
 std::vector<const Matrix*> resting(const Op& op, size_t n) {
   std::vector<const Matrix*> found;
   for (size_t i = 0; i < n; i++)
-    if (op.matrices[i] && !op.matrices[i]->in_memory()) found.push_back(op.matrices[i].get());
+    if (op.matrices[i] && !op.matrices[i]->is_in_memory()) found.push_back(op.matrices[i].get());
   return found;
 }
 

@@ -141,13 +141,13 @@ struct WQ3_K : WQ6_K {
   template <int g>
   static PI_INLINE_MEMBER u8x64 three_bits(const uint8_t* q, Index<g>) {
     if constexpr (g < 6) return b_and(b_shr(b_load(q + g / 2 * 64), Index<g % 2 * 3>{}), b_set(7));
-    else return apart(b_shr<6>(b_load(q + (g - 6) * 64)), b_shr<g - 2>(b_load(q + 128)));
+    else return nibbles_joined(b_shr<6>(b_load(q + (g - 6) * 64)), b_shr<g - 2>(b_load(q + 128)));
   }
   static PI_INLINE_MEMBER u8x64 three_bits(const uint8_t* q, int g) {
     if (g < 6) return b_and(b_shr(b_load(q + g / 2 * 64), g % 2 * 3), b_set(7));
-    return apart(b_shr<6>(b_load(q + (g - 6) * 64)), b_shr(b_load(q + 128), g - 2));
+    return nibbles_joined(b_shr<6>(b_load(q + (g - 6) * 64)), b_shr(b_load(q + 128), g - 2));
   }
-  static PI_INLINE_MEMBER u8x64 apart(u8x64 low, u8x64 high) {
+  static PI_INLINE_MEMBER u8x64 nibbles_joined(u8x64 low, u8x64 high) {
     return b_or(b_and(low, b_set(3)), b_and(high, b_set(4)));
   }
 };

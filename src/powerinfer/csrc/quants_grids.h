@@ -130,9 +130,9 @@ struct WIQ1_S : Grid {
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     const uint8_t* s = meta + b / 8 * 96;
-    const i32x16 both = i_field(i_load_u8(s + 32 + b % 8 / 2 * 16), (int)(b % 2) * 4, 15);
-    const f32x16 d = f_mul(f_load_f16(s), f_fma(i_float(i_field(both, 0, 7)), f_set(2), f_set(1)));
-    return {d, f_mul(d, f_fma(i_float(i_field(both, 3, 1)), f_set(-0.25f), f_set(0.125f)))};
+    const i32x16 pair = i_field(i_load_u8(s + 32 + b % 8 / 2 * 16), (int)(b % 2) * 4, 15);
+    const f32x16 d = f_mul(f_load_f16(s), f_fma(i_float(i_field(pair, 0, 7)), f_set(2), f_set(1)));
+    return {d, f_mul(d, f_fma(i_float(i_field(pair, 3, 1)), f_set(-0.25f), f_set(0.125f)))};
   }
 };
 

@@ -37,7 +37,7 @@ struct Matrix {
   std::shared_ptr<Arena> arena;
   std::shared_ptr<OnDisk> disk = nullptr;
   std::shared_ptr<const PanelSource> source = nullptr;
-  bool in_memory() const { return data || source; }
+  bool is_in_memory() const { return data || source; }
   // Panels that one thread had better multiply together.
   int64_t unit(int64_t least = 1) const { return source ? std::max(source->at_once, least) : least; }
   int64_t bytes() const { return panels * pi_panel_bytes(type, k); }

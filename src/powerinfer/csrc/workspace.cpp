@@ -99,7 +99,7 @@ const PiActs* Workspace::prepare(int thread, const Rows& rows, const Norm& norm,
     }
   };
   if (!alone) pool->phase(rows.tokens, 1, prepare_rows);
-  else if (!pool->behind()) prepare_rows(0, rows.tokens);
+  else if (!pool->is_late()) prepare_rows(0, rows.tokens);
   if (!moved) {
     acts.f = rows.data;
     acts.ldf = rows.ld;
@@ -188,7 +188,7 @@ void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t
 }
 
 void Workspace::finish_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
-  if (!w.in_memory()) {
+  if (!w.is_in_memory()) {
     product(thread, w, acts, tokens, to);
     return pool->barrier();
   }

@@ -91,7 +91,7 @@ class Workspace {
   // take milliseconds, and where every thread has many panels. Small parts would wait for weights and activations that
   // are in no cache, and with few tokens all wait for the memory. Rows on disk are packed by who reads them.
   bool deals(int64_t tokens, const Matrix& w, int64_t matrices = 1) const {
-    return tokens >= 16 * matrices && w.in_memory() && tokens * w.rows * w.k >= (int64_t)1 << 29 &&
+    return tokens >= 16 * matrices && w.is_in_memory() && tokens * w.rows * w.k >= (int64_t)1 << 29 &&
            w.panels * matrices >= 4 * DEALT * pool->threads();
   }
   static constexpr int64_t DEALT = 2;  // panels of a part, the last one excepted, at least

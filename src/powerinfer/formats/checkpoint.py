@@ -198,8 +198,8 @@ class Checkpoint:
     def rests_at(self, name: str) -> tuple[int, int] | None:
         """(number of the file, offset) of what `take` gives; None where that is not one piece of a file."""
         tensor = self._tensors.get(name)
-        whole = isinstance(tensor, RawTensor) and tensor.scales is None and tensor.data.flags.c_contiguous
-        if name not in self._targets and isinstance(tensor, RawTensor) and whole:
+        is_plain = isinstance(tensor, RawTensor) and tensor.scales is None and tensor.data.flags.c_contiguous
+        if name not in self._targets and isinstance(tensor, RawTensor) and is_plain:
             return self._placed(tensor.data)
         return None
 
@@ -271,9 +271,9 @@ class Checkpoint:
         if isinstance(tensor, StackedTensor):
             few = StackedTensor(tuple(tensor.parts[at] for at in index)).gathered()
         elif isinstance(tensor, RawTensor) and tensor.data.ndim == 1 and name in self._targets:
-            few = tensor.some(index)
+            few = tensor.subset(index)
         else:
-            return self.take(name).some(index)
+            return self.take(name).subset(index)
         for file in self._files:
             file.check()
         self._used.add(name)

@@ -59,8 +59,8 @@ class _RowsHeader:
 
 def resting_layers(config: ModelConfig) -> dict[int, ExpertsConfig]:
     """The layers whose experts can be read from disk neuron by neuron: without gates, of the layer's width."""
-    some = {at: ffn for at, ffn in config.experts.items() if not ffn.gated and not ffn.latents}
-    return {at: ffn for at, ffn in some.items() if ffn.whole_reason is None}
+    ungated = {at: ffn for at, ffn in config.experts.items() if not ffn.gated and not ffn.latents}
+    return {at: ffn for at, ffn in ungated.items() if ffn.whole_reason is None}
 
 
 def row_layouts(checkpoint: Checkpoint, bundle_row_bytes: RowBytes) -> dict[int, BundleLayout]:

@@ -56,14 +56,14 @@ class RawTensor:
         rows = self.size // self.shape[-1]
         return np.repeat(self.scales, rows // len(self.scales))
 
-    def some(self, index: Indices) -> RawTensor:
+    def subset(self, index: Indices) -> RawTensor:
         """Matrices of the index, of a tensor [n, out, in]: a copy."""
         data = self.data.reshape(self.shape[0], -1)[index]
         scales = self.scales if self.scales is None or len(self.scales) == 1 else self.scales[index]
         return replace(self, shape=(len(index), *self.shape[1:]), data=data.reshape(-1), scales=scales)
 
     def matrix(self, number: int) -> RawTensor:
-        """Of a tensor [n, out, in] that matrix."""
+        """The matrix of that number, of a tensor [n, out, in]."""
         scales = self.scales if self.scales is None or len(self.scales) == 1 else self.scales[number : number + 1]
         return replace(self, shape=self.shape[1:], data=self.data.reshape(self.shape[0], -1)[number], scales=scales)
 

@@ -199,7 +199,7 @@ class HybridExperts(HybridTerms):
             self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *routing)
             if len(of_slot):
                 slots = np.arange(len(of_slot), dtype=np.int32)
-                stored = weights.some(of_slot)
+                stored = weights.subset(of_slot)
                 self._gpu_part = gpu_experts.resident(stored, slots, self.config, device, biases(of_slot))
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
@@ -673,7 +673,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor:
 
 def _rows_of(tensor: RawTensor, index: Indices) -> RawTensor:
     """Some of the matrices of a tensor [n, out, in]."""
-    return tensor.gathered() if len(index) == tensor.shape[0] else tensor.some(index)
+    return tensor.gathered() if len(index) == tensor.shape[0] else tensor.subset(index)
 
 
 @dataclass

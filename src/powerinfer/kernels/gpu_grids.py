@@ -11,7 +11,7 @@ from powerinfer.kernels.cpu import LANES
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Entries of a block, and the bits of each that panels have apart from its lowest eight.
+# Entries of a block, and the bits of per_byte that panels have apart from its lowest eight.
 _PARTS: dict[str, tuple[int, tuple[int, ...]]] = {
     "IQ3_S": (64, (1,)), "IQ3_XXS": (64, ()), "IQ2_XXS": (32, ()), "IQ2_XS": (32, (1,)), "IQ2_S": (32, (2,)),
     "IQ1_S": (32, (2, 1)), "IQ1_M": (32, (4,)),
@@ -31,17 +31,17 @@ def values(kind: str, k: int, panels: Tensor) -> Tensor:
     numbers = codes[..., :at].unflatten(-1, (entries, LANES)).int()
     shift = 8
     for bits in parts:
-        each = 8 // bits
-        part = codes[..., at : at + entries // each * LANES].unflatten(-1, (-1, 1, LANES)).int()
-        by = bits * torch.arange(each, device=panels.device, dtype=torch.int32)[:, None]
+        per_byte = 8 // bits
+        part = codes[..., at : at + entries // per_byte * LANES].unflatten(-1, (-1, 1, LANES)).int()
+        by = bits * torch.arange(per_byte, device=panels.device, dtype=torch.int32)[:, None]
         numbers = numbers | (part >> by & (1 << bits) - 1).flatten(-3, -2) << shift
-        at, shift = at + entries // each * LANES, shift + bits
-    numbers = _by_row(numbers)
+        at, shift = at + entries // per_byte * LANES, shift + bits
+    numbers = _row_major(numbers)
     table = torch.from_numpy(grid(kind[:3] if kind.startswith("IQ1") else kind)).to(panels.device)
     wide = table[numbers.long() & len(table) - 1].flatten(-2)
     pairs = scales[..., 2 * LANES :].unflatten(-1, (-1, 1, LANES)).int()
     small = torch.cat((pairs & 15, pairs >> 4), dim=-2).flatten(-3, -2)
-    small = _by_row(small)
+    small = _row_major(small)
     if kind.startswith("IQ1"):
         down = small >> 3 if kind == "IQ1_S" else numbers >> 11
         wide = wide + (0.125 - 0.25 * down.float()).repeat_interleave(256 // down.shape[-1], -1)
@@ -51,11 +51,11 @@ def values(kind: str, k: int, panels: Tensor) -> Tensor:
         by = torch.arange(8, device=panels.device, dtype=torch.int32)[:, None]
         negative = (signs >> by & 1).permute(0, 3, 1, 2, 4, 5).flatten(-3)
         wide = wide * (1 - 2 * negative).float()
-    whole = _by_row(scales[..., : 2 * LANES].contiguous().view(torch.float16).unsqueeze(-2)).float()
-    factors = whole * _UNITS.get(kind, 0.125) * (2 * small + 1).float()
+    base = _row_major(scales[..., : 2 * LANES].contiguous().view(torch.float16).unsqueeze(-2)).float()
+    factors = base * _UNITS.get(kind, 0.125) * (2 * small + 1).float()
     return (wide * factors.repeat_interleave(256 // factors.shape[-1], -1)).reshape(-1, k)
 
 
-def _by_row(data: Tensor) -> Tensor:
+def _row_major(data: Tensor) -> Tensor:
     """[panels, blocks, n, LANES] -> [panels, LANES, blocks, n]."""
     return data.permute(0, 3, 1, 2)

@@ -168,9 +168,9 @@ def _three_bits(codes: Tensor) -> Tensor:
     import torch
 
     first, second, third = codes.view(*codes.shape[:2], 8, 3, 4).unbind(dim=-2)
-    whole = [line >> shift & 7 for line in (first, second, third) for shift in (0, 3)]
+    low = [line >> shift & 7 for line in (first, second, third) for shift in (0, 3)]
     parts = [first >> 6 | (third >> 6 & 1) << 2, second >> 6 | third >> 7 << 2]
-    return torch.stack(whole + parts, dim=-2).flatten(-3)
+    return torch.stack(low + parts, dim=-2).flatten(-3)
 
 
 def _as_q6_k(codes: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class FewExperts:
         if part.startswith("experts_") and not part.endswith("_bias"):
             return self._checkpoint.take_some(name, np.arange(n, dtype=np.int32))
         full = self._checkpoint.take(name)
-        return full.some(np.arange(n, dtype=np.int32))
+        return full.subset(np.arange(n, dtype=np.int32))
 
     def take_some(self, name: str, index: Indices) -> RawTensor:
         return self._checkpoint.take_some(name, index)
