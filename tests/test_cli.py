@@ -115,7 +115,6 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["Say " * 99], 'a prompt follows `run`: powerinfer run "PROMPT"'),
         (["ps"], "no command ps: the page of a server"),
         (["stop", "x"], "no command stop: Ctrl-C ends a server"),
-        (["quantize", "a.gguf"], "no command quantize: --quantize quantises a model when it is loaded"),
         (["list", "-ngl"], "unrecognized arguments: -ngl"),
         (["inspect", "--contxt=5"], "--contxt=5; did you mean --context?; see"),
         (["run"], "no prompt; `powerinfer run \"...\"`, or pipe one in; `powerinfer chat` is a conversation"),

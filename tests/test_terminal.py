@@ -194,6 +194,7 @@ def test_help_is_wrapped_at_the_terminals_width(
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_error_of_any_verb_is_a_document(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"eval": ["perplexity", "--file", "x"], "rm": ["x"], "sparsify": ["--out", "x"]}
+    files["quantize"] = ["x", "q8_0", "-o", "x"]
     needed = (files | {"completion": ["bash"]}).get(verb, [])
     assert main([verb, *needed, "--no-such-flag", "--json"]) == 2
     out, err = capsys.readouterr()
