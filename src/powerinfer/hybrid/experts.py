@@ -199,7 +199,7 @@ class HybridExperts(HybridTerms):
             self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *routing)
             if len(of_slot):
                 slots = np.arange(len(of_slot), dtype=np.int32)
-                stored = weights.subset(of_slot)
+                stored = weights.some(of_slot)
                 self._gpu_part = gpu_experts.resident(stored, slots, self.config, device, biases(of_slot))
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
