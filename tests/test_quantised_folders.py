@@ -313,6 +313,7 @@ def test_whole_rows_are_groups(tmp_path: Path) -> None:
     ("change", "settings", "why"),
     [
         (None, {"bits": 3}, "'3' bits"),
+        (None, {"bits": 4.0}, "'4.0' bits"),
         (None, {"bits": 8}, "not whole words|shape"),
         (None, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (None, {"group_size": 48}, "64 columns, which are not whole groups of 48"),

@@ -173,7 +173,7 @@ def _gptq_zeros_less_one(matrix: _IntMatrix, data: Bytes) -> Bytes:
 
 def problem_of_gptq(settings: Settings) -> str | None:
     """The part of the settings that is not read."""
-    if settings.get("bits") not in (2, 4, 8):
+    if type(settings.get("bits")) is not int or settings["bits"] not in (2, 4, 8):
         return f"has {shown(settings.get('bits'))} bits, which are not read (only 2, 4 and 8)"
     stated = settings.get("checkpoint_format", "gptq")
     return None if stated in ("gptq", "gptq_v2") else f"has the checkpoint_format {shown(stated)}, which is not read"
