@@ -91,7 +91,8 @@ def test_the_error_is_less_than_that_of_plain_rounding(type_name: str) -> None:
 def test_importance_moves_the_error_away_from_columns_that_matter(type_name: str) -> None:
     x = np.random.default_rng(2).standard_normal((32, 512)).astype(np.float32)
     importance = np.where(np.arange(512) % 4 == 0, 100, 1).astype(np.float32)
-    even, weighted = (dequantize(searched(x, type_name, one), type_name) for one in (None, importance))
+    of_rows = np.broadcast_to(importance, x.shape)
+    even, weighted = (dequantize(searched(x, type_name, one), type_name) for one in (None, of_rows))
     assert errors(x, weighted, importance).sum() < errors(x, even, importance).sum()
     assert errors(x, even).sum() < errors(x, weighted).sum()
 
@@ -199,7 +200,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     source = write(tmp_path / "a.gguf")
     calls: list[str] = []
 
-    def stopped(values: np.ndarray, type_name: str) -> np.ndarray:
+    def stopped(values: np.ndarray, type_name: str, importance: None) -> np.ndarray:
         calls.append(type_name)
         if len(calls) == 3:
             assert (tmp_path / "b.gguf.part").exists()
@@ -209,3 +210,58 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(quantised_file, "searched", stopped)
     assert quantize(source, "Q4_0", "-o", tmp_path / "b.gguf") == 130
     assert len(calls) >= 3 and [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def imatrix(path: Path, **changes: np.ndarray) -> Path:
+    """One in which every fourth input of layer 0's up is large. changes: of its arrays, by the end of their names."""
+    sums = np.where(np.arange(64) % 4 == 0, 300, 3).astype(np.float32)[None]
+    arrays = {"in_sum2": sums, "counts": np.full((1, 1), 3, np.float32)} | changes
+    builder = Builder().fields({"type": "imatrix"}, "general.")
+    for end, values in arrays.items():
+        builder.tensor(f"blk.0.ffn_up.weight.{end}", values)
+    return builder.write(path)
+
+
+def test_an_imatrix_weighs_the_errors_of_its_matrices(tmp_path: Path) -> None:
+    source, even, weighted = write(tmp_path / "a.gguf"), tmp_path / "b.gguf", tmp_path / "c.gguf"
+    assert quantize(source, "Q4_0", "-o", even) == 0
+    assert quantize(source, "Q4_0", "-o", weighted, "--imatrix", imatrix(tmp_path / "i.gguf")) == 0
+    values, by_even, by_weight = (read_gguf(path).tensors for path in (source, even, weighted))
+    changed = {name for name in values if not np.array_equal(by_even[name].data, by_weight[name].data)}
+    assert changed == {"blk.0.ffn_up.weight"}
+    x, first, second = (tensors["blk.0.ffn_up.weight"].float32() for tensors in (values, by_even, by_weight))
+    assert errors(x[:, ::4], second[:, ::4]).sum() < 0.9 * errors(x[:, ::4], first[:, ::4]).sum()
+    assert read_gguf(weighted).metadata["quantize.imatrix.entries_count"] == 1
+
+
+def test_an_imatrix_of_experts_has_a_row_for_each(tmp_path: Path) -> None:
+    builder = Builder().fields({"architecture": "llama"}, "general.")
+    builder.tensor("blk.0.ffn_up.weight", np.ones((3, 5, 64), np.float32))
+    gguf = read_gguf(builder.write(tmp_path / "a.gguf"))
+    sums = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
+    counts = np.array([[1], [0], [2]], np.float32)
+    read = quantised_file.read_importance(imatrix(tmp_path / "i.gguf", in_sum2=sums, counts=counts), gguf)
+    rows = read.rows("blk.0.ffn_up.weight", gguf.tensors["blk.0.ffn_up.weight"], 4, 11)
+    assert rows is not None and rows.shape == (7, 64)
+    assert np.array_equal(rows[0], sums[0]) and (rows[1:6] == 1).all() and np.array_equal(rows[6], sums[2] / 2)
+    assert read.rows("blk.1.ffn_up.weight", gguf.tensors["blk.0.ffn_up.weight"], 0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"in_sum2": np.ones((1, 32), np.float32)}, "made of another model"),
+        ({"in_sum2": np.ones((2, 64), np.float32)}, "made of another model"),
+        ({"counts": np.ones((2, 1), np.float32)}, "made of another model"),
+        ({"in_sum2": np.full((1, 64), np.nan, np.float32)}, "infinite, below 0 or no numbers"),
+        ({"counts": np.full((1, 1), -1, np.float32)}, "infinite, below 0 or no numbers"),
+    ],
+)
+def test_an_imatrix_that_is_wrong(
+    changes: dict[str, np.ndarray], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
+    assert quantize(source, "Q4_0", "-o", made, "--imatrix", imatrix(tmp_path / "i.gguf", **changes)) == 2
+    assert says in capsys.readouterr().err and not made.exists()
+    assert quantize(source, "Q4_0", "-o", made, "--imatrix", source) == 2
+    assert "is no imatrix file" in capsys.readouterr().err and not made.exists()

@@ -22,6 +22,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file or name of a model")
     parser.add_argument("type", metavar="TYPE", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all")
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the GGUF file to write")
+    parser.add_argument(
+        "--imatrix", metavar="FILE", help="GGUF file of llama-imatrix: errors weigh more where inputs are larger"
+    )
     parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
     config_flags(parser, EngineConfig, "engine", only=("threads",))
 
@@ -31,7 +34,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.gguf import read_gguf
-    from powerinfer.formats.quantised_file import MIXES, write_quantised
+    from powerinfer.formats.quantised_file import MIXES, read_importance, write_quantised
     from powerinfer.system import usable_cores
 
     type_name = args.type.upper()
@@ -45,10 +48,11 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if gguf.magic != "GGUF":
         raise RequestError(f"{source} is a file of PowerInfer's own form: quantize takes GGUF files")
     _check_target(target, [file.path for file in gguf.files], args.force)
+    importance = None if args.imatrix is None else read_importance(Path(args.imatrix).expanduser(), gguf)
     begin = time.monotonic()
     threads = config_from(args, EngineConfig).threads or usable_cores()[0]
     with Bar() as bar:
-        result = write_quantised(gguf, type_name, target, threads, bar)
+        result = write_quantised(gguf, type_name, target, threads, importance, bar)
     seconds, before = time.monotonic() - begin, sum(file.size for file in gguf.files)
     if result.narrow:
         out.note(f"{result.narrow} matrices have another type: their rows are no whole blocks of that of {type_name}")

@@ -18,9 +18,9 @@ from typing import BinaryIO
 import numpy as np
 
 from powerinfer.errors import ModelError, PowerInferError, RequestError
-from powerinfer.formats.gguf import GGUFFile, encoded, metadata_bytes, write_gguf
+from powerinfer.formats.gguf import GGUFFile, encoded, metadata_bytes, read_gguf, write_gguf
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.quant import Bytes, block_type, can_dequantize
+from powerinfer.formats.quant import Bytes, Float32, block_type, can_dequantize
 from powerinfer.formats.scale_search import searched
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.progress import Progress, silent
@@ -128,6 +128,55 @@ def _fitting(target: str, cols: int) -> str:
 
 
 @dataclass(frozen=True)
+class Importance:
+    """How much the inputs of matrices matter: what an imatrix file of llama.cpp has. columns: mean squares of the
+    inputs by tensor, [matrices, cols]."""
+
+    path: Path
+    columns: dict[str, Float32]
+
+    def rows(self, name: str, tensor: RawTensor, begin: int, end: int) -> Float32 | None:
+        """That of each element of some rows of a tensor; None where the file has none."""
+        columns = self.columns.get(name)
+        if columns is None:
+            return None
+        each = tensor.size // tensor.shape[-1] // len(columns)
+        rows: Float32 = columns[np.arange(begin, end) // each]
+        return rows
+
+
+def read_importance(path: Path, gguf: GGUFFile) -> Importance:
+    """What an imatrix file, in GGUF, says of a model's matrices. ModelError if it is malformed or of another model."""
+    file = read_gguf(path)
+    if file.metadata.get("general.type") != "imatrix":
+        raise ModelError(f"{path} is no imatrix file: llama-imatrix -o FILE.gguf makes one")
+    columns = {}
+    for stored, sums in file.tensors.items():
+        name = stored.removesuffix(".in_sum2")
+        tensor, counts = gguf.tensors.get(name), file.tensors.get(f"{name}.counts")
+        if name == stored or tensor is None:
+            continue
+        matrices = sums.size // sums.shape[-1]
+        right = (sums.type, sums.shape[-1]) == ("F32", tensor.shape[-1])
+        right = right and matrices in (1, math.prod(tensor.shape[:-2]))
+        if not right or counts is None or (counts.type, counts.size) != ("F32", matrices):
+            raise ModelError(f"{path}: {shown(stored)} does not suit the model's tensor; was it made of another model?")
+        columns[name] = _means(path, stored, sums.values(0, matrices), counts)
+    if not columns:
+        raise ModelError(f"{path} says nothing of the matrices of {gguf.path}: it was made of another model")
+    return Importance(path, columns)
+
+
+def _means(path: Path, name: str, sums: Float32, counts: RawTensor) -> Float32:
+    """Mean squares of the inputs; of a matrix that got none all are 1."""
+    times = counts.float32().reshape(-1, 1)
+    if not (np.isfinite(sums).all() and np.isfinite(times).all() and (sums >= 0).all() and (times >= 0).all()):
+        raise ModelError(f"{path}: {shown(name)} holds numbers that are infinite, below 0 or no numbers")
+    means: Float32 = np.where(times > 0, sums / np.maximum(times, 1), np.float32(1))
+    return means
+
+
+@dataclass(frozen=True)
 class Quantised:
     """A file that was written. types: how many tensors it has of each; narrow: matrices that have another type than
     asked for, since their rows are not whole blocks of it."""
@@ -139,7 +188,12 @@ class Quantised:
 
 
 def write_quantised(
-    gguf: GGUFFile, type_name: str, path: Path, threads: int, progress: Progress = silent
+    gguf: GGUFFile,
+    type_name: str,
+    path: Path,
+    threads: int,
+    importance: Importance | None = None,
+    progress: Progress = silent,
 ) -> Quantised:
     """Write a model in a type of `MIXES` as one file, which has its name only when it is whole and on disk.
 
@@ -152,11 +206,14 @@ def write_quantised(
         raise RequestError(f"{gguf.path} is {type_name} already: each of its tensors has the type that it would get")
     metadata = {key: value for key, value in metadata_bytes(gguf.path).items() if not key.startswith("split.")}
     metadata |= {"general.file_type": encoded(mix.number), "general.quantization_version": encoded(2)}
+    if importance is not None:
+        metadata["quantize.imatrix.file"] = encoded(importance.path.name)
+        metadata["quantize.imatrix.entries_count"] = encoded(len(importance.columns))
     entries = [(name, types[name], tensor.shape) for name, tensor in gguf.tensors.items()]
     nbytes = sum(math.prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1]) for _, kind, shape in entries)
     with _complete_file(path, nbytes) as to, ThreadPoolExecutor(threads) as pool:
         try:
-            write_gguf(to, metadata, entries, _data(gguf, types, pool, progress))
+            write_gguf(to, metadata, entries, _data(gguf, types, importance, pool, progress))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -164,7 +221,9 @@ def write_quantised(
     return Quantised(path, path.stat().st_size, dict(Counter(types.values())), narrow)
 
 
-def _data(gguf: GGUFFile, types: Mapping[str, str], pool: Executor, progress: Progress) -> Iterator[Bytes]:
+def _data(
+    gguf: GGUFFile, types: Mapping[str, str], importance: Importance | None, pool: Executor, progress: Progress
+) -> Iterator[Bytes]:
     """The bytes of each tensor in its new type."""
     total = sum(tensor.size for tensor in gguf.tensors.values())
     done = 0
@@ -175,14 +234,15 @@ def _data(gguf: GGUFFile, types: Mapping[str, str], pool: Executor, progress: Pr
             done += tensor.size
             progress("quantising", done, total)
             continue
-        rows, cols = tensor.size // tensor.shape[-1], tensor.shape[-1]
-        out = np.empty((rows, block_type(types[name]).row_bytes(cols)), np.uint8)
+        n_rows, cols = tensor.size // tensor.shape[-1], tensor.shape[-1]
+        out = np.empty((n_rows, block_type(types[name]).row_bytes(cols)), np.uint8)
         step = max(1, _PIECE // cols)
-        pieces = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+        pieces = [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
         def quantise(piece: tuple[int, int], tensor: RawTensor = tensor, name: str = name, out: Bytes = out) -> int:
             begin, end = piece
-            out[begin:end] = searched(tensor.values(begin, end), types[name])
+            rows = None if importance is None else importance.rows(name, tensor, begin, end)
+            out[begin:end] = searched(tensor.values(begin, end), types[name], rows)
             return (end - begin) * tensor.shape[-1]
 
         try:

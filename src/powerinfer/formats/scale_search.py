@@ -456,8 +456,8 @@ SEARCHED = tuple(_WRITERS)
 def searched(values: Float32, type_name: str, importance: Weights = None) -> Bytes:
     """Rows in a type: float32 [rows, cols] -> uint8 [rows, row_bytes], the squared error as small as the search finds.
 
-    Floats are rounded. importance: of the columns, weighs the errors; None: all count the same. ModelError for values
-    that the type cannot hold.
+    Floats are rounded. importance: of the elements' columns, [rows, cols], weighs the errors; None: all count the same.
+    ModelError for values that the type cannot hold.
     """
     if not np.isfinite(values).all():
         raise ModelError("a weight is infinite or not a number, so it cannot be quantised")
@@ -473,14 +473,9 @@ def searched(values: Float32, type_name: str, importance: Weights = None) -> Byt
     with np.errstate(all="ignore"):  # sums that overflow belong to scales that are refused
         for start in range(0, rows, step):
             part = np.ascontiguousarray(values[start : start + step], np.float32)
-            weights = None if importance is None else _element_weights(part, importance).reshape(-1, kind.block)
+            weights = None
+            if importance is not None:
+                weights = np.ascontiguousarray(importance[start : start + step]).reshape(-1, kind.block)
             blocks = _WRITERS[type_name](part.reshape(-1, kind.block), weights)
             out[start : start + step] = blocks.reshape(len(part), -1)
     return out
-
-
-def _element_weights(values: Float32, importance: Float32) -> Float32:
-    """Weights of elements: of their columns, and more of large ones, on which more depends."""
-    spread = np.square(values).mean(axis=1, keepdims=True)
-    weights: Float32 = importance * np.sqrt(spread + np.square(values))
-    return weights
