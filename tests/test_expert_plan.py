@@ -300,7 +300,7 @@ def test_what_predictors_inside_experts_leave_out_is_not_read() -> None:
 
 
 def test_neurons_of_experts_are_counted_where_a_load_has_them() -> None:
-    """Of Nemotron 3 Nano: up and the shared expert as matrices, down of both, too, as bundles."""
+    """Of Nemotron 3 Nano: up as matrices, down of the experts and of the shared one as bundles; with a predictor, all."""
     config = find_shape("nemotron-3-nano-30b-a3b").config
     model = described_model(config, "q8_0", "made up", 0.0)
     about, d_model = next(iter(config.experts.values())), config.d_model
@@ -308,17 +308,16 @@ def test_neurons_of_experts_are_counted_where_a_load_has_them() -> None:
     layout = expert_layout(d_model, "Q8_0", "Q8_0")
     down = apart_bytes(layout, n_groups(size))
     up = cpu.matrix_bytes("Q8_0", size, d_model)
-    shared = (about.shared_size, d_model), (d_model, about.shared_size)
-    beside = cpu.matrix_bytes("F32", n, d_model) + sum(cpu.matrix_bytes("Q8_0", *shape) for shape in shared)
+    router, shared_up = cpu.matrix_bytes("F32", n, d_model), cpu.matrix_bytes("Q8_0", about.shared_size, d_model)
     more = n_groups(about.shared_size)
     for predicted, experts, of_shared in (
-        (False, n * (up + down), apart_bytes(layout, more)),
+        (False, n * (up + down), shared_up + apart_bytes(layout, more)),
         (True, n * n_groups(size) * layout.group_bytes, more * layout.group_bytes),
     ):
         skipping = model.by_neuron(predicted)
         for layer in range(config.n_layers):
             held = sum(one.panels for one in skipping.ffn[layer])
-            assert held == (beside + experts + of_shared if layer in config.experts else 0)
+            assert held == (router + experts + of_shared if layer in config.experts else 0)
             if layer in config.experts:
                 assert skipping.expert_bytes(layer)[1] == experts // n, "the shared one is on the GPU, then"
                 assert skipping.expert_bytes(layer)[0] == model.expert_bytes(layer)[0]

@@ -132,6 +132,7 @@ def test_nobody_else_knows_what_auto_means() -> None:
 AUTO = {  # where "auto" is compared or listed; what a selector auto stands for is asked of selection.auto, not decided
     "cli/eval.py": ["('auto', 'all')"],
     "cli/pack.py": [
+        "('auto', 'auto')",
         "('auto', *map(str.lower, weight_types.DOWN_TYPES))",
         "('auto', *map(str.lower, weight_types.ROW_TYPES))",
         "name == 'auto'",
@@ -161,7 +162,11 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "hybrid/disk_hints.py": ["engine.selector != 'auto'", "engine.selector != 'auto'"],
     "hybrid/expert_policy.py": ["engine.expert_policy != 'auto'"],
     "hybrid/in_ram.py": ["engine.selector != 'auto'", "resolved.engine.selector == 'auto'"],
-    "hybrid/load.py": ["resolved.engine.expert_policy == 'auto'", "resolved.engine.gpu != 'auto'"],
+    "hybrid/load.py": [
+        "resolved.engine.expert_policy == 'auto'",
+        "resolved.engine.gpu != 'auto'",
+        "resolved.engine.selector == 'auto'",  # for people
+    ],
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
     "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
     "prepare/pipeline.py": [

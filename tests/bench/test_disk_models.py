@@ -68,7 +68,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_models_and_what_belongs_to_them(tmp_path: Path) -> None:
-    made = {name: disk_models.make(tmp_path, name, 1, 2) for name in disk_models.LAYERS}
+    made = {name: disk_models.make(tmp_path, name, 1, 2) for name in ("dense", "relu", "experts")}
     written = {name: {file.name for file in disk_models.prepared_files(path)} for name, path in made.items()}
     assert written == {
         "dense": {"dense.gguf"},

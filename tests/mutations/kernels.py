@@ -50,8 +50,8 @@ MUTATIONS = [
     Mutation(
         "layers in RAM give the same answer on a GPU through which their matrices stream: the panels",
         "src/powerinfer/kernels/gpu_panels.py",
-        "torch.cat((codes & 15, codes >> 4), dim=-1)",
-        "torch.cat((codes >> 4, codes & 15), dim=-1)",
+        "    return torch.cat((codes & 15, codes >> 4), dim=-1)",
+        "    return torch.cat((codes >> 4, codes & 15), dim=-1)",
         "tests/test_gpu_panels.py",
     ),
     Mutation(

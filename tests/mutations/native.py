@@ -15,8 +15,8 @@ MUTATIONS = [
     Mutation(
         "dense: the same bits whatever the batch, chunk or thread count, of products that threads take parts of, too",
         "src/powerinfer/csrc/pool.cpp",
-        "*end = std::min(*begin + each * unit, n);",
-        "*end = std::min(*begin + each * unit - (i == 1), n);",
+        "*end = std::min(*begin + length * unit, n);",
+        "*end = std::min(*begin + length * unit - (i == 1), n);",
         "tests/test_dealt.py",
     ),
     Mutation(

@@ -54,4 +54,18 @@ MUTATIONS = [
         '{"num_replicas": 1}',
         "tests/test_serve_ray.py",
     ),
+    Mutation(
+        "automatic threads are those that were the fastest on this kind of machine, tried once, and not while it was busy",
+        "src/powerinfer/hybrid/thread_trial.py",
+        "return self.threads in counts and (not self.seconds",
+        "return self.threads in counts and (bool(self.seconds)",
+        "tests/test_thread_trial.py",
+    ),
+    Mutation(
+        "what is loaded on a machine with several NUMA nodes is spread over them, or a line says what is lost",
+        "src/powerinfer/numa.py",
+        "words[node // _BITS] |= 1 << node % _BITS",
+        "words[node // _BITS] = 1 << node % _BITS",
+        "tests/test_numa.py",
+    ),
 ]

@@ -256,13 +256,13 @@ void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
 bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const {
   const int64_t units = (n + unit - 1) / unit;
   for (int64_t at = 0; at < units; i -= threads_) {
-    const int64_t per_seat = std::max((units - at) / (4 * threads_), (int64_t)1);
+    const int64_t length = std::max((units - at) / (4 * threads_), (int64_t)1);
     if (i < threads_) {
-      *begin = (at + i * per_seat) * unit;
-      *end = std::min(*begin + per_seat * unit, n);
+      *begin = (at + i * length) * unit;
+      *end = std::min(*begin + length * unit, n);
       return *begin < n;
     }
-    at += per_seat * threads_;
+    at += length * threads_;
   }
   return false;
 }
