@@ -649,6 +649,18 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.usefixtures("device")
+def test_recordings_keep_what_a_predictor_has_made(gates: bool, tmp_path: Path) -> None:
+    """Host operators lie between a predictor and the experts that it selects for, and part the recordings there."""
+    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q8_0")
+    path = (predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors)(made)
+    with by_neuron(path, 0.5, selector="predicted") as (executor, _):
+        eager = logits_of(executor, [1] * 6)
+        executor.gpu.record(lambda run, state: run, calls=False)
+        np.testing.assert_array_equal(logits_of(executor, [1] * 6), eager)
+
+
+@pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.usefixtures("described")
 def test_a_plan_counts_predictors_inside_experts(
     gates: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

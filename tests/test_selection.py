@@ -168,7 +168,9 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "resolved.engine.selector == 'auto'",  # for people
     ],
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
-    "placement/request.py": ["('static', 'auto')", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'"],
+    "placement/request.py": [
+        "('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'",
+    ],  # fmt: skip
     "prepare/pipeline.py": [
         "('auto', 'predicted')",
         "('auto', 'predicted')",

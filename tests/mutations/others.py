@@ -55,7 +55,7 @@ MUTATIONS = [
         "tests/test_serve_ray.py",
     ),
     Mutation(
-        "automatic threads are those that were the fastest on this kind of machine, tried once, and not while it was busy",
+        "automatic threads are those that were the fastest on this kind of machine",
         "src/powerinfer/hybrid/thread_trial.py",
         "return self.threads in counts and (not self.seconds",
         "return self.threads in counts and (bool(self.seconds)",
@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "what is loaded on a machine with several NUMA nodes is spread over them, or a line says what is lost",
         "src/powerinfer/numa.py",
-        "words[node // _BITS] |= 1 << node % _BITS",
-        "words[node // _BITS] = 1 << node % _BITS",
+        "_set_policy(_INTERLEAVE, nodes)",
+        "_set_policy(_DEFAULT, ())",
         "tests/test_numa.py",
     ),
 ]

@@ -1,5 +1,5 @@
 // A model as a list of fused operators over shared buffers. Python wires the list once; a step runs it, or a part of
-// it, with all threads inside one job, synchronised by barriers. Operators hold no state of a step.
+// it, with all threads inside one job, synchronised by phases and barriers. Operators hold no state of a step.
 #pragma once
 #include <memory>
 #include <optional>

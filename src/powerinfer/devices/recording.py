@@ -25,8 +25,8 @@ MOST_SHAPES = 16
 RECORDED_BYTES = 256 << 20
 """Limit of the GPU memory of recordings, which the driver allocates; it may allow fewer shapes."""
 
-State = tuple["Tensor | None", "tuple[Norm, Tensor] | None"]
-"""State that operators pass on besides x, read and total: attended and normed of a step."""
+State = tuple["Tensor | None", "tuple[Norm, Tensor] | None", "Tensor | None"]
+"""State that operators pass on besides x, read and total: attended, normed and hidden of a step."""
 
 Run = Callable[[State], State]
 
@@ -59,7 +59,7 @@ class Recordings:
                 recorded = runs[number]
                 if recorded is None:
                     recorded = runs[number] = self._recorder(_runner(operators, replace(step)), _state(step))
-                step.attended, step.normed = recorded(_state(step))
+                step.attended, step.normed, step.hidden = recorded(_state(step))
             step.forget_codes()
 
     def forget(self, layer: int) -> None:
@@ -71,12 +71,12 @@ class Recordings:
 
 
 def _state(step: Step) -> State:
-    return step.attended, step.normed
+    return step.attended, step.normed, step.hidden
 
 
 def _runner(operators: Sequence[Operator], step: Step) -> Run:
     def run(state: State) -> State:
-        step.attended, step.normed = state
+        step.attended, step.normed, step.hidden = state
         for operator in operators:
             operator.run(step)
         return _state(step)

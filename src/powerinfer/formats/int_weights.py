@@ -288,8 +288,10 @@ def read_packed(module: Module, settings: Settings) -> MadeTensor:
     [words, groups] and `weight_g_idx` [columns]."""
     codes, rows, words = module.matrix("weight_packed", "I32")
     shape = module.take("weight_shape", "I64", "I32")
+    if tuple(shape.shape) != (2,):
+        raise module.bad(f"has a weight_shape of the shape {list(shape.shape)}")
     stated = shape.gathered().data.view("<i8" if shape.type == "I64" else "<i4").tolist()
-    if len(stated) != 2 or stated[0] != rows:
+    if stated[0] != rows:
         raise module.bad(f"has the weight_shape {stated}, but {rows} rows")
     cols = stated[1]
     bits = next((bits for bits in (4, 8) if cols > 0 and -(-cols * bits // 32) == words), None)

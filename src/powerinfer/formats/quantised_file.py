@@ -129,24 +129,24 @@ def _fitting(target: str, cols: int) -> str:
 
 @dataclass(frozen=True)
 class Importance:
-    """How much the inputs of matrices matter: what an imatrix file of llama.cpp has. columns: mean squares of the
+    """Weights of the errors, by the inputs of matrices, of an imatrix file of llama.cpp. columns: mean squares of the
     inputs by tensor, [matrices, cols]."""
 
     path: Path
     columns: dict[str, Float32]
 
     def rows(self, name: str, tensor: RawTensor, begin: int, end: int) -> Float32 | None:
-        """That of each element of some rows of a tensor; None where the file has none."""
+        """The weight of each element of some rows of a tensor; None where the file has none."""
         columns = self.columns.get(name)
         if columns is None:
             return None
-        each = tensor.size // tensor.shape[-1] // len(columns)
-        rows: Float32 = columns[np.arange(begin, end) // each]
+        rows_each = tensor.size // tensor.shape[-1] // len(columns)
+        rows: Float32 = columns[np.arange(begin, end) // rows_each]
         return rows
 
 
 def read_importance(path: Path, gguf: GGUFFile) -> Importance:
-    """What an imatrix file, in GGUF, says of a model's matrices. ModelError if it is malformed or of another model."""
+    """The importance in an imatrix file, in GGUF, of a model's matrices. ModelError if it is malformed or of another model."""
     file = read_gguf(path)
     if file.metadata.get("general.type") != "imatrix":
         raise ModelError(f"{path} is no imatrix file: llama-imatrix -o FILE.gguf makes one")

@@ -163,7 +163,7 @@ class StackedTensor:
         """All of it in one array, a copy."""
         nbytes = self.nbytes // len(self.parts)
         data = np.empty(self.nbytes, np.uint8)
-        scales = None if self.parts[0].scales is None else np.ones(len(self.parts), np.float32)
+        scales = None if all(part.scales is None for part in self.parts) else np.ones(len(self.parts), np.float32)
         for number, part in enumerate(self.parts):
             tensor = part.gathered()
             data[number * nbytes : (number + 1) * nbytes] = tensor.data

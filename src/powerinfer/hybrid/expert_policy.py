@@ -46,7 +46,7 @@ def _static_reason(resolved: Resolved, needed: int) -> str | None:
     if resolved.placement.disk is not None:
         return "others would read experts from disk for the GPU, beside those that are computed"
     if not checkpoint.path.is_file() or not _experts_in_file(resolved):
-        return "others need experts as a GGUF file has them, without --quantize or types IQ1 to IQ3"
+        return "others need experts as a GGUF file has them, without --quantize or types without kernels"
     if engine.ram is not None and needed > engine.ram:
         return _needed_text(needed)
     return None if engine.trial else "--no-trial: nothing was measured"

@@ -142,7 +142,7 @@ class HybridExperts(HybridTerms):
         if (split.movable or copier is not None) and self._tensors is None and self._disk is None:
             flag = "--adjust" if copier is None else f"--expert-policy {copier.policy.name}"
             raise RequestError(
-                f"{flag} needs experts as a GGUF file has them, not a folder, --quantize or types IQ1 to IQ3"
+                f"{flag} needs experts as a GGUF file has them, not a folder, --quantize or types without kernels"
             )
         if self._tensors is None:
             self.stage = None
