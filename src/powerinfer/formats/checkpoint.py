@@ -223,7 +223,8 @@ class Checkpoint:
             return None
         n = tensor.shape[0]
         if isinstance(tensor, StackedTensor):
-            matrices = [part.data for part in tensor.parts if isinstance(part, RawTensor) and part.data.ndim == 1 and part.scales is None]
+            raw = [part for part in tensor.parts if isinstance(part, RawTensor) and part.scales is None]
+            matrices = [part.data for part in raw if part.data.ndim == 1]
         else:
             matrices = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data)
         places = tuple(place for data in matrices if (place := self._placed(data)) is not None)
