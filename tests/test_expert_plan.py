@@ -300,7 +300,7 @@ def test_what_predictors_inside_experts_leave_out_is_not_read() -> None:
 
 
 def test_neurons_of_experts_are_counted_where_a_load_has_them() -> None:
-    """Of Nemotron 3 Nano: up as matrices, down, of the shared one, too, as bundles; with a predictor, all as bundles."""
+    """Of Nemotron 3 Nano: up as matrices, down, of the shared one, too, as bundles; with a predictor, all are."""
     config = find_shape("nemotron-3-nano-30b-a3b").config
     model = described_model(config, "q8_0", "made up", 0.0)
     about, d_model = next(iter(config.experts.values())), config.d_model

@@ -146,7 +146,7 @@ class Importance:
 
 
 def read_importance(path: Path, gguf: GGUFFile) -> Importance:
-    """The importance in an imatrix file, in GGUF, of a model's matrices. ModelError if malformed or of another model."""
+    """The importance in a GGUF imatrix file, of a model's matrices. ModelError if malformed or of another model."""
     file = read_gguf(path)
     if file.metadata.get("general.type") != "imatrix":
         raise ModelError(f"{path} is no imatrix file: llama-imatrix -o FILE.gguf makes one")
