@@ -169,8 +169,12 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     ],
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
     "placement/request.py": [
-        "('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'", "selector == 'auto'", "selector == 'auto'",
-    ],  # fmt: skip
+        "('static', 'auto')",
+        "engine.gpu != 'auto'",
+        "engine.gpu == 'auto'",
+        "selector == 'auto'",
+        "selector == 'auto'",
+    ],
     "prepare/pipeline.py": [
         "('auto', 'predicted')",
         "('auto', 'predicted')",
