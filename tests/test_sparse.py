@@ -425,7 +425,7 @@ def test_impossible_selectors_are_refused_or_explained(tmp_path: Path) -> None:
     swiglu, relu = case_named("llama2"), case_named("llama-relu")
     dense, bare = (Truth(case, half=True).save("folder", tmp_path / case.name) for case in (swiglu, relu))
     for name in ("exact", "predicted"):
-        with pytest.raises(RequestError, match="silu.*threshold"), opened(dense, selector=name):
+        with pytest.raises(RequestError, match=r"silu.*threshold"), opened(dense, selector=name):
             pass
     with pytest.raises(RequestError, match="needs --threshold"), opened(bare, selector="threshold"):
         pass
