@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +172,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ((source, "Q8_0", "-o", made), "is there already; --force replaces it"),
         ((source, "Q8_0", "-o", source, "--force"), "is the model itself"),
         ((source, "Q8_0", "-o", tmp_path), "is a folder: --out"),
+        ((source, "Q3_K_M", "-o", made), "did you mean Q3_K?"),
         ((source, "Q8_0", "-o", tmp_path / "no" / "c.gguf"), "cannot write"),
         ((made, "Q8_0", "-o", tmp_path / "c.gguf"), "not a GGUF file"),
     ):
@@ -196,6 +198,13 @@ def test_a_weight_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
+def test_what_is_not_a_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, pipe = write(tmp_path / "a.gguf"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert quantize(source, "Q8_0", "-o", pipe, "--force") == 2
+    assert "is not a file: --out" in capsys.readouterr().err and pipe.is_fifo()
+
+
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "a.gguf")
     calls: list[str] = []
@@ -203,7 +212,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def stopped(values: np.ndarray, type_name: str, importance: None) -> np.ndarray:
         calls.append(type_name)
         if len(calls) == 3:
-            assert (tmp_path / "b.gguf.part").exists()
+            assert list(tmp_path.glob("b.gguf.*.part"))
             raise KeyboardInterrupt
         return searched(values, type_name)
 
@@ -264,4 +273,4 @@ def test_an_imatrix_that_is_wrong(
     assert quantize(source, "Q4_0", "-o", made, "--imatrix", imatrix(tmp_path / "i.gguf", **changes)) == 2
     assert says in capsys.readouterr().err and not made.exists()
     assert quantize(source, "Q4_0", "-o", made, "--imatrix", source) == 2
-    assert "is no imatrix file" in capsys.readouterr().err and not made.exists()
+    assert "is not an imatrix file" in capsys.readouterr().err and not made.exists()

@@ -39,7 +39,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     type_name = args.type.upper()
     if type_name not in MIXES:
-        raise RequestError(f"no type {args.type}{did_you_mean(type_name, MIXES)}; there are {', '.join(MIXES)}")
+        base, size = type_name[:-2], type_name[-2:]
+        names = [base] if size in ("_S", "_M", "_L") and base in MIXES else MIXES
+        raise RequestError(f"no type {args.type}{did_you_mean(type_name, names)}; there are {', '.join(MIXES)}")
     target = Path(args.out).expanduser()
     source = model_path(args.model, out)
     if source.is_dir():
@@ -55,9 +57,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         result = write_quantised(gguf, type_name, target, threads, importance, bar)
     seconds, before = time.monotonic() - begin, sum(file.size for file in gguf.files)
     if result.narrow:
-        out.note(f"{result.narrow} matrices have another type: their rows are no whole blocks of that of {type_name}")
+        out.note(f"{result.narrow} matrices have another type: their rows are not whole blocks of {type_name}'s")
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
-    sizes = f"{result.nbytes / 1e6:,.1f} MB of {before / 1e6:,.1f} MB"
+    sizes = f"{result.nbytes / 1e6:,.1f} MB from {before / 1e6:,.1f} MB"
     out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
     document = {"path": str(result.path), "bytes": result.nbytes, "type": type_name, "types": result.types}
     out.document(document | {"narrow": result.narrow, "source_bytes": before, "seconds": seconds})
@@ -70,6 +72,8 @@ def _check_target(target: Path, sources: list[Path], force: bool) -> None:
         raise RequestError(f"{target} is a folder: --out takes the name of a file")
     if not target.exists():
         return
+    if not target.is_file():
+        raise RequestError(f"{target} is not a file: --out takes the name of a file")
     if any(target.samefile(source) for source in sources):
         raise RequestError(f"{target} is the model itself, which stays as it is: give another --out")
     if not force:

@@ -149,7 +149,7 @@ def read_importance(path: Path, gguf: GGUFFile) -> Importance:
     """The importance in a GGUF imatrix file, of a model's matrices. ModelError if malformed or of another model."""
     file = read_gguf(path)
     if file.metadata.get("general.type") != "imatrix":
-        raise ModelError(f"{path} is no imatrix file: llama-imatrix -o FILE.gguf makes one")
+        raise ModelError(f"{path} is not an imatrix file: llama-imatrix -o FILE.gguf makes one")
     columns = {}
     for stored, sums in file.tensors.items():
         name = stored.removesuffix(".in_sum2")
@@ -258,7 +258,7 @@ def _data(
 def _complete_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
     """A file that has its name only when it is complete and on disk. nbytes: about how many it gets. PowerInferError if
     it cannot be written."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         free = shutil.disk_usage(path.parent).free
         if free < nbytes:
