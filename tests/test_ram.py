@@ -36,7 +36,7 @@ def test_more_ram_than_the_machine_has(gpu: str, tmp_path: Path, capsys: pytest.
     path, most = tiny_llama(tmp_path / "m.gguf"), total_memory()
     LLM(path, ram=most, **OPTIONS).close()
     with pytest.raises(RequestError, match=r"^--ram .*, but this machine has .*: give less, or leave it out$"):
-        LLM(path, ram=most + 1, **(OPTIONS | {"gpu": gpu}))
+        LLM(path, ram=most + mmap.PAGESIZE, **(OPTIONS | {"gpu": gpu}))
     assert main(["run", "hi", "-m", str(path), "--ram", "9999TiB", "--gpu", gpu]) == 2
     assert capsys.readouterr().err.startswith("powerinfer: --ram 10238976GiB, but this machine has ")
     assert main(["inspect", "-m", str(path), "--ram", "9999TiB", "--gpu", gpu]) == 0
