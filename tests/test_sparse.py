@@ -424,8 +424,8 @@ def test_the_trial_decides_for_every_layer_and_batch(tmp_path: Path) -> None:
 def test_impossible_selectors_are_refused_or_explained(tmp_path: Path) -> None:
     swiglu, relu = case_named("llama2"), case_named("llama-relu")
     dense, bare = (Truth(case, half=True).save("folder", tmp_path / case.name) for case in (swiglu, relu))
-    for name in ("exact", "predicted"):
-        with pytest.raises(RequestError, match=r"silu.*threshold"), opened(dense, selector=name):
+    for name, advice in (("exact", "leave out --selector; threshold"), ("predicted", "use --selector threshold")):
+        with pytest.raises(RequestError, match=f"silu.*{advice}"), opened(dense, selector=name):
             pass
     with pytest.raises(RequestError, match="needs --threshold"), opened(bare, selector="threshold"):
         pass

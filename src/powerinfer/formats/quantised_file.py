@@ -72,7 +72,7 @@ _UNCHANGED = re.compile(
 
 
 def target_types(gguf: GGUFFile, mix: Mix) -> dict[str, str]:
-    """The type of each tensor in the new file. Vectors, norms, routers and what is no float stay as they are."""
+    """The type of each tensor in the new file. Vectors, norms, routers and integers stay as they are."""
     wanted = wanted_types(gguf, mix)
     return {name: _fitting(wanted[name], tensor.shape[-1]) for name, tensor in gguf.tensors.items()}
 
