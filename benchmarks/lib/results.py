@@ -59,7 +59,7 @@ def merged(documents: list[dict[str, Any]], part: str, *key: str) -> dict[str, A
         for entry in document[part]:
             known = document | entry
             known["bandwidth"] = document["read_bandwidth_gb_s"].get(str(known["threads"]))
-            entries[tuple(entry[name] for name in key)] = known
+            entries[tuple(known[name] for name in key)] = known
     whole = {name: value for document in documents for name, value in document.items()}
     found = list(entries.values())
     return whole | {part: found, "commit": distinct(entry["commit"] for entry in found)} if documents else None

@@ -134,22 +134,22 @@ def silent_table(document: dict[str, Any]) -> str:
     engines = [name for name in ("all", "exact", "predicted") if name in document["silent"][0]["engines"]]
     note = (
         f"{origin(document)}, {processor(document, units=True)}, {document['compiler']}; random weights in published "
-        f"shapes, cut to their first blocks and a vocabulary of {document['vocab']:,}; {document['threads']} threads. "
+        f"shapes, cut to their first blocks and a vocabulary of {document['vocab']:,}. "
         f"Tokens per second of a prompt of {document['prompt_tokens']}, and of decoding {document['gen_tokens']}; "
         "medians of interleaved runs; in brackets the ratio to llama.cpp, the median of the ratios within a round; "
         "* fewer than three undisturbed runs."
     )
-    heads = ["model", "blocks", "type", "", *(f"`{name}`" for name in engines), *peers, "MB a token, `all`", "`exact`"]
+    heads = ["model", "blocks", "type", "threads", "", *(f"`{name}`" for name in engines), *peers]
+    heads += ["MB a token, `all`", "`exact`"]
     rows = []
-    for entry in document["silent"]:
+    for entry in sorted(document["silent"], key=lambda entry: (entry["model"], entry["layers"], -entry["threads"])):
         for rate_name, title in (("prefill_tok_s", "prompt"), ("decode_tok_s", "decode")):
-            cells = [entry["model"], str(entry["layers"]), entry["type"]] if title == "prompt" else ["", "", ""]
+            about = [entry["model"], str(entry["layers"]), entry["type"], str(entry["threads"])]
+            cells = [*(about if title == "prompt" else [""] * len(about)), title]
             for engine in (*engines, *peers):
                 text = measured(entry["engines"].get(engine), rate_name)
                 ratio = entry["ratio"].get(engine, {}).get(peers[0], {}).get(rate_name) if peers else None
                 cells += [text if not ratio else f"{text} ({ratio['median']:.2f})"]
-                if engine == engines[0]:
-                    cells.insert(3, title)
             read = ["all", "exact"] if title == "decode" else []
             rows.append(cells + [fixed(megabytes(entry, engine), 0) for engine in read] + [""] * (2 - len(read)))
     return paragraphs(note, table(heads, rows))
@@ -212,7 +212,8 @@ def limit(entry: dict[str, Any]) -> float | None:
 
 
 def tables() -> dict[str, str | None]:
-    speeds, activity, silent = results(), newest("activity"), newest("silent")
+    speeds, activity = results(), newest("activity")
+    silent = merged(of_one_machine("silent"), "silent", "model", "type", "threads")
     return {
         "silent table": silent and silent_table(silent),
         "sparse table": speeds and speed_table(speeds),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib import machine
+from benchmarks.lib import machine, results
 from benchmarks.sparse import compare, silent, table
 
 OWN = """
@@ -106,9 +106,12 @@ def test_silent_models_and_their_table(tmp_path: Path, monkeypatch: pytest.Monke
     silent.main()
     assert written == ["MEMEM*EME q5_0 [0.907]"] and not list((tmp_path / "models").iterdir())
     document = json.loads(out.read_text())
-    text = table.silent_table(document | {"cpu": machine.description()["cpu"]})
+    document["cpu"] = machine.description()["cpu"]
+    merged = results.merged([document], "silent", "model", "type", "threads")
+    assert merged is not None
+    text = table.silent_table(merged)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert rows[1].split("|")[4:8] == [" prompt ", " 32.0 (2.00) ", " 32.0 (2.00) ", " 32.0 (2.00) "]
-    assert rows[2].split("|")[4:11] == [
+    assert rows[1].split("|")[4:9] == [" 2 ", " prompt ", " 32.0 (2.00) ", " 32.0 (2.00) ", " 32.0 (2.00) "]
+    assert rows[2].split("|")[5:12] == [
         " decode ", " 20.0 (1.25) ", " 30.0 (1.88) ", " 40.0 (2.50) ", " 16.0 ", " 1000 ", " 400 "
     ]  # fmt: skip
