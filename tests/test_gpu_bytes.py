@@ -278,7 +278,7 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
 
 @pytest.mark.usefixtures("device")
 def test_the_buffers_between_the_devices() -> None:
-    for name in ("bamboo-7b", "qwen3-30b-a3b", "smallthinker-21b"):
+    for name in ("bamboo-7b", "qwen3-30b-a3b", "smallthinker-21b", "nemotron-3-super-120b-a12b"):
         config = find_shape(name).config
         for tokens in (3, 40, 2048):
             assert Link(torch_device(), tokens, config).nbytes == link_bytes(tokens, config)

@@ -170,13 +170,15 @@ def static_where_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_latent, "attention", static_latents)
 
 
-def static_sum(experts: Any, x: Any, slots: Any, weights: Any, table: Any, into: Any, hidden: Any = None) -> Any:
+def static_sum(
+    experts: Any, x: Any, slots: Any, weights: Any, table: Any, into: Any = None, hidden: Any = None
+) -> Any:
     """`gpu_experts.expert_sum` by operators that do not depend on data: every expert for every token."""
-    every, slots = torch.zeros_like(x), table[slots.long()]
+    every, slots = torch.zeros_like(x), slots if table is None else table[slots.long()]
     for slot in range(experts.slots):
         own = (weights * (slots == slot)).sum(dim=1)
         every = every + gpu_experts._expert(experts, slot, x, own, hidden)
-    return into.add_(every)
+    return every if into is None else into.add_(every)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "smallthinker"])
@@ -532,15 +534,25 @@ def test_experts_with_gates_beside_a_shared_one(kind: str, tmp_path: Path) -> No
             assert share == 1 or 0.1 < ExpertSparsity(executor, ffns).report()["active_fraction"] < 0.7
 
 
-@pytest.mark.parametrize("gates", [True, False])
+KINDS = [("gates", "F16"), ("plain", "Q5_0"), ("latents", "F16")]
+"""Experts among whose neurons a predictor selects."""
+
+
+def with_predictors(folder: Path, experts: str, kind: str, threshold: float = 0.0) -> Path:
+    """A model with experts of one of `KINDS`, and predictors beside it."""
+    if experts == "gates":
+        return predicted_experts.give_predictors(neurons_inside.model(folder, kind), threshold)
+    made = neurons_inside.plain_model(folder, kind, latents=32 if experts == "latents" else 0)
+    return predicted_experts.give_plain_predictors(made, threshold)
+
+
+@pytest.mark.parametrize(("experts", "kind"), KINDS)
 @pytest.mark.usefixtures("device")
-def test_predictors_select_inside_split_experts(gates: bool, tmp_path: Path) -> None:
-    """They get the layer's input before its norm. Where all are candidates the answer is that of all neurons, and else
-    the same wherever experts are."""
-    made = neurons_inside.model(tmp_path, "F16") if gates else neurons_inside.plain_model(tmp_path, "Q5_0")
-    give = predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors
-    chunks = [40, 1, 1, 5, 1, 32, 1]
-    path = give(made, threshold=-1e5)
+def test_predictors_select_inside_split_experts(experts: str, kind: str, tmp_path: Path) -> None:
+    """They get the layer's input before its norm; where the CPU gets latents in its place, what the GPU made of it for
+    them. Where all are candidates the answer is that of all neurons, and else the same wherever experts are."""
+    chunks, allowed = [40, 1, 1, 5, 1, 32, 1], 1e-3 if kind == "F16" else 0.03
+    path = with_predictors(tmp_path, experts, kind, threshold=-1e5)
     with split(path, 0.5) as (executor, _):
         whole = logits_of(executor, chunks)
     for share in (0.0, 0.5):
@@ -548,7 +560,7 @@ def test_predictors_select_inside_split_experts(gates: bool, tmp_path: Path) -> 
             assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.03
             report = ExpertSparsity(executor, ffns).report()
             assert report["recall"] == report["candidate_fraction"] == 1 and 0.1 < report["active_fraction"] < 0.7
-    give(path)
+    with_predictors(tmp_path, experts, kind)
     found = []
     for share in (0.0, 0.5, 1.0):
         with by_neuron(path, share, selector="predicted") as (executor, ffns):
@@ -559,9 +571,9 @@ def test_predictors_select_inside_split_experts(gates: bool, tmp_path: Path) -> 
             with ExpertSparsity(executor, ffns).suspended():
                 assert neurons_inside.far(logits_of(executor, chunks), whole) <= 0.03
         assert neurons_inside.far(found[-1], whole) > 0.01, "half of the neurons are missing"
-        assert neurons_inside.far(found[-1], found[0]) <= (1e-3 if gates else 0.03)
+        assert neurons_inside.far(found[-1], found[0]) <= allowed
     alone = predicted_experts.opened(path)
-    assert neurons_inside.far(found[0], logits_of(alone, chunks)) <= (1e-3 if gates else 0.03)
+    assert neurons_inside.far(found[0], logits_of(alone, chunks)) <= allowed
     alone.close()
     with (
         pytest.raises(RequestError, match="among whose neurons a predictor selects"),
@@ -569,7 +581,7 @@ def test_predictors_select_inside_split_experts(gates: bool, tmp_path: Path) -> 
     ):
         pass
     with by_neuron(path, 0.5, copier=Copier(policy_of(path, "lru")), selector="predicted") as (executor, ffns):
-        assert neurons_inside.far(logits_of(executor, chunks), found[0]) <= (1e-3 if gates else 0.03)
+        assert neurons_inside.far(logits_of(executor, chunks), found[0]) <= allowed
         assert all(ffn.collect()["copied"] for ffn in ffns)
 
 
@@ -600,12 +612,13 @@ def test_neurons_inside_experts_that_move(gates: bool, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("gates", "selector"), [(True, "exact"), (False, "exact"), (False, "predicted")])
-def test_neurons_inside_experts_with_the_kernels_of_a_gpu(gates: bool, selector: str, tmp_path: Path) -> None:
-    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q5_0")
-    path, chunks = made, [33, 3, 1] if gates else [3, 1]
-    if selector == "predicted":
-        predicted_experts.give_plain_predictors(path)
+@pytest.mark.parametrize(
+    ("experts", "selector"),
+    [("gates", "exact"), ("plain", "exact"), ("plain", "predicted"), ("latents", "predicted")],
+)
+def test_neurons_inside_experts_with_the_kernels_of_a_gpu(experts: str, selector: str, tmp_path: Path) -> None:
+    gates = experts == "gates"
+    path, chunks = with_predictors(tmp_path, experts, "Q4_0" if gates else "Q5_0"), [33, 3, 1] if gates else [3, 1]
     with by_neuron(path, 0.5, selector=selector) as (executor, _):
         expected = logits_of(executor, chunks)
     gpu.force_triton(True)
@@ -648,26 +661,25 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
     assert held[1] - held[0] == LAYERS * 4 * (by[1] - each[1])
 
 
-@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.parametrize(("experts", "kind"), KINDS)
 @pytest.mark.usefixtures("device")
-def test_recordings_keep_what_a_predictor_has_made(gates: bool, tmp_path: Path) -> None:
+def test_recordings_keep_what_a_predictor_has_made(experts: str, kind: str, tmp_path: Path) -> None:
     """Host operators lie between a predictor and the experts that it selects for, and part the recordings there."""
-    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q8_0")
-    path = (predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors)(made)
+    path = with_predictors(tmp_path, experts, kind)
     with by_neuron(path, 0.5, selector="predicted") as (executor, _):
         eager = logits_of(executor, [1] * 6)
         executor.gpu.record(lambda run, state: run, calls=False)
         np.testing.assert_array_equal(logits_of(executor, [1] * 6), eager)
 
 
-@pytest.mark.parametrize("gates", [True, False])
+@pytest.mark.parametrize("experts", ["gates", "plain", "latents"])
 @pytest.mark.usefixtures("described")
 def test_a_plan_counts_predictors_inside_experts(
-    gates: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    experts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the device that has an expert lie its rows; what all share of a predictor is on both, and is read by each."""
-    made = neurons_inside.model(tmp_path, "Q4_0") if gates else neurons_inside.plain_model(tmp_path, "Q8_0")
-    path = (predicted_experts.give_predictors if gates else predicted_experts.give_plain_predictors)(made)
+    """On the device that has an expert lie its rows; what all share of a predictor is on both, and is read by each, but
+    of latents the GPU alone has it."""
+    path = with_predictors(tmp_path, experts, "Q4_0" if experts == "gates" else "Q8_0")
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="predicted"), open_checkpoint(path)
     model = checkpoint_model(checkpoint)
     layers, (layer, about) = len(model.config.experts), next(iter(model.config.experts.items()))
@@ -681,7 +693,8 @@ def test_a_plan_counts_predictors_inside_experts(
     slots = tuple(map(len, resolved.placement.experts))
     assert sum(slots) == layers * about.n_experts - 3
     cold = sum(slots[at] < about.n_experts for at in model.config.experts)
-    more = 3 * skipping.expert_bytes(layer)[1] + cold * inner.panels + 2 * resolved.placement.staging
+    of_cpu = 0 if about.latents else inner.panels
+    more = 3 * skipping.expert_bytes(layer)[1] + cold * of_cpu + 2 * resolved.placement.staging
     assert needs(resolved).ram == every.ram + more
     executor, sparsity = load_resolved(resolved, list)
     try:
@@ -702,7 +715,8 @@ def test_a_plan_counts_predictors_inside_experts(
         assert main(["plan", "-m", str(path), *flags]) == 0
         document = json.loads(capsys.readouterr().out.splitlines()[-1])
         said = any("select 1.5 times the neurons that fire" in one for one in document["assumed"])
-        assert said == (document["bytes"]["cpu"].get("predictor", 0) > 0) == (selector == "predicted")
+        held = sum(document["bytes"][device].get("predictor", 0) for device in ("gpu", "cpu"))
+        assert said == (held > 0) == (selector == "predicted")
 
 
 @pytest.mark.usefixtures("described")
@@ -845,11 +859,22 @@ def test_a_buffer_holds_whole_experts() -> None:
             assert len(sent) == len(parts)
 
 
+@pytest.mark.parametrize(("experts", "kind"), KINDS)
 @pytest.mark.usefixtures("device")
-def test_predictors_of_experts_of_latents_are_refused(tmp_path: Path) -> None:
-    path = predicted_experts.give_plain_predictors(neurons_inside.plain_model(tmp_path, "Q5_0", latents=32))
-    with (
-        pytest.raises(RequestError, match="beside a GPU not for experts of latents: use exact"),
-        by_neuron(path, 0.5, selector="predicted"),
-    ):
-        pass
+def test_calls_of_the_cpu_select_neurons(
+    experts: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits and the counts are those of a host that waits for the GPU."""
+    path, told = with_predictors(tmp_path, experts, kind), []
+    static_where_emulated(monkeypatch)
+    for calls in (True, False):
+        with by_neuron(path, 0.5, selector="predicted") as (executor, ffns):
+            executor.gpu.record(counting_recorder([]), calls=calls)
+            before = executor.gpu.link.calls.made
+            found = logits_of(executor, [1] * 4 + [3] * 2)
+            assert (executor.gpu.link.calls.made > before) == calls
+            report = ExpertSparsity(executor, ffns).report()
+            assert 0.3 < report["recall"] < 0.7 and 0.3 < report["candidate_fraction"] < 0.7
+            told.append((found, report))
+    for called, waited in zip(*told, strict=True):
+        np.testing.assert_equal(called, waited)

@@ -24,6 +24,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.predictor_file import PREDICTOR_TYPES, open_predictor, write_predictor
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+from powerinfer.formats.tensors import RawTensor
 from powerinfer.hybrid import in_ram as in_ram_module
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import needs
@@ -470,3 +471,33 @@ def test_files_of_other_layers(change: dict[str, Any], why: str, tmp_path: Path)
     describe(PreparedFile(PREDICTOR, open_checkpoint(path)), lambda description: description.update(change))
     with pytest.raises(ModelError, match=why):
         LLM(path, gpu="none", threads=1, selector="predicted")
+
+
+def test_a_predictor_is_given_what_its_first_matrix_makes(tmp_path: Path) -> None:
+    """Of experts of latents that a caller selects: candidates are those of the whole predictor."""
+    path = give_plain_predictors(plain_model(tmp_path, "F16", latents=32), threshold=3.0)
+    executor, checkpoint = opened(path), open_checkpoint(path)
+    one = open_predictor(checkpoint).layers[1]
+    rows = PLAIN_EXPERTS * FF
+    outer = RawTensor(one.outer.type, (rows, RANK), one.outer.rows()[:rows].reshape(-1))
+    up, down = (checkpoint.take(f"layers.1.experts_{part}") for part in ("up", "down"))
+    some = executor.expert_sum(1, [up, down], predicted=((one.predictor, None, outer), None))
+    rng = np.random.default_rng(4)
+    for tokens in (1, 5):
+        x, latents = (rng.standard_normal((tokens, width)).astype(np.float32) for width in (D, 32))
+        hidden = np.maximum(x @ one.inner.float32().T, 0)
+        selected, weights = np.tile(np.int32([1, 3]), (tokens, 1)), rng.random((tokens, 2), np.float32)
+        found = np.empty_like(latents)
+        assert some.sum(latents, selected, weights, found, hidden)
+        z = (hidden @ outer.float32().T).reshape(tokens, PLAIN_EXPERTS, FF)[:, [1, 3]]
+        h = np.maximum(np.einsum("enl,tl->ten", up.float32()[[1, 3]], latents), 0) ** 2 * (z >= 3.0)
+        expected = np.einsum("eln,ten,te->tl", down.float32()[[1, 3]], h, weights)
+        assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max() > 0
+    for wrong in (None, hidden[:2], hidden[:, 1:].copy()):
+        with pytest.raises(ValueError, match=r"what the predictor reads is missing|tokens, rank"):
+            some.sum(latents, selected, weights, found, wrong)
+    exact = whole(path, exact=True)
+    with pytest.raises(ValueError, match="of a predictor without its first matrix"):
+        exact.expert_sum(1, [up, down]).sum(latents, selected, weights, found, hidden)
+    for each in (executor, exact):
+        each.close()

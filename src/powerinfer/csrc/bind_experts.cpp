@@ -36,12 +36,22 @@ void check_selected(const Experts& experts, const Program& program, Ints2 select
     require(selected.data()[i] >= -1 && selected.data()[i] < experts.store().experts, "no such expert");
 }
 
-bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out) {
+// What a predictor reads that is given relu(inner . x).
+const float* hidden_of(const Experts& experts, size_t tokens, const std::optional<Floats2>& hidden) {
+  if (!hidden) return nullptr;
+  require(hidden->shape(0) == tokens && (int64_t)hidden->shape(1) == experts.store().hidden_width(),
+          "hidden must be [tokens, rank], of a predictor without its first matrix");
+  return hidden->data();
+}
+
+bool sum_experts(Experts& experts, Program& program, Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out,
+                 std::optional<Floats2> hidden) {
   check_expert_sum(experts, program, x, out);
   check_selected(experts, program, selected, weights);
   require(selected.shape(0) == x.shape(0), "selected and weights must be [tokens, top_k]");
+  const float* const of_predictor = hidden_of(experts, x.shape(0), hidden);
   nb::gil_scoped_release release;
-  return experts.sum(program, x.data(), (int64_t)x.shape(0), selected.data(), weights.data(), out.data());
+  return experts.sum(program, x.data(), (int64_t)x.shape(0), selected.data(), weights.data(), out.data(), of_predictor);
 }
 
 void order_experts(Experts& experts, Program& program, Ints2 selected, Floats2 weights) {
@@ -50,10 +60,11 @@ void order_experts(Experts& experts, Program& program, Ints2 selected, Floats2 w
   experts.order(program, (int64_t)selected.shape(0), selected.data(), weights.data());
 }
 
-bool sum_ordered_experts(Experts& experts, Program& program, Floats2 x, OutFloats2 out) {
+bool sum_ordered_experts(Experts& experts, Program& program, Floats2 x, OutFloats2 out, std::optional<Floats2> hidden) {
   check_expert_sum(experts, program, x, out);
+  const float* const of_predictor = hidden_of(experts, x.shape(0), hidden);
   nb::gil_scoped_release release;
-  return experts.sum_ordered(program, x.data(), (int64_t)x.shape(0), out.data());
+  return experts.sum_ordered(program, x.data(), (int64_t)x.shape(0), out.data(), of_predictor);
 }
 
 void fired_in_experts(const Experts& op, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
@@ -99,7 +110,8 @@ RestingExperts& resting_of(const Experts& op) {
 
 void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::shared_ptr<Experts> op, Program& program,
                       Floats2 x, Ints2 selected, Floats2 weights, OutFloats2 out, Ints places,
-                      nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tally, const std::string& part) {
+                      nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> tally, const std::string& part,
+                      std::optional<Floats2> hidden) {
   const char* const PARTS[] = {"all", "order", "sum_ordered"};
   const size_t tokens = x.shape(0), some = (size_t)op->router().spec.top_k, experts = places.shape(0);
   check_expert_sum(*op, program, x, out);
@@ -109,10 +121,11 @@ void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::s
   require(tally.shape(0) == experts + 1, "tally must be [experts + 1]");
   for (size_t i = 0; i < experts; i++)
     require(places.data()[i] >= -1 && places.data()[i] < op->store().experts, "no such expert");
+  const float* const of_predictor = hidden_of(*op, tokens, hidden);
   const auto own = (ExpertCall::Part)index_of(PARTS, 3, part, "part");
   new (call) ExpertCall(std::move(calls), std::move(op), program,
                         {x.data(), (int64_t)tokens, selected.data(), weights.data(), out.data(), (int64_t)experts,
-                         places.data(), tally.data()},
+                         places.data(), tally.data(), of_predictor},
                         own);
 }
 
@@ -241,15 +254,16 @@ void bind_experts(nb::module_& m) {
           },
           "Of experts on disk, not while a step runs: wanted, hits; guessed: read because they were expected;\n"
           "right: of these, needed; rows: bytes of rows of down that were read, of those told apart.")
-      .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a,
+      .def("sum", &sum_experts, "program"_a, "x"_a, "selected"_a, "weights"_a, "out"_a, "hidden"_a = nb::none(),
            "out = the weighted sum of each token's experts; x and out: [tokens, d_model].\n\n"
-           "selected, weights: [tokens, top_k]; -1 selects none. False where no expert is selected: out is zero, and\n"
-           "nothing was computed.")
+           "selected, weights: [tokens, top_k]; -1 selects none; hidden: [tokens, rank], for a predictor without its\n"
+           "first matrix. False where no expert is selected: out is zero, and nothing was computed.")
       .def("order", &order_experts, "program"_a, "selected"_a, "weights"_a,
            "The first part of `sum`, which does not need x; nothing else of the program may run before sum_ordered.")
       .def("fetch", &Experts::fetch, "program"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Between the two: read a part of the weights into the caches. False once they hold what they can.")
-      .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "The second part of `sum`.");
+      .def("sum_ordered", &sum_ordered_experts, "program"_a, "x"_a, "out"_a, "hidden"_a = nb::none(),
+           "The second part of `sum`.");
 }
 
 void bind_expert_call(nb::module_& m) {
@@ -262,8 +276,9 @@ void bind_expert_call(nb::module_& m) {
       "\"order\" and \"sum_ordered\" as of Experts, of which the first fetches, too.")
       .def("__init__", &make_expert_call, "calls"_a, "experts"_a, "program"_a, "x"_a.noconvert(),
            "selected"_a.noconvert(), "weights"_a.noconvert(), "out"_a.noconvert(), "places"_a.noconvert(),
-           "tally"_a.noconvert(), "part"_a, nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
-           nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>());
+           "tally"_a.noconvert(), "part"_a, "hidden"_a.noconvert() = nb::none(), nb::keep_alive<1, 4>(),
+           nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(),
+           nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 12>());
 }
 
 void bind_early_router(nb::module_& m) {

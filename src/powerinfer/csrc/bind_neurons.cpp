@@ -188,12 +188,12 @@ void bind_predictor(nb::module_& m) {
       m, "Predictor",
       "Predicts which neurons of an FFN fire: candidates are those with z >= threshold, or the `floor`\n"
       "largest where these are fewer; z = outer . relu(inner . x), x before the FFN's norm.\n\n"
-      "inner: [rank, d_model]; outer: [neurons, rank].")
-      .def(nb::init<std::shared_ptr<Matrix>, std::shared_ptr<Matrix>, float, int64_t>(), "inner"_a, "outer"_a,
+      "inner: [rank, d_model], None: it is given relu(inner . x); outer: [neurons, rank].")
+      .def(nb::init<std::shared_ptr<Matrix>, std::shared_ptr<Matrix>, float, int64_t>(), "inner"_a.none(), "outer"_a,
            "threshold"_a = 0.0f, "floor"_a = 0)
-      .def_prop_ro("inner_nbytes", [](const Predictor& p) { return p.in->bytes(); })
+      .def_prop_ro("inner_nbytes", [](const Predictor& p) { return p.in ? p.in->bytes() : 0; })
       .def_prop_ro("outer_nbytes", [](const Predictor& p) { return p.out->bytes(); })
-      .def_prop_ro("nbytes", [](const Predictor& p) { return p.in->bytes() + p.out->bytes(); });
+      .def_prop_ro("nbytes", [](const Predictor& p) { return (p.in ? p.in->bytes() : 0) + p.out->bytes(); });
 }
 
 void bind_dense_neurons(nb::module_& m) {

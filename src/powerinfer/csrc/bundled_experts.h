@@ -9,6 +9,7 @@ class BundledExperts : public ExpertStore {
   BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
   int forms(int64_t tokens) const override { return leaves_out(tokens) && predictor_ ? 0 : forms_; }
   bool leaves_out(int64_t tokens) const override { return !computes_whole_ && tokens <= PI_NEURON_TOKENS; }
+  int64_t hidden_width() const override { return predictor_ && !predictor_->in ? predictor_->rank() : 0; }
   void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const NeuronSum::Piece& piece,
                 int64_t top_k, const SharedExpert& shared, const Attempt& attempt) override;
   bool has_shared() const override { return shared_ > 0; }

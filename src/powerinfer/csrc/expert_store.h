@@ -107,6 +107,8 @@ class ExpertStore {
   // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`. x: what a predictor reads,
   // the input of the layer.
   virtual bool leaves_out(int64_t) const { return false; }
+  // Numbers of a token that a predictor reads in place of that input; 0: it reads the input, or there is none.
+  virtual int64_t hidden_width() const { return 0; }
   virtual void sum_some(Thread&, ExpertRows&, const PiActs*, const Rows& /*x*/, const NeuronSum::Piece&,
                         int64_t /*top_k*/, const SharedExpert&, const Attempt&) {}
   // Whether that is the sum of the shared expert, too.

@@ -60,7 +60,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");
     check(all.recall_every >= 0, "an interval is negative");
     if (all.predictor) {
-      all.predictor->check_sizes(sizes.d_model, b.neurons + bundled);
+      all.predictor->check_sizes(sizes.d_model, b.neurons + bundled, true);
       check(all.predictor->floor == 0, "a predictor of experts has no floor");
       workspace->reserve_lists(std::max(b.neurons, bundled), sizes.d_model, all.predictor->rank());
     }
@@ -139,7 +139,8 @@ static void check_shared_bundles(const Program& p, const ExpertMatrices& all, co
 std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec router, Norm norm) {
   check(router.top_k > 0, "a token needs experts");
   if (all.slots) check_router(router, all.experts);
-  check(!all.latent_in || (norm.w.empty() && !all.predictor), "latents have no norm, and no predictor reads them");
+  check(!all.latent_in || (norm.w.empty() && !(all.predictor && all.predictor->in)),
+        "latents have no norm, and no predictor reads them");
   check_norm(norm, sizes.d_model, "the norm of the experts' input");
   reserve_experts(all, router.top_k);
   all.latent_in = all.latent_out = nullptr;  // the caller multiplies with them
@@ -153,6 +154,7 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
                                           ExpertMatrices all, SharedExpert shared) {
   const int64_t n = all.experts, d = sizes.d_model;
   const int64_t of_shared = shared.neurons ? shared.neurons->neurons() : 0;
+  check(!all.predictor || all.predictor->in, "the predictor lacks its first matrix");
   reserve_experts(all, router.top_k, of_shared, shared.bundled ? of_shared : 0);
   check(!scores || (scores->rows == n && scores->k == d),
         "the router has another number of rows than there are experts");
@@ -308,14 +310,14 @@ void Experts::expect_guessed(ExpertRows& rows, int64_t tokens) {
 }
 
 bool Experts::sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights,
-                  float* out) {
+                  float* out, const float* hidden) {
   const auto prepare = [&] { order_rows(*program.expert_rows, tokens, selected, weights); };
   if (std::all_of(selected, selected + tokens * router_.spec.top_k, [](int32_t e) { return e < 0; })) {
     std::fill(out, out + tokens * store_->d_model, 0.0f);
     if (store_->resting()) workspace_->pool->between_jobs(prepare);  // none of those that were expected was needed
     return false;
   }
-  sum_rows(program, x, tokens, out, prepare);
+  sum_rows(program, x, tokens, out, hidden, prepare);
   return true;
 }
 
@@ -329,7 +331,7 @@ void Experts::order(Program& program, int64_t tokens, const int32_t* selected, c
   });
 }
 
-bool Experts::sum_ordered(Program& program, const float* x, int64_t tokens, float* out) {
+bool Experts::sum_ordered(Program& program, const float* x, int64_t tokens, float* out, const float* hidden) {
   ExpertRows& rows = *program.expert_rows;
   check(rows.ordered == this && rows.ordered_tokens == tokens, "the rows of these experts are not ordered");
   rows.ordered = nullptr;
@@ -337,7 +339,7 @@ bool Experts::sum_ordered(Program& program, const float* x, int64_t tokens, floa
     std::fill(out, out + tokens * store_->d_model, 0.0f);
     return false;
   }
-  sum_rows(program, x, tokens, out, [] {});
+  sum_rows(program, x, tokens, out, hidden, [] {});
   return true;
 }
 
@@ -371,7 +373,9 @@ bool Experts::fetch(Program& program) {
 }
 
 template <class P>
-void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare) {
+void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* out, const float* hidden, P prepare) {
+  const int64_t width = store_->hidden_width();
+  check(hidden || !width || !store_->leaves_out(tokens), "what the predictor reads is missing");
   Workspace& w = *program.workspace;
   ExpertRows& rows = *program.expert_rows;
   const int64_t d_model = store_->d_model;
@@ -387,8 +391,10 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     }
     const PiActs* acts = w.prepare(thread, in, spec_.norm, store_->forms(tokens));
     const auto attempt = [&](const auto& work) { return failure.attempt(work); };
-    if (store_->leaves_out(tokens))
-      return store_->sum_some(t, rows, acts, in, {in, spec_.norm, to, true}, router_.spec.top_k, shared_, attempt);
+    if (store_->leaves_out(tokens)) {
+      const Rows read = width ? Rows{hidden, width, width, tokens} : in;
+      return store_->sum_some(t, rows, acts, read, {in, spec_.norm, to, true}, router_.spec.top_k, shared_, attempt);
+    }
     store_->sum_tokens(t, rows, acts, tokens, nullptr, attempt);
     merge(t, rows, tokens, to);
   };

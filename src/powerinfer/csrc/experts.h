@@ -31,8 +31,10 @@ class Experts : public Op {
   void clear();
   // out [tokens, d_model] = the sum of experts that the caller selects, outside of a program's steps. selected, weights:
   // [tokens][top_k]; -1 selects none. Returns false where no expert is selected: out is zero, and no job was run.
+  // hidden: [tokens][rank] what a predictor without its first matrix reads, in steps that leave neurons out.
   // ReadError, here and of the parts, if experts could not be read from disk: out is void.
-  bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out);
+  bool sum(Program& program, const float* x, int64_t tokens, const int32_t* selected, const float* weights, float* out,
+           const float* hidden = nullptr);
   // The same in parts, for a selection that is known before x: `order`, which begins to read what rests on disk, then
   // `fetch` as often as there is time, then `sum_ordered`, with nothing else of the program in between. Without
   // `order`: std::invalid_argument.
@@ -40,7 +42,7 @@ class Experts : public Op {
   // Reads the next part of the weights that each thread multiplies first into the caches of its core. False once they
   // hold what they can, or all of it, and of experts on disk.
   bool fetch(Program& program);
-  bool sum_ordered(Program& program, const float* x, int64_t tokens, float* out);
+  bool sum_ordered(Program& program, const float* x, int64_t tokens, float* out, const float* hidden = nullptr);
   // Whether steps compute every neuron of the selected experts, where they could skip some.
   void set_whole(bool on);
   // Small steps begin to read what `router`, about that of `after`, whose experts rest on disk, would select of this one's
@@ -59,7 +61,7 @@ class Experts : public Op {
   int64_t shared_panels() const { return (shared_.neurons->neurons() + PI_LANES - 1) / PI_LANES; }
   void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights);
   template <class P>
-  void sum_rows(Program& program, const float* x, int64_t tokens, float* out, P prepare);
+  void sum_rows(Program& program, const float* x, int64_t tokens, float* out, const float* hidden, P prepare);
   void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to) const;
   void add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;

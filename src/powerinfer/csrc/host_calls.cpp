@@ -59,9 +59,9 @@ HostCall::Done HostCall::take() {
 void NeuronCall::write_zeros() noexcept { std::fill(out_, out_ + tokens_ * sum_->bundles->up.k, 0.0f); }
 
 bool ExpertCall::compute() {
-  if (part_ == SUM_ORDERED) return op_->sum_ordered(program_, a_.x, a_.tokens, a_.out);
+  if (part_ == SUM_ORDERED) return op_->sum_ordered(program_, a_.x, a_.tokens, a_.out, a_.hidden);
   select();
-  if (part_ == ALL) return op_->sum(program_, a_.x, a_.tokens, own_.data(), a_.weights, a_.out);
+  if (part_ == ALL) return op_->sum(program_, a_.x, a_.tokens, own_.data(), a_.weights, a_.out, a_.hidden);
   op_->order(program_, a_.tokens, own_.data(), a_.weights);
   while (op_->fetch(program_)) {}
   return false;

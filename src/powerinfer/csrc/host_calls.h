@@ -87,6 +87,7 @@ class ExpertCall : public HostCall {
     int64_t experts;        // of the layer
     const int32_t* places;  // [experts] the CPU's own number of each, -1: it does not have it
     int64_t* tally;         // [experts + 1] added to: tokens that select each; selections that the CPU does not have
+    const float* hidden;    // as of `Experts::sum`
   };
   ExpertCall(std::shared_ptr<HostCalls> all, std::shared_ptr<Experts> op, Program& program, const Arguments& arguments,
              Part part)

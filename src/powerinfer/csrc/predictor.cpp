@@ -12,8 +12,10 @@ Predictor::Predictor(std::shared_ptr<Matrix> in_, std::shared_ptr<Matrix> out_, 
       floor(floor_),
       above_(nextafterf(threshold_, -INFINITY)) {}
 
-void Predictor::check_sizes(int64_t d_model, int64_t neurons) const {
-  check(in->k == d_model && out->k == rank() && out->rows == neurons, "the predictor has another shape than the FFN");
+void Predictor::check_sizes(int64_t d_model, int64_t neurons, bool reads_hidden) const {
+  check(in || reads_hidden, "the predictor lacks its first matrix");
+  check((!in || (in->k == d_model && in->rows == rank())) && out->rows == neurons,
+        "the predictor has another shape than the FFN");
   check(floor >= 0, "the floor of a predictor is negative");
   check(rank() <= d_model, "the predictor's rank exceeds the width of the model");
 }
@@ -33,6 +35,7 @@ void Predictor::foresee(int thread, Workspace& w, const Rows& x) const {
 }
 
 const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
+  if (!in) return w.prepare(thread, x, {}, out->form());
   NeuronLists& s = w.lists();
   const PiActs* acts = w.prepare(thread, x, {}, in->form());
   const Columns inner(*in, *w.pool, thread);
@@ -45,7 +48,7 @@ const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
 
 const PiActs* Predictor::hidden(int thread, Workspace& w, int64_t tokens) const {
   const NeuronLists& s = w.lists();
-  return w.prepare(thread, {s.hidden.data(), s.ldr, in->rows, tokens}, {}, out->form());
+  return w.prepare(thread, {s.hidden.data(), s.ldr, rank(), tokens}, {}, out->form());
 }
 
 void Predictor::guess(int thread, Workspace& w, const Rows& x) const {

@@ -6,13 +6,13 @@
 #include "workspace.h"
 
 // z = out . relu(in . x), of the residual stream before the norm; neurons with z >= threshold are candidates, and if
-// these are fewer than `floor`, the `floor` largest.
+// these are fewer than `floor`, the `floor` largest. Without `in` what it reads is hidden already: relu(in . x).
 class Predictor {
  public:
   Predictor(std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out, float threshold, int64_t floor);
-  // std::invalid_argument if the sizes are not those of the layer.
-  void check_sizes(int64_t d_model, int64_t neurons) const;
-  int64_t rank() const { return in->rows; }
+  // std::invalid_argument if the sizes are not those of the layer. reads_hidden: whether it may be without `in`.
+  void check_sizes(int64_t d_model, int64_t neurons, bool reads_hidden = false) const;
+  int64_t rank() const { return out->k; }
 
   // For the threads of a job, and up to PI_NEURON_TOKENS tokens.
   // Each thread lists the candidates among its neurons; ends with a barrier.

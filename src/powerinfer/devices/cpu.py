@@ -38,7 +38,7 @@ from powerinfer.devices.cpu_experts import (
     shared_alone,
     shared_place,
 )
-from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Weights, pack
+from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Selecting, Weights, pack
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
@@ -133,10 +133,12 @@ class ExpertSum:
         by_neuron: ByNeuron | None = None,
         resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
         norm: _native.Norm | None = None,
+        rank: int = 0,
     ) -> None:
         """of_all: the experts of config, with these matrices; by_neuron: up and down, where they are no matrices;
         resting: where they are, what memory they have and how they are selected, where they rest on disk, and there are
-        no matrices; norm: of what they are given, which a predictor reads as it is."""
+        no matrices; norm: of what they are given, which a predictor reads as it is; rank: of a predictor without its
+        first matrix, 0: there is none."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
         router = _native.RouterSpec(config.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -145,6 +147,7 @@ class ExpertSum:
             self.nbytes += slots.slots * slots.slot_bytes
             self._reading = disk.reading
         self.by_neuron = by_neuron
+        self.rank = rank
         self._pool = pool
         self._program = program
         self._matrices = matrices
@@ -157,14 +160,22 @@ class ExpertSum:
         """Whether every neuron of the experts is computed, where those could be left out that do not fire."""
         self.op.set_whole(on)
 
-    def sum(self, x: Float32, selected: NDArray[np.int32], weights: Float32, out: Float32) -> bool:
+    def sum(
+        self,
+        x: Float32,
+        selected: NDArray[np.int32],
+        weights: Float32,
+        out: Float32,
+        hidden: Float32 | None = None,
+    ) -> bool:
         """out = the weighted sum of each token's experts; x and out float32 [T, d_model].
 
-        selected int32, weights float32 [T, top_k]; -1 selects none. False if no expert is selected: then out is zero,
-        and nothing was computed.
+        selected int32, weights float32 [T, top_k]; -1 selects none. hidden: float32 [T, rank], for a predictor without
+        its first matrix, in steps of few tokens. False if no expert is selected: then out is zero, and nothing was
+        computed.
         """
         with self._reading():
-            return self.op.sum(self._program, x, selected, weights, out)
+            return self.op.sum(self._program, x, selected, weights, out, hidden)
 
     def order(self, selected: NDArray[np.int32], weights: Float32) -> None:
         """The same in two parts: what does not need x, then, as the next call to any layer's experts, `sum_ordered`."""
@@ -176,10 +187,10 @@ class ExpertSum:
         threads' cores. False once they hold what they can."""
         return self.op.fetch(self._program)
 
-    def sum_ordered(self, x: Float32, out: Float32) -> bool:
+    def sum_ordered(self, x: Float32, out: Float32, hidden: Float32 | None = None) -> bool:
         """`sum` of the experts in `order`, of as many tokens. ValueError without it."""
         with self._reading():
-            return self.op.sum_ordered(self._program, x, out)
+            return self.op.sum_ordered(self._program, x, out, hidden)
 
     def calls(
         self, link: Link, tokens: int, places: NDArray[np.int32], tally: NDArray[np.int64], *, ahead: bool
@@ -192,7 +203,8 @@ class ExpertSum:
         """
         x, selected, weights, out = link.received_experts(tokens, self._top_k, self._latents)
         arguments = link.calls, self.op, self._program, x, selected, weights, out, places, tally
-        return tuple(_native.ExpertCall(*arguments, part) for part in (("order", "sum_ordered") if ahead else ("all",)))
+        parts, hidden = ("order", "sum_ordered") if ahead else ("all",), link.received_hidden(tokens, self.rank)
+        return tuple(_native.ExpertCall(*arguments, part, hidden) for part in parts)
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
@@ -651,11 +663,12 @@ class CpuExecutor:
         layer: int,
         experts: Iterable[RawTensor],
         biases: Sequence[Float32 | None] = (),
-        predicted: tuple[Weights, Float32] | None = None,
+        predicted: tuple[Selecting, Float32 | None] | None = None,
     ) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`. Experts of
         latents get latents, and their sum is one. predicted: what selects among the neurons of these experts, and the
-        weights of the norm of their input, which they then are given as it is before."""
+        weights of the norm of their input, which they then are given as it is before; of experts of latents without its
+        first matrix, for which they are given what that makes of the layer's input, and without norm."""
         config = self.config.layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         tensors = iter(experts)
@@ -667,7 +680,8 @@ class CpuExecutor:
             latents, stacked = self._latent_shapes(config), chain([first], tensors)
             of_some, gate, by_neuron = self._bundled_experts(subset, spec, stacked, weights, (), latents)
             gates, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
-            return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input)
+            rank = weights[2].shape[1] if weights is not None and weights[1] is None else 0
+            return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input, rank=rank)
         matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
         *gates, up, down = matrices
         more = _biases(config, biases) | self._latent_shapes(config)
@@ -715,7 +729,7 @@ class CpuExecutor:
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
-        weights: Weights | None,
+        weights: Selecting | None,
         shared: Sequence[RawTensor],
         latents: Mapping[str, _native.Matrix],
     ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
@@ -744,7 +758,7 @@ class CpuExecutor:
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
-        weights: Weights | None,
+        weights: Selecting | None,
     ) -> tuple[_native.Matrix | None, ByNeuron]:
         """Experts with gates, with a matrix of these, or in the bundles too where a predictor selects."""
         tensors, predictor = iter(experts), self.parts.predictor(weights)
@@ -780,7 +794,7 @@ class CpuExecutor:
         config: ExpertsConfig,
         spec: _native.NeuronSpec,
         experts: Iterable[RawTensor],
-        weights: Weights,
+        weights: Selecting,
         shared: Sequence[RawTensor],
     ) -> ByNeuron:
         """Experts without gates, up and down as bundles, among which a predictor selects. shared: matrices of a shared

@@ -24,6 +24,9 @@ Float32 = NDArray[np.float32]
 Weights = tuple["Predictor", RawTensor, RawTensor]
 """A layer's predictor with its matrices in [rank, d_model] and out [neurons, rank]."""
 
+Selecting = tuple["Predictor", RawTensor | None, RawTensor]
+"""The same; without `in` what it reads is relu(in . x)."""
+
 
 def pack(
     pool: _native.Pool, arena: _native.Arena, tensor: RawTensor, row_map: NDArray[np.int32] | None = None
@@ -109,12 +112,13 @@ class PartMaker:
         )
         return _native.NeuronSum(self._workspace, native, threshold, count_fired)
 
-    def predictor(self, weights: Weights | None) -> _native.Predictor | None:
+    def predictor(self, weights: Selecting | None) -> _native.Predictor | None:
         """The predictor that selects among all of a layer's neurons, of experts those of all of them."""
         if weights is None:
             return None
         config, inner, outer = weights
-        return _native.Predictor(self._pack(inner), self._pack(outer), config.threshold, config.floor)
+        of_input = None if inner is None else self._pack(inner)
+        return _native.Predictor(of_input, self._pack(outer), config.threshold, config.floor)
 
     def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
         config = self.config.layers[layer].neurons

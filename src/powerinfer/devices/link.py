@@ -23,7 +23,7 @@ EXPERT_BYTES = 8
 
 def link_bytes(max_tokens: int, config: ModelConfig) -> int:
     """Bytes of the buffers of a `Link` in RAM."""
-    return 2 * 4 * max_tokens * config.d_model + _selection_bytes(max_tokens, config)
+    return 2 * 4 * max_tokens * config.d_model + _selection_bytes(max_tokens, config) + _hidden_bytes(config)
 
 
 def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
@@ -32,6 +32,13 @@ def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
     neurons = min(max_tokens, NEURON_TOKENS) * max(config.ffn_sizes)
     experts = (one.ffn.router.top_k for one in config.layers if isinstance(one.ffn, ExpertsConfig))
     return max(neurons, max_tokens * EXPERT_BYTES * max(experts, default=0))
+
+
+def _hidden_bytes(config: ModelConfig) -> int:
+    """Bytes of what a predictor has made of the layer's input, where the CPU gets that no more, but latents: its rank
+    is at most the width of the layer."""
+    latents = any(one.latents for one in config.experts.values())
+    return 4 * NEURON_TOKENS * config.d_model if latents else 0
 
 
 class Link:
@@ -54,6 +61,7 @@ class Link:
         self._host = streams.pinned(nbytes, torch.uint8)
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = streams.pinned((max_tokens, d_model), torch.float32)
+        self._hidden = streams.pinned(_hidden_bytes(config), torch.uint8)
         self._came, self._selection_known = streams.event(), streams.event()
         self.calls = _native.HostCalls()
         self._streams, self._beside = streams, streams.stream()
@@ -63,7 +71,7 @@ class Link:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers in RAM."""
-        return int(self._host.nbytes + self._back.nbytes)
+        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes)
 
     @property
     def gpu_bytes(self) -> int:
@@ -105,9 +113,17 @@ class Link:
 
     def send_input(self, x: Tensor) -> None:
         """Send another input than `read`, float32 [tokens, width], at most as wide, to the CPU."""
+        self._send_rows(x, self._host)
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Send what a predictor has made of the layer's input, float32 [tokens, rank], to the CPU: for experts of
+        latents, of few tokens."""
+        self._send_rows(hidden, self._hidden)
+
+    def _send_rows(self, rows: Tensor, to: Tensor) -> None:
         import torch
 
-        self._host[: x.nbytes].copy_(x.contiguous().view(torch.uint8).view(-1), non_blocking=True)
+        to[: rows.nbytes].copy_(rows.contiguous().view(torch.uint8).view(-1), non_blocking=True)
 
     def add_back(self, x: Tensor) -> None:
         """x float32 [tokens, d_model] += the CPU's sums."""
@@ -215,3 +231,11 @@ class Link:
         if latents:
             x, out = (each.reshape(-1)[: tokens * latents].reshape(tokens, latents) for each in (x, out))
         return x, numbers.view(np.int32).reshape(shape), weights.view(np.float32).reshape(shape), out
+
+    def received_hidden(self, tokens: int, rank: int) -> Float32 | None:
+        """What a predictor of that rank has made of the layer's input, float32 [tokens, rank]; None: for no rank, and
+        for many tokens."""
+        if not rank or tokens > NEURON_TOKENS:
+            return None
+        received: Float32 = self._hidden.numpy()[: 4 * tokens * rank].view(np.float32).reshape(tokens, rank)
+        return received

@@ -7,7 +7,8 @@ types that the GPU lacks and converts, their weights by as much as Q8_0 rounds.
 A router that reads what the layer gets runs before attention, and the selection is sent ahead of the experts' input:
 the CPU orders its rows and fetches weights into its caches while attention runs.
 
-A predictor inside experts runs on each device, for the experts that this one has.
+A predictor inside experts runs on each device, for the experts that this one has. Where these read latents, which the
+GPU makes of the layer's input and sends in its place, it makes and sends what the predictor's first matrix gives, too.
 
 For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU from the model's file. Where
 RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and that
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
     from powerinfer import _native
     from powerinfer.devices.cpu_experts import ByNeuron
-    from powerinfer.devices.cpu_ffn import Weights
+    from powerinfer.devices.cpu_ffn import Selecting
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.kernels.gpu_types import Experts
@@ -186,7 +187,7 @@ class HybridExperts(HybridTerms):
         on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), hot)
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
-        self._predicted = False  # the CPU gets the layer's input before its norm
+        self._predicted = False  # the CPU gets the layer's input before its norm, or latents and what is hidden
         self._resting: Sequence[RestingTensor] = ()
         views: list[RawTensor] | None = None
 
@@ -250,8 +251,6 @@ class HybridExperts(HybridTerms):
         rank]; None: nothing selects. ModelError if its file has changed."""
         if self._predictors is None:
             return None
-        if self.config.latents:
-            raise RequestError("--selector predicted: beside a GPU not for experts of latents: use exact")
         settings, inner, outer = self._predictors(self.layer)
         n, size, rank = self.config.n_experts, self.config.size, outer.shape[1]
         return settings, inner, RawTensor(outer.type, (n, size, rank), outer.rows()[: n * size].reshape(-1))
@@ -267,17 +266,22 @@ class HybridExperts(HybridTerms):
 
     def _cpu_predictor(
         self, weights: ExpertWeights, on_cpu: Indices
-    ) -> tuple[Weights, NDArray[np.float32]] | None:
-        """The same of the CPU's experts, and the norm of their input."""
+    ) -> tuple[Selecting, NDArray[np.float32] | None] | None:
+        """The same of the CPU's experts, and the norm of their input; of experts of latents the GPU has what they
+        share, and there is no norm."""
         predictor = self._predictor()
         if predictor is None:
             return None
-        if weights.norm is None:
-            raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
         settings, inner, outer = predictor
         cold = _rows_of(outer, on_cpu)
         n, size, rank = cold.shape
-        return (settings, inner, RawTensor(outer.type, (n * size, rank), cold.data)), weights.norm
+        own = RawTensor(outer.type, (n * size, rank), cold.data)
+        if self.config.latents:
+            self._inner = self._inner or gpu.upload(inner, self._layers.device)
+            return (settings, None, own), None
+        if weights.norm is None:
+            raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
+        return (settings, inner, own), weights.norm
 
     def _publish(self) -> None:
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
@@ -456,6 +460,8 @@ class HybridExperts(HybridTerms):
             return
         assert step.read is not None
         self._link.send_input(step.x if self._latents is None else self._latents[0](step.read))
+        if self._predicted and self._latents is not None and step.hidden is not None:
+            self._link.send_hidden(step.hidden)
         if not self.config.early_router:
             self._link.send_experts(len(step.x), self.top_k)
 
@@ -494,13 +500,14 @@ class HybridExperts(HybridTerms):
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
+        hidden = None if self._gpu_part.predictor is None else step.hidden
         if self._latents is None:
-            hidden = None if self._gpu_part.predictor is None else step.hidden
             gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target, hidden)
             step.normed = None
         else:
             before, behind = self._latents
-            step.add_part(behind(gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing)))
+            part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, hidden=hidden)
+            step.add_part(behind(part))
 
     def _add_shared(self, step: Step) -> None:
         assert self._shared is not None and step.read is not None
@@ -537,6 +544,7 @@ class HybridExperts(HybridTerms):
         assert self._cpu_part is not None
         cpu, link, trace, tokens = self._cpu_part, self._link, self._layers.trace, len(step.x)
         x, experts, weights, out = link.received_experts(tokens, self.top_k, self.config.latents)
+        hidden = link.received_hidden(tokens, cpu.rank)
         # These are there once it was waited for.
         if self.config.early_router:
             with span(trace, "cpu", "wait for the selection", self.layer, "wait"):
@@ -549,10 +557,10 @@ class HybridExperts(HybridTerms):
         self._wait()
         with span(trace, "cpu", "cold experts", self.layer):
             if self.config.early_router:
-                job = cpu.sum_ordered(x, out)
+                job = cpu.sum_ordered(x, out, hidden)
             else:
                 places = self._places(experts)
-                job = cpu.sum(x, places, weights, out)
+                job = cpu.sum(x, places, weights, out, hidden)
         counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)
         self._count(counts, int((places < 0).sum()), tokens, 1, job, sparse=tokens <= NEURON_TOKENS)
         # A prompt selects nearly all. `static` has a copier in a trial alone, and costs there what it does without.

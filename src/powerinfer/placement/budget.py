@@ -218,10 +218,8 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
-    elif slots is not None and any(map(model.selects_on_gpu, range(layers))):
-        held["predictor"] = sum(
-            model.gpu_expert_predictor(layer, slots[layer]) for layer in range(layers) if model.selects_on_gpu(layer)
-        )
+    elif slots is not None and any(map(model.expert_predictor, range(layers))):
+        held["predictor"] = sum(model.gpu_expert_predictor(layer, slots[layer]) for layer in range(layers))
     kept = model.ffn if slots is None else model.beside
     whole = sum(_stored(kept[layer]) for layer in range(layers) if dense or model.whole_ffn(layer))
     if dense or whole:
@@ -262,7 +260,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         here = (model.n_experts[layer] - (0 if division.cached else slots[layer]) for layer in range(layers))
         cold = {layer: n for layer, n in enumerate(here) if n}
         held["experts"] = sum(n * model.expert_bytes(layer)[1] for layer, n in cold.items())
-        held["predictor"] += sum(_panels(model.expert_predictor(layer)[:1]) for layer in cold)
+        held["predictor"] += sum(_panels(model.ram_expert_predictor(layer)) for layer in cold)
     return held
 
 

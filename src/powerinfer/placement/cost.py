@@ -305,12 +305,13 @@ def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 
 
 
 def _experts_seconds(device: Device, model: Model, layer: int, batch: int, panels: bool) -> tuple[float, float]:
-    """The time that a step takes for all experts of a layer, and that for what it reads of a predictor whichever it
-    needs."""
+    """The time that a step takes for all experts of a layer beside a GPU, and that for what it reads of a predictor
+    whichever it needs."""
     predictor = model.expert_predictor(layer) if panels or model.selects_on_gpu(layer) else ()
     share = model.step_share(layer, batch) if panels or model.skips_on_gpu else 1.0
     seconds = share * matrix_seconds(device, model.experts[layer], panels)
-    return seconds + matrix_seconds(device, predictor[1:], panels), matrix_seconds(device, predictor[:1], panels)
+    first = model.ram_expert_predictor(layer) if panels else predictor[:1]
+    return seconds + matrix_seconds(device, predictor[1:], panels), matrix_seconds(device, first, panels)
 
 
 def expert_seconds(
@@ -328,7 +329,8 @@ def expert_seconds(
     (of_gpu, gpu_more), (of_cpu, cpu_more) = (
         _experts_seconds(device, model, layer, batch, device is cpu) for device in (gpu, cpu)
     )
-    on_gpu = beside + hot / n * of_gpu + (hot > 0) * gpu_more
+    hides = bool(model.config.experts[layer].latents)  # for the CPU's experts, too
+    on_gpu = beside + hot / n * of_gpu + ((hot > 0) | hides) * gpu_more
     on_cpu = cold / n * of_cpu + some_cold * (cpu_more + 1e-6 * cpu.op_us)
     return np.asarray(np.maximum(on_gpu, on_cpu + np.where(np.arange(n + 1) < n, sync, 0.0)))
 
@@ -357,7 +359,8 @@ def split_experts(
         if read is not None:
             n = model.n_experts[layer]
             of_gpu, more = _experts_seconds(gpu, model, layer, batch, False)
-            times[0, layer] += read.hot / n * of_gpu + (read.hot > 0) * more + 2e-6 * gpu.op_us
+            hides = read.hot > 0 or bool(model.config.experts[layer].latents)  # for the CPU's experts, too
+            times[0, layer] += read.hot / n * of_gpu + hides * more + 2e-6 * gpu.op_us
             of_cpu, more = _experts_seconds(cpu, model, layer, batch, True)
             times[1, layer] = read.cold / n * of_cpu + read.some_cold * (more + 1e-6 * cpu.op_us)
             times[2, layer] = sync if read.cold else 0.0

@@ -80,10 +80,10 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 13
+GPU_ACCOUNTING = 14
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
-RAM_ACCOUNTING = 2
+RAM_ACCOUNTING = 3
 """Incremented when bytes in RAM are counted differently."""
 
 POLICIES = ("time", "ilp", "greedy", "random")

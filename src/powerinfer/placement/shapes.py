@@ -150,11 +150,21 @@ class Model:
 
     def gpu_expert_predictor(self, layer: int, slots: int) -> int:
         """Bytes on a GPU of a layer's predictor among the neurons of that number of its experts, and of a shared one,
-        but for the rows that lie with the experts."""
-        inner, outer = self.expert_predictor(layer)
+        but for the rows that lie with the experts; 0 without one."""
+        predictor = self.expert_predictor(layer)
+        if not predictor:
+            return 0
+        inner, outer = predictor
         neurons, experts = self.neurons_inside(layer, True), self.config.experts[layer]
-        shared = neurons - experts.n_experts * experts.size
-        return inner.stored * (slots + shared > 0) + outer.stored * shared // neurons
+        shared = (neurons - experts.n_experts * experts.size) * self.selects_on_gpu(layer)
+        selects = self.selects_on_gpu(layer) and slots + shared > 0
+        hides = selects or (bool(experts.latents) and slots < experts.n_experts)
+        return inner.stored * hides + outer.stored * shared // neurons
+
+    def ram_expert_predictor(self, layer: int) -> tuple[Matrix, ...]:
+        """What the CPU has of it for experts of a layer that a GPU has, but for the rows that lie with them: nothing
+        where these read latents, for which the GPU computes that."""
+        return () if self.config.experts[layer].latents else self.expert_predictor(layer)[:1]
 
     def selects_on_gpu(self, layer: int) -> bool:
         """Whether a GPU has a predictor for its experts of a layer, which may be computed whole there."""
