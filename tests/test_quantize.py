@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from powerinfer.cli.main import main
 from powerinfer.errors import ModelError
 from powerinfer.formats import quantised_file
 from powerinfer.formats.gguf import read_gguf
+from powerinfer.formats.importance import read_importance
+from powerinfer.formats.mixes import MIXES, Matrices, fitting, target_types, wanted_types
 from powerinfer.formats.quant import block_type, dequantize
-from powerinfer.formats.quantised_file import MIXES, target_types
-from powerinfer.formats.scale_search import SEARCHED, searched
+from powerinfer.formats.quantised_file import gguf_original, write_quantised
+from powerinfer.formats.scale_search import SEARCHED, WRITTEN, searched
 from powerinfer.formats.weight_types import WEIGHT_TYPES
 from powerinfer.runtime.engine import LLM
 
@@ -138,41 +142,77 @@ def test_the_file_runs(type_name: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert all(len(text.token_ids) == 4 for text in texts)
 
 
-def test_types_of_tensors_are_those_of_llama_cpp(tmp_path: Path) -> None:
+def types_of(mix: str, names: dict[str, tuple[int, ...]], weighed: bool = False, **about: Any) -> dict[str, str]:
+    matrices = Matrices({f"{name}.weight": ("F32", shape) for name, shape in names.items()}, layers=8, **about)
+    types = target_types(matrices, wanted_types(matrices, MIXES[mix], weighed))
+    return {name.removesuffix(".weight"): kind for name, kind in types.items()}
+
+
+def test_types_of_tensors_are_those_of_llama_cpp() -> None:
     shapes = {"token_embd": (8, 512), "blk.0.ffn_gate_inp": (4, 512), "blk.0.ffn_down_exps": (4, 8, 96)}
     shapes |= {f"blk.{layer}.{name}": (8, 512) for layer in range(8) for name in ("attn_v", "attn_q", "ffn_down")}
     shapes |= {"blk.0.attn_output": (8, 30), "blk.0.attn_norm": (512,)}
-    builder = Builder().fields({"architecture": "llama"}, "general.")
-    for name, shape in shapes.items():
-        builder.tensor(f"{name}.weight", np.ones(shape, np.float32))
-    path = tmp_path / "a.gguf"
-    path.write_bytes(builder.encode())
-    types = target_types(read_gguf(path), MIXES["Q4_K_M"])
-    assert [types[f"blk.{layer}.attn_v.weight"] for layer in range(8)] == [
+    types = types_of("Q4_K_M", shapes)
+    assert [types[f"blk.{layer}.attn_v"] for layer in range(8)] == [
         "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K",
     ]  # fmt: skip
-    assert types["blk.3.ffn_down.weight"] == "Q6_K" and types["blk.3.attn_q.weight"] == "Q4_K"
-    assert types["token_embd.weight"] == "Q6_K", "it is the head, too"
-    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
-    assert types["blk.0.ffn_down_exps.weight"] == "Q8_0" and types["blk.0.attn_output.weight"] == "F16"
-    builder.tensor("output.weight", np.ones((8, 512), np.float32))
-    path.write_bytes(builder.encode())
-    types = target_types(read_gguf(path), MIXES["Q2_K"])
-    assert (types["output.weight"], types["token_embd.weight"]) == ("Q6_K", "Q2_K")
-    assert types["blk.0.ffn_down_exps.weight"] == "Q4_0"
+    assert types["blk.3.ffn_down"] == "Q6_K" and types["blk.3.attn_q"] == "Q4_K"
+    assert types["token_embd"] == "Q6_K", "it is the head, too"
+    assert types["blk.0.ffn_gate_inp"] == types["blk.0.attn_norm"] == "F32"
+    assert types["blk.0.ffn_down_exps"] == "Q8_0" and types["blk.0.attn_output"] == "F16"
+    types = types_of("Q2_K", shapes | {"output": (8, 512)})
+    assert (types["output"], types["token_embd"]) == ("Q6_K", "Q2_K")
+    assert types["blk.0.ffn_down_exps"] == "Q4_0"
+
+
+# What llama-quantize gives a model of 8 layers: values, down, attention's result, keys, each layer's where they differ.
+OF_LLAMA_CPP = (
+    ("Q2_K", {}, False, "Q3_K", "Q3_K", "Q3_K", "Q2_K"),
+    ("Q2_K", {"grouped": True}, False, "Q4_K", "Q3_K", "Q3_K", "Q2_K"),
+    ("Q3_K_M", {}, False, "Q5_K Q5_K" + 6 * " Q4_K", "Q4_K", "Q4_K", "Q3_K"),
+    ("Q3_K_L", {}, False, "Q5_K", "Q5_K", "Q5_K", "Q3_K"),
+    ("Q4_K_S", {}, False, 4 * "Q5_K " + "Q4_K Q4_K Q4_K Q4_K", "Q5_K" + 7 * " Q4_K", "Q4_K", "Q4_K"),
+    ("IQ4_XS", {}, False, "IQ4_XS", "Q5_K" + 7 * " IQ4_XS", "IQ4_XS", "IQ4_XS"),
+    ("IQ4_XS", {"grouped": True}, True, "Q5_K", "IQ4_XS", "IQ4_XS", "IQ4_XS"),
+    ("Q4_0", {}, True, "Q4_0", "Q4_1" + 7 * " Q4_0", "Q4_0", "Q4_0"),
+    ("Q3_K_S", {"experts": 8}, False, "Q8_0", "Q3_K", "Q5_K", "Q8_0"),
+    ("Q3_K_S", {"large": True}, False, "Q5_K", "Q3_K", "Q3_K", "Q3_K"),
+)
+
+
+@pytest.mark.parametrize(("mix", "about", "weighed", "value", "down", "out", "key"), OF_LLAMA_CPP)
+def test_mixes(mix: str, about: dict[str, Any], weighed: bool, value: str, down: str, out: str, key: str) -> None:
+    kinds = {"attn_v": value, "ffn_down": down, "attn_output": out, "attn_k": key}
+    names = {f"blk.{layer}.{kind}": (8, 512) for layer in range(8) for kind in kinds}
+    types = types_of(mix, names | {"output": (8, 512)}, weighed, **about)
+    for kind, expected in kinds.items():
+        of_layers = expected.split() if " " in expected else 8 * [expected]
+        assert [types[f"blk.{layer}.{kind}"] for layer in range(8)] == of_layers, kind
+
+
+def test_every_type_of_a_mix_can_be_written() -> None:
+    for name, mix in MIXES.items():
+        kinds = {mix.type, mix.head, mix.embedding, mix.experts, *(kind for _, kind, _ in mix.rules)} - {None}
+        kinds |= set((mix.eight or {}).values())
+        kinds |= {fitting(str(kind), cols) for kind in kinds for cols in (32, 30)}
+        assert kinds <= set(WRITTEN), name
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
     made.write_bytes(b"x")
     for args, says in (
-        ((source, "q4_k_x", "-o", made), "no type q4_k_x; did you mean Q4_K"),
-        ((source, "IQ2_XS", "-o", tmp_path / "c.gguf"), "there are F16, BF16, Q8_0"),
+        ((source, "q4_k_x", "-o", made), "no type Q4_K_X; did you mean Q4_K"),
+        ((source, "X", "-o", tmp_path / "c.gguf"), "there are F16, BF16, Q8_0"),
         ((source, "Q8_0"), "missing: -o/--out"),
         ((source, "Q8_0", "-o", made), "is there already; --force replaces it"),
         ((source, "Q8_0", "-o", source, "--force"), "is the model itself"),
         ((source, "Q8_0", "-o", tmp_path), "is a folder: --out"),
-        ((source, "Q3_K_M", "-o", made), "did you mean Q3_K?"),
+        ((source, "Q3_K_X", "-o", made), "did you mean Q3_K"),
+        ((source, "Q8_0", "-o", made, "--force", "--tensor-type", "x"), "give NAMES=TYPE"),
+        ((source, "Q8_0", "-o", made, "--force", "--tensor-type", "(=q4_0"), "no regular expression"),
+        ((source, "Q8_0", "-o", made, "--force", "--tensor-type", "attn=q4"), "no type q4; did you mean Q4_"),
+        ((source, "Q8_0", "-o", made, "--force", "--tensor-type", r"exps\.3=q4_0"), "has the experts of a layer in"),
         ((source, "Q8_0", "-o", tmp_path / "no" / "c.gguf"), "cannot write"),
         ((made, "Q8_0", "-o", tmp_path / "c.gguf"), "not a GGUF file"),
     ):
@@ -181,7 +221,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert says in err and err.count("\n") == 1, err
     assert made.read_bytes() == b"x"
     assert quantize(source, "Q8_0", "-o", made, "--force") == 0
-    assert quantize(made, "Q8_0", "-o", tmp_path / "c.gguf") == 2 and "is Q8_0 already" in capsys.readouterr().err
+    assert quantize(made, "Q8_0", "-o", tmp_path / "c.gguf") == 2 and "is that already" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
 
 
@@ -205,20 +245,43 @@ def test_what_is_not_a_file_is_not_replaced(tmp_path: Path, capsys: pytest.Captu
     assert "is not a file: --out" in capsys.readouterr().err and pipe.is_fifo()
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write(tmp_path / "a.gguf")
+def test_an_interrupted_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
+    assert quantize(source, "Q4_0", "-o", tmp_path / "c.gguf") == 0
     calls: list[str] = []
 
     def stopped(values: np.ndarray, type_name: str, importance: None) -> np.ndarray:
         calls.append(type_name)
-        if len(calls) == 3:
-            assert list(tmp_path.glob("b.gguf.*.part"))
+        if len(calls) == 4:
             raise KeyboardInterrupt
         return searched(values, type_name)
 
-    monkeypatch.setattr(quantised_file, "searched", stopped)
-    assert quantize(source, "Q4_0", "-o", tmp_path / "b.gguf") == 130
-    assert len(calls) >= 3 and [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+    for type_name in ("Q8_0", "Q4_0"):  # what the second run finds is of another result, and goes
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(quantised_file, "searched", stopped)
+            assert quantize(source, type_name, "-o", made) == 130
+        (part,) = tmp_path.glob("b.gguf.*.part")
+        assert not made.exists() and part.read_bytes()[:4] == b"PART"
+        capsys.readouterr()
+    assert quantize(source, "Q4_0", "-o", made, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["resumed"] >= 3
+    assert made.read_bytes() == (tmp_path / "c.gguf").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "c.gguf"]
+
+
+def test_what_another_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original = gguf_original(read_gguf(write(tmp_path / "a.gguf")))
+    types = target_types(original.matrices, wanted_types(original.matrices, MIXES["Q4_0"]))
+
+    def meanwhile(*_: object) -> None:
+        assert quantize(tmp_path / "a.gguf", "Q4_0", "-o", tmp_path / "b.gguf") == 1
+        assert "another process is writing" in capsys.readouterr().err
+
+    write_quantised(original, types, 2, tmp_path / "b.gguf", 1, progress=meanwhile)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
 
 
 def imatrix(path: Path, **changes: np.ndarray) -> Path:
@@ -249,11 +312,15 @@ def test_an_imatrix_of_experts_has_a_row_for_each(tmp_path: Path) -> None:
     gguf = read_gguf(builder.write(tmp_path / "a.gguf"))
     sums = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
     counts = np.array([[1], [0], [2]], np.float32)
-    read = quantised_file.read_importance(imatrix(tmp_path / "i.gguf", in_sum2=sums, counts=counts), gguf)
-    rows = read.rows("blk.0.ffn_up.weight", gguf.tensors["blk.0.ffn_up.weight"], 4, 11)
+    shape = gguf.tensors["blk.0.ffn_up.weight"].shape
+    path = imatrix(tmp_path / "i.gguf", in_sum2=sums, counts=counts)
+    read = read_importance(path, {"blk.0.ffn_up.weight": shape}, gguf.path)
+    rows = read.rows("blk.0.ffn_up.weight", shape, 4, 11)
     assert rows is not None and rows.shape == (7, 64)
     assert np.array_equal(rows[0], sums[0]) and (rows[1:6] == 1).all() and np.array_equal(rows[6], sums[2] / 2)
-    assert read.rows("blk.1.ffn_up.weight", gguf.tensors["blk.0.ffn_up.weight"], 0, 1) is None
+    assert read.rows("blk.1.ffn_up.weight", shape, 0, 1) is None
+    shares = read.shares("blk.0.ffn_up.weight", shape)
+    assert shares is not None and np.allclose(shares, [1, 0, 2])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +330,7 @@ def test_an_imatrix_of_experts_has_a_row_for_each(tmp_path: Path) -> None:
         ({"in_sum2": np.ones((2, 64), np.float32)}, "made of another model"),
         ({"counts": np.ones((2, 1), np.float32)}, "made of another model"),
         ({"in_sum2": np.full((1, 64), np.nan, np.float32)}, "infinite, below 0 or no numbers"),
-        ({"counts": np.full((1, 1), -1, np.float32)}, "infinite, below 0 or no numbers"),
+        ({"counts": np.full((1, 1), -1, np.float32)}, "holds counts below 0"),
     ],
 )
 def test_an_imatrix_that_is_wrong(
@@ -274,3 +341,50 @@ def test_an_imatrix_that_is_wrong(
     assert says in capsys.readouterr().err and not made.exists()
     assert quantize(source, "Q4_0", "-o", made, "--imatrix", source) == 2
     assert "is not an imatrix file" in capsys.readouterr().err and not made.exists()
+
+
+def old_imatrix(path: Path, name: str, values: np.ndarray, calls: int = 4) -> Path:
+    """The form before GGUF: mean squares times calls."""
+    head = struct.pack("<ii", 1, len(name)) + name.encode() + struct.pack("<ii", calls, values.size)
+    path.write_bytes(head + (values * calls).astype("<f4").tobytes() + struct.pack("<i", 1))
+    return path
+
+
+def test_an_imatrix_of_the_old_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, name = write(tmp_path / "a.gguf"), "blk.0.ffn_up.weight"
+    means = np.where(np.arange(64) % 4 == 0, 100, 1).astype(np.float32)
+    old = old_imatrix(tmp_path / "i.dat", name, means)
+    for number, file in enumerate((old, imatrix(tmp_path / "i.gguf"))):
+        assert quantize(source, "Q4_0", "-o", tmp_path / f"{number}.gguf", "--imatrix", file) == 0
+    first, second = (read_gguf(tmp_path / f"{number}.gguf").tensors[name] for number in range(2))
+    assert np.array_equal(first.data, second.data)
+    whole = old.read_bytes()
+    for data, says in ((whole[:-40], "cut short"), (whole[:3], "truncated"), (b"\xff" * 40, "is not an imatrix file")):
+        old.write_bytes(data)
+        assert quantize(source, "Q4_0", "-o", tmp_path / "x.gguf", "--imatrix", old) == 2
+        assert says in capsys.readouterr().err
+    old_imatrix(old, name, means[:-1])
+    assert quantize(source, "Q4_0", "-o", tmp_path / "x.gguf", "--imatrix", old) == 2
+    assert "does not suit the model's tensor" in capsys.readouterr().err
+
+
+def test_types_of_chosen_matrices(tmp_path: Path) -> None:
+    source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
+    chosen = ("--tensor-type", r"blk\.1\..*ffn_up=q8_0", "--tensor-type", "ffn=q5_0")
+    assert quantize(source, "Q4_0", "-o", made, "--pure", *chosen) == 0
+    types = {name: tensor.type for name, tensor in read_gguf(made).tensors.items()}
+    assert (types["blk.0.ffn_up.weight"], types["blk.1.ffn_up.weight"]) == ("Q5_0", "Q8_0")
+    assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == "Q4_0"
+
+
+def test_a_small_model_is_not_downloaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert quantize("qwen3-0.6b", "q4_0", "-o", tmp_path / "a.gguf") == 2
+    assert "is not downloaded; `powerinfer pull" in capsys.readouterr().err
+
+
+def test_a_larger_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "a.gguf")
+    assert quantize(source, "Q4_0", "-o", tmp_path / "b.gguf") == 0
+    assert "larger" not in capsys.readouterr().err
+    assert quantize(tmp_path / "b.gguf", "Q8_0", "-o", tmp_path / "c.gguf") == 0
+    assert "the file is larger than the model" in capsys.readouterr().err

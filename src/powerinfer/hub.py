@@ -101,11 +101,13 @@ def resolve_model(
     say: Say = silent,
     agree: Callable[[str], bool] | None = None,
     progress: Progress = silent,
+    fetch_pinned: bool = True,
 ) -> Path:
     """The path of a model that is ready to open: a GGUF file or a folder.
 
-    The default model (None) and other pinned ones are downloaded if they are missing. Another one, gigabytes, only if
-    `agree(question)` says so. RequestError if there is no such model, or it must be pulled first.
+    The default model (None) and other pinned ones are downloaded if they are missing, unless not to be fetched. Another
+    one, gigabytes, only if `agree(question)` says so. RequestError if there is no such model, or it must be pulled
+    first.
     """
     if name_or_path is None:
         return _opened(pull_default(say, progress))
@@ -119,6 +121,8 @@ def resolve_model(
     if stored is not None:
         return _opened(stored)
     pinned = _pinned(name)
+    if pinned is not None and not fetch_pinned:
+        raise RequestError(f"{name} is not downloaded; `powerinfer pull {name}` fetches it")
     if pinned is not None:
         return pull_pinned(pinned, say, progress).path
     if name.lower() in cloned_models():

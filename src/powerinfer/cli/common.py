@@ -494,13 +494,14 @@ def shown_name(model: str | None, path: Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def model_path(model: str | None, out: Output) -> Path:
-    """The path of a model (-m), downloaded if it is a small one or the user agrees, with progress on stderr."""
+def model_path(model: str | None, out: Output, fetch_pinned: bool = True) -> Path:
+    """The path of a model (-m), downloaded if it is a small one, unless not to be fetched, or the user agrees, with
+    progress on stderr."""
     from powerinfer.cli.progress import Bar
     from powerinfer.hub import resolve_model
 
     with Bar() as bar:
-        return resolve_model(model, say=out.note, agree=agreed, progress=bar)
+        return resolve_model(model, say=out.note, agree=agreed, progress=bar, fetch_pinned=fetch_pinned)
 
 
 def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent) -> Checkpoint:

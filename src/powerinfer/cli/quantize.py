@@ -1,29 +1,40 @@
 """Make a GGUF file of a model whose matrices have another type, mostly a smaller one.
 
-Of each block of weights many scales are tried, and those with the least squared error are kept. Embeddings, the head,
-norms and routers get the types that llama.cpp gives them, and its programs load the file. Q4_K_M and Q5_K_M are mixes:
-Q6_K where most depends on a matrix. The file appears when it is complete; the model is not changed.
+Of each block of weights many scales are tried, and those with the least squared error are kept. TYPE is one of
+llama.cpp's mixes of types: what most depends on gets a better one, and its programs load the file. The file appears
+when it is complete; after Ctrl-C the same command goes on where it was. The model is not changed.
 
 JSON: path, bytes, type, types (how many tensors have each), narrow (matrices whose rows are no whole blocks of the
-type, so that they have another), source_bytes, seconds.
+type, so that they have another), resumed (tensors that an interrupted run wrote), source_bytes, seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_path
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
 
+if TYPE_CHECKING:
+    from powerinfer.formats.mixes import Mix
+    from powerinfer.formats.quantised_file import Original
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file or name of a model")
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, Hugging Face folder or name of a model")
     parser.add_argument("type", metavar="TYPE", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all")
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the GGUF file to write")
+    parser.add_argument("--pure", action="store_true", help="the type alone, of all matrices")
     parser.add_argument(
-        "--imatrix", metavar="FILE", help="GGUF file of llama-imatrix: errors weigh more where inputs are larger"
+        "--tensor-type", metavar="NAMES=TYPE", action="append", default=[],
+        help="type of the matrices in whose names a regular expression is found, such as 'blk\\.[0-3]\\.=q6_k'; may be "
+        "repeated, the first that fits counts",
+    )  # fmt: skip
+    parser.add_argument(
+        "--imatrix", metavar="FILE", help="file of llama-imatrix: errors weigh more where inputs are larger"
     )
     parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
     config_flags(parser, EngineConfig, "engine", only=("threads",))
@@ -33,37 +44,81 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     import time
 
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.gguf import read_gguf
-    from powerinfer.formats.quantised_file import MIXES, read_importance, write_quantised
+    from powerinfer.formats.importance import read_importance
+    from powerinfer.formats.mixes import target_types, wanted_types, with_chosen
+    from powerinfer.formats.quantised_file import write_quantised
     from powerinfer.system import usable_cores
 
-    type_name = args.type.upper()
-    if type_name not in MIXES:
-        base, size = type_name[:-2], type_name[-2:]
-        names = [base] if size in ("_S", "_M", "_L") and base in MIXES else MIXES
-        raise RequestError(f"no type {args.type}{did_you_mean(type_name, names)}; there are {', '.join(MIXES)}")
+    name = args.type.upper()
+    mix, chosen = _mix(name, args.pure), [_chosen(text) for text in args.tensor_type]
     target = Path(args.out).expanduser()
-    source = model_path(args.model, out)
+    original = _original(model_path(args.model, out, fetch_pinned=False))
+    _check_target(target, [file.path for file in original.files], args.force)
+    importance = None
+    if args.imatrix is not None:
+        importance = read_importance(Path(args.imatrix).expanduser(), original.shapes, original.path)
+    matrices = original.matrices
+    wanted = with_chosen(matrices, wanted_types(matrices, mix, importance is not None), chosen)
+    types = target_types(matrices, wanted)
+    begin = time.monotonic()
+    threads = config_from(args, EngineConfig).threads or usable_cores()[0]
+    with Bar() as bar:
+        result = write_quantised(original, types, mix.number, target, threads, importance, bar)
+    seconds, narrow = time.monotonic() - begin, sum(types[one] != wanted[one] for one in types)
+    if narrow:
+        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {name}'s")
+    if result.resumed:
+        out.note(f"{result.resumed} tensors are of the run that was interrupted")
+    if result.nbytes > original.nbytes:
+        out.note(f"the file is larger than the model: nothing is gained over the {original.nbytes / 1e6:,.1f} MB")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
+    sizes = f"{result.nbytes / 1e6:,.1f} MB from {original.nbytes / 1e6:,.1f} MB"
+    out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
+    document = {"path": str(result.path), "bytes": result.nbytes, "type": name, "types": result.types}
+    document |= {"narrow": narrow, "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
+    out.document(document)
+    return 0
+
+
+def _mix(name: str, pure: bool) -> Mix:
+    from powerinfer.formats.mixes import ALIASES, MIXES, find_mix
+
+    try:
+        return find_mix(name, pure)
+    except KeyError:
+        names = ", ".join(MIXES)
+        raise RequestError(f"no type {name}{did_you_mean(name, (*MIXES, *ALIASES))}; there are {names}") from None
+
+
+def _chosen(text: str) -> tuple[str, str]:
+    """(regular expression, type) of a --tensor-type."""
+    import re
+
+    from powerinfer.formats.scale_search import WRITTEN
+
+    pattern, _, kind = text.rpartition("=")
+    if not pattern:
+        raise RequestError(f"--tensor-type {text}: give NAMES=TYPE, such as 'ffn_down=q6_k'")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RequestError(f"--tensor-type {text}: {pattern} is no regular expression: {error}") from None
+    if kind.upper() not in WRITTEN:
+        near = did_you_mean(kind.upper(), WRITTEN)
+        raise RequestError(f"--tensor-type {text}: no type {kind}{near}; there are {', '.join(WRITTEN)}")
+    return pattern, kind.upper()
+
+
+def _original(source: Path) -> Original:
+    from powerinfer.formats.gguf import read_gguf
+    from powerinfer.formats.quantised_file import gguf_original
+
     if source.is_dir():
         raise RequestError(f"{source} is a folder: quantize takes GGUF files")
     gguf = read_gguf(source)
     if gguf.magic != "GGUF":
         raise RequestError(f"{source} is a file of PowerInfer's own form: quantize takes GGUF files")
-    _check_target(target, [file.path for file in gguf.files], args.force)
-    importance = None if args.imatrix is None else read_importance(Path(args.imatrix).expanduser(), gguf)
-    begin = time.monotonic()
-    threads = config_from(args, EngineConfig).threads or usable_cores()[0]
-    with Bar() as bar:
-        result = write_quantised(gguf, type_name, target, threads, importance, bar)
-    seconds, before = time.monotonic() - begin, sum(file.size for file in gguf.files)
-    if result.narrow:
-        out.note(f"{result.narrow} matrices have another type: their rows are not whole blocks of {type_name}'s")
-    kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
-    sizes = f"{result.nbytes / 1e6:,.1f} MB from {before / 1e6:,.1f} MB"
-    out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
-    document = {"path": str(result.path), "bytes": result.nbytes, "type": type_name, "types": result.types}
-    out.document(document | {"narrow": result.narrow, "source_bytes": before, "seconds": seconds})
-    return 0
+    return gguf_original(gguf)
 
 
 def _check_target(target: Path, sources: list[Path], force: bool) -> None:

@@ -452,6 +452,9 @@ _WRITERS: dict[str, Callable[[Float32, Weights], Bytes]] = {
 SEARCHED = tuple(_WRITERS)
 """The types whose scales are searched."""
 
+WRITTEN = ("F32", "F16", "BF16", *SEARCHED)
+"""The types that matrices can have."""
+
 
 def searched(values: Float32, type_name: str, importance: Weights = None) -> Bytes:
     """Rows in a type: float32 [rows, cols] -> uint8 [rows, row_bytes], the squared error as small as the search finds.
