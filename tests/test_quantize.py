@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import gguf_name, tiny_gguf, weights
+from model_files import gguf_name, plain_folder, tiny_folder, tiny_gguf, weights
 
 from benchmarks.models.gguf_writer import Builder
+from benchmarks.models.vocabulary import write_tokenizer_files
 from powerinfer.cli.main import main
 from powerinfer.errors import ModelError
 from powerinfer.formats import quantised_file
+from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import read_gguf
 from powerinfer.formats.importance import read_importance
 from powerinfer.formats.mixes import MIXES, Matrices, fitting, target_types, wanted_types
@@ -24,6 +26,7 @@ from powerinfer.formats.quantised_file import gguf_original, write_quantised
 from powerinfer.formats.scale_search import SEARCHED, WRITTEN, searched
 from powerinfer.formats.weight_types import WEIGHT_TYPES
 from powerinfer.runtime.engine import LLM
+from powerinfer.text.model_text import tokenizer_of
 
 # Of types whose scales are numbers of parts of a block, too: elements of a part, the numbers of codes from lowest to
 # highest (with a minimum: from 0), the largest of the parts' whole numbers.
@@ -388,3 +391,64 @@ def test_a_larger_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "larger" not in capsys.readouterr().err
     assert quantize(tmp_path / "b.gguf", "Q8_0", "-o", tmp_path / "c.gguf") == 0
     assert "the file is larger than the model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_folder(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers as the folder's; llama's q and k have another order of rows in a GGUF file."""
+    monkeypatch.setattr("model_files.VOCAB", 1200)
+    folder, made = tiny_folder(tmp_path / "a", architecture, dtype="BF16"), tmp_path / "b.gguf"
+    write_tokenizer_files(folder, 1200)
+    assert quantize(folder, "bf16", "-o", made) == 0
+    texts = []
+    for path in (folder, made):
+        with LLM(path, threads=1) as llm:
+            texts.append(llm.generate("abc", llm.default_params(temperature=0.0, max_tokens=12)))
+    assert texts[0].token_ids == texts[1].token_ids and len(set(texts[0].token_ids)) > 4
+    for path, name in ((folder, "c.gguf"), (made, "d.gguf")):
+        assert quantize(path, "q4_0", "-o", tmp_path / name) == 0
+    direct, twice = (read_gguf(tmp_path / name).tensors for name in ("c.gguf", "d.gguf"))
+    assert direct.keys() == twice.keys()
+    assert all(np.array_equal(direct[name].data, twice[name].data) for name in direct)
+
+
+def test_a_folder_that_gguf_cannot_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, says in (
+        (tiny_folder(tmp_path / "a"), "has no tokenizer.json"),
+        (plain_folder(tmp_path / "b", "opt"), "models of opt are not written so"),
+    ):
+        assert quantize(folder, "q4_0", "-o", tmp_path / "c.gguf") == 2
+        err = capsys.readouterr().err
+        assert says in err and err.count("\n") == 1
+    assert not (tmp_path / "c.gguf").exists()
+
+
+def test_importance_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's is computed by hand; experts count the tokens that they got."""
+    monkeypatch.setattr("model_files.VOCAB", 1200)
+    folder, saved = tiny_folder(tmp_path / "a", dtype="BF16"), tmp_path / "i.gguf"
+    write_tokenizer_files(folder, 1200)
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh " * 300)
+    made = (tmp_path / name for name in ("b.gguf", "c.gguf", "d.gguf"))
+    direct, again, even = made
+    assert quantize(folder, "q4_0", "-o", direct, "--corpus", text, "--save-imatrix", saved, "--tokens", "512") == 0
+    assert quantize(folder, "q4_0", "-o", again, "--imatrix", saved) == 0
+    assert quantize(folder, "q4_0", "-o", even) == 0
+    tensors = [read_gguf(path).tensors for path in (direct, again, even)]
+    assert all(np.array_equal(tensors[0][name].data, tensors[1][name].data) for name in tensors[0])
+    for kind in ("attn_q", "attn_output", "ffn_up", "ffn_down"):
+        name = f"blk.1.{kind}.weight"
+        assert not np.array_equal(tensors[0][name].data, tensors[2][name].data), name
+    checkpoint = open_checkpoint(folder)
+    ids = tokenizer_of(checkpoint).encode(text.read_text())[: len(counts_of(saved, "attn_q"))]
+    x = checkpoint.take("embed").float32()[ids]
+    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + checkpoint.config.norm_eps)
+    expected = ((x * checkpoint.take("layers.0.attn_norm").float32()) ** 2).sum(axis=0)
+    found = read_gguf(saved).tensors["blk.0.attn_q.weight.in_sum2"].float32()
+    assert np.allclose(found[0], expected, rtol=1e-4)
+
+
+def counts_of(path: Path, kind: str) -> range:
+    """As many as the tokens that a matrix of the first layer got."""
+    return range(int(read_gguf(path).tensors[f"blk.0.{kind}.weight.counts"].float32().item()))

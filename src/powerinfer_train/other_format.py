@@ -8,18 +8,20 @@ that the known ways of splitting words (`tokenizer.ggml.pre`) split differently,
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from powerinfer.config import AttentionConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.quant import Float32
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.prepare.corpus import open_corpora
 from powerinfer.text.tokenizer import Tokenizer
 from powerinfer_train.recipes import StoredTypes
+
+Rows = TypeVar("Rows", Float32, Bytes)
 
 PROBE = (
     "I'm, we'LL; don't've 3 33 333 3333 3.14\n\n \n\t\t x  y   z    \r\n  \u3000end ~!@#$%^&*()_+-=[]{}|;':\",./<>?\n\n"
@@ -58,9 +60,9 @@ class OtherFormat:
     def _refused(self, reason: str) -> RequestError:
         return RequestError(f"--format {self.form}, {self._path}: {reason}; --format same writes a {self.stays}")
 
-    def reordered(self, canonical: str, values: Float32) -> Float32:
-        """A tensor with its rows in the order of the other format: of Llama's q and k the two rows of a pair that is
-        rotated are neighbours in a GGUF file, and half a head apart in a folder."""
+    def reordered(self, canonical: str, values: Rows) -> Rows:
+        """A tensor, or its rows as bytes, with the rows in the order of the other format: of Llama's q and k the two
+        rows of a pair that is rotated are neighbours in a GGUF file, and half a head apart in a folder."""
         part = canonical.rpartition(".")[2].removesuffix("_bias")
         if "llama" not in (self.architecture, self.config.architecture) or part not in ("q", "k"):
             return values
@@ -69,7 +71,8 @@ class OtherFormat:
         heads = attention.n_heads if part == "q" else attention.n_kv_heads
         half = attention.head_dim // 2
         pairs = (half, 2) if attention.rope.interleaved else (2, half)
-        return values.reshape(heads, *pairs, -1).swapaxes(1, 2).reshape(values.shape)
+        turned: Rows = values.reshape(heads, *pairs, -1).swapaxes(1, 2).reshape(values.shape)
+        return turned
 
     def _check_config(self, read: ModelConfig) -> None:
         """RequestError unless the configuration, as it is read from what was made, is the model's."""

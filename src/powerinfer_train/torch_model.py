@@ -264,6 +264,13 @@ class TorchModel:
 
     def states(self, tokens: Tensor, observe: Observer | None = None) -> Tensor:
         """int64 [batch, tokens] -> what the head reads, float32 [batch, tokens, width]."""
+        x = self.enter(tokens)
+        for layer in range(self.config.n_layers):
+            x = self._layer(x, layer, observe)
+        return self.leave(x)
+
+    def enter(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, tokens] -> what the first layer reads, float32 [batch, tokens, d_model]."""
         config = self.config
         x = functional.embedding(tokens, self.weights["embed"]).float()
         if config.embedding_scale != 1:
@@ -272,10 +279,12 @@ class TorchModel:
             x = self.linear(x, "project_in").float()
         if config.positions == "learned":
             x = x + self.weights["positions"][config.position_offset :][: tokens.shape[1]]
-        for layer in range(config.n_layers):
-            x = self._layer(x, layer, observe)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the last layer gives -> what the head reads."""
         x = self._norm(x, "final_norm")
-        return self.linear(x, "project_out").float() if config.embed_dim else x
+        return self.linear(x, "project_out").float() if self.config.embed_dim else x
 
     def _layer(self, x: Tensor, layer: int, observe: Observer | None) -> Tensor:
         config, name, scale = self.config.layers[layer], f"layers.{layer}.", self.config.residual_scale

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_path
 from powerinfer.config import EngineConfig
-from powerinfer.errors import RequestError, did_you_mean
+from powerinfer.errors import PowerInferError, RequestError, did_you_mean
 
 if TYPE_CHECKING:
+    from powerinfer.formats.importance import Importance
     from powerinfer.formats.mixes import Mix
     from powerinfer.formats.quantised_file import Original
 
@@ -36,6 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imatrix", metavar="FILE", help="file of llama-imatrix: errors weigh more where inputs are larger"
     )
+    parser.add_argument(
+        "--corpus", metavar="PATH", action="append", default=[],
+        help="weigh errors by the inputs of matrices on this text, or folder of texts, which is computed first; may be "
+        "repeated; - stands for a small built-in sample",
+    )  # fmt: skip
+    parser.add_argument("--tokens", metavar="N", type=int, default=16384, help="most tokens of it (default 16384)")
+    parser.add_argument("--save-imatrix", metavar="FILE", help="write what --corpus gave as a file for --imatrix")
     parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
     config_flags(parser, EngineConfig, "engine", only=("threads",))
 
@@ -44,7 +52,6 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     import time
 
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.importance import read_importance
     from powerinfer.formats.mixes import target_types, wanted_types, with_chosen
     from powerinfer.formats.quantised_file import write_quantised
     from powerinfer.system import usable_cores
@@ -52,12 +59,11 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     name = args.type.upper()
     mix, chosen = _mix(name, args.pure), [_chosen(text) for text in args.tensor_type]
     target = Path(args.out).expanduser()
-    original = _original(model_path(args.model, out, fetch_pinned=False))
+    _check_importance(args)
+    source = model_path(args.model, out, fetch_pinned=False)
+    original = _original(source)
     _check_target(target, [file.path for file in original.files], args.force)
-    importance = None
-    if args.imatrix is not None:
-        importance = read_importance(Path(args.imatrix).expanduser(), original.shapes, original.path)
-    matrices = original.matrices
+    importance, matrices = _importance(args, source, original, out), original.matrices
     wanted = with_chosen(matrices, wanted_types(matrices, mix, importance is not None), chosen)
     types = target_types(matrices, wanted)
     begin = time.monotonic()
@@ -78,6 +84,62 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     document |= {"narrow": narrow, "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
     out.document(document)
     return 0
+
+
+def _check_importance(args: argparse.Namespace) -> None:
+    """RequestError for flags that do not go together."""
+    if args.corpus and args.imatrix is not None:
+        raise RequestError("--imatrix and --corpus both say how errors are weighed: give one of them")
+    if args.save_imatrix is not None and not args.corpus:
+        raise RequestError("--save-imatrix writes what a text gives: give --corpus, too")
+    if args.tokens < 1:
+        raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
+
+
+def _importance(args: argparse.Namespace, source: Path, original: Original, out: Output) -> Importance | None:
+    """How errors are weighed."""
+    from powerinfer.formats.importance import read_importance, write_importance
+
+    if args.imatrix is not None:
+        return read_importance(Path(args.imatrix).expanduser(), original.shapes, original.path)
+    if not args.corpus:
+        return None
+    path = None if args.save_imatrix is None else Path(args.save_imatrix).expanduser()
+    if path is not None:
+        _check_target(path, [file.path for file in original.files], args.force)
+    importance, window = _measured(args, source, out)
+    if path is not None:
+        try:
+            write_importance(path, importance, window)
+        except OSError as error:
+            raise PowerInferError(f"cannot write {path}: {error.strerror or error}") from None
+    return importance
+
+
+def _measured(args: argparse.Namespace, source: Path, out: Output) -> tuple[Importance, int]:
+    """(the importance on the text of --corpus, tokens of a window)."""
+    from powerinfer.cli.progress import Bar
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.formats.gguf import read_gguf
+    from powerinfer.formats.gguf_model import NAMES, names_of
+    from powerinfer.prepare.corpus import open_corpora, read_windows
+    from powerinfer.prepare.profiling import WINDOW
+    from powerinfer.prepare.training import need_torch, torch_threads
+    from powerinfer.text.model_text import chat_template_of, tokenizer_of
+
+    need_torch()
+    checkpoint = open_checkpoint(source)
+    corpora = open_corpora([] if args.corpus == ["-"] else args.corpus)
+    window = min(WINDOW, checkpoint.config.context_length)
+    limit = max(args.tokens, window)
+    with Bar() as bar, torch_threads(config_from(args, EngineConfig).threads or 0):
+        from powerinfer_train.activations import measure_importance
+
+        template = chat_template_of(checkpoint)
+        windows = read_windows(corpora, tokenizer_of(checkpoint), window, limit, bar, template, out.note)
+        is_gguf = checkpoint.source == "gguf"
+        names = names_of(read_gguf(checkpoint.path), checkpoint.config) if is_gguf else NAMES
+        return measure_importance(checkpoint, names, windows, bar), window
 
 
 def _mix(name: str, pure: bool) -> Mix:
@@ -110,14 +172,17 @@ def _chosen(text: str) -> tuple[str, str]:
 
 
 def _original(source: Path) -> Original:
+    from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.formats.gguf import read_gguf
     from powerinfer.formats.quantised_file import gguf_original
 
-    if source.is_dir():
-        raise RequestError(f"{source} is a folder: quantize takes GGUF files")
-    gguf = read_gguf(source)
+    if source.is_dir() and (source / "config.json").exists():
+        from powerinfer_train.folder_original import folder_original
+
+        return folder_original(open_checkpoint(source))
+    gguf = read_gguf(open_checkpoint(source).path if source.is_dir() else source)
     if gguf.magic != "GGUF":
-        raise RequestError(f"{source} is a file of PowerInfer's own form: quantize takes GGUF files")
+        raise RequestError(f"{source} is a file of PowerInfer's own form: quantize takes GGUF files and folders")
     return gguf_original(gguf)
 
 

@@ -39,7 +39,7 @@ from powerinfer.sparsity.selection import check_experts, check_neurons
 MIN_ROWS = 512
 """Minimum number of samples for training and measuring."""
 
-_NO_TORCH = f"training needs torch: {install_extra('train')}"
+_NO_TORCH = f"this needs torch: {install_extra('train')}"
 _METHOD = 4
 """Incremented when the same samples and options give another predictor."""
 

@@ -1,0 +1,55 @@
+"""The model in a Hugging Face folder as what `quantize` makes a GGUF file of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from powerinfer.errors import RequestError
+from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.gguf import encoded
+from powerinfer.formats.gguf_model import NAMES
+from powerinfer.formats.layout import is_matrix, is_router, shapes
+from powerinfer.formats.quantised_file import Original, describe
+from powerinfer.formats.tensors import RawTensor, float32_tensor
+from powerinfer_train.as_gguf import AsGGUF
+from powerinfer_train.recipes import StoredTypes
+
+_DIVISORS = "rope_freqs.weight"
+
+
+class _Written(AsGGUF):
+    """A folder's model in the terms of GGUF."""
+
+    def _refused(self, reason: str) -> RequestError:
+        return RequestError(f"{self._path}: {reason}; llama.cpp's convert_hf_to_gguf.py may make a GGUF file of it")
+
+
+def folder_original(checkpoint: Checkpoint) -> Original:
+    """The model in a folder, with the metadata and the tokenizer of a GGUF file. RequestError for one that a GGUF file
+    cannot hold, or not as it is."""
+    form = _Written(checkpoint, StoredTypes("bf16"))
+    canonical = {NAMES(name): name for name, _ in shapes(checkpoint.config)}
+    stored = {}
+    for name, shape in shapes(checkpoint.config):
+        matrix = is_matrix(name, shape) and not is_router(name)
+        stored[NAMES(name)] = (checkpoint.taken_type(name) if matrix else "F32", shape)
+    if form.divisors is not None:
+        stored[_DIVISORS] = ("F32", form.divisors.shape)
+
+    def take(name: str) -> RawTensor:
+        if name == _DIVISORS:
+            assert form.divisors is not None
+            return float32_tensor(form.divisors)
+        tensor, (kind, _) = checkpoint.take(canonical[name]), stored[name]
+        checkpoint.release()
+        if kind != tensor.type or tensor.scales is not None:
+            return float32_tensor(form.reordered(canonical[name], tensor.float32()))
+        rows = form.reordered(canonical[name], tensor.rows())
+        return RawTensor(kind, tensor.shape, np.ascontiguousarray(rows).reshape(-1))
+
+    config = checkpoint.config
+    activation = {} if config.activations == "silu" else {f"{form.architecture}.hidden_act": config.activations}
+    metadata = {key: encoded(value) for key, value in (form.metadata | activation).items()}
+    return Original(
+        checkpoint.path, metadata, describe(stored, form.metadata), take, checkpoint.files, is_gguf=False
+    )
