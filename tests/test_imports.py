@@ -34,6 +34,7 @@ LAZY = {
 KERNELS = ("bundles", "delta", "experts", "fused", "kernels", "latent", "mamba", "neurons", "states")
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
+    "powerinfer_train.activations",
     "powerinfer_train.timing",
     "powerinfer_train.blocks",
     "powerinfer_train.torch_delta",
