@@ -65,11 +65,15 @@ def config_of(s: programs.Setting) -> ModelConfig:
     )  # fmt: skip
 
 
-class Wired:
-    """A model of test_program.py on a device. split: the FFNs are two parts, one of them launched in every step."""
+READERS = {"q": "attn_norm", "k": "attn_norm", "v": "attn_norm", "gate": "ffn_norm", "up": "ffn_norm", "o": "o"}
 
-    def __init__(self, weights: programs.Weights, *, split: bool) -> None:
-        self.w, s = weights, weights.s
+
+class Wired:
+    """A model of test_program.py on a device. split: the FFNs are two parts, one of them launched in every step.
+    orders: of the columns of matrices of 16 bits that read the result of a norm, by its name, and of o."""
+
+    def __init__(self, weights: programs.Weights, *, split: bool, orders: dict[str, np.ndarray] | None = None) -> None:
+        self.w, s, self.orders = weights, weights.s, orders or {}
         config = config_of(s)
         rotations = {rope: (weights.frequencies[rope.theta], s.rope_factor) for rope in config.ropes}
         self.gpu = GpuLayers(
@@ -93,11 +97,17 @@ class Wired:
 
     def _norm(self, name: str) -> Any:
         weight = self.w.vectors.get(name)
-        return None if weight is None else self.gpu.norm(weight, self.w.vectors.get(f"{name}_bias"))
+        order = self.orders.get(name.split(".")[-1])
+        return None if weight is None else self.gpu.norm(weight, self.w.vectors.get(f"{name}_bias"), order)
 
     def _raw(self, name: str) -> RawTensor:
         part = name.split(".")[-1]
-        return RawTensor(self.w.s.type_of(part), self.w.s.shape(part), self.w.data[name])
+        kind, shape, data = self.w.s.type_of(part), self.w.s.shape(part), self.w.data[name]
+        order = self.orders.get(READERS.get(part, ""))
+        if order is None:
+            return RawTensor(kind, shape, data)
+        columns = data.view(np.uint16).reshape(shape)[:, order]
+        return RawTensor(kind, shape, columns.reshape(-1).view(np.uint8), order=order)
 
     def _matrix(self, name: str) -> Any:
         return self.gpu.matrix(self._raw(name))
@@ -110,7 +120,7 @@ class Wired:
 
     def _project(self, layer: int) -> None:
         bias, norm = self.w.vectors.get(f"{layer}.o_bias"), self._norm(f"{layer}.attn_out_norm")
-        self.gpu.project(layer, self._matrix(f"{layer}.o"), bias, norm)
+        self.gpu.project(layer, self._matrix(f"{layer}.o"), bias, norm, self.orders.get("o"))
 
     def _ffn(self, layer: int, norm: Any, split: bool) -> None:
         names = [f"{layer}.{part}" for part in ("gate", "up", "down")]
@@ -148,7 +158,8 @@ class Halves:
 
     def __init__(self, wired: Wired, layer: int, vectors: NeuronVectors) -> None:
         s, half = wired.w.s, wired.w.s.d_ff // 2
-        values = {part: wired._raw(f"{layer}.{part}").float32() for part in s.parts if part in ("gate", "up", "down")}
+        own_parts = [part for part in s.parts if part in ("gate", "up", "down")]
+        values = {part: replace(wired._raw(f"{layer}.{part}"), order=None).float32() for part in own_parts}
         values["down"] = values["down"].T
         self.layer, self.parts = layer, []
         for own in (slice(0, half), slice(half, None)):
@@ -196,6 +207,16 @@ def test_logits_are_those_of_the_reference(name: str, split: bool) -> None:
     wired = Wired(weights, split=split)
     for chunks in ([75], [33, 1, 41]):
         assert np.abs(wired.logits(chunks) - exact).max() <= bound
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["dense", "split"])
+@pytest.mark.usefixtures("device")
+def test_columns_in_an_order_of_their_own(split: bool) -> None:
+    weights, exact, bound = bounded("four norms a layer")
+    widths = {"attn_norm": weights.s.d_model, "ffn_norm": weights.s.d_model, "o": weights.s.heads * weights.s.head_dim}
+    rng = np.random.default_rng(1)
+    orders = {name: rng.permutation(width).astype(np.int32) for name, width in widths.items()}
+    assert np.abs(Wired(weights, split=split, orders=orders).logits([33, 42]) - exact).max() <= bound
 
 
 @pytest.mark.skipif(not kernels.TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")

@@ -795,6 +795,29 @@ def test_norms_are_checked() -> None:
         _native.Norm(ones, 1e-5, np.ones(7, np.float32), True)
     with pytest.raises(ValueError, match="needs weights"):
         _native.Norm(ones[:0], 1e-5)
+    for order in ([0, 1, 2, 3, 4, 5, 6, 6], [0, 1, 2, 3, 4, 5, 6, 8], [0, 1, 2, 3, 4, 5, 6, -1]):
+        with pytest.raises(ValueError, match="every number once"):
+            _native.Norm(ones, 1e-5, order=np.array(order, np.int32))
+    with pytest.raises(ValueError, match="another length"):
+        _native.Norm(ones, 1e-5, order=np.arange(7, dtype=np.int32))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer", "plain"])
+def test_norms_put_rows_in_an_order(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    order = rng.permutation(40).astype(np.int32)
+    weight, bias = rng.standard_normal((2, 40)).astype(np.float32)
+    settings = {"bias": bias, "layer": True} if kind == "layer" else {"plain": kind == "plain"}
+    results = []
+    for more in ({}, {"order": order}):
+        weights, program, step_of = simple()
+        begin = program.size
+        program.normalise(_native.Norm(weight, 1e-5, **settings, **more))
+        x = program.residual(len(step_of["tokens"]))
+        x[:] = np.random.default_rng(4).standard_normal(x.shape)
+        program.run(**step_of, first=begin, last=program.size, vocab=weights.s.vocab)
+        results.append(x.copy())
+    assert np.allclose(results[1], results[0][:, order], rtol=1e-6, atol=0 if kind == "plain" else 1e-6)
 
 
 def test_wrong_sizes_are_refused() -> None:

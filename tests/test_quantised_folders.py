@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,12 +21,16 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.safetensors_file import read_safetensors
+from powerinfer.formats.tensors import RawTensor
 from powerinfer.models import load
 
 Stored = dict[str, tuple[str, tuple[int, ...], bytes]]
 Packed = tuple[Stored, np.ndarray]
 """The tensors of a module by the ends of their names, and the values in float64."""
 Packer = Callable[[np.random.Generator, int, int], Packed]
+Shuffled = Literal["alike", "apart"] | None
+"""Columns out of the order of their groups: in the same order in all matrices as wide, or each in one of its own."""
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -241,8 +245,16 @@ def columns(stored: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(stored.T)
 
 
+def groups_of_columns(rng: np.random.Generator, cols: int, groups: int, shuffled: Shuffled) -> np.ndarray:
+    """The group of each column."""
+    of_column = np.arange(cols, dtype=np.int32) // (cols // groups)
+    if shuffled is None:
+        return of_column
+    return (rng if shuffled == "apart" else np.random.default_rng(cols)).permutation(of_column)
+
+
 def gptq(
-    bits: int, group: int, symmetric: bool, *, version: int = 1, shuffled: bool = False, index: bool = True
+    bits: int, group: int, symmetric: bool, *, version: int = 1, shuffled: Shuffled = None, index: bool = True
 ) -> Packer:
     def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
         groups = cols // group
@@ -251,9 +263,7 @@ def gptq(
         if symmetric:
             zeros[:] = 1 << (bits - 1)
         scales = tensor("F16", rng.uniform(1e-3, 1e-2, (groups, rows)).astype(np.float16))
-        of_column = np.arange(cols, dtype=np.int32) // group
-        if shuffled:
-            of_column = rng.permutation(of_column).astype(np.int32)
+        of_column = groups_of_columns(rng, cols, groups, shuffled)
         values = (codes - zeros[:, of_column]) * float64(scales).T[:, of_column]
         stored_zeros = (zeros - (version == 1)) % (1 << bits)
         stored = {
@@ -291,8 +301,8 @@ def test_gptq_exactly(packer: Packer, settings: dict[str, Any], type_name: str, 
 @pytest.mark.parametrize(
     ("packer", "settings"),
     [
-        (gptq(4, 32, True, shuffled=True), gptq_settings(4, 32, desc_act=True)),
-        (gptq(4, 32, False, shuffled=True), gptq_settings(4, 32, desc_act=True, sym=False)),
+        (gptq(8, 32, False, shuffled="alike"), gptq_settings(8, 32, sym=False, desc_act=True)),
+        (gptq(4, 16, True, shuffled="apart"), gptq_settings(4, 16, desc_act=True)),
         (gptq(8, 32, False), gptq_settings(8, 32, sym=False)),
         (gptq(4, 16, True), gptq_settings(4, 16)),
     ],
@@ -411,15 +421,13 @@ def test_awq_that_is_refused(
 
 
 def packed(
-    bits: int, group: int | None, *, zero_points: bool = False, shuffled: bool = False, kind: str = "BF16"
+    bits: int, group: int | None, *, zero_points: bool = False, shuffled: Shuffled = None, kind: str = "BF16"
 ) -> Packer:
     """group: None: a scale for each row. Rows and columns need not fill their words."""
 
     def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
         groups = 1 if group is None else cols // group
-        of_column = np.arange(cols, dtype=np.int32) // (cols // groups)
-        if shuffled:
-            of_column = rng.permutation(of_column).astype(np.int32)
+        of_column = groups_of_columns(rng, cols, groups, shuffled)
         codes = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, cols))
         zeros = rng.integers(-(1 << bits - 1), 1 << bits - 1, (rows, groups)) * zero_points
         scales = tensor(kind, rng.uniform(1e-3, 1e-2, (rows, groups)).astype(np.float32))
@@ -431,7 +439,7 @@ def packed(
         }
         if zero_points:
             stored["weight_zero_point"] = tensor("I32", columns(words(columns(zeros) + middle, bits)))
-        if shuffled:
+        if shuffled is not None:
             stored["weight_g_idx"] = tensor("I32", of_column)
         return stored, (codes - zeros[:, of_column]) * float64(scales)[:, of_column]
 
@@ -466,7 +474,6 @@ INT8: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-qua
         (packed(8, 32), PACK, "Q8_0"),
         (int8(None), INT8, "Q8_0"),
         (int8(32), INT8, "Q8_0"),
-        (packed(4, 32, shuffled=True), PACK, "F16"),  # 4 bits times the 8 of BF16
         (packed(4, 16), PACK, "F16"),
     ],
 )
@@ -477,7 +484,6 @@ def test_compressed_tensors_exactly(packer: Packer, settings: dict[str, Any], ty
 @pytest.mark.parametrize(
     ("packer", "settings", "type_name", "bound"),
     [
-        (packed(4, 32, shuffled=True, zero_points=True), PACK, "F16", ROUNDED_F16),
         (packed(8, 32, zero_points=True), PACK, "F16", ROUNDED_F16),
         (int8(32, zero_points=True), INT8, "F16", ROUNDED_F16),
         (packed(4, 32, kind="F32"), PACK, "Q4_0", ROUNDED_F16),  # scales of 24 bits
@@ -511,8 +517,53 @@ def test_compressed_tensors_rounded(
     ],
 )  # fmt: skip
 def test_compressed_tensors_that_are_refused(change: Callable[[Stored], None], why: str, tmp_path: Path) -> None:
-    packer = packed(4, 32, shuffled=True, zero_points=True)
+    packer = packed(4, 32, shuffled="apart", zero_points=True)
     refused(folder(tmp_path / "model", packer, PACK, change), why)
+
+
+# --- columns out of the order of their groups ------------------------------------------------------------------------
+
+
+def taken(path: Path) -> dict[str, tuple[RawTensor, np.ndarray]]:
+    """The matrices of a folder, and their values, whose neurons are in the order of the columns of down."""
+    checkpoint, values = open_checkpoint(path), dict(np.load(path / "expected.npz"))
+    stored, _, _ = read_safetensors(path / "model.safetensors")
+    for layer in range(2):
+        ends = [f"model.layers.{layer}.mlp.down_proj.{end}" for end in ("g_idx", "weight_g_idx")]
+        (index,) = (stored[end] for end in ends if end in stored)
+        order = np.argsort(index.data.view(np.int32), kind="stable")
+        for part in ("gate", "up"):
+            values[f"layers.{layer}.{part}"] = values[f"layers.{layer}.{part}"][order]
+        values[f"layers.{layer}.down"] = values[f"layers.{layer}.down"][:, order]
+    return {name: (checkpoint.take(name), exact) for name, exact in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "type_name"),
+    [
+        (gptq(4, 32, True, shuffled="alike"), gptq_settings(4, 32, desc_act=True), "Q4_0"),
+        (gptq(4, 32, False, shuffled="alike"), gptq_settings(4, 32, desc_act=True, sym=False), "Q5_0"),
+        (gptq(2, 32, False, shuffled="alike"), gptq_settings(2, 32, desc_act=True, sym=False), "Q4_0"),
+        (gptq(8, 32, True, shuffled="alike"), gptq_settings(8, 32, desc_act=True), "Q8_0"),
+        (packed(4, 32, shuffled="alike", zero_points=True), PACK, "Q5_0"),
+    ],
+)
+def test_act_order_exactly(packer: Packer, settings: dict[str, Any], type_name: str, tmp_path: Path) -> None:
+    """Columns of down are in the order of the neurons, those of others have one that is told."""
+    for name, (tensor, exact) in taken(folder(tmp_path / "model", packer, settings)).items():
+        assert tensor.type == type_name, name
+        assert (tensor.order is None) == name.endswith(".down")
+        assert np.array_equal(tensor.float32(), exact), name
+
+
+def test_orders_that_nobody_reads_in(tmp_path: Path) -> None:
+    """Where q, k and v have different ones, or gate and up, nothing can be in the order of all: they become F16."""
+    packer = gptq(4, 32, True, shuffled="apart")
+    for name, (tensor, exact) in taken(folder(tmp_path / "model", packer, gptq_settings(4, 32, desc_act=True))).items():
+        assert tensor.type == ("Q4_0" if name.endswith((".down", ".o")) else "F16"), name
+        assert np.abs(tensor.float32() - exact).max() <= np.abs(exact).max() * ROUNDED_F16
+    notes = " ".join(open_checkpoint(tmp_path / "model").notes)
+    assert "10 GPTQ matrices are computed in F16" in notes and "4 GPTQ matrices are computed in Q4_0" in notes
 
 
 def test_scales_beyond_f16_are_refused(tmp_path: Path) -> None:
@@ -710,7 +761,8 @@ def logits(path: Path) -> np.ndarray:
     [
         (fp8("block", "F32", "weight_scale_inv"), BLOCKS),
         (gptq(4, 32, True), gptq_settings(4, 32)),
-        (gptq(4, 32, False, shuffled=True), gptq_settings(4, 32, sym=False, desc_act=True)),
+        (gptq(4, 32, False, shuffled="apart"), gptq_settings(4, 32, sym=False, desc_act=True)),
+        (gptq(4, 32, False, shuffled="alike"), gptq_settings(4, 32, sym=False, desc_act=True)),
         (awq(32), AWQ),
         (packed(8, None), PACK),
         (nvfp4("modelopt"), MODELOPT),

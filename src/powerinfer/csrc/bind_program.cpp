@@ -222,10 +222,10 @@ void bind_operators(nb::class_<Program>& program) {
           "layer"_a, "norm"_a.none(), "w"_a, "attended *= sigmoid(w . norm(x)).")
       .def(
           "project",
-          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm,
-             int64_t at) { p.project(layer, std::move(w), vector_of(bias), norm_of(norm), at); },
-          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "at"_a = 0,
-          "x += norm(w . attended + bias); at: where in a row of what is attended.")
+          [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm, int64_t at,
+             const Norm* reads) { p.project(layer, std::move(w), vector_of(bias), norm_of(norm), at, norm_of(reads)); },
+          "layer"_a, "w"_a, "bias"_a = nb::none(), "norm"_a = nb::none(), "at"_a = 0, "reads"_a = nb::none(),
+          "x += norm(w . reads(attended) + bias); at: where in a row of what is attended.")
       .def(
           "latent_input",
           [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q_latent,

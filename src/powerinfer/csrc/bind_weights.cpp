@@ -629,16 +629,25 @@ void bind_table(nb::module_& m) {
           "index"_a, "out"_a.noconvert());
 }
 
+Vector in_order(const Vector& numbers, const std::vector<int32_t>& order) {
+  Vector moved(numbers);
+  for (size_t i = 0; i < order.size() && !numbers.empty(); i++) moved[i] = numbers[(size_t)order[i]];
+  return moved;
+}
+
 void bind_norm(nb::module_& m) {
   nb::class_<Norm>(m, "Norm").def(
       "__init__",
-      [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer, bool plain) {
+      [](Norm* norm, Floats weight, float eps, std::optional<Floats> bias, bool layer, bool plain,
+         std::optional<Ints> order) {
         require(weight.shape(0) > 0, "a norm needs weights");
         require(!plain || !layer, "a norm is either plain or a LayerNorm");
         require(!bias || (layer && bias->shape(0) == weight.shape(0)),
                 "only a LayerNorm has a bias, as long as its weights");
-        new (norm) Norm{vector_of(weight), vector_of(bias), eps, layer, plain};
+        std::vector<int32_t> from = order_of(order, (int64_t)weight.shape(0));
+        new (norm) Norm{in_order(vector_of(weight), from), in_order(vector_of(bias), from), eps, layer, plain, from};
       },
-      "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false, "plain"_a = false,
-      "RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`.");
+      "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false, "plain"_a = false, "order"_a = nb::none(),
+      "RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`.\n\n"
+      "order: number i of the result is that of number order[i]; weight and bias are of the rows as they come.");
 }

@@ -100,6 +100,19 @@ inline Vector vector_of(const std::optional<Floats>& a) {
   return a ? Vector(a->data(), a->data() + a->shape(0)) : Vector();
 }
 
+// Numbers 0 to n - 1 in another order; empty where there is none.
+inline std::vector<int32_t> order_of(const std::optional<Ints>& order, int64_t n) {
+  if (!order) return {};
+  require((int64_t)order->shape(0) == n, "an order has another length than its rows");
+  std::vector<bool> used((size_t)n);
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t at = order->data()[i];
+    require(at >= 0 && at < n && !used[(size_t)at], "an order has every number once");
+    used[(size_t)at] = true;
+  }
+  return {order->data(), order->data() + n};
+}
+
 // Calls work(), which touches what jobs use, while no job runs; other threads of Python run while it waits.
 template <class Work>
 inline void between_jobs(const Workspace& workspace, const Work& work) {

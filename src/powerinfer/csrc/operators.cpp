@@ -335,12 +335,13 @@ class GateAttended : public Op {
 
 class Project : public Op {
  public:
-  Project(std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at)
-      : w_(std::move(w)), bias_(std::move(bias)), norm_(std::move(norm)), at_(at) {}
+  Project(std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at, Norm reads)
+      : w_(std::move(w)), bias_(std::move(bias)), norm_(std::move(norm)), reads_(std::move(reads)), at_(at) {}
   const char* name() const override { return "project"; }
   void run(Thread& t, const Step& step) override {
     Program& p = *t.program;
-    const PiActs* acts = p.workspace->prepare(t.id, {p.attended + at_, p.lda, w_->k, step.tokens}, {}, w_->form());
+    const Rows rows{p.attended + at_, p.lda, w_->k, step.tokens};
+    const PiActs* acts = p.workspace->prepare(t.id, rows, reads_, w_->form());
     p.workspace->finish_product(t.id, *w_, acts, step.tokens, p.added_to(0, norm_, bias_, p.gate));
     p.add_normalised(norm_, p.gate, 0, step.tokens);
   }
@@ -348,7 +349,7 @@ class Project : public Op {
  private:
   const std::shared_ptr<Matrix> w_;
   const Vector bias_;
-  const Norm norm_;
+  const Norm norm_, reads_;
   const int64_t at_;
 };
 
@@ -395,7 +396,7 @@ void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {
   add(std::make_shared<GateAttended>(std::move(norm), w), {w});
 }
 
-void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at) {
+void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at, Norm reads) {
   check_layer(layer);
   check(!cache->layers[(size_t)layer].latents, "the layer's cache has latents");
   const int64_t attention = sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim;
@@ -404,7 +405,8 @@ void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm no
   if (at) workspace->reserve(sizes.max_tokens, w->k);
   check_bias(bias, sizes.d_model, "the output projection");
   check_norm(norm, sizes.d_model, "the norm of the output projection");
-  add(std::make_shared<Project>(w, padded(std::move(bias)), std::move(norm), at), {w});
+  check_norm(reads, w->k, "the order of what is attended");
+  add(std::make_shared<Project>(w, padded(std::move(bias)), std::move(norm), at, std::move(reads)), {w});
 }
 
 // ---- A norm by itself -----------------------------------------------------------------------------------------------

@@ -138,8 +138,9 @@ class Program {
   void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
   void mamba(MambaSpec spec);         // attended = Mamba2 of norm(x), see mamba.h
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);  // attended *= sigmoid(w . norm(x))
-  // x += norm(w . attended); at: where in the row, 0: what attention gives, else what another operator has put there.
-  void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at = 0);
+  // x += norm(w . reads(attended)); at: where in the row, 0: what attention gives, else what another operator has put
+  // there.
+  void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at = 0, Norm reads = {});
   // The same around `attention` of a layer with latents.
   void latent_input(LatentInput in);
   void latent_project(LatentOutput out);

@@ -16,6 +16,12 @@ Vector padded(Vector v) {
 
 void Norm::apply(const PiKernels* kernels, const float* x, float* out) const {
   const int64_t k = (int64_t)w.size();
+  if (!order.empty()) {
+    thread_local Vector moved;  // x and out may be the same
+    moved.resize((size_t)k);
+    for (int64_t i = 0; i < k; i++) moved[(size_t)i] = x[order[(size_t)i]];
+    x = moved.data();
+  }
   if (plain)
     for (int64_t i = 0; i < k; i++) out[i] = x[i] * w[(size_t)i];
   else if (layer) kernels->layer_norm(x, w.data(), b.empty() ? nullptr : b.data(), k, eps, out);

@@ -60,11 +60,13 @@ using Vector = std::vector<float>;
 Vector padded(Vector v);
 
 // RMS norm; LayerNorm where `layer`, whose bias may be absent; only a product with the weights where `plain`. An absent
-// norm leaves rows as they are.
+// norm leaves rows as they are. order: number i of the result is of number order[i] of the row, and w[i] and b[i] are its
+// weight and bias; empty: numbers stay where they are.
 struct Norm {
   Vector w, b;
   float eps = 0;
   bool layer = false, plain = false;
+  std::vector<int32_t> order = {};
   explicit operator bool() const { return !w.empty(); }
   // out = norm(x), a row of k = w.size(); they may be the same row.
   void apply(const PiKernels* kernels, const float* x, float* out) const;

@@ -47,7 +47,7 @@ from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
 from powerinfer.kernels import cpu
-from powerinfer.neurons import NO_VECTORS, FfnVectors
+from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -322,9 +322,11 @@ class CpuExecutor:
         """The row map of a matrix whose rows are `heads` heads of `dim` dimensions, as of the function `head_rows`."""
         return head_rows(heads, dim, interleaved)
 
-    def norm(self, weight: Float32, bias: Float32 | None = None) -> _native.Norm:
-        """A norm of the model's kind over rows of d_model."""
-        return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer")
+    def norm(
+        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None
+    ) -> _native.Norm:
+        """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i]."""
+        return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer", order=order)
 
     def scale(self, factor: float) -> _native.Norm:
         """A factor in place of a norm over rows of d_model."""
@@ -466,10 +468,18 @@ class CpuExecutor:
         self._program.latent_project(layer - self.first_layer, self._stack(v_b), matrix, norm)
 
     def project(
-        self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None
+        self,
+        layer: int,
+        matrix: _native.Matrix,
+        bias: Float32 | None = None,
+        norm: _native.Norm | None = None,
+        order: Indices | None = None,
     ) -> None:
-        """x += norm(matrix . attended)."""
-        self._program.project(layer - self.first_layer, matrix, bias, norm)
+        """x += norm(matrix . attended). order: that of the matrix's columns, None: as they are."""
+        reads = None
+        if order is not None:
+            reads = _native.Norm(np.ones(len(order), np.float32), 0.0, plain=True, order=order)
+        self._program.project(layer - self.first_layer, matrix, bias, norm, reads=reads)
 
     def project_beside(
         self, layer: int, matrix: _native.Matrix, bias: Float32 | None = None, norm: _native.Norm | None = None

@@ -52,7 +52,7 @@ from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_mamba, gpu_states
-from powerinfer.neurons import NO_VECTORS, FfnVectors
+from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -198,10 +198,20 @@ class GpuLayers:
         within[:interleaved] = np.arange(interleaved).reshape(-1, 2).T.reshape(-1)
         return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
 
-    def norm(self, weight: Float32, bias: Float32 | None = None) -> GpuNorm:
-        """A norm of the model's kind over rows of d_model."""
-        config = self._config
-        return GpuNorm(self._vector(weight), self._optional_vector(bias), config.norm_eps, config.norm == "layer")
+    def norm(
+        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None
+    ) -> GpuNorm:
+        """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i]."""
+        config, moved = self._config, slice(None) if order is None else order
+        vectors = self._vector(weight[moved]), self._optional_vector(None if bias is None else bias[moved])
+        return GpuNorm(*vectors, config.norm_eps, config.norm == "layer", order=self._order(order))
+
+    def _order(self, order: Indices | None) -> Tensor | None:
+        if order is None:
+            return None
+        uploaded = import_torch().from_numpy(order.copy()).to(self.device)
+        self._bytes["norms"] += uploaded.nbytes
+        return uploaded
 
     def scale(self, factor: float) -> GpuNorm:
         """A factor in place of a norm over rows of d_model."""
@@ -375,15 +385,24 @@ class GpuLayers:
 
         self._add(layer, "mamba", run)
 
-    def project(self, layer: int, matrix: GpuMatrix, bias: Float32 | None = None, norm: GpuNorm | None = None) -> None:
-        """x += norm(matrix . attended)."""
-        out = self._products("attention", matrix, biases=[bias])
-        if out.for_codes and not isinstance(self._config.layers[layer].attention, GatedAttentionConfig):
+    def project(
+        self,
+        layer: int,
+        matrix: GpuMatrix,
+        bias: Float32 | None = None,
+        norm: GpuNorm | None = None,
+        order: Indices | None = None,
+    ) -> None:
+        """x += norm(matrix . attended). order: that of the matrix's columns, None: as they are."""
+        out, columns = self._products("attention", matrix, biases=[bias]), self._order(order)
+        gated = isinstance(self._config.layers[layer].attention, GatedAttentionConfig)
+        if out.for_codes and not gated and order is None:
             self._attended_for_codes.add(layer)  # a gate writes to it
 
         def run(step: Step) -> None:
             assert step.attended is not None
-            step.add_product(out, step.attended, norm)
+            attended = step.attended if columns is None else step.attended.index_select(1, columns)
+            step.add_product(out, attended, norm)
             step.attended = None
 
         self._add(layer, "project", run)

@@ -26,16 +26,20 @@ else:
 @dataclass(frozen=True)
 class GpuNorm:
     """weight, bias: float32 [n] on the device. RMS norm; LayerNorm where `layer`; only a product with the weights, [n]
-    or [1], where `plain`."""
+    or [1], where `plain`. order: int32 [n], number i of the result is of number order[i] of a row, as weight and bias
+    are; None: numbers stay where they are."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     layer: bool
     plain: bool = False
+    order: Tensor | None = None
 
     def __call__(self, x: Tensor, into: Tensor | None = None, for_codes: bool = False) -> Tensor:
         """x float32 [rows, n], normalised. for_codes: as of `gpu.norm`."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
         if self.plain:
             return import_torch().mul(x, self.weight, out=into)
         return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into, for_codes)

@@ -35,7 +35,7 @@ from powerinfer.devices.trace import Trace, span
 from powerinfer.formats.bundle_memory import SomeBundles, gather
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.neurons import BUNDLE_GROUP, NO_VECTORS, BundleLayout, FfnVectors
+from powerinfer.neurons import BUNDLE_GROUP, NO_VECTORS, BundleLayout, FfnVectors, Indices
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class StreamedLayers:
         """Wire as `CpuExecutor` does."""
         return self._cpu.head_rows(heads, dim, interleaved)
 
-    def norm(self, weight: Float32, bias: Float32 | None = None) -> BothNorms:
-        """A norm of the model's kind over rows of d_model."""
-        return BothNorms(self._cpu.norm(weight, bias), self._gpu.norm(weight, bias))
+    def norm(self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None) -> BothNorms:
+        """A norm of the model's kind over rows of d_model, in that order."""
+        return BothNorms(self._cpu.norm(weight, bias, order), self._gpu.norm(weight, bias, order))
 
     def scale(self, factor: float) -> BothNorms:
         """A factor in place of a norm over rows of d_model."""
@@ -215,14 +215,19 @@ class StreamedLayers:
         self._cpu.mamba(layer, _cpu_norm(norm), [one.cpu for one in matrices], **more)
 
     def project(
-        self, layer: int, matrix: BothMatrices, bias: Float32 | None = None, norm: BothNorms | None = None
+        self,
+        layer: int,
+        matrix: BothMatrices,
+        bias: Float32 | None = None,
+        norm: BothNorms | None = None,
+        order: Indices | None = None,
     ) -> None:
         """Wire where attention is: on both, or on the CPU."""
         first = self._cpu.operators
-        self._cpu.project(layer, matrix.cpu, bias, _cpu_norm(norm))
+        self._cpu.project(layer, matrix.cpu, bias, _cpu_norm(norm), order)
         if layer == self._attending:
             (streaming,) = self._streaming(matrix)
-            self._gpu.project(layer, streaming, bias, _gpu_norm(norm))
+            self._gpu.project(layer, streaming, bias, _gpu_norm(norm), order)
             self._add(layer, first, [streaming])
 
     def project_beside(

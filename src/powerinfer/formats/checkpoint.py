@@ -172,6 +172,11 @@ class Checkpoint:
         """The type that `take` gives that tensor in."""
         return self._targets.get(name) or self._tensors[self._stored_name(name)].type
 
+    def order(self, name: str) -> Indices | None:
+        """The order of the columns of a matrix as `take` gives it (`RawTensor.order`); None: as they are."""
+        tensor = self._tensors[self._stored_name(name)]
+        return None if isinstance(tensor, StackedTensor) else tensor.order
+
     def stored_type(self, name: str) -> str:
         """The type that tensor has in the files."""
         return self._tensors[self._stored_name(name)].type

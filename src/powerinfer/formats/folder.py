@@ -13,10 +13,11 @@ import numpy as np
 from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
+from powerinfer.formats.column_order import settle_columns
 from powerinfer.formats.families import FOLDERS
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_config import quantisation, read_config
-from powerinfer.formats.folder_quantised import unpack
+from powerinfer.formats.folder_quantised import describe, unpack
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
@@ -61,7 +62,7 @@ def open_folder(folder: Path) -> Source:
     if settings is not None:
         for file in files:
             file.check()
-        notes += unpack(stored, settings, str(folder))
+        unpack(stored, settings, str(folder))
     family = FOLDERS[config.architecture]
     made_tensors: dict[str, MadeTensor] = {}
     if family.make is not None:
@@ -79,6 +80,9 @@ def open_folder(folder: Path) -> Source:
     predictors = family.predictors and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
     tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made_tensors)
+    if settings is not None:
+        settle_columns(config, tensors, str(folder))
+        notes += describe(tensors.values())
     if family.norms_less_one:
         _add_one_to_norms(tensors, files)
     for name in [name for name in tensors if name.endswith((".delta_decay", ".mamba_a"))]:

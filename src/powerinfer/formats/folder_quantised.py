@@ -7,7 +7,8 @@ are read, and single small numbers: a matrix is made when it is taken, rows at a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from powerinfer.formats.family import Tensors
@@ -18,7 +19,7 @@ from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.nf4_weights import problem_of_bitsandbytes, read_nf4
 from powerinfer.formats.source import SingleTensor
-from powerinfer.formats.tensors import MadeTensor
+from powerinfer.formats.tensors import MadeTensor, StackedTensor, StoredTensor
 
 Reader = Callable[[Module, Settings], MadeTensor]
 
@@ -74,25 +75,22 @@ def problem(settings: Any) -> str | None:
     return _METHODS[method](settings)
 
 
-def unpack(stored: Tensors, settings: Settings, source: str) -> list[str]:
-    """Replaces the tensors of quantised matrices by `MadeTensor`s, as `NAME.weight`. Returns lines for the user.
+def unpack(stored: Tensors, settings: Settings, source: str) -> None:
+    """Replaces the tensors of quantised matrices by `MadeTensor`s, as `NAME.weight`.
 
     ModelError if the tensors do not go together.
     """
-    matrices: dict[tuple[str, str], list[MadeTensor]] = defaultdict(list)
     for name in list(stored):
         tensor = stored.get(name)
         reader = None if tensor is None else _reader(name, tensor, settings)
         if reader is None:
             continue
         module = Module(stored, name.rpartition(".")[0], source)
-        label, read = reader
+        kind, read = reader
         matrix = read(module, settings)
-        stored[f"{module.name}.weight"] = matrix
-        matrices[label, matrix.type].append(matrix)
+        stored[f"{module.name}.weight"] = replace(matrix, kind=kind)
     for name in [name for name in stored if name.endswith(_OF_ACTIVATIONS)]:
         del stored[name]
-    return [_note(label, type_name, several) for (label, type_name), several in sorted(matrices.items())]
 
 
 def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, Reader] | None:
@@ -117,9 +115,20 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
     return None
 
 
-def _note(label: str, type_name: str, matrices: list[MadeTensor]) -> str:
-    before = sum(source.nbytes for matrix in matrices for source in matrix.sources)
+def describe(tensors: Iterable[StoredTensor]) -> list[str]:
+    """Lines for the user: what the quantised matrices of a model become."""
+    matrices: dict[tuple[str, str], list[MadeTensor]] = defaultdict(list)
+    for tensor in tensors:
+        for part in tensor.parts if isinstance(tensor, StackedTensor) else (tensor,):
+            if isinstance(part, MadeTensor) and part.kind:
+                matrices[part.kind, part.type].append(part)
+    return [_note(kind, type_name, several) for (kind, type_name), several in sorted(matrices.items())]
+
+
+def _note(kind: str, type_name: str, matrices: list[MadeTensor]) -> str:
+    sources = {source.data.ctypes.data: source.nbytes for matrix in matrices for source in matrix.sources}
+    before = sum(sources.values())  # once where matrices are made of the same
     factor = sum(matrix.nbytes for matrix in matrices) / before
     grows = f", which takes {factor:.1f} times the memory" if factor > 1.05 else ""
     smaller = "; --quantize q8_0 takes half of that" if type_name == "F16" else ""
-    return f"{len(matrices)} {label} matrices are computed in {type_name}{grows}{smaller}"
+    return f"{len(matrices)} {kind} matrices are computed in {type_name}{grows}{smaller}"

@@ -8,7 +8,7 @@ F16. Other matrices become F16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,8 @@ class _IntMatrix:
     title: the beginning of an error; group: columns of a group; type: of the matrix that is made. unpack: the codes of
     rows from the first on to an end, of all data; unpack_zeros: zero points [rows, groups], None: all are the middle of
     the codes; must_be_middle: those that are stored are. scales_by_column: scales are [groups, rows] in the file.
-    indexed: each column has the number of its group, `in_order` that of its place.
+    indexed: each column has the number of its group. order: that in which columns are made, so that those of a group
+    are neighbours, as of a `RawTensor`; None: as they are, which must be the order of their groups if `in_order`.
     """
 
     title: str
@@ -46,6 +47,7 @@ class _IntMatrix:
     unpack_zeros: Callable[[_IntMatrix, Bytes], Bytes] | None = None
     must_be_middle: bool = False
     indexed: bool = False
+    order: Int32 | None = None
     in_order: bool = True
 
     def make(self, codes: Bytes, scales: Bytes, *more: Bytes) -> Bytes:
@@ -70,7 +72,7 @@ class _IntMatrix:
         """The group of each column. ModelError unless every group has as many as it should, and all are in order where
         they must be."""
         usual = np.arange(self.cols, dtype=np.int32) // self.group
-        if index is None:
+        if index is None or self.order is not None:
             return usual
         check_index(self.title, index, self.cols // self.group, self.group)
         if self.in_order and (index != usual).any():
@@ -79,7 +81,8 @@ class _IntMatrix:
 
     def _differences(self, codes: Bytes, zeros: Bytes, group_of: Int32, begin: int, end: int) -> NDArray[np.int16]:
         """Codes less their zero points."""
-        difference = self.unpack(self, codes, begin, end).astype(np.int16)
+        fields = self.unpack(self, codes, begin, end)
+        difference = (fields if self.order is None else fields[:, self.order]).astype(np.int16)
         difference -= zeros[begin:end, group_of]
         return difference
 
@@ -195,25 +198,35 @@ def read_gptq(module: Module, settings: Settings) -> MadeTensor:
     zeros = _check_shape(module, "qzeros", module.take("qzeros", "I32"), (groups, rows * bits // 32))
     symmetric = settings.get("sym") is True
     index = module.find("g_idx", "I32")
-    in_order = index is None or _keeps_order(module, index, cols, group, settings)
+    order = None if index is None else _order(module, index, cols, group, settings)
     matrix = _IntMatrix(
-        module.title, rows, cols, group, bits,
-        _chosen_type(bits, symmetric, cols, group) if in_order else "F16",
-        _gptq_codes, scales.type, scales_by_column=True,
+        module.title, rows, cols, group, bits, _chosen_type(bits, symmetric, cols, group), _gptq_codes, scales.type,
+        scales_by_column=True,
         unpack_zeros=_gptq_zeros if settings.get("checkpoint_format") == "gptq_v2" else _gptq_zeros_less_one,
-        must_be_middle=symmetric, indexed=index is not None, in_order=in_order,
+        must_be_middle=symmetric, indexed=index is not None, order=order,
     )  # fmt: skip
-    return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
+    return _made(matrix, codes, scales, zeros, index)
 
 
-def _keeps_order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> bool:
-    """Whether columns are in the order of their groups. Only a folder that may have others (act-order) is looked at."""
+def _order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> Int32 | None:
+    """The order in which columns of a group are neighbours; None: they are. Only a folder that may have others
+    (act-order) is looked at."""
     _check_shape(module, "g_idx", index, (cols,))
     if settings.get("desc_act") is False:
-        return True
+        return None
     numbers_of_groups = index.gathered().data.view("<i4")
     check_index(module.title, numbers_of_groups, cols // group, group)
-    return bool((numbers_of_groups == np.arange(cols) // group).all())
+    if (numbers_of_groups == np.arange(cols) // group).all():
+        return None
+    return np.argsort(numbers_of_groups, kind="stable").astype(np.int32)
+
+
+def _made(matrix: _IntMatrix, *sources: RawTensor | None) -> MadeTensor:
+    """The tensor of a matrix. What becomes F16 keeps its columns where they are."""
+    if matrix.type == "F16":
+        matrix = replace(matrix, order=None, in_order=matrix.order is None)
+    present = tuple(source for source in sources if source is not None)
+    return MadeTensor(matrix.type, (matrix.rows, matrix.cols), present, matrix.make, order=matrix.order)
 
 
 # --- AWQ -------------------------------------------------------------------------------------------------------------
@@ -259,7 +272,7 @@ def read_awq(module: Module, settings: Settings) -> MadeTensor:
         module.title, rows, cols, group, 4, _chosen_type(4, False, cols, group), _awq_codes, scales.type,
         scales_by_column=True, unpack_zeros=_awq_zeros,
     )  # fmt: skip
-    return MadeTensor(matrix.type, (rows, cols), (codes, scales, zeros), matrix.make)
+    return _made(matrix, codes, scales, zeros)
 
 
 # --- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -303,14 +316,12 @@ def read_packed(module: Module, settings: Settings) -> MadeTensor:
     if zeros is not None:
         _check_shape(module, "weight_zero_point", zeros, (-(-rows * bits // 32), groups))
     index = module.find("weight_g_idx", "I32")
-    in_order = index is None or _keeps_order(module, index, cols, group, {})
     matrix = _IntMatrix(
-        module.title, rows, cols, group, bits,
-        _chosen_type(bits, zeros is None, cols, group) if in_order else "F16",
-        _packed_codes, scales.type, scales_by_column=False,
-        unpack_zeros=None if zeros is None else _packed_zeros, indexed=index is not None, in_order=in_order,
+        module.title, rows, cols, group, bits, _chosen_type(bits, zeros is None, cols, group), _packed_codes,
+        scales.type, scales_by_column=False, unpack_zeros=None if zeros is None else _packed_zeros,
+        indexed=index is not None, order=None if index is None else _order(module, index, cols, group, {}),
     )  # fmt: skip
-    return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros, index), matrix.make)
+    return _made(matrix, codes, scales, zeros, index)
 
 
 def read_int8(module: Module, settings: Settings) -> MadeTensor:
@@ -324,7 +335,7 @@ def read_int8(module: Module, settings: Settings) -> MadeTensor:
         module.title, rows, cols, group, 8, _chosen_type(8, zeros is None, cols, group), _signed_codes, scales.type,
         scales_by_column=False, unpack_zeros=None if zeros is None else _signed_zeros,
     )  # fmt: skip
-    return MadeTensor(matrix.type, (rows, cols), _present(codes, scales, zeros), matrix.make)
+    return _made(matrix, codes, scales, zeros)
 
 
 def _take_scales(module: Module, rows: int, cols: int) -> tuple[RawTensor, int]:
@@ -335,7 +346,3 @@ def _take_scales(module: Module, rows: int, cols: int) -> tuple[RawTensor, int]:
     if len(scales.shape) != 2 or scales.shape[0] != rows or not scales.size or cols % scales.shape[1]:
         raise module.bad(f"has scales of shape {list(scales.shape)}, which do not go with {rows} x {cols} weights")
     return scales, cols // scales.shape[1]
-
-
-def _present(*tensors: RawTensor | None) -> tuple[RawTensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)

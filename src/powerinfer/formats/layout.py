@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from powerinfer.config import ExpertsConfig, LayerConfig, ModelConfig, NoAttention, NoFfn, Shape
+from powerinfer.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    NoAttention,
+    NoFfn,
+    Shape,
+)
 from powerinfer.errors import ModelError
 
 # Beyond every model there is; they keep the arithmetic of absurd files small.
@@ -31,6 +40,18 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
         yield from ("project_in", "project_out")
     if not config.tied_embeddings:
         yield "head"
+
+
+def ordered_readers(layer: LayerConfig) -> dict[str, Sequence[str]]:
+    """The matrices that alone read the result of a norm, by its name: it can be in the order of their columns."""
+    readers: dict[str, Sequence[str]] = {}
+    if layer.norms not in ("pre", "both") or layer.parallel:
+        return readers
+    if type(layer.attention) is AttentionConfig:
+        readers["attn_norm"] = ("q", "k", "v")
+    if type(layer.ffn) is FfnConfig:
+        readers["ffn_norm"] = layer.ffn.matrices[:-1]
+    return readers
 
 
 def is_matrix(name: str, shape: Shape) -> bool:

@@ -22,13 +22,14 @@ class RawTensor:
 
     `data` is often a read-only view of a mapped file. Where a file interleaves tensors it is [runs, bytes] of a
     larger one, until `gathered` puts the runs together. scales: factors of the values beside those in the blocks, one
-    for the tensor or for each of its matrices.
+    for the tensor or for each of its matrices. order: the data's column j is column order[j] of the matrix; None: j.
     """
 
     type: str
     shape: tuple[int, ...]
     data: Bytes
     scales: Float32 | None = None
+    order: Indices | None = None
 
     @property
     def size(self) -> int:
@@ -85,7 +86,13 @@ class RawTensor:
     def values(self, begin: int, end: int) -> Float32:
         """The values of some rows, float32 [rows, cols]."""
         values, scales = dequantize(self.rows()[begin:end], self.type), self.row_scales()
-        return values if scales is None else values * scales[begin:end, None]
+        if scales is not None:
+            values *= scales[begin:end, None]
+        if self.order is None:
+            return values
+        in_order = np.empty_like(values)
+        in_order[:, self.order] = values
+        return in_order
 
 
 def float32_tensor(values: Float32) -> RawTensor:
@@ -97,7 +104,8 @@ def float32_tensor(values: Float32) -> RawTensor:
 class MadeTensor:
     """A tensor that a file has in another order, as a checkpoint asks for it: made of `sources` by each `gathered`.
 
-    make: their data, uint8 1-D each, to that of the tensor. scales: as of a `RawTensor`.
+    make: their data, uint8 1-D each, to that of the tensor. scales, order: as of a `RawTensor`. kind: in which way a
+    folder stores the matrix, a word for people; "": it is not quantised there.
     """
 
     type: str
@@ -105,6 +113,8 @@ class MadeTensor:
     sources: tuple[RawTensor, ...]
     make: Callable[..., Bytes]
     scales: Float32 | None = None
+    order: Indices | None = None
+    kind: str = ""
 
     @property
     def size(self) -> int:
@@ -117,7 +127,7 @@ class MadeTensor:
     def gathered(self) -> RawTensor:
         """Made anew, a copy."""
         data = self.make(*(one.gathered().data for one in self.sources))
-        return RawTensor(self.type, self.shape, data, self.scales)
+        return RawTensor(self.type, self.shape, data, self.scales, self.order)
 
     def runs(self, count: int, first: int, nbytes: int) -> MadeTensor:
         """`nbytes` bytes from `first` on of each of `count` parts of the data, as another tensor's; with this one's

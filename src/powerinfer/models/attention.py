@@ -30,7 +30,8 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm
 def project(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """Its output projection: x += norm(o . attended)."""
     name = f"layers.{layer}.o"
-    builder.project(layer, builder.matrix(checkpoint.take(name)), vector(checkpoint, name + "_bias"), norm)
+    matrix, bias = builder.matrix(checkpoint.take(name)), vector(checkpoint, name + "_bias")
+    builder.project(layer, matrix, bias, norm, checkpoint.order(name))
 
 
 def _reordered(bias: Vector, rows: NDArray[np.int32] | None) -> Vector:

@@ -32,7 +32,7 @@ from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
 from powerinfer.models.mamba import add_nothing, attend_beside, project_both, project_mamba, remember_mamba
-from powerinfer.neurons import FfnVectors
+from powerinfer.neurons import FfnVectors, Indices
 from powerinfer.progress import Progress
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, 
     of_input, of_output = config.ffn_factors
     factors = {"ffn_norm": of_input}
     attn_norm, attn_out_norm, ffn_norm, ffn_out_norm = (
-        _norm(builder, checkpoint, f"layers.{layer}.{name}", factors.get(name, 1.0)) for name in layout.NORMS
+        _norm(builder, checkpoint, f"layers.{layer}.{name}", factors.get(name, 1.0), _order(checkpoint, layer, name))
+        for name in layout.NORMS
     )
     factor = checkpoint.config.residual_scale
     if factor != 1:
@@ -218,14 +219,28 @@ def wire_head(builder: Builder[Matrix, Norm], checkpoint: Tensors, embedding: Ra
     builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"))
 
 
-def _norm(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str, factor: float = 1.0) -> Norm | None:
-    """A norm whose result is multiplied by a factor; None if the model has no tensor of that name."""
+def _order(checkpoint: Tensors, layer: int, norm: str) -> Indices | None:
+    """The order of the columns of what reads the result of a norm; None: as they are."""
+    about = checkpoint.config.layers[layer]
+    for part in layout.ordered_readers(about).get(norm, ())[:1]:  # the same of all
+        return checkpoint.order(f"layers.{layer}.{part}")
+    return None
+
+
+def _norm(
+    builder: Builder[Matrix, Norm],
+    checkpoint: Tensors,
+    name: str,
+    factor: float = 1.0,
+    order: Indices | None = None,
+) -> Norm | None:
+    """A norm whose result is multiplied by a factor, in that order; None if the model has no tensor of that name."""
     if not checkpoint.has(name):
         return None
     weight, bias = checkpoint.take(name).float32(), vector(checkpoint, name + "_bias")
     if factor != 1:
         weight, bias = weight * np.float32(factor), None if bias is None else bias * np.float32(factor)
-    return builder.norm(weight, bias)
+    return builder.norm(weight, bias, order)
 
 
 def _projection(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str) -> Matrix | None:

@@ -23,7 +23,7 @@ from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.kernels import cpu, gpu
 from powerinfer.models.blocks import wire_head, wire_layer
 from powerinfer.models.builder import Vector
-from powerinfer.neurons import NO_VECTORS, FfnVectors
+from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,9 @@ class Headers:
     def take_some(self, name: str, index: Any) -> Header:
         raise AssertionError("no wiring of a whole model takes some rows")
 
+    def order(self, name: str) -> None:
+        """None: it changes no size."""
+
     def rest(self, name: str) -> Any:
         raise AssertionError("what is recorded rests nowhere")
 
@@ -203,7 +206,7 @@ class Recorder:
     def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
         return head_rows(heads, dim, interleaved)
 
-    def norm(self, weight: Float32, bias: Vector = None) -> bool:
+    def norm(self, weight: Float32, bias: Vector = None, order: Indices | None = None) -> bool:
         return True
 
     def scale(self, factor: float) -> bool:
@@ -239,7 +242,14 @@ class Recorder:
     def mamba(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
         self.add("attention", layer, *matrices)
 
-    def project(self, layer: int, matrix: Matrix, bias: Vector = None, norm: bool | None = None) -> None:
+    def project(
+        self,
+        layer: int,
+        matrix: Matrix,
+        bias: Vector = None,
+        norm: bool | None = None,
+        order: Indices | None = None,
+    ) -> None:
         self.add("attention", layer, matrix)
 
     def project_beside(self, layer: int, matrix: Matrix, bias: Vector = None, norm: bool | None = None) -> None:

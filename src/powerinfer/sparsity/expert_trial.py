@@ -103,6 +103,9 @@ class FewExperts:
     def take_some(self, name: str, index: Indices) -> RawTensor:
         return self._checkpoint.take_some(name, index)
 
+    def order(self, name: str) -> Indices | None:
+        return self._checkpoint.order(name)
+
     def rest(self, name: str) -> RestingTensor:
         return self._checkpoint.rest(name)
 
