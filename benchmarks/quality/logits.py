@@ -1,13 +1,13 @@
 """How close the answers on SmolLM2 come to exact ones, for this engine and for llama.cpp.
 
-from powerinfer.text.model_text import tokenizer_of
     python -m benchmarks.quality.logits --models FOLDER --types Q4_1 Q8_0 --llama-perplexity PATH [--windows 20]
 
 The reference is `transformers` in fp32 on the weights that the file's blocks stand for. The text is wikitext-2 raw
 test, cut as `llama-perplexity` cuts it: windows of 512 tokens side by side, the second half of each is scored. For
 each engine: perplexity, how often its most likely token is the reference's, and mean KL(reference || engine) in nats.
 
-FOLDER is what models/speed_models.py wrote (smollm2-*.gguf). Needs the `test` extra (torch, transformers, gguf).
+FOLDER is what models/speed_models.py wrote (smollm2-*.gguf; with `--prefix r1b` its random model, whose widths suit
+every type). Needs the `test` extra (torch, transformers, gguf).
 """
 
 from __future__ import annotations
@@ -271,7 +271,8 @@ def same_tokens(model: Path, text: Path, tokens: np.ndarray) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, required=True, help="folder with smollm2-TYPE.gguf")
+    parser.add_argument("--models", type=Path, required=True, help="folder with PREFIX-TYPE.gguf")
+    parser.add_argument("--prefix", default="smollm2")
     parser.add_argument("--types", nargs="+", default=["Q4_1"])
     parser.add_argument("--llama-perplexity", type=labelled, nargs="+", required=True, metavar="[LABEL=]PATH")
     parser.add_argument("--windows", type=int, default=20, help="windows of 512 tokens; -1: the whole text")
@@ -287,7 +288,7 @@ def main() -> None:
     for kind in arguments.types:
         with contextlib.ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.models)))
-            result = measure(arguments.models / f"smollm2-{kind}.gguf", text, arguments, scratch)
+            result = measure(arguments.models / f"{arguments.prefix}-{kind}.gguf", text, arguments, scratch)
         document["models"].append(result)
         for label, values in result["engines"].items():
             print(kind, label, values, file=sys.stderr)
