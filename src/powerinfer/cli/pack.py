@@ -7,11 +7,13 @@ and its logits from the bundles are compared with the dense ones on a short text
 model has no tokenizer.
 
 Of experts without gates down is stored so, with the codes of the model's file: for --selector exact where RAM does not
-hold all experts, so that of those on disk only the rows of neurons that fire are read.
+hold all experts, so that of those on disk only the rows of neurons that fire are read. Where the model has a predictor,
+a second file has up and down, for --selector predicted.
 
 JSON: path, bytes, types (gate, null without a gate; up; down), layers, error (by part), seconds, agreement
 (top1_agreement, mean_kl, max_abs_logit_diff, tokens, active_fraction: bundles against dense weights). error and
-agreement are null if nothing was done, agreement also without the comparison.
+agreement are null if nothing was done, agreement also without the comparison. Of experts predicted, too: path and bytes
+of the second file, null without it.
 """
 
 from __future__ import annotations
@@ -91,12 +93,15 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _pack_experts(checkpoint: Checkpoint, args: argparse.Namespace, engine: EngineConfig, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.prepare.expert_packing import pack_experts
+    from powerinfer.prepare.expert_packing import pack_experts, predicts
 
     if (args.type, args.down_type) != ("auto", "auto"):
         raise RequestError("experts keep the codes of the model's file: leave out --type and --down-type")
     with Bar() as bar:
         rows, seconds = pack_experts(checkpoint, engine.prepared, args.force, bar, engine.threads)
+        bundles, more = None, None
+        if predicts(checkpoint, engine.prepared):
+            bundles, more = pack_experts(checkpoint, engine.prepared, args.force, bar, engine.threads, predicted=True)
     kinds = ", ".join(dict.fromkeys(one.layout.down_type for one in rows.layers.values()))
     document = {
         "path": str(rows.path),
@@ -104,10 +109,14 @@ def _pack_experts(checkpoint: Checkpoint, args: argparse.Namespace, engine: Engi
         "types": {"gate": None, "up": None, "down": kinds},
         "layers": len(rows.layers),
         "error": None if seconds is None else {"down": 0.0},
-        "seconds": seconds or 0.0,
+        "seconds": (seconds or 0.0) + (more or 0.0),
         "agreement": None,
+        "predicted": None if bundles is None else {"path": str(bundles.path), "bytes": bundles.file.size},
     }
     _show(document, False, out)
+    if bundles is not None:
+        note = ", up to date" if more is None else ""
+        out.line(f"{bundles.path}: {bundles.file.size / 1e6:.1f} MB, for --selector predicted{note}")
     out.document(document)
     return 0
 

@@ -297,19 +297,21 @@ std::shared_ptr<Bundles> make_apart_bundles(int64_t neurons, int64_t d_model,
   return b;
 }
 
-// Rows of down, of experts in slots and behind them of a shared one. The operator that reads them says where those lie.
+// Rows of experts in slots and behind them of a shared one. The operator that reads them says where those lie.
 std::shared_ptr<Bundles> make_expert_rows(const std::shared_ptr<Slots>& slots, int64_t experts, int64_t neurons,
                                           int64_t d_model, const std::string& up_type, const std::string& down_type,
-                                          const NeuronSpec& spec, std::optional<Bytes2> shared) {
+                                          const NeuronSpec& spec, bool has_up, std::optional<Bytes2> shared) {
   require(spec.activation.kind < PI_N_ACTS, "only experts have that activation");
   require(experts > 0 && neurons > 0 && neurons % PI_GROUP == 0, "experts have whole groups of neurons");
   require(experts == slots->items(), "the slots are of another number of experts");
-  for (size_t part = 1; part < slots->parts(); part++)
+  for (size_t part = has_up ? 0 : 1; part < slots->parts(); part++)
     require(slots->aligned(part), "the neurons do not begin with cache lines of their file");
-  const int type = row_type(down_type);
+  const int type = row_type(down_type), of_up = has_up ? row_type(up_type) : type_of(up_type);
   check_row(type, PI_ADD, d_model);
-  require(d_model % pi_block(type_of(up_type)) == 0, "a quantised row must hold whole blocks");
-  const int64_t row = pi_row_bytes(type, d_model), group = PI_GROUP * row + pi_shared_bytes(type, d_model);
+  if (has_up) check_row(of_up, PI_DOT, d_model);
+  require(d_model % pi_block(of_up) == 0, "a quantised row must hold whole blocks");
+  const int64_t down_at = has_up ? pi_row_bytes(of_up, d_model) : 0, row = down_at + pi_row_bytes(type, d_model);
+  const int64_t group = PI_GROUP * row + pi_shared_bytes(type, d_model);
   require(!shared || (int64_t)shared->shape(1) == group, "the groups of the shared expert have another size");
   const int64_t more = shared ? (int64_t)shared->shape(0) : 0, all = experts * neurons + more * PI_GROUP;
   const uint8_t* const memory = slots->memory();
@@ -329,9 +331,9 @@ std::shared_ptr<Bundles> make_expert_rows(const std::shared_ptr<Slots>& slots, i
     b->shared_lines[(size_t)(first / PI_GROUP)] = (uint32_t)((at + PI_GROUP * row) / LINE);
   }
   b->gate = PiRows{nullptr, 0, 0, 0, d_model, 0};
-  b->up = PiRows{base, 0, 0, 0, d_model, type_of(up_type)};
-  b->down = PiRows{base, 0, 0, 0, d_model, type, b->lines.data(), base, b->shared_lines.data()};
-  b->firsts = false;
+  b->up = PiRows{base, 0, 0, 0, d_model, of_up, has_up ? b->lines.data() : nullptr};
+  b->down = PiRows{base, 0, 0, down_at, d_model, type, b->lines.data(), base, b->shared_lines.data()};
+  b->firsts = has_up;
   b->spec = spec;
   check_vectors(*b);
   return b;
@@ -597,10 +599,10 @@ void bind_bundles(nb::module_& m) {
       "up, [groups, bytes of 32], None in a plain FFN, and of down, [groups, bytes of 32 and what they share]; kept.");
   m.def(
       "expert_rows", &make_expert_rows, "slots"_a, "experts"_a, "neurons"_a, "d_model"_a, "up_type"_a, "down_type"_a,
-      "spec"_a, "shared"_a.noconvert() = nb::none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 8>(),
-      "Bundles of down of experts on disk, `neurons` of each. The parts of the slots' items are up, the rows of down,\n"
-      "read later, and the scales that their groups share, if any. shared: down of a shared expert behind them,\n"
-      "[groups, bytes of 32 rows and what they share], kept.");
+      "spec"_a, "has_up"_a, "shared"_a.noconvert() = nb::none(), nb::keep_alive<0, 1>(), nb::keep_alive<0, 9>(),
+      "Bundles of experts on disk, `neurons` of each: down, and up before it if has_up. The parts of the slots' items\n"
+      "are up unless the bundles have it, the rows, read later, and the scales that their groups share, if any.\n"
+      "shared: the bundles of a shared expert behind them, [groups, bytes of 32 rows and what they share], kept.");
   m.def(
       "resting_bundles", &make_resting_bundles, "slots"_a, "d_model"_a, "gate_type"_a.none(), "up_type"_a,
       "down_type"_a, "gate_at"_a.none(), "up_at"_a.none(), "down_at"_a, "spec"_a, "shared"_a.noconvert() = nb::none(),

@@ -34,13 +34,15 @@ class BundledExperts : public ExpertStore {
   void list_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
                    const SharedExpert& shared) const;
 
+  void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
+                     const SharedExpert& shared);
+
   const std::shared_ptr<NeuronSum> bundled_;
-  const int64_t shared_;  // neurons of the shared expert, behind those of the others
+  const int64_t shared_;                              // neurons of the shared expert, behind those of the others
+  const std::shared_ptr<const Predictor> predictor_;  // null: gates, or up without these, find what fires
   bool computes_whole_ = false;
 
  private:
-  void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
-                     const SharedExpert& shared);
   void weigh(const Thread& t, ExpertRows& rows, int64_t tokens, int64_t top_k) const;
   void list_predicted(Thread& t, ExpertRows& rows, const PiActs* hidden, int64_t tokens, bool sampled) const;
   void list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const;
@@ -53,8 +55,7 @@ class BundledExperts : public ExpertStore {
     return experts + (shared_ + neurons - 1) / neurons;
   }  // of neurons with weights of their own
 
-  const std::shared_ptr<const Predictor> predictor_;  // null: gates find what fires
-  const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
+  const std::vector<Matrix> out_;  // of each expert, its rows of the predictor's
   const int64_t recall_every_;
   const Matrix shared_out_;  // the shared expert's rows of the predictor's
   Ffn::Recall recall_ = {};

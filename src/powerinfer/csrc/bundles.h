@@ -8,9 +8,6 @@
 #include "slots.h"
 #include "table.h"
 
-// Four bits, a byte each.
-constexpr uint32_t bits_as_bytes(uint32_t n) { return (n & 1) | (n & 2) << 7 | (n & 4) << 14 | (n & 8) << 21; }
-
 // Bytes of the input of pack_bundle_rows for `rows` neurons: rows as stored; for types across neurons whole groups, each k
 // consecutive blocks.
 int64_t bundle_rows_source_bytes(int type, int64_t rows, int64_t k);
@@ -50,6 +47,8 @@ struct Bundles {
   const std::vector<float>& first_bias() const { return spec.first_bias(gated()); }
   bool complete() const { return (int64_t)members.size() == neurons; }  // whether every place holds a neuron
   int forms() const { return pi_form(gate.groups ? gate.type : up.type) | pi_form(up.type); }
+  // Bytes of the rows of a neuron of an expert on disk: of down, behind those of up unless a matrix has these.
+  int64_t resting_bytes() const { return down.at + pi_row_bytes(down.type, down.k); }
   // Of neurons on disk: only these are members from now on, with room for their first rows where these are not read.
   void keep(std::vector<int32_t> members);
   void add_firsts(const uint8_t* rows, int64_t n);  // of the next members

@@ -43,7 +43,9 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     const Bundles& b = *all.bundled->bundles;
     check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
     check(all.gate_bias.empty() && all.up_bias.empty() && all.down_bias.empty(), "experts as bundles have no biases");
-    check(!all.slots || (!b.gated() && !all.predictor), "of experts on disk those without gates are bundles");
+    check(!all.slots || !b.gated(), "of experts on disk those without gates are bundles");
+    check(!all.slots || !all.predictor || !all.recall_every,
+          "a sample of recall computes all neurons, and some rest on disk");
     const auto& first = b.gated() ? all.gate : all.up;
     check(!(b.gated() ? all.up : all.gate) && !all.down && !first == !!all.predictor,
           "experts as bundles have a matrix of their first product or a predictor, and no other matrices");
@@ -54,8 +56,8 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     check(more == 0 || (!b.gated() && more % PI_GROUP == 0),
           "a shared expert with gates, or broken groups, is no bundle");
     const bool reads_up = b.gated() || all.predictor;
-    check((!reads_up || (b.up.stride && repacked_type(b.up.type) >= 0)) && (!b.gated() || b.gate.type == b.up.type) &&
-              repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
+    check((!reads_up || ((b.up.stride || b.up.lines) && repacked_type(b.up.type) >= 0)) &&
+              (!b.gated() || b.gate.type == b.up.type) && repacked_type(b.down.type) >= 0 && b.down.type != PI_Q4_0,
           "bundles of these types cannot be repacked");
     check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");
     check(all.recall_every >= 0, "an interval is negative");
@@ -97,12 +99,12 @@ void Program::reserve_resting(const ExpertMatrices& all) {
     workspace->reserve_packed(*matrix, 2 * excess);
   }
   if (all.bundled) {
-    const PiRows& down = all.bundled->bundles->down;
-    const int64_t shared = all.neurons / PI_GROUP * pi_shared_bytes(down.type, down.k);
+    const Bundles& b = *all.bundled->bundles;
+    const int64_t shared = all.neurons / PI_GROUP * pi_shared_bytes(b.down.type, b.down.k);
     check(slots.parts() == part + 1 + (shared > 0), "the slots have another number of parts than the experts");
-    check(slots.part_bytes(part) == all.neurons * pi_row_bytes(down.type, down.k) &&
-              (!shared || slots.part_bytes(part + 1) == shared),
-          "the slots are of neurons of another size");
+    check(
+        slots.part_bytes(part) == all.neurons * b.resting_bytes() && (!shared || slots.part_bytes(part + 1) == shared),
+        "the slots are of neurons of another size");
     part = slots.parts();
   }
   check(slots.parts() == part, "the slots have another number of matrices than the experts");
@@ -217,8 +219,7 @@ void Experts::run(Thread& t, const Step& step) {
   if (early) guess(t, rows, x);
   const int other_forms =
       (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
-  const int forms = latent_in_ ? latent_in_->form() : store_->forms(tokens);
-  const int all = forms | other_forms | (shared_.gate.empty() ? 0 : PI_FORM_F32);
+  const int forms = input_forms(tokens), all = forms | other_forms | (shared_.gate.empty() ? 0 : PI_FORM_F32);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, all);
   if (router_.scores) router_.select(t, rows, acts, tokens);
   if (t.id == 0) p.attempt([&] { store_->begin(rows, tokens); });
@@ -234,7 +235,7 @@ void Experts::run(Thread& t, const Step& step) {
   if (shared_apart && records_fired_) keep_shared(t, tokens);
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
   if (leaves_out) {
-    sum_some(t, rows, acts, x, to);
+    sum_some(t, rows, acts, x, to, forms);
     if (shared_apart) add_shared(t, rows, tokens, to);
     return p.add_normalised(spec_.out_norm, p.up, 0, tokens);
   }
@@ -254,11 +255,11 @@ void Experts::run(Thread& t, const Step& step) {
 
 // What a step that leaves neurons out computes, but that a shared expert in bundles of its own remains in `shared`; ends
 // with a barrier.
-void Experts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to) const {
+void Experts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to,
+                       int forms) const {
   const Program& p = *t.program;
   const int64_t tokens = x.tokens, k = router_.spec.top_k;
   const Destination beside{rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, into{p.gate, p.ldh, false, NO_BIAS};
-  const int forms = latent_in_ ? latent_in_->form() : store_->forms(tokens);
   const auto attempt = [&](const auto& work) { return t.program->attempt(work); };
   if (shared_.bundled) acts = store_->sum_shared(t, rows, acts, {x, spec_.norm, beside, true}, shared_, forms);
   if (!latent_in_) return store_->sum_some(t, rows, acts, x, {x, spec_.norm, to, true}, k, shared_, attempt);
@@ -289,7 +290,8 @@ void Experts::guess(Thread& t, ExpertRows& rows, const Rows& x) const {
   Workspace& w = *t.program->workspace;
   const PiActs* acts = w.prepare(t.id, x, after_->spec_.norm, after_router_->form());
   w.product(t.id, *after_router_, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NO_BIAS});
-  if (x.tokens > 1) w.pool->barrier();  // what is prepared next may be in the same memory
+  // What is prepared next may be in the same memory, and a router's barrier is the next one for what it gives.
+  if (x.tokens > 1 || !router_.scores) w.pool->barrier();
 }
 
 void Experts::expect_guessed(ExpertRows& rows, int64_t tokens) {
@@ -386,7 +388,6 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     const Destination to{out, d_model, false, NO_BIAS};
     if (guesses(tokens)) {
       guess(t, rows, in);
-      w.pool->barrier();
       if (thread == 0) failure.attempt([&] { after_->expect_guessed(rows, tokens); });
     }
     const PiActs* acts = w.prepare(thread, in, spec_.norm, store_->forms(tokens));

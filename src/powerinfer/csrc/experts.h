@@ -62,7 +62,9 @@ class Experts : public Op {
   void order_rows(ExpertRows& rows, int64_t tokens, const int32_t* selected, const float* weights);
   template <class P>
   void sum_rows(Program& program, const float* x, int64_t tokens, float* out, const float* hidden, P prepare);
-  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to) const;
+  // The forms in which a step of that many tokens has the experts' input, or what makes latents of it.
+  int input_forms(int64_t tokens) const { return latent_in_ ? latent_in_->form() : store_->forms(tokens); }
+  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to, int forms) const;
   void add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   // The latents of the input, in the forms of the experts; the output of those in their place.

@@ -28,13 +28,10 @@ void k_scale(const uint8_t* s, int j, uint8_t* scale, uint8_t* minimum) {
 
 constexpr int POWERS[5] = {1, 3, 9, 27, 81};
 
-// Byte j of entry n is bit j of n: expands four bits to four bytes.
-constexpr uint32_t spread(int n) {
-  return (uint32_t)(n & 1) | (uint32_t)(n >> 1 & 1) << 8 | (uint32_t)(n >> 2 & 1) << 16 | (uint32_t)(n >> 3 & 1) << 24;
-}
-constexpr uint32_t SPREAD[16] = {spread(0),  spread(1),  spread(2),  spread(3), spread(4),  spread(5),
-                                 spread(6),  spread(7),  spread(8),  spread(9), spread(10), spread(11),
-                                 spread(12), spread(13), spread(14), spread(15)};
+constexpr uint32_t SPREAD[16] = {bits_as_bytes(0),  bits_as_bytes(1),  bits_as_bytes(2),  bits_as_bytes(3),
+                                 bits_as_bytes(4),  bits_as_bytes(5),  bits_as_bytes(6),  bits_as_bytes(7),
+                                 bits_as_bytes(8),  bits_as_bytes(9),  bits_as_bytes(10), bits_as_bytes(11),
+                                 bits_as_bytes(12), bits_as_bytes(13), bits_as_bytes(14), bits_as_bytes(15)};
 
 // The 6-bit scale of sub-block j of an IQ4_XS block.
 int xs_scale(const uint8_t* block, int j) {

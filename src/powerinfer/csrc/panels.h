@@ -7,6 +7,9 @@
 
 #include "table.h"
 
+// Four bits, a byte each.
+constexpr uint32_t bits_as_bytes(uint32_t n) { return (n & 1) | (n & 2) << 7 | (n & 4) << 14 | (n & 8) << 21; }
+
 // Zeroed, page-aligned memory in huge pages if possible. Untouched memory is not allocated by the system.
 class Mapping {
  public:

@@ -6,8 +6,10 @@ RestingNeurons::RestingNeurons(ExpertMatrices all, std::shared_ptr<Workspace> wo
     : BundledExperts(all, std::move(workspace)),
       slots_(std::move(all.slots)),
       resting_(slots_, parts_),
+      rows_part_(predictor_ ? 0 : 1),
       groups_(neurons / PI_GROUP),
       loaded_((size_t)(experts * groups_)),
+      needed_(loaded_.size()),
       read_at_((size_t)experts) {}
 
 RestingNeurons::~RestingNeurons() {
@@ -22,10 +24,9 @@ void RestingNeurons::begin(const ExpertRows& rows, int64_t tokens) {
   wait_for_rows(nullptr);  // of a step that failed: their memory is to be used again
   resting_.pinned = nullptr;
   if (!leaves_out(tokens))
-    resting_.pinned = [this](int32_t e) {  // behind its up, and before what is read of the next one
-      note_rows(e, nullptr);
-      read_noted();
-    };
+    resting_.pinned = [this](int32_t e) {
+      read_rows(e, true);
+    };  // behind its up, and before what is read of the next one
   resting_.begin(rows);
 }
 
@@ -33,7 +34,7 @@ void RestingNeurons::expect(const int32_t* expected, int64_t n) {
   if (coming_.empty()) resting_.expect(expected, n);
 }
 
-// ---- Rows of down ---------------------------------------------------------------------------------------------------
+// ---- Rows of neurons ------------------------------------------------------------------------------------------------
 
 // Says where the rows of an expert lie that was read since this was said: none of them is there.
 void RestingNeurons::place(int32_t e) {
@@ -41,37 +42,54 @@ void RestingNeurons::place(int32_t e) {
   read_at_[(size_t)e] = slots_->times_read(e);
   std::fill_n(loaded_.begin() + e * groups_, groups_, 0u);
   Bundles& b = *bundled_->bundles;
-  const int64_t row = pi_row_bytes(b.down.type, b.down.k) / 64, shared = pi_shared_bytes(b.down.type, b.down.k) / 64;
+  const int64_t row = b.resting_bytes() / 64, shared = pi_shared_bytes(b.down.type, b.down.k) / 64;
   const auto line = [&](size_t part) { return (slots_->writable(e, part) - b.down.groups) / 64; };
-  for (int64_t i = 0, first = line(ROWS); i < neurons; i++)
+  for (int64_t i = 0, first = line(rows_part_); i < neurons; i++)
     b.lines[(size_t)(e * neurons + i)] = (uint32_t)(first + i * row);
   if (!shared) return;
-  for (int64_t g = 0, first = line(SCALES); g < groups_; g++)
+  for (int64_t g = 0, first = line(rows_part_ + 1); g < groups_; g++)
     b.shared_lines[(size_t)(e * groups_ + g)] = (uint32_t)(first + g * shared);
 }
 
-// Notes the rows of an expert, pinned, that are not there: of neurons that fire; fired: null: all. What lies between two
-// of them, and takes the disk less time than another read, is read with them.
-void RestingNeurons::note_rows(int32_t e, const ExpertRows* fired) {
+// The neurons of an expert that fire are needed.
+void RestingNeurons::need_fired(int32_t e) {
+  const ExpertRows& rows = *step_.rows;
+  const int64_t words = rows.ldh / PI_LANES;
+  for (int64_t g = 0; g < groups_; g++) {
+    uint32_t& needed = needed_[(size_t)(e * groups_ + g)] = 0;
+    for (int64_t r = rows.begin[(size_t)e]; r < rows.begin[(size_t)e + 1]; r++) {
+      const uint16_t* const bits = rows.fired.data() + r * words + g * PI_GROUP / PI_LANES;
+      needed |= bits[0] | (uint32_t)bits[1] << PI_LANES;
+    }
+  }
+}
+
+// Those that the threads have taken, of the experts of the step.
+void RestingNeurons::need_listed(const NeuronLists& lists) {
+  for (const int32_t e : active_) std::fill_n(needed_.begin() + e * groups_, groups_, 0u);
+  for (const NeuronLists::Share& share : lists.shares)
+    for (int64_t j = 0; j < share.n_taken; j++) {
+      const int32_t i = share.taken[(size_t)j];
+      if (i < experts * neurons) needed_[(size_t)(i / PI_GROUP)] |= 1u << i % PI_GROUP;
+    }
+}
+
+// Begins to read the rows of an expert, pinned, that are not there: those that are needed, or all. What lies between two of
+// them, and takes the disk less time than another read, is read with them.
+void RestingNeurons::read_rows(int32_t e, bool all) {
   place(e);
-  const PiRows& down = bundled_->bundles->down;
-  const int64_t row = pi_row_bytes(down.type, down.k), gap = slots_->reads().gap / row;
+  const int64_t row = bundled_->bundles->resting_bytes(), gap = slots_->reads().gap / row;
   uint32_t* const loaded = loaded_.data() + e * groups_;
   int64_t first = -1, last = -1;
   const auto note = [&] {
     if (first < 0) return;
-    slots_->read_later(e, ROWS, first * row, (last + 1 - first) * row);
+    slots_->read_later(e, rows_part_, first * row, (last + 1 - first) * row);
     for (int64_t i = first; i <= last; i++) loaded[i / PI_GROUP] |= 1u << i % PI_GROUP;
   };
-  const int64_t words = fired ? fired->ldh / PI_LANES : 0;
   for (int64_t g = 0; g < groups_; g++) {
-    uint32_t needed = fired ? 0 : UINT32_MAX;
-    for (int64_t r = fired ? fired->begin[(size_t)e] : 0; fired && r < fired->begin[(size_t)e + 1]; r++) {
-      const uint16_t* const bits = fired->fired.data() + r * words + g * PI_GROUP / PI_LANES;
-      needed |= bits[0] | (uint32_t)bits[1] << PI_LANES;
-    }
-    for (needed &= ~loaded[g]; needed; needed &= needed - 1) {
-      const int64_t i = g * PI_GROUP + __builtin_ctz(needed);
+    const uint32_t needed = all ? UINT32_MAX : needed_[(size_t)(e * groups_ + g)];
+    for (uint32_t lacking = needed & ~loaded[g]; lacking; lacking &= lacking - 1) {
+      const int64_t i = g * PI_GROUP + __builtin_ctz(lacking);
       if (first < 0 || i - last - 1 > gap) {
         note();
         first = i;
@@ -79,42 +97,35 @@ void RestingNeurons::note_rows(int32_t e, const ExpertRows* fired) {
       last = i;
     }
   }
+  if (first < 0) return;
   note();
-  if (first >= 0) noted_.push_back(e);
-}
-
-void RestingNeurons::read_noted() {
-  if (noted_.empty()) return;
-  Coming coming{-1, std::move(noted_)};
-  noted_.clear();
+  coming_.push_back({-1, e});
   try {
-    coming.ticket = slots_->begin_later();
+    coming_.back().ticket = slots_->begin_later();
   } catch (...) {
-    forget(coming.experts);
+    coming_.pop_back();
+    forget(e);
     throw;
   }
-  coming_.push_back(std::move(coming));
 }
 
-// Nothing is there of the rows of these experts.
-void RestingNeurons::forget(const std::vector<int32_t>& list) {
-  for (const int32_t e : list) read_at_[(size_t)e] = slots_->times_read(e) - 1;
+bool RestingNeurons::coming(int32_t e) const {
+  return std::any_of(coming_.begin(), coming_.end(), [e](const Coming& each) { return each.expert == e; });
 }
 
 // Waits for the rows of an expert; null: for all. ReadError: they are not there.
 void RestingNeurons::wait_for_rows(const int32_t* e) {
   Reads& reads = slots_->reads();
   for (size_t i = 0; i < coming_.size();) {
-    const std::vector<int32_t>& list = coming_[i].experts;
-    if (e && std::find(list.begin(), list.end(), *e) == list.end()) {
+    const auto [ticket, expert] = coming_[i];
+    if (e && expert != *e) {
       i++;
       continue;
     }
-    const int64_t ticket = coming_[i].ticket;
     try {
       reads.wait(ticket);
     } catch (const ReadError&) {
-      forget(list);
+      forget(expert);
       if (reads.done(ticket)) coming_.erase(coming_.begin() + (int64_t)i);
       throw;
     }
@@ -136,28 +147,40 @@ void RestingNeurons::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, b
   sum_arriving(t, rows, acts, single, fired, next, resting_);
 }
 
-// ---- Neurons that fire ----------------------------------------------------------------------------------------------
+// ---- Some neurons ---------------------------------------------------------------------------------------------------
 
-void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows&,
-                              const NeuronSum::Piece& piece, int64_t, const SharedExpert& shared,
+// By thread 0.
+void RestingNeurons::begin_sum(const ExpertRows& rows, const Attempt& attempt) {
+  active_ = rows.active;
+  step_ = {&rows, &attempt, (int64_t)active_.size() <= slots_->slots(), false};
+}
+
+void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x,
+                              const NeuronSum::Piece& piece, int64_t top_k, const SharedExpert& shared,
                               const Attempt& attempt) {
   Workspace& w = *workspace_;
+  NeuronSum::Piece waves = piece;
+  waves.waves = this;
+  if (t.id == 0) begin_sum(rows, attempt);
+  if (predictor_) {
+    sum_predicted(t, rows, x, waves, top_k, shared);
+    if (t.id == 0) slots_->let_go();
+    return;
+  }
   const int64_t tokens = piece.x.tokens, words = rows.ldh / PI_LANES;
   const bool single = tokens == 1;
   const PiActs inputs = single ? *acts : gather(t, rows, acts, d_model, forms_);
   begin_list(t.id);
   if (shared_) list_shared(t, rows, acts, tokens, shared);
-  if (t.id == 0) {
-    active_ = rows.active;
-    step_ = {&rows, &attempt, (int64_t)active_.size() <= slots_->slots()};
-  }
   bool could = true;  // of thread 0
   for (;;) {
     if (t.id == 0) {
       could = attempt([&] {
-        for (const int32_t e : resting_.now())
-          if (step_.fits) note_rows(e, &rows);
-        read_noted();
+        for (const int32_t e : resting_.now()) {
+          if (!step_.fits) break;
+          need_fired(e);
+          read_rows(e, false);
+        }
         resting_.next(rows, step_.fits);
       });
       if (!could) rows.compute({});
@@ -168,8 +191,8 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
     share_panels(t.id, rows, parts_[UP][0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
       const int64_t begin = rows.begin[e], lanes = (p1 - p0) * PI_LANES;
       float* const h = rows.floats(rows.gate) + begin * rows.ldh;
-      const PiActs x = pi_acts_from(&inputs, single ? 0 : begin, 0);
-      w.linear(t.id, parts_[UP][e], NO_BIAS, &x, h, rows.ldh, rows.n(e), false, p0, p1);
+      const PiActs x_of = pi_acts_from(&inputs, single ? 0 : begin, 0);
+      w.linear(t.id, parts_[UP][e], NO_BIAS, &x_of, h, rows.ldh, rows.n(e), false, p0, p1);
       activate(rows, e, h + p0 * PI_LANES, lanes);
       for (int64_t i = 0; i < rows.n(e); i++)
         w.kernels->neurons.fires(h + i * rows.ldh + p0 * PI_LANES, lanes, 0.0f,
@@ -182,54 +205,70 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   }
   w.pool->barrier();  // all have seen that
   if (t.id == 0 && could) rows.compute(active_);
+  if (t.id == 0) step_.begun = true;
   w.pool->barrier();
   list_firing(t.id, rows, nullptr, tokens);
   w.pool->barrier();
-  NeuronSum::Piece waves = piece;
-  waves.waves = this;
   bundled_->sum_listed(t.id, waves, acts, rows.floats(rows.activations), experts * neurons + shared_, nullptr);
   if (t.id != 0) return;
   slots_->let_go();
   bundled_->count_gates((int64_t)rows.active.size() * neurons + shared_);
 }
 
-// Where the slots hold all experts of the step, all neurons at once.
+// Where the slots hold all experts of the step, what is there at once, then as rows arrive.
 bool RestingNeurons::next(NeuronLists& lists) {
-  if (!step_.fits) take_some(lists);
   bool more = false;
   const bool could = (*step_.attempt)([&] {
+    if (!step_.begun && predictor_) need_listed(lists);
+    for (const int32_t e : active_)
+      if (step_.fits && !step_.begun) read_rows(e, false);
+    step_.begun = true;
+    more = take_some(lists);
     if (!step_.fits) {
+      slots_->wait();  // else what could not be read at the step's beginning would be tried again unseen
       slots_->let_go();
       const int64_t n = (int64_t)chosen_.size();
       check(slots_->want(chosen_.data(), n) == n, "the slots have no room for the experts of a step");
       slots_->wait();
-      for (const int32_t e : chosen_) note_rows(e, step_.rows);
-      read_noted();
+      for (const int32_t e : chosen_) {
+        if (!predictor_) need_fired(e);
+        read_rows(e, false);
+      }
     }
-    wait_for_rows(nullptr);
+    for (const int32_t e : chosen_) {
+      slots_->wait(e);
+      check(slots_->held(e), "an expert of the step is not in memory");
+      wait_for_rows(&e);
+    }
   });
-  for (NeuronLists::Share& share : lists.shares) {
-    if (step_.fits) share.end = share.n_taken;
-    if (!could) share.begin = share.end = share.n_taken;  // they are not there, and the sum is void
-    more = more || share.end < share.n_taken;
-  }
-  return more;
+  if (could) return more;
+  for (NeuronLists::Share& share : lists.shares) share.begin = share.end = share.n_taken;  // the sum is void
+  return false;
 }
 
-// Chooses what each thread adds next, of as many experts as there are slots: an expert of each thread in turn.
-void RestingNeurons::take_some(NeuronLists& lists) {
+// Chooses what each thread adds next, an expert of each thread in turn: where these fit, up to one that is to be waited for,
+// else of as many experts as there are slots. Returns whether more is left.
+bool RestingNeurons::take_some(NeuronLists& lists) {
   chosen_.clear();
+  const auto chosen = [&](int64_t e) {
+    return e >= experts || std::find(chosen_.begin(), chosen_.end(), (int32_t)e) != chosen_.end();
+  };
   for (NeuronLists::Share& share : lists.shares) share.begin = share.end;
-  for (bool more = true; more;) {
-    more = false;
+  bool left = true;
+  for (bool first = true, more = true; more; first = false) {
+    more = left = false;
     for (NeuronLists::Share& share : lists.shares) {
       if (share.end == share.n_taken) continue;
+      left = true;
       const int64_t e = share.next() / neurons;
-      const bool chosen = e >= experts || std::find(chosen_.begin(), chosen_.end(), (int32_t)e) != chosen_.end();
-      if (!chosen && (int64_t)chosen_.size() == slots_->slots()) continue;
-      if (!chosen) chosen_.push_back((int32_t)e);
+      if (!chosen(e)) {
+        const bool room = step_.fits ? first || !coming((int32_t)e) : (int64_t)chosen_.size() < slots_->slots();
+        if (!room) continue;
+        chosen_.push_back((int32_t)e);
+      }
       while (share.end < share.n_taken && share.next() / neurons == e) share.end++;
       more = true;
     }
   }
+  return left;
 }

@@ -1,11 +1,12 @@
-// Experts without gates that rest on disk, up as matrices and down as bundles: of an expert that is not in memory up is
-// read, and of down the rows of neurons that fire.
+// Experts without gates that rest on disk and whose neurons are told apart. Of an expert that is not in memory a step reads
+// up as a matrix and, of down, the rows of neurons that fire; or, with a predictor, up and down as bundles, and of these
+// the ones that it selects.
 #pragma once
 #include "bundled_experts.h"
 #include "resting_experts.h"
 
-// The same bits as of `BundledExperts`: activations are computed as experts arrive, and the neurons that fire are added in
-// the order of these. An expert keeps the rows that were read as long as it stays in memory.
+// The same bits as of `BundledExperts`: activations are computed as experts arrive, and neurons are added in the order of
+// these. An expert keeps the rows that were read as long as it stays in memory.
 class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
  public:
   RestingNeurons(ExpertMatrices all, std::shared_ptr<Workspace> workspace);
@@ -21,34 +22,39 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
                 int64_t top_k, const SharedExpert& shared, const Attempt& attempt) override;
 
  private:
-  enum { ROWS = 1, SCALES = 2 };  // parts of the slots behind up
-  // Rows of down that are being read, and whose they are.
+  // Rows of an expert that are being read.
   struct Coming {
     int64_t ticket;
-    std::vector<int32_t> experts;
+    int32_t expert;
   };
   struct Summed {  // of a step
     const ExpertRows* rows;
     const Attempt* attempt;
-    bool fits;  // whether all its experts are in memory at once
+    bool fits;   // whether all its experts are in memory at once
+    bool begun;  // whether rows of all of them were asked for
   };
+  void begin_sum(const ExpertRows& rows, const Attempt& attempt);
   void sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                 const Attempt& attempt) override;
   bool next(NeuronLists& lists) override;
-  void take_some(NeuronLists& lists);
-  void note_rows(int32_t e, const ExpertRows* fired);
-  void read_noted();
-  void forget(const std::vector<int32_t>& list);
+  bool take_some(NeuronLists& lists);
+  void need_fired(int32_t e);
+  void need_listed(const NeuronLists& lists);
+  void read_rows(int32_t e, bool all);
+  void forget(int32_t e) { read_at_[(size_t)e] = slots_->times_read(e) - 1; }  // nothing is there of its rows
+  bool coming(int32_t e) const;
   void wait_for_rows(const int32_t* e);
   void place(int32_t e);
 
   const std::shared_ptr<Slots> slots_;
   RestingExperts resting_;
-  const int64_t groups_;           // of an expert's neurons
-  std::vector<uint32_t> loaded_;   // [experts][groups_]: of each neuron whether its row is there, or being read, a bit
+  const size_t rows_part_;  // of the slots; behind it the scales
+  const int64_t groups_;    // of an expert's neurons
+  std::vector<uint32_t> loaded_,
+      needed_;                     // [experts][groups_]: of each neuron whether its row is there, or being read; in
+                                   // this step, whether it is needed: a bit
   std::vector<uint32_t> read_at_;  // of each expert the time of `Slots::times_read` that this is of
   std::vector<Coming> coming_;
-  std::vector<int32_t> noted_;  // experts of which rows were noted
   Summed step_ = {};
   std::vector<int32_t> active_, chosen_;  // of the step, ascending; of a wave
 };

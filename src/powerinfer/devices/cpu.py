@@ -552,7 +552,8 @@ class CpuExecutor:
         latents = list(map(self.matrix, weights.latents))
         if self.disk is not None and layer in self.disk.about.experts:
             if self.in_experts and layer in self.disk.rows:
-                of_all, slots, by_neuron, make_ffn = self._resting_rows(self.disk, layer, spec, weights)
+                around = _latents(latents)
+                of_all, slots, by_neuron, make_ffn = self._resting_rows(self.disk, layer, spec, weights, around)
             else:
                 resting, around = weights.resting(), _latents(latents)
                 of_all, slots = self._resting(self.disk, layer, spec, resting, weights.biases, around)
@@ -615,36 +616,53 @@ class CpuExecutor:
         return _native.ExpertMatrices(n, size, spec, of_gate, up, down, **more, slots=slots), slots
 
     def _resting_rows(
-        self, disk: DiskTier, layer: int, spec: _native.NeuronSpec, weights: ExpertWeights
+        self,
+        disk: DiskTier,
+        layer: int,
+        spec: _native.NeuronSpec,
+        weights: ExpertWeights,
+        latents: Mapping[str, Any],
     ) -> tuple[_native.ExpertMatrices, _native.Slots, ByNeuron, Callable[[_native.Experts], ExpertFfn]]:
         """Experts on disk whose neurons are told apart, the memory for some of them, the bundles of the shared expert,
-        and what makes the layer's FFN of its operator."""
+        and what makes the layer's FFN of its operator. latents: as native experts take them."""
         config, (up, down) = self.config.experts[layer], weights.resting()
         n, size, top, layout = config.n_experts, config.size, config.router.top_k, disk.rows[layer].layout
-        slots = disk.expert_row_slots(layer, up)
-        place = self._shared_place(config, (up, down), weights.shared, False)
-        beside, of_shared = self._bundle_shared(config, spec, weights.shared, place, False), None
+        predicts = self.expert_predictors is not None
+        slots = disk.expert_row_slots(layer, None if predicts else up)
+        place = self._shared_place(config, (up, down), weights.shared, predicts)
+        beside, of_shared = self._bundle_shared(config, spec, weights.shared, place, predicts), None
         if place == "behind":
-            _, of_shared = bundle_down(
-                shared_alone(config), self.d_model, up.type, weights.shared[-1].gathered(), None, self._pool.threads
-            )
-        native = _native.expert_rows(slots, n, size, self.d_model, up.type, layout.down_type, spec, of_shared)
-        neurons = _native.NeuronSum(self._workspace, native)
-        of_up = _native.disk_matrix(up.type, n * size, up.shape[2], *up.places[0])
-        of_all = _native.ExpertMatrices(n, size, spec, None, of_up, None, bundled=neurons, slots=slots)
-        more, expert = config.shared_size * (place == "behind"), up.each_nbytes + size * layout.stride
+            *of_up, of_down = (one.gathered() for one in weights.shared[-1 - predicts :])
+            alone, threads = shared_alone(config), self._pool.threads
+            if predicts:
+                _, of_shared = bundle(alone, self.d_model, None, of_up[0], of_down, threads)
+            else:
+                _, of_shared = bundle_down(alone, self.d_model, up.type, of_down, None, threads)
+        width = config.row_width(self.d_model)
+        native = _native.expert_rows(slots, n, size, width, up.type, layout.down_type, spec, predicts, of_shared)
+        neurons, predictor, matrix = _native.NeuronSum(self._workspace, native), None, None
+        if self.expert_predictors is not None:
+            predictor = self._expert_predictor(config, self.expert_predictors(layer), place)
+        else:
+            matrix = _native.disk_matrix(up.type, n * size, up.shape[2], *up.places[0])
+        of_all = _native.ExpertMatrices(
+            n, size, spec, None, matrix, None, bundled=neurons, predictor=predictor, slots=slots, **latents
+        )
+        of_matrix = 0 if predicts else up.each_nbytes
+        more, expert = config.shared_size * (place == "behind"), of_matrix + size * layout.stride
         beside_bytes = 0 if beside is None else beside.groups.nbytes
         self.bytes_per_token += expert * top + more * layout.stride + beside_bytes
-        by_neuron = ByNeuron(neurons, layout, np.empty(0, np.uint8), more=more, beside=beside)
+        by_neuron = ByNeuron(neurons, layout, np.empty(0, np.uint8), predictor, more, beside)
         rows_of_shared = more + (config.shared_size if beside is not None else 0)
+        outer_row = 0.0 if predictor is None else predictor.outer_nbytes / (n * size + rows_of_shared)
         return of_all, slots, by_neuron, partial(
             ExpertFfn,
             sum=neurons,
             layout=layout,
-            gate_row=up.each_nbytes / size,
-            predictor=(0, 0.0),
+            gate_row=layout.gate_bytes if predicts else up.each_nbytes / size,
+            predictor=(0 if predictor is None else predictor.inner_nbytes, outer_row),
             neurons=top * size + rows_of_shared,
-            nbytes=expert * top + more * layout.stride + beside_bytes + rows_of_shared * up.each_nbytes // size,
+            nbytes=expert * top + more * layout.stride + beside_bytes + rows_of_shared * of_matrix // size,
             shared=beside,
         )
 
@@ -812,15 +830,20 @@ class CpuExecutor:
         up, down = experts
         place = self._shared_place(config, (up, down), shared, True)
         more, of_rows = (config.shared_size, shared) if place == "behind" else (0, ())
-        n = config.n_experts * config.size
-        settings, inner, outer = weights
-        n_rows = n + (config.shared_size if place else 0)
-        outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
-        predictor = self.parts.predictor((settings, inner, outer_rows))
+        predictor = self._expert_predictor(config, weights, place)
         width = config.row_width(self.d_model)
         layout, rows = bundle(config, width, None, up, down, self._pool.threads, of_rows)
-        neurons = self._neuron_sum(layout, rows, n + more, spec)
+        neurons = self._neuron_sum(layout, rows, config.n_experts * config.size + more, spec)
         return ByNeuron(neurons, layout, rows, predictor, more, self._bundle_shared(config, spec, shared, place, True))
+
+    def _expert_predictor(
+        self, config: ExpertsConfig, weights: Weights, place: SharedPlace
+    ) -> _native.Predictor | None:
+        """What selects among the neurons of experts without gates, and of a shared one, if it has bundles."""
+        settings, inner, outer = weights
+        n_rows = config.n_experts * config.size + (config.shared_size if place else 0)
+        outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
+        return self.parts.predictor((settings, inner, outer_rows))
 
     def _shared_place(
         self,

@@ -210,9 +210,10 @@ def plain_layout(d_model: int, up_type: str, down_type: str) -> BundleLayout:
     return BundleLayout(d_model, False, up_type, down_type, 0, *cpu.bundle_row_bytes(down_type, d_model))
 
 
-def put_down(layout: BundleLayout, groups: Bytes, down: Bytes, threads: int) -> None:
-    """Fill the groups of experts of `plain_layout`. down: uint8 [experts, d_model, bytes of a row], of `DOWN_TYPES`."""
-    _put(layout, groups, None, None, down, threads)
+def put_rows(layout: BundleLayout, groups: Bytes, up: Bytes | None, down: Bytes, threads: int) -> None:
+    """Fill the groups of experts without gates. up: uint8 [experts, neurons, bytes of a row], None: elsewhere; down:
+    uint8 [experts, d_model, bytes of a row], of `DOWN_TYPES`."""
+    _put(layout, groups, None, None if up is None else np.ascontiguousarray(up).reshape(-1), down, threads)
 
 
 def _put(

@@ -120,15 +120,18 @@ class DiskTier:
         parts = [_native.Resting.matrices(one.type, one.shape[1], one.shape[2], one.places) for one in matrices]
         return _native.Slots(self.reads, parts, matrices[0].shape[0], self.about.experts[layer])
 
-    def expert_row_slots(self, layer: int, up: RestingTensor) -> _native.Slots:
-        """The same of experts whose neurons are told apart: up, and down as `rows`. up: of all of them."""
-        layer_rows, parts = self.rows[layer], [_native.Resting.matrices(up.type, up.shape[1], up.shape[2], up.places)]
+    def expert_row_slots(self, layer: int, up: RestingTensor | None) -> _native.Slots:
+        """The same of experts whose neurons are told apart: up, and down as `rows`. up: of all of them, None: it is
+        in these, too."""
+        layer_rows, parts = self.rows[layer], []
+        if up is not None:
+            parts.append(_native.Resting.matrices(up.type, up.shape[1], up.shape[2], up.places))
         for data, later in ((layer_rows.rows, True), (layer_rows.scales, False)):
             if data is not None:
                 place = self.place(data)
                 assert place is not None
                 parts.append(_native.Resting(*place, data.shape[1], data.shape[1], later=later))
-        return _native.Slots(self.reads, parts, up.shape[0], self.about.experts[layer])
+        return _native.Slots(self.reads, parts, len(layer_rows.rows), self.about.experts[layer])
 
     def add_experts(self, layer: int, op: _native.Experts, slots: _native.Slots) -> None:
         """The operator that uses the slots of a layer. RequestError for a policy that lacks a profile."""

@@ -137,7 +137,8 @@ def plan_disk(
     Returns the error, with the least that would do, where even one matrix at a time does not fit.
     """
     if model.in_experts and (division.layers or not model.in_rows):
-        rows = ", or run `powerinfer pack` for --selector exact" if resting_layers(model.config) else ""
+        selector = "predicted" if model.predictors else "exact"
+        rows = f", or run `powerinfer pack` for --selector {selector}" if resting_layers(model.config) else ""
         return RequestError(
             "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
             f"--selector, and whole experts are read from disk{'' if division.layers else rows}"
@@ -164,8 +165,7 @@ class _Experts:
             if there < n:
                 self.most[layer] = n - there
         self._model = model
-        scales = 2 * BLOCK * model.in_rows  # of rows of down, which are read apart
-        self.slot = {at: _slot_bytes(model.experts[at], model.n_experts[at]) + scales for at in self.most}
+        self.slot = {at: _slot_bytes(model.experts[at], model.n_experts[at], model.in_rows) for at in self.most}
         self.least = {at: min(most, least_slots(model.config.experts[at])) for at, most in self.most.items()}
         of_gpu = [layer for layer in self.most if layer < first]
         width = -(-model.config.d_model // 32) * 32
@@ -482,8 +482,10 @@ class _Hottest:
         return {layer: one.fewest + int(counts[layer]) for layer, one in self._neurons.items()}
 
 
-def _slot_bytes(matrices: Sequence[Matrix], n: int) -> int:
-    return sum(max(one.file, one.panels) // n + 2 * BLOCK for one in matrices)
+def _slot_bytes(matrices: Sequence[Matrix], n: int, rows: bool) -> int:
+    """rows: neurons are told apart, and the scales of down read apart; what takes nothing lies in what another has."""
+    sizes = (max(one.file, one.panels) if one.panels else 0 for one in matrices)
+    return sum(nbytes // n + 2 * BLOCK for nbytes in sizes) + 2 * BLOCK * rows
 
 
 def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> int:

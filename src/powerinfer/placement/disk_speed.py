@@ -28,8 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ExpertsConfig
-from powerinfer.devices.cpu_experts import plain_layout
+from powerinfer.devices.cpu_experts import expert_layout, plain_layout
 from powerinfer.formats.expert_rows import resting_layers
 from powerinfer.hardware.description import Device, Disk
 from powerinfer.models.inventory import Matrix, Unit
@@ -228,19 +227,26 @@ class _Steps:
     def _expert_bytes(self, layer: int) -> float:
         return sum(one.file for one in self._model.experts[layer]) / self._model.n_experts[layer]
 
-    def _row_reads(self, layer: int) -> tuple[float, float] | None:
-        """(bytes, seconds) of what is read of an expert's down where its neurons are told apart: the rows that fire or,
-        where that takes the disk no longer, all; None: they are not, or all is read."""
-        ffn, model = self._model.config.layers[layer].ffn, self._model
+    def _expert_reads(self, layer: int) -> tuple[float, float]:
+        """(bytes, seconds) of what is read of an expert: its matrices; where its neurons are told apart and that takes
+        the disk less time, in place of down the rows that fire, or of both those that a predictor selects."""
+        model, n = self._model, self._model.n_experts[layer]
+
+        def whole(matrices: Sequence[Matrix]) -> tuple[float, float]:
+            sizes = [one.file / n for one in matrices]
+            return sum(sizes), sum(self._disk.seconds(int(nbytes) + BLOCK) for nbytes in sizes)
+
+        every = whole(model.experts[layer])
         if not model.in_rows or layer not in resting_layers(model.config):
-            return None
-        assert isinstance(ffn, ExpertsConfig)
-        *_, up, down = model.experts[layer]
-        row = plain_layout(model.config.d_model, up.type, down.type).down_bytes
-        fire = 1 - (1 - model.firing) ** self._batch
-        seconds = ffn.size * fire * self._disk.seconds(row + BLOCK)
-        all_rows = self._disk.seconds(down.file // ffn.n_experts + BLOCK)
-        return (ffn.size * fire * row, seconds) if seconds < all_rows else None
+            return every
+        ffn, (up, down) = model.config.experts[layer], model.experts[layer]
+        width, predicted = ffn.row_width(model.config.d_model), len(model.expert_predictor(layer)) > 0
+        layout = (expert_layout if predicted else plain_layout)(width, up.type, down.type)
+        share = min(1.0, model.firing * (model.selected[layer] if predicted else 1))
+        rows = ffn.size * (1 - (1 - share) ** self._batch)
+        nbytes, seconds = whole([] if predicted else [up])
+        some = nbytes + rows * layout.pitch, seconds + rows * self._disk.seconds(layout.pitch + BLOCK)
+        return some if some[1] < every[1] else every
 
     def _needed(self, layer: int, tokens: int) -> float:
         """Of a layer's experts, how many a step of that many tokens needs."""
@@ -264,12 +270,7 @@ class _Steps:
         return (self._seconds(matrices) + self._packing(matrices)) / self._model.n_experts[layer]
 
     def _fetched(self, layer: int, seconds: float, first: float, needed: float, missed: float) -> Op:
-        n, matrices = self._model.n_experts[layer], self._model.experts[layer]
-        rows, nbytes = self._row_reads(layer), self._expert_bytes(layer)
-        parts = sum(self._disk.seconds(one.file // n + BLOCK) for one in (matrices if rows is None else matrices[:-1]))
-        if rows is not None:
-            nbytes += rows[0] - matrices[-1].file / n
-            parts += rows[1]
+        nbytes, parts = self._expert_reads(layer)
         return Op(
             layer,
             seconds,

@@ -244,7 +244,8 @@ def model_subject(
     profile; fresh: as if nothing were packed or trained yet. RequestError, with the command that makes it, if something
     is missing.
     """
-    from powerinfer.formats.prepared import BUNDLES, EXPERT_ROWS, PREDICTOR, PROFILE, PreparedFile
+    from powerinfer.formats.expert_rows import kind_of
+    from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
     from powerinfer.formats.profile_file import open_profile
 
     config = checkpoint.config
@@ -258,8 +259,9 @@ def model_subject(
         if not inside:
             return expert_subject(model, checkpoint, prepared)
         check_experts(selector, checkpoint)
-        predicted, rows = selector == "predicted", PreparedFile(EXPERT_ROWS, checkpoint, prepared)
-        model = skipping_model(model, checkpoint, prepared, predicted, rows.exists())
+        predicted = selector == "predicted"
+        rows = PreparedFile(kind_of(predicted), checkpoint, prepared).exists()
+        model = skipping_model(model, checkpoint, prepared, predicted, rows)
     else:
         _check_selector(selector, config)
     bundles = PreparedFile(BUNDLES, checkpoint, prepared)

@@ -1,4 +1,5 @@
-"""Making the rows of experts that are read from disk neuron by neuron: down, with the codes of the model's file."""
+"""Making the rows of experts that are read from disk neuron by neuron, with the codes of the model's file: down or, for
+a predictor, up and down."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import time
 
 import numpy as np
 
-from powerinfer.devices.cpu_experts import put_down, types_problem
+from powerinfer.devices.cpu_experts import put_rows, types_problem
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from powerinfer.formats.expert_rows import (
     row_layouts,
     write_expert_rows,
 )
+from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.kernels import cpu
 from powerinfer.progress import Progress, silent
 
@@ -28,43 +30,58 @@ def applies(checkpoint: Checkpoint) -> bool:
     return bool(resting_layers(checkpoint.config))
 
 
+def predicts(checkpoint: Checkpoint, prepared: str | None) -> bool:
+    """Whether a predictor selects among these neurons, in types whose rows can be packed with up."""
+    known = checkpoint.predictor_threshold is not None or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
+    config = checkpoint.config
+    return known and config.unpredicted_reason is None and types_problem(config, checkpoint.taken_type, True) is None
+
+
 def pack_experts(
-    checkpoint: Checkpoint, prepared: str | None, force: bool = False, progress: Progress = silent, threads: int = 0
+    checkpoint: Checkpoint,
+    prepared: str | None,
+    force: bool = False,
+    progress: Progress = silent,
+    threads: int = 0,
+    predicted: bool = False,
 ) -> tuple[ExpertRowsFile, float | None]:
     """Write the rows into the folder `prepared` (None: beside the model), unless they are up to date and not `force`.
-    The file, and the seconds that it took; None: it was there.
+    The file, and the seconds that it took; None: it was there. predicted: with up.
 
     RequestError for types whose codes rows cannot keep, PowerInferError if the file cannot be written; no partial file
     remains. progress: called with ("packing experts", experts done, experts).
     """
-    problem = types_problem(checkpoint.config, checkpoint.taken_type, False)
+    problem = types_problem(checkpoint.config, checkpoint.taken_type, predicted)
     if problem is not None:
         raise RequestError(f"pack: {problem}")
-    if not force and (file := current(checkpoint, prepared)) is not None:
+    if not force and (file := current(checkpoint, prepared, predicted)) is not None:
         return file, None
     begin, done = time.perf_counter(), 0
-    layouts, config = row_layouts(checkpoint, cpu.bundle_row_bytes), checkpoint.config
+    layouts, config = row_layouts(checkpoint, cpu.bundle_row_bytes, predicted), checkpoint.config
     total, cores = sum(config.experts[layer].n_experts for layer in layouts), min(8, cpu.choose_threads(threads)[0])
-    with write_expert_rows(checkpoint, prepared, layouts) as write:
+    with write_expert_rows(checkpoint, prepared, layouts, predicted) as write:
         for layer, layout in layouts.items():
             n, groups = config.experts[layer].n_experts, n_groups(config.experts[layer].size)
-            down = checkpoint.take(f"layers.{layer}.experts_down").data.reshape(n, config.d_model, -1)
+            up, down = (
+                checkpoint.take(f"layers.{layer}.experts_{name}").data.reshape(n, rows, -1)
+                for name, rows in (("up", config.experts[layer].size), ("down", layout.d_model))
+            )
             step = max(1, _AT_ONCE // (groups * layout.group_bytes))
             space = np.zeros((step * groups, layout.group_bytes), np.uint8)
             for first in range(0, n, step):
                 part = down[first : first + step]
                 rows = space[: len(part) * groups]
-                put_down(layout, rows, part, cores)
+                put_rows(layout, rows, up[first : first + step] if predicted else None, part, cores)
                 write(layer, first, rows)
                 done += len(part)
                 progress("packing experts", done, total)
             checkpoint.release()
-    return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes), time.perf_counter() - begin
+    return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes, predicted), time.perf_counter() - begin
 
 
-def current(checkpoint: Checkpoint, prepared: str | None) -> ExpertRowsFile | None:
+def current(checkpoint: Checkpoint, prepared: str | None, predicted: bool = False) -> ExpertRowsFile | None:
     """The rows that are there already, if they are the model's."""
     try:
-        return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes)
+        return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes, predicted)
     except ModelError:
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError
-from powerinfer.formats.prepared import BUNDLES, EXPERT_ROWS, PREDICTOR, PROFILE, PreparedFile
+from powerinfer.formats.prepared import BUNDLES, PREDICTOR, PROFILE, PreparedFile
 from powerinfer.formats.profile_file import open_profile
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
@@ -158,10 +158,9 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     if name != "all" and any(isinstance(layer.ffn, ExpertsConfig) for layer in checkpoint.config.layers):
         check_experts(name, checkpoint)
         _thresholds(checkpoint, engine, name)
-        inside = Selection(name, reason, in_experts=True)
-        if name != "exact":
-            return _with_predictors(inside, checkpoint, engine)
-        return replace(inside, expert_rows=_expert_rows(checkpoint, engine))
+        predicted = name == "predicted"
+        inside = Selection(name, reason, in_experts=True, expert_rows=_expert_rows(checkpoint, engine, predicted))
+        return _with_predictors(inside, checkpoint, engine) if predicted else inside
     if name != "all":
         check_neurons(checkpoint.config, f"selector {name}")
     thresholds = _thresholds(checkpoint, engine, name)
@@ -173,13 +172,13 @@ def select(checkpoint: Checkpoint, engine: EngineConfig, lacking: str | None = N
     return _with_predictors(selection, checkpoint, engine) if name == "predicted" else selection
 
 
-def _expert_rows(checkpoint: Checkpoint, engine: EngineConfig) -> ExpertRowsFile | None:
-    """The rows of experts that are prepared; None: they are not."""
-    from powerinfer.formats.expert_rows import open_expert_rows
+def _expert_rows(checkpoint: Checkpoint, engine: EngineConfig, predicted: bool) -> ExpertRowsFile | None:
+    """The rows of experts that are prepared for a selector; None: they are not."""
+    from powerinfer.formats.expert_rows import kind_of, open_expert_rows
 
-    if not PreparedFile(EXPERT_ROWS, checkpoint, engine.prepared).exists():
+    if not PreparedFile(kind_of(predicted), checkpoint, engine.prepared).exists():
         return None
-    return open_expert_rows(checkpoint, engine.prepared, cpu.bundle_row_bytes)
+    return open_expert_rows(checkpoint, engine.prepared, cpu.bundle_row_bytes, predicted)
 
 
 def _thresholds(checkpoint: Checkpoint, engine: EngineConfig, selector: str) -> tuple[float, ...]:
