@@ -837,7 +837,7 @@ class CpuExecutor:
         return ByNeuron(neurons, layout, rows, predictor, more, self._bundle_shared(config, spec, shared, place, True))
 
     def _expert_predictor(
-        self, config: ExpertsConfig, weights: Weights, place: SharedPlace
+        self, config: ExpertsConfig, weights: Selecting, place: SharedPlace
     ) -> _native.Predictor | None:
         """What selects among the neurons of experts without gates, and of a shared one, if it has bundles."""
         settings, inner, outer = weights
