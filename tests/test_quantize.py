@@ -84,7 +84,7 @@ def errors(x: np.ndarray, values: np.ndarray, weights_of: np.ndarray | float = 1
     return (weights_of * (x.astype(np.float64) - values) ** 2).sum(axis=1)
 
 
-@pytest.mark.parametrize("type_name", SEARCHED)
+@pytest.mark.parametrize("type_name", [*PARTS, *PLAIN])
 def test_the_error_is_less_than_that_of_plain_rounding(type_name: str) -> None:
     x = matrix(1)
     data = searched(x, type_name)
@@ -105,9 +105,46 @@ def test_importance_moves_the_error_away_from_columns_that_matter(type_name: str
     assert errors(x, even).sum() < errors(x, weighted).sum()
 
 
+# Root mean square errors of standard normal numbers that llama.cpp's types have, about: without importance.
+OF_NORMAL = {
+    "TQ1_0": 0.44, "TQ2_0": 0.44, "MXFP4": 0.115, "NVFP4": 0.088, "IQ3_S": 0.135, "IQ3_XXS": 0.185, "IQ2_S": 0.245,
+    "IQ2_XS": 0.295, "IQ2_XXS": 0.335,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("type_name", OF_NORMAL)
+def test_the_error_of_normal_numbers(type_name: str) -> None:
+    x = np.random.default_rng(3).standard_normal((8, 1024)).astype(np.float32)
+    x[3, 256:512] = 0
+    values = dequantize(searched(x, type_name), type_name)
+    assert errors(x, values).sum() / x.size < OF_NORMAL[type_name] ** 2
+    assert not values[3, 256:512].any(), "zeros stay"
+    assert set(OF_NORMAL) | set(PARTS) | set(PLAIN) == set(SEARCHED)
+
+
+@pytest.mark.parametrize("type_name", [name for name in OF_NORMAL if name[:2] in ("TQ", "IQ")])
+def test_values_that_a_type_has_are_found(type_name: str) -> None:
+    """Blocks of random bytes whose scales are alike, and largest."""
+    kind, rng = block_type(type_name), np.random.default_rng(4)
+    blocks = rng.integers(0, 256, (32, kind.nbytes), dtype=np.uint8)
+    if type_name == "TQ1_0":  # of the bytes only some stand for 5 digits
+        blocks[:, :52] = (rng.integers(0, 81, (32, 52)) * 3 * 256 + 242) // 243
+    at = kind.nbytes - 2 if type_name[0] == "T" else 0
+    blocks[:, at : at + 2] = np.array([0.02], "<f2").view(np.uint8)
+    scales = {"IQ3_S": (106, 110), "IQ2_S": (74, 82), "IQ2_XS": (66, 74)}.get(type_name, (0, 0))
+    blocks[:, slice(*scales)] = 0xEE
+    if type_name.endswith("XXS"):
+        blocks[:, 69 if type_name == "IQ3_XXS" else 9 :: 4 if type_name == "IQ3_XXS" else 8] |= 0xF0
+    if type_name == "TQ2_0":
+        blocks[:, :64] &= 0xAA
+    x = dequantize(blocks, type_name)
+    apart = errors(x, dequantize(searched(x, type_name), type_name)) / (x.astype(np.float64) ** 2).sum(axis=1)
+    assert np.median(apart) < 1e-5 and apart.mean() < 2e-3, apart
+
+
 def test_values_that_a_type_cannot_hold() -> None:
     x = np.ones((2, 256), np.float32)
-    for type_name in ("F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K"):
+    for type_name in ("F16", "Q8_0", "Q4_1", "Q4_K", "Q6_K", "NVFP4", "IQ3_S", "TQ1_0"):
         for value in (np.nan, np.inf, 3e38):
             x[1, 7] = value
             with pytest.raises(ModelError, match="a weight is"):

@@ -246,12 +246,16 @@ def header_bytes(metadata: Mapping[str, bytes], tensors: _Tensors) -> tuple[byte
 
 
 def write_gguf(to: BinaryIO, metadata: Mapping[str, bytes], tensors: _Tensors, data: Iterable[Bytes]) -> None:
-    """A whole file. metadata, tensors: as of `header_bytes`; data: the bytes of each tensor, in this order."""
+    """A whole file. metadata, tensors: as of `header_bytes`; data: the bytes of each tensor, in this order.
+
+    The last one is padded, too: llama.cpp reads the data of an imatrix as one piece.
+    """
     header, starts = header_bytes(metadata, tensors)
     to.write(header)
     for start, one in zip(starts, data, strict=True):
         to.write(b"\0" * (len(header) + start - to.tell()))
         to.write(one.data)
+    to.write(b"\0" * (-to.tell() % _DEFAULT_ALIGNMENT))
 
 
 @dataclass(frozen=True, slots=True)

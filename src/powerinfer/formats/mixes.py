@@ -144,6 +144,10 @@ def _small_rules(value: str, down: str, out: str | None) -> tuple[Rule, ...]:
     return rules if out is None else (*rules, ("out", out, _always))
 
 
+def _alike(kind: str, *names: str) -> tuple[Rule, ...]:
+    return tuple((name, kind, _always) for name in names)
+
+
 def _more(kind: str, *names: str) -> tuple[Rule, ...]:
     return tuple((name, kind, _ends_and_thirds) for name in names)
 
@@ -165,7 +169,7 @@ MIXES = {
     "Q4_0": Mix(2, "Q4_0", (("down", "Q4_1", _eighth_if(True)),), eight=_EIGHT),
     "IQ4_NL": Mix(25, "IQ4_NL", _IQ4_RULES, eight=_EIGHT_OUT),
     "IQ4_XS": Mix(30, "IQ4_XS", _IQ4_RULES, eight=_EIGHT_OUT),
-    "Q3_K_L": Mix(13, "Q3_K", tuple((kind, "Q5_K", _always) for kind in ("value", "down", "out")), eight=_EIGHT),
+    "Q3_K_L": Mix(13, "Q3_K", _alike("Q5_K", "value", "down", "out"), eight=_EIGHT),
     "Q3_K_M": Mix(
         12, "Q3_K",
         (
@@ -177,10 +181,37 @@ MIXES = {
     "Q3_K_S": Mix(11, "Q3_K", eight=_EIGHT_OUT),
     "Q2_K": Mix(
         10, "Q2_K",
-        (("value", "Q4_K", _grouped), *((kind, "Q3_K", _always) for kind in ("value", "down", "out"))),
+        (("value", "Q4_K", _grouped), *_alike("Q3_K", "value", "down", "out")),
         eight=_EIGHT_OUT,
     ),
     "Q2_K_S": Mix(21, "Q2_K", (("value", "Q4_K", _grouped), ("down", "Q4_K", _eighth)), eight=_EIGHT),
+    "IQ3_M": Mix(27, "IQ3_S", (*_alike("Q4_K", "value", "out"), ("down", "Q4_K", _eighth)), eight=_EIGHT_OUT),
+    "IQ3_S": Mix(26, "IQ3_S", (("value", "Q4_K", _grouped),), eight=_EIGHT_OUT),
+    "IQ3_XS": Mix(
+        22, "IQ3_S",
+        (
+            ("value", "Q4_K", _grouped), *_alike("IQ3_XXS", "key", "query"),
+            *((kind, "IQ3_XXS", _middle) for kind in ("gate", "up")),
+        ),
+        eight=_EIGHT_OUT,
+    ),
+    "IQ3_XXS": Mix(
+        23, "IQ3_XXS",
+        (
+            ("value", "Q4_K", _grouped), ("value", "IQ3_S", _even), *_alike("IQ2_S", "key", "query"),
+            ("down", "Q4_K", _eighth_if(False)), ("down", "Q3_K", _even), ("out", "IQ3_S", _always),
+        ),
+        head="Q5_K", embedding="IQ3_S", eight=_EIGHT_OUT,
+    ),
+    "IQ2_M": Mix(29, "IQ2_S", _small_rules("IQ3_S", "IQ3_S", "IQ3_S"), "Q5_K", "IQ3_S", eight=_EIGHT_SMALL),
+    "IQ2_S": Mix(28, "IQ2_XS", _small_rules("IQ3_S", "IQ3_S", "IQ3_S"), "Q5_K", "IQ3_S", eight=_EIGHT_SMALL),
+    "IQ2_XS": Mix(20, "IQ2_XS", _small_rules("Q2_K", "Q2_K", None), "Q5_K", "Q2_K", eight=_EIGHT_SMALL),
+    "IQ2_XXS": Mix(19, "IQ2_XXS", _small_rules("Q2_K", "Q2_K", None), "Q5_K", "Q2_K", eight=_EIGHT_SMALL),
+    "NVFP4": Mix(39, "NVFP4"),
+    "MXFP4": Mix(38, "MXFP4"),
+    "MXFP4_MOE": Mix(38, "Q8_0", head="Q8_0", experts="MXFP4"),
+    "TQ2_0": Mix(37, "TQ2_0", embedding="Q4_K", eight=_EIGHT),
+    "TQ1_0": Mix(36, "TQ1_0", embedding="Q4_K", eight=_EIGHT),
 }  # fmt: skip
 """Mixes that a model can be quantised to, by name."""
 

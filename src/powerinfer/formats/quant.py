@@ -154,7 +154,7 @@ def _iq4_xs(blocks: Bytes) -> Float32:
     return (scale[:, :, None] * values.reshape(-1, 8, 32)).reshape(-1, 256)
 
 
-def _half_power(code: Bytes) -> Float32:
+def half_power(code: Bytes) -> Float32:
     """Half of the power of two that an MXFP4 block has as its exponent."""
     exponent = code.astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(exponent, 1)  # 2**-128 and 2**-127 are subnormal
@@ -162,10 +162,10 @@ def _half_power(code: Bytes) -> Float32:
 
 
 def _mxfp4(blocks: Bytes) -> Float32:
-    return _half_power(blocks[:, :1]) * _E2M1[_nibbles(blocks[:, 1:])]
+    return half_power(blocks[:, :1]) * _E2M1[_nibbles(blocks[:, 1:])]
 
 
-def _half_ue4m3(code: Bytes) -> Float32:
+def half_ue4m3(code: Bytes) -> Float32:
     """Half of the number of 8 bits that NVFP4 has for each 16 values."""
     exponent, mantissa = (code >> 3 & 15).astype(np.float32), (code & 7).astype(np.float32)
     normal = (1 + mantissa / 8) * np.exp2(exponent - 7)
@@ -174,7 +174,7 @@ def _half_ue4m3(code: Bytes) -> Float32:
 
 
 def _nvfp4(blocks: Bytes) -> Float32:
-    scale = _half_ue4m3(blocks[:, :4])
+    scale = half_ue4m3(blocks[:, :4])
     values = _E2M1[_fields(blocks[:, 4:], 8, (0, 4), 0x0F)]
     return (scale[:, :, None] * values.reshape(-1, 4, 16)).reshape(-1, 64)
 
@@ -332,7 +332,7 @@ def _to_mxfp4(values: Float32) -> Bytes:
         raise ModelError("a weight is infinite or not a number, so it cannot be quantised")
     _, exponent = np.frexp(peak)  # 2**(exponent - 1) <= peak
     code = np.where(peak > 0, np.clip(exponent - 3 + 127, 0, 254), 0).astype(np.uint8)
-    codes = np.searchsorted(_E2M1_BETWEEN, np.abs(values) / _half_power(code)).astype(np.uint8)
+    codes = np.searchsorted(_E2M1_BETWEEN, np.abs(values) / half_power(code)).astype(np.uint8)
     codes |= ((values < 0) & (codes > 0)).astype(np.uint8) << np.uint8(3)
     return np.concatenate([code, _pack_nibbles(codes)], axis=1)
 
@@ -405,7 +405,7 @@ _E2M1_CODES = np.array([1, 2, 3, 4, 6, 8, 12], np.float64)
 def _shared_steps() -> Float32:
     """The step of a Q8_0 block by the bytes of the two NVFP4 scales under it, [128, 128]: a fraction of one of them, as
     a whole number of which its half of the block is exact, and the other half nearest to exact."""
-    scales = _half_ue4m3(np.arange(128, dtype=np.uint8)).astype(np.float64)
+    scales = half_ue4m3(np.arange(128, dtype=np.uint8)).astype(np.float64)
     pairs = np.stack(np.broadcast_arrays(scales[:, None], scales[None, :]))
     least = pairs.max(axis=0) * 12 / 127
     best = least.copy()

@@ -7,13 +7,17 @@ codes follow from what was rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
-from powerinfer.formats.quant import Bytes, Float32, block_type, quantize
+from powerinfer.formats.grid_search import GRID_TYPES, to_grid
+from powerinfer.formats.quant import Bytes, Float32, block_type, half_power, half_ue4m3, quantize
 from powerinfer.formats.weight_types import WEIGHT_TYPES
 
 Weights = Float32 | None
@@ -103,6 +107,8 @@ def _search_scales(x: Float32, weights: Weights, levels: Levels) -> Float32:
     """The scale of each block with the least error, of those tried."""
     inverse_peaks = _inverse(_peaks(x))
     ends = [levels.low + offset for offset in _OFFSETS]
+    if levels.high == 1:  # most elements are far from the largest
+        ends += [-2.2, -2.6, -3.1, -3.7]
     if -levels.low != levels.high:
         ends += [levels.high + offset for offset in _OFFSETS[::3]]
     scales, best = np.zeros_like(inverse_peaks), np.zeros_like(inverse_peaks)
@@ -183,6 +189,30 @@ def _keep_better(
         to[better] = numbers[better]
     np.copyto(best[-1], tried[-1], where=np.repeat(better, parts))
     errors[better] = error[better]
+
+
+def _stored_scale_codes(
+    values: Float32, weights: Weights, levels: Levels, size: int, tried: Callable[[Float32, Float32], list[Bytes]],
+    scale_of: Callable[[Bytes], Float32],
+) -> tuple[Bytes, Bytes]:
+    """(codes of the scales [blocks, parts], codes [blocks, elements]) where a part's scale is of few that are above 0.
+
+    tried: codes of scales to try, from the largest magnitudes and the best scales of the parts; scale_of: what a code
+    stands for.
+    """
+    x, w = _columns(values, size, weights)
+    best, numbers = np.zeros(x.shape[1], np.uint8), np.zeros_like(x)
+    errors = np.full(x.shape[1], np.inf, np.float32)
+    for codes in tried(np.abs(_peaks(x)), np.abs(_search_scales(x, w, levels))):
+        scale = scale_of(codes[:, None])[:, 0]
+        rounded = levels.nearest(x * _inverse(scale))
+        rest = x - rounded * scale
+        error = _dot(_weighted(rest, w), rest)
+        better = error < errors
+        for to, found in ((best, codes), (numbers, rounded), (errors, error)):
+            np.copyto(to, found, where=better)
+    blocks = len(values)
+    return best.reshape(blocks, -1), _FP4_CODES[(numbers - np.float32(_FP4.low)).astype(np.uint8)].T.reshape(blocks, -1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,6 +464,62 @@ def _to_iq4_xs(values: Float32, weights: Weights) -> Bytes:
     return np.concatenate([_bytes(scales), *small, _packed(codes, 16, (0, 4))], axis=1)
 
 
+_TERNARY = Levels(-1, 1)
+
+
+def _to_tq2_0(values: Float32, weights: Weights) -> Bytes:
+    scales, numbers = _scaled_codes(values, weights, _TERNARY)
+    codes = np.ascontiguousarray(_TERNARY.codes(numbers).T)
+    return np.concatenate([_packed(codes, 32, (0, 2, 4, 6)), _bytes(scales)], axis=1)
+
+
+def _to_tq1_0(values: Float32, weights: Weights) -> Bytes:
+    """5 digits in a byte, and at the end 4, as a fraction of 256."""
+    scales, numbers = _scaled_codes(values, weights, _TERNARY)
+    digits, parts = _TERNARY.codes(numbers).T.astype(np.uint16), []
+    for begin, end, span, count in ((0, 160, 32, 5), (160, 240, 16, 5), (240, 256, 4, 4)):
+        powers = np.array([81, 27, 9, 3, 1], np.uint16)[:count, None]
+        number = (digits[:, begin:end].reshape(len(digits), count, span) * powers).sum(axis=1, dtype=np.uint16)
+        parts.append(((number.astype(np.uint32) * 256 + 242) // 243).astype(np.uint8))
+    return np.concatenate([*parts, _bytes(scales)], axis=1)
+
+
+_FP4 = Levels(-12, 12, tuple(sorted({*map(int, WEIGHT_TYPES["MXFP4"].entries)})))
+_FP4_CODES = np.array(
+    [WEIGHT_TYPES["MXFP4"].entries.index(n) if n in WEIGHT_TYPES["MXFP4"].entries else 0 for n in range(-12, 13)],
+    np.uint8,
+)
+"""Codes of the numbers from the lowest on."""
+
+
+def _neighbours(codes: NDArray[Any], steps: Sequence[int], top: int) -> list[Bytes]:
+    return [np.clip(codes + step, 0, top).astype(np.uint8) for step in steps]
+
+
+def _to_mxfp4(values: Float32, weights: Weights) -> Bytes:
+    def tried(peaks: Float32, _: Float32) -> list[Bytes]:
+        exponents = np.frexp(peaks)[1].astype(np.int64) + 124  # the power of two at or below the peak, as 4 of its 6
+        return _neighbours(exponents, (0, -1, 1), 254)
+
+    scales, codes = _stored_scale_codes(values, weights, _FP4, 32, tried, half_power)
+    return np.concatenate([scales, _packed(codes, 16, (0, 4))], axis=1)
+
+
+_UE4M3 = half_ue4m3(np.arange(127, dtype=np.uint8))
+
+
+def _to_nvfp4(values: Float32, weights: Weights) -> Bytes:
+    if np.abs(values).max() > _UE4M3[-1] * _FP4.high:
+        raise ModelError("a weight is too large for NVFP4")
+
+    def tried(peaks: Float32, fitted: Float32) -> list[Bytes]:
+        places = [np.searchsorted(_UE4M3, scale) for scale in (peaks / np.float32(_FP4.high), fitted)]
+        return [codes for place in places for codes in _neighbours(place, (0, -1, 1), 126)]
+
+    scales, codes = _stored_scale_codes(values, weights, _FP4, 16, tried, half_ue4m3)
+    return np.concatenate([scales, _packed(codes, 8, (0, 4))], axis=1)
+
+
 _WRITERS: dict[str, Callable[[Float32, Weights], Bytes]] = {
     "Q8_0": _to_q8_0,
     "Q4_0": _plain_writer(Levels(-8, 7)),
@@ -447,6 +533,11 @@ _WRITERS: dict[str, Callable[[Float32, Weights], Bytes]] = {
     "Q5_K": _to_q5_k,
     "Q6_K": _to_q6_k,
     "IQ4_XS": _to_iq4_xs,
+    "MXFP4": _to_mxfp4,
+    "NVFP4": _to_nvfp4,
+    "TQ1_0": _to_tq1_0,
+    "TQ2_0": _to_tq2_0,
+    **{name: partial(to_grid, kind=kind) for name, kind in GRID_TYPES.items()},
 }
 
 SEARCHED = tuple(_WRITERS)
