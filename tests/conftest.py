@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import gpu_device  # before anything imports Triton, for it says whether kernels are interpreted
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 from seconds import Seconds
 
@@ -85,25 +87,47 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+HANGS = 900
+"""Seconds after which a test that hangs ends, with the stacks of all threads; up to REARMED fewer."""
+REARMED = 60
+
+_watched = [-float(REARMED)]
+"""When that time began to run, last."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What pytest's `faulthandler_timeout` does for every test: it starts a thread, and waits for its end, which takes
+    milliseconds where all cores are busy."""
+    if time.monotonic() - _watched[0] >= REARMED:
+        _watched[0] = time.monotonic()
+        faulthandler.dump_traceback_later(HANGS, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
+
+
 def pytest_unconfigure() -> None:
     """At the end what tests keep is garbage, too, or nanobind reports its own part of it as leaks."""
+    faulthandler.cancel_dump_traceback_later()
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def collectable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def collectable() -> Iterator[None]:
     """The command line freezes what it loads, for its process ends with one command; here, cycles must be collected.
 
     Otherwise they keep models in memory, and native objects until the process ends, which nanobind reports as leaks.
     """
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(gc, name, lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
 
 
-@pytest.fixture(autouse=True)
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def undisturbed() -> Iterator[None]:
     """Tests run side by side, which would count as a disturbance of trials: for them the machine is quiet."""
-    monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:
