@@ -17,7 +17,9 @@ from benchmarks.models.gguf_writer import F32, STRING
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.errors import ModelError, RequestError
+from powerinfer.experts import LayerUse
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.expert_files import open_expert_profile, write_expert_profile
 from powerinfer.formats.predictor_file import LayerPredictor
 from powerinfer.formats.prepared import EXPERTS, SAMPLES, PreparedFile
 from powerinfer.formats.quant import quantize
@@ -119,10 +121,56 @@ def test_the_trace_is_the_same_with_samples(model: Path, tmp_path: Path) -> None
     other = predictable(tmp_path)
     made = profile_experts(open_checkpoint(other), ENGINE, task(rows=0))
     assert made.samples is None and left_in(tmp_path) == ["experts.safetensors", "m.gguf"]
-    with_samples = PreparedFile(EXPERTS, open_checkpoint(model)).path
-    length = [int.from_bytes(path.read_bytes()[:8], "little") + 8 for path in (made.file.path, with_samples)]
-    one, two = (path.read_bytes()[at:] for path, at in zip((made.file.path, with_samples), length, strict=True))
-    assert one == two
+    for one, two in zip(made.file.profile.layers, open_expert_profile(open_checkpoint(model)).layers, strict=True):
+        for name in ("counts", "pairs", "distances"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+        assert one.seen is None and one.inside is None and two.seen is not None
+
+
+def test_how_often_neurons_inside_experts_fire(model: Path) -> None:
+    """What plain loops count of the samples; by places, the busiest of each expert first."""
+    samples, profile = open_samples(open_checkpoint(model)), open_expert_profile(open_checkpoint(model))
+    for use in profile.layers:
+        fires, seen, fired = fires_of(samples, use.layer), np.zeros(N, int), np.zeros((N, FF), int)
+        for row, experts in enumerate(samples.selected[use.layer]):
+            for place, expert in enumerate(experts):
+                seen[expert] += 1
+                fired[expert] += fires[row, place]
+        np.testing.assert_array_equal(use.seen, seen)
+        np.testing.assert_array_equal(use.fired, fired)
+        found = profile.inside[use.layer]
+        by_place = np.take_along_axis(fired, found.order.astype(int), 1)
+        assert (np.diff(by_place, axis=1) <= 0).all() and (np.sort(found.order, axis=1) == np.arange(FF)).all()
+        shares = np.average(by_place / np.maximum(seen, 1)[:, None], axis=0, weights=seen)
+        assert abs(found.fires.mean() - shares.mean()) < 1e-9
+        assert (np.abs(found.fires - shares) <= 0.05).all() and (np.diff(found.fires) <= 1e-12).all()
+
+
+def test_what_chance_explains_is_not_expected_again() -> None:
+    """Of neurons that fire alike some fire more often in few samples; where they differ, most of it is expected."""
+    rng, tokens = np.random.default_rng(3), 60
+    nothing = np.zeros((1, 8), np.int64)
+    for spread in (0.0, 0.3):
+        share = np.clip(rng.normal(0.4, spread, (8, 512)), 0.02, 0.98)
+        use = LayerUse(
+            0, 1, np.full((1, 8), tokens), np.zeros((8, 8), np.int64), None, np.append(nothing, [[8 * tokens]], axis=1),
+            np.full(8, tokens), rng.binomial(tokens, share),
+        ).inside  # fmt: skip
+        assert use is not None
+        half = use.fires[:256].sum() / use.fires.sum()
+        again = np.average(np.take_along_axis(share, use.order.astype(int), 1)[:, :256]) / share.mean() / 2
+        assert abs(half - again) < 0.02 and (half < 0.52) == (spread == 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seen", -1), ("seen", 1 << 40), ("fired", 1 << 20)])
+def test_neurons_that_fire_more_often_than_their_experts(name: str, value: int, model: Path, tmp_path: Path) -> None:
+    path = given(model, tmp_path)
+    profile = open_expert_profile(open_checkpoint(model))
+    wrong = [replace(one, **{name: (damaged := getattr(one, name).copy())}) for one in profile.layers]
+    damaged.reshape(-1)[3] = value
+    write_expert_profile(open_checkpoint(path), None, replace(profile, layers=tuple(wrong)), {})
+    with pytest.raises(ModelError, match=r"fire in layer 1 more often than their experts are selected; `powerinfer "):
+        open_expert_profile(open_checkpoint(path))
 
 
 def test_an_interrupted_profile_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,19 @@ tokens in the order in which decode computes them."""
 
 
 @dataclass(frozen=True, eq=False)
+class NeuronUse:
+    """Use of the neurons inside the experts of one layer.
+
+    order: int32 [experts, neurons], those of each expert, the busiest first; fires: float64 [neurons], by their places
+    in that order, the share of the tokens that select an expert for which its neuron fires, mean of the experts by how
+    often they are selected.
+    """
+
+    order: NDArray[np.int32]
+    fires: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
 class LayerUse:
     """Use of the experts of one layer.
 
@@ -28,7 +41,8 @@ class LayerUse:
     tokens that selected one here and then the other there; None in the last. distances: int64 [parts, experts + 1],
     selections by how many other experts of the layer were selected since a token before last selected the same one;
     those of the first time at the end. Experts of one token count in their order, and none of them before all are
-    looked up; parts follow one another.
+    looked up; parts follow one another. seen: int64 [experts], sampled tokens that selected each, and fired: int64
+    [experts, neurons], for how many of these each neuron fired; None where none was sampled.
     """
 
     layer: int
@@ -37,9 +51,12 @@ class LayerUse:
     pairs: Counts
     follows: Counts | None
     distances: Counts
+    seen: Counts | None = None
+    fired: Counts | None = None
 
     def __post_init__(self) -> None:
         n = self.n_experts
+        assert (self.seen is None) == (self.fired is None)
         assert self.pairs.shape == (n, n) and self.distances.shape == (len(self.counts), n + 1)
         assert self.follows is None or len(self.follows) == n
         assert (self.distances.sum(axis=1) == self.counts.sum(axis=1)).all() and self.total.sum() > 0
@@ -58,6 +75,22 @@ class LayerUse:
     def frequency(self) -> NDArray[np.float64]:
         """Share of the tokens that select each expert: float64 [experts]; they add up to top_k."""
         return np.asarray(self.total * (self.top_k / float(self.total.sum())), np.float64)
+
+    @property
+    def inside(self) -> NeuronUse | None:
+        """How often neurons inside the experts fire; None: that was not sampled. What few samples say is drawn towards
+        the mean of an expert's neurons by as much of its spread as chance explains."""
+        if self.seen is None or self.fired is None or not self.seen.any():
+            return None
+        tokens = np.maximum(self.seen, 1)[:, None]
+        share = self.fired / tokens
+        mean = share.mean(axis=1, keepdims=True)
+        chance = (share * (1 - share)).mean(axis=1, keepdims=True) / tokens
+        spread = np.maximum(share.var(axis=1, keepdims=True), 1e-12)
+        share = mean + np.maximum(0.0, 1 - chance / spread) * (share - mean)
+        order = np.argsort(-share, axis=1, kind="stable").astype(np.int32)
+        fires = np.average(np.take_along_axis(share, order, axis=1), axis=0, weights=self.seen)
+        return NeuronUse(order, np.asarray(fires, np.float64))
 
     @property
     def static_hits(self) -> NDArray[np.float64]:
@@ -162,6 +195,11 @@ class ExpertProfile:
     def frequencies(self) -> dict[int, NDArray[np.float64]]:
         """Share of the tokens that select each expert, by layer of experts: float64 [experts]."""
         return {one.layer: one.frequency for one in self.layers}
+
+    @property
+    def inside(self) -> dict[int, NeuronUse]:
+        """How often neurons inside experts fire, by layer of experts, where that was sampled."""
+        return {one.layer: use for one in self.layers if (use := one.inside) is not None}
 
     def mean(self, name: str) -> float:
         """The mean of a figure of the layers, by their selections."""

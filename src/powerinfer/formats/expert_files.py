@@ -2,8 +2,9 @@
 
 A profile has for each layer N of experts `layers.N.counts` I64 [parts, experts], `layers.N.pairs` U32 [experts,
 experts], `layers.N.follows` U32 [experts, experts of the next layer of experts], unless it is the last, and
-`layers.N.distances` I64 [parts, experts + 1]: see `experts.LayerUse`. Its description has the tokens of the `parts` of
-each corpus.
+`layers.N.distances` I64 [parts, experts + 1]: see `experts.LayerUse`; where samples say which neurons inside them fire
+also `layers.N.seen` I64 [experts] and `layers.N.fired` U32 [experts, neurons]. Its description has the tokens of the
+`parts` of each corpus.
 
 A trace has `layers.N.selected` [tokens, experts of a token], U8 if the layer has up to 256 experts, else U16: the
 experts that a token selected, ascending. `done` I64 [1] is the number of tokens, in a complete file all of them.
@@ -148,7 +149,8 @@ def open_expert_profile_file(checkpoint: Checkpoint, prepared: str | None = None
     tokens = np.concatenate(header.parts)
     layers = []
     for one, after in zip(header.layers, [*header.layers[1:], None], strict=True):
-        layers.append(_read_layer(place, tensors, one, after, tokens))
+        size = checkpoint.config.experts[one.layer].size
+        layers.append(_read_layer(place, tensors, one, after, tokens, size))
     place.holds_no_more(tensors)
     names, parts = tuple(one.name for one in header.corpora), tuple(map(tuple, header.parts))
     profile = ExpertProfile(names, parts, tuple(layers))
@@ -156,9 +158,14 @@ def open_expert_profile_file(checkpoint: Checkpoint, prepared: str | None = None
 
 
 def _read_layer(
-    place: PreparedFile, tensors: dict[str, RawTensor], layer: _Layer, after: _Layer | None, tokens: NDArray[np.int64]
+    place: PreparedFile,
+    tensors: dict[str, RawTensor],
+    layer: _Layer,
+    after: _Layer | None,
+    tokens: NDArray[np.int64],
+    size: int,
 ) -> LayerUse:
-    """The tensors of a layer, copied; tokens: of each part."""
+    """The tensors of a layer, copied; tokens: of each part; size: neurons of an expert."""
 
     def take(name: str, dtype: str, *shape: int) -> NDArray[np.int64]:
         raw = place.holds(tensors, f"layers.{layer.layer}.{name}", dtype, shape)
@@ -178,7 +185,12 @@ def _read_layer(
         raise place.bad(f"counts experts that follow one another {place_text} more or less often than there are tokens")
     if (distances < 0).any() or (distances > total.sum()).any() or (distances.sum(axis=1) != tokens * k).any():
         raise place.bad(f"does not count each selection once in the distances of reuse {place_text}")
-    return LayerUse(layer.layer, k, counts, pairs, follows, distances)
+    if f"layers.{layer.layer}.fired" not in tensors:
+        return LayerUse(layer.layer, k, counts, pairs, follows, distances)
+    seen, fired = take("seen", "I64", layer.experts), take("fired", "U32", layer.experts, size)
+    if (seen < 0).any() or (seen > total).any() or (fired > seen[:, None]).any():
+        raise place.bad(f"counts neurons that fire {place_text} more often than their experts are selected")
+    return LayerUse(layer.layer, k, counts, pairs, follows, distances, seen, fired)
 
 
 def write_expert_profile(
@@ -197,6 +209,8 @@ def write_expert_profile(
             *follows,
             ("distances", "I64", layer.distances),
         ]
+        if layer.seen is not None and layer.fired is not None:
+            named += [("seen", "I64", layer.seen), ("fired", "U32", layer.fired)]
         arrays += [(f"layers.{layer.layer}.{name}", dtype, values) for name, dtype, values in named]
     corpora = list(zip(profile.corpora, profile.corpus_tokens, strict=True))
     description = _description(checkpoint.config, corpora, details) | {"parts": list(map(list, profile.parts))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +12,10 @@ from numpy.typing import NDArray
 from powerinfer.experts import ExpertProfile, LayerUse, Selected
 from powerinfer.neurons import Counts
 from powerinfer.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from powerinfer.config import ExpertsConfig
+    from powerinfer.formats.samples_file import SamplesFile
 
 PIECE = 2048
 """Tokens counted at once."""
@@ -57,6 +63,34 @@ def count_experts(
         for layer, rows in selected.items()
     )
     return ExpertProfile(tuple(corpora), divided, layers)
+
+
+def with_neurons(profile: ExpertProfile, samples: SamplesFile, experts: Mapping[int, ExpertsConfig]) -> ExpertProfile:
+    """The profile with how often neurons inside experts fired in samples of its texts. experts: by layer."""
+
+    def counted(use: LayerUse) -> LayerUse:
+        if use.layer not in samples.selected:
+            return use
+        seen, fired = _fired(samples, use.layer, experts[use.layer])
+        return replace(use, seen=seen, fired=fired)
+
+    samples.file.check()
+    return replace(profile, layers=tuple(map(counted, profile.layers)))
+
+
+def _fired(samples: SamplesFile, layer: int, about: ExpertsConfig) -> tuple[Counts, Counts]:
+    """int64 [experts], the samples that selected each, and [experts, neurons], for how many of these each fired."""
+    selected, n, size = samples.selected[layer], about.n_experts, about.size
+    bits = samples.layers[layer][1][:, : selected.shape[1] * size // 8]
+    seen, fired = np.zeros(n, np.int64), np.zeros((n, size), np.int64)
+    for first in range(0, len(selected), PIECE):
+        chosen = selected[first : first + PIECE].reshape(-1)
+        rows = bits[first : first + PIECE].reshape(len(chosen), size // 8)
+        seen += np.bincount(chosen, minlength=n)
+        for expert in np.unique(chosen):
+            own = np.unpackbits(rows[chosen == expert], axis=1, bitorder="little")
+            fired[expert] += own.sum(axis=0, dtype=np.int64)
+    return seen, fired
 
 
 def _parts(tokens: int) -> tuple[int, ...]:

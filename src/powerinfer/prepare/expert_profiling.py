@@ -26,9 +26,9 @@ from powerinfer.formats.expert_files import (
     write_trace,
 )
 from powerinfer.formats.prepared import SAMPLES, PreparedFile, check_replaceable
-from powerinfer.formats.samples_file import SamplesWriter, write_samples
+from powerinfer.formats.samples_file import SamplesWriter, open_samples, write_samples
 from powerinfer.prepare.counting import SAVE_EVERY, groups, has_samples, run_windows
-from powerinfer.prepare.expert_counting import count_experts
+from powerinfer.prepare.expert_counting import count_experts, with_neurons
 from powerinfer.prepare.profiling import load_executor
 from powerinfer.progress import Progress, Say, silent
 
@@ -89,6 +89,8 @@ def profile_experts(
         recorded = open_trace(checkpoint, place)
     experts = {layer: ffn.n_experts for layer, ffn in checkpoint.config.experts.items()}
     profile_ = count_experts(recorded.selected, experts, recorded.corpora, recorded.corpus_tokens, progress)
+    if task.rows:
+        profile_ = with_neurons(profile_, open_samples(checkpoint, engine.prepared), checkpoint.config.experts)
     metadata = {"key": task.key, "window": task.windows.size}
     path = write_expert_profile(checkpoint, engine.prepared, profile_, metadata)
     if trace is None:
