@@ -16,6 +16,7 @@ from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices.cpu_experts import expert_layout
+from powerinfer.experts import NeuronUse
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -28,7 +29,7 @@ from powerinfer.models.inventory import matrix
 from powerinfer.neurons import Tier
 from powerinfer.placement import budget
 from powerinfer.placement.plan import Plan, PlanRequest, kept_document, make_plan, save_plan
-from powerinfer.placement.power_law import assumed_profile
+from powerinfer.placement.power_law import Law, assumed_profile, fit_skew, power_law
 from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import checkpoint_model, described_model, find_shape
 
@@ -63,6 +64,67 @@ def check(made: Plan) -> None:
     assert not any(claims.slots[claims.gpu_layers :])
     for layer, held in enumerate(made.neurons):  # of dense layers, with their layer
         assert held[Tier.GPU] in (0, request.model.config.ffn_sizes[layer]) and held[Tier.DISK] == 0
+
+
+def divisible(vram: int, hot: float | None, **more: Any) -> PlanRequest:
+    """Of a model of Nemotron's kind among whose neurons predictors select; hot: the share of them that carry 80 % of
+    what fires, None: all fire alike."""
+    config = cut("nemotron-3-nano-30b-a3b", 9)
+    request = request_of(config, vram, ram=32 * GIB, **more)
+    model = request.model.by_neuron(predicted=True)
+    rows = {layer: model.neurons_inside(layer, True) for layer in config.experts}
+    pairs = {layer: (matrix("Q8_0", 128, config.d_model), matrix("Q8_0", n, 128)) for layer, n in rows.items()}
+    law = Law(model.firing, hot or 0.8)
+    size = next(iter(config.experts.values())).size
+    fires = power_law(law.active, fit_skew(law, 1) if hot else 0.0, size)
+    inside = {
+        layer: NeuronUse(np.tile(np.arange(size, dtype=np.int32), (about.n_experts, 1)), fires)
+        for layer, about in config.experts.items()
+    }
+    every = range(config.n_layers)
+    model = replace(model, predictors=tuple(pairs.get(layer, ()) for layer in every), inside=inside)
+    return replace(request, model=replace(model, selected=(1.5,) * config.n_layers))
+
+
+def test_experts_are_divided_where_that_is_faster() -> None:
+    """By the neurons that fire most often, within the same memory."""
+    every, speeds = sum(make_plan(divisible(64 * GIB, 0.3)).bytes["gpu"].values()), []
+    for hot in (None, 0.6, 0.3):
+        request = divisible(every // 2, hot)
+        made = make_plan(request)
+        check(made)
+        whole = make_plan(replace(request, model=replace(request.model, inside={})))
+        assert bool(made.claims.inside) == (hot is not None)
+        ratio = whole.choice.seconds / made.choice.seconds
+        speeds.append(ratio)
+        if hot is None:
+            continue
+        slots = made.claims.slots
+        assert slots is not None
+        for layer, neurons in made.claims.inside.items():
+            assert neurons % 32 == 0 < neurons < request.model.config.experts[layer].size and not slots[layer]
+        assert made.choice.mass_on_gpu > whole.choice.mass_on_gpu
+        seconds = 1 / made.choice.seconds, 1 / whole.choice.seconds
+        assert made.reasons[-1].startswith(f"predicted are {seconds[0]:.4g} tokens/s, and {seconds[1]:.4g} with whole")
+        document = made.document()
+        assert [one.inside for one in document.layers if one.inside] == list(made.claims.inside.values())
+        assert made.request.key != whole.request.key
+        assert sum(made.bytes["gpu"].values()) <= every // 2 and made.bytes["cpu"]["experts"] > 0
+    assert speeds[0] == 1 < speeds[1] < speeds[2]
+
+
+def test_experts_that_move_are_whole() -> None:
+    request = divisible(2 * GIB, 0.3, moves=True)
+    assert not make_plan(request).claims.inside and make_plan(replace(request, moves=False)).claims.inside
+
+
+def test_ram_holds_all_of_divided_experts() -> None:
+    """Else they are whole."""
+    request = divisible(2 * GIB, 0.3)
+    made = make_plan(request)
+    assert made.claims.inside
+    less = make_plan(replace(request, ram=sum(made.bytes["cpu"].values()) - 1))
+    assert not less.claims.inside and less.fits
 
 
 @pytest.mark.parametrize("name", MOE)

@@ -233,6 +233,34 @@ def test_neurons_that_fire(
         np.testing.assert_array_equal(found, gpu_experts.expert_sum(experts, *given).cpu().numpy())
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("kind", "gated"), [("F16", False), ("Q4_0", True), ("Q5_0", False)])
+def test_some_neurons_of_each_expert(kernels: str, kind: str, gated: bool, tokens: int) -> None:  # noqa: F811
+    """Those here and the others add up to all of them, with a predictor and without."""
+    if by_interpreter() and tokens not in {"F16": (), "Q4_0": (3,), "Q5_0": (1, 3)}[kind]:
+        pytest.skip("the interpreter goes through these kernels with another type")
+    d, size, rank = 96, 96, 32
+    about, tensors = some_experts(kind, d, size, gated, "relu")
+    rng = np.random.default_rng(11)
+    selecting = RawTensor("Q8_0", (N, size, rank), stored_evenly("Q8_0", N * size, rank, rank**-0.5, rng))
+    index = np.array([0, 3, 4, 8, 11], np.int32)
+    order = rng.permuted(np.tile(np.arange(size, dtype=np.int32), (N, 1)), axis=1)
+    weights = on_device(np.abs(floats(7, tokens, TOP)))
+    slots = on_device(rng.permuted(np.tile(np.arange(-1, 5, dtype=np.int32), (tokens, 1)), axis=1)[:, :TOP].copy())
+    x, hidden = on_device(floats(6, tokens, d)), on_device(np.abs(floats(5, tokens, rank)))
+
+    def sum_of(neurons: np.ndarray | None, hidden: Any) -> np.ndarray:
+        about_them: dict[str, Any] = {"by_neuron": True, "predictor": (0.3, selecting), "neurons": neurons}
+        experts = gpu_experts.resident(tensors, index, about, device_name(), **about_them)
+        assert experts.size == (size if neurons is None else neurons.shape[1])
+        return gpu_experts.expert_sum(experts, x, slots, weights, hidden=hidden).cpu().numpy()
+
+    for given in (None, hidden):
+        whole, parts = sum_of(None, given), [sum_of(np.sort(own), given) for own in np.split(order, [32], axis=1)]
+        assert np.abs(whole - sum(parts)).max() <= 1e-4 * np.abs(whole).max()
+        assert all(np.abs(part).max() > 0.05 * np.abs(whole).max() for part in parts)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 12])
 @pytest.mark.parametrize(
     ("kind", "gated", "outer"), [("F16", True, "Q8_0"), ("Q4_0", True, "F16"), ("Q5_0", False, "Q8_0")]

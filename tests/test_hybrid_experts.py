@@ -6,7 +6,7 @@ The GPU is every device that there is (gpu_device.py); truth and bound are those
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,31 +21,34 @@ import families  # noqa: E402
 import gpu_device  # noqa: E402
 import test_expert_neurons as neurons_inside  # noqa: E402
 import test_predicted_experts as predicted_experts  # noqa: E402
+import test_train_experts as train_experts  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
-from model_files import LAYERS, D  # noqa: E402
+from model_files import FF, LAYERS, D  # noqa: E402
 from test_gpu_kernels import TRITON  # noqa: E402
 from test_gpu_layers import counting_recorder, engine_of, on_gpu, opened  # noqa: E402
 from test_gpu_layers import static_where_emulated as static_attention  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer.cli.main import main  # noqa: E402
-from powerinfer.config import ExpertsConfig, ModelConfig  # noqa: E402
+from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig  # noqa: E402
 from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from powerinfer.formats.expert_files import open_expert_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
-from powerinfer.hybrid.resolved import Resolved, needs  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved, division_of, needs  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.experts import Policy, make_policy  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model, skipping_model  # noqa: E402
+from powerinfer.prepare.expert_profiling import profile_experts  # noqa: E402
 from powerinfer.sparsity import expert_trial  # noqa: E402
 from powerinfer.sparsity.selection import select  # noqa: E402
 
@@ -455,11 +458,12 @@ def by_neuron(
     stage: Stage | None = None,
     copier: Copier | None = None,
     selector: str = "exact",
+    inside: Mapping[int, Indices] | None = None,
 ) -> Iterator[tuple[Any, list[HybridExperts]]]:
     """Split experts of which only the neurons that fire, or that a predictor selects, are computed."""
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     engine = engine_of(selector=selector, recall_every=1)
-    parts = ExpertSplit(some(checkpoint.config, share), movable, stage, copier)
+    parts = ExpertSplit(some(checkpoint.config, share), movable, stage, copier, inside=inside or {})
     placed = on_gpu(checkpoint.config.n_layers, head=True)
     resolved = Resolved(checkpoint, engine, select(checkpoint, engine), **placed)
     executor = load_split(resolved, parts)
@@ -719,6 +723,53 @@ def test_a_plan_counts_predictors_inside_experts(
         assert said == (held > 0) == (selector == "predicted")
 
 
+@pytest.mark.parametrize(("experts", "kind"), [("gates", "F16"), ("plain", "Q8_0"), ("latents", "Q5_0")])
+@pytest.mark.usefixtures("described")
+def test_a_load_divides_experts_as_planned(
+    experts: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the neurons that a profile found to fire most often; both devices hold what is counted."""
+    monkeypatch.setattr(budget, "DIVIDED", 1e9)  # times of an emulated GPU say nothing
+    path = with_predictors(tmp_path, experts, kind)
+    profile_experts(open_checkpoint(path), EngineConfig(threads=1, gpu="none"), train_experts.task(20))
+    engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="predicted"), open_checkpoint(path)
+    every, use = needs(resolve(checkpoint, engine)).vram, open_expert_profile(checkpoint).inside
+    model = skipping_model(checkpoint_model(checkpoint), checkpoint, None, predicted=True)
+    layer = next(iter(checkpoint.config.experts))
+    room = replace(engine, vram=every - 2 * model.expert_bytes(layer)[0])
+    resolved = resolve(open_checkpoint(path), room)
+    inside = resolved.placement.inside
+    assert inside and resolved.placement.experts is not None
+    executor, sparsity = load_resolved(resolved, list)
+    try:
+        assert isinstance(sparsity, ExpertSparsity) and "hot neurons of those of" in str(executor.choices.gpu)
+        for ffn in sparsity.ffns:
+            assert (ffn.layer in inside) == (ffn._inside is not None) == (len(ffn.cold) == ffn.config.n_experts)
+            if ffn.layer in inside:
+                hot = inside[ffn.layer]
+                assert (np.sort(use[ffn.layer].order[:, : hot.shape[1]], axis=1) == hot).all()
+        planned = budget.on_gpu(
+            model,
+            measure.measured(engine, gpu="cpu"),
+            budget.Workload("f16", families.CONTEXT, TOTAL, 4),
+            division_of(resolved),
+            dense=True,
+        )
+        parts, of_gpu = [ffn.memory() for ffn in sparsity.ffns], executor.gpu.memory()
+        held = of_gpu["norms"] + of_gpu["ffn"] + sum(sum(part.values()) for part in parts)
+        tables = sum(ffn._slots.nbytes for ffn in sparsity.ffns)
+        assert held == sum(planned[part] for part in ("norms", "ffn", "experts", "predictor")) + tables
+        in_ram = budget.in_ram(model, budget.Workload("f16", families.CONTEXT, TOTAL, 4), division_of(resolved))
+        of_cpu = [own for ffn in sparsity.ffns if (part := ffn._cpu_part) is not None and (own := part.by_neuron)]
+        outer = sum(own.predictor.nbytes for own in of_cpu if own.predictor is not None)
+        assert sum(own.groups.nbytes for own in of_cpu) + outer == in_ram["experts"] + in_ram["predictor"]
+        found = logits_of(executor, [40, 1, 1, 5])
+    finally:
+        executor.close()
+    with by_neuron(path, 0.0, selector="predicted") as (executor, _):
+        assert neurons_inside.far(found, logits_of(executor, [40, 1, 1, 5])) <= 0.05  # the cache is of F16
+
+
 @pytest.mark.usefixtures("described")
 def test_auto_decides_for_the_experts_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the trial of the CPU alone, once; the GPU's experts stay whole, and nothing is tried where it has all."""
@@ -878,3 +929,58 @@ def test_calls_of_the_cpu_select_neurons(
             told.append((found, report))
     for called, waited in zip(*told, strict=True):
         np.testing.assert_equal(called, waited)
+
+
+def some_inside(config: ModelConfig, some: int, layers: int | None = None) -> dict[int, Indices]:
+    """Random neurons of each expert, as many of each, of the first layers of experts or of all."""
+    rng = np.random.default_rng(some)
+    return {
+        layer: np.sort(rng.permuted(np.tile(np.arange(one.size), (one.n_experts, 1)), axis=1)[:, :some]).astype("i4")
+        for layer, one in list(config.experts.items())[:layers]
+    }
+
+
+@pytest.mark.parametrize(("experts", "kind"), [*KINDS, ("gates", "Q4_0"), ("plain", "F16"), ("latents", "Q8_0")])
+@pytest.mark.usefixtures("device")
+def test_experts_are_split_by_their_neurons(experts: str, kind: str, tmp_path: Path) -> None:
+    """The GPU has some of every expert: candidates there and on the CPU add up to those of the whole, and where all are
+    to that of all neurons; prompts, and all else while the selector is suspended, have whole experts."""
+    chunks, allowed = [40, 1, 1, 5, 1, 32, 1], 1e-3 if kind == "F16" else 0.03
+    for threshold in (0.0, -1e5):
+        path = with_predictors(tmp_path, experts, kind, threshold)
+        with by_neuron(path, 0.0, selector="predicted") as (executor, ffns):
+            expected, told = logits_of(executor, chunks), ExpertSparsity(executor, ffns).report()
+        for some_neurons, layers in ((32, None), (FF - 32, 1)):
+            inside = some_inside(open_checkpoint(path).config, some_neurons, layers)
+            with by_neuron(path, 0.0, selector="predicted", inside=inside) as (executor, ffns):
+                found = logits_of(executor, chunks)
+                assert neurons_inside.far(found, expected) <= allowed
+                np.testing.assert_array_equal(logits_of(executor, chunks), found)
+                report = ExpertSparsity(executor, ffns).report()
+                assert report["layers"][0]["gpu_share"] == pytest.approx(some_neurons / FF, abs=0.01)
+                for name in ("recall", "candidate_fraction", "active_fraction"):
+                    assert report[name] == pytest.approx(told[name], abs=0.05)
+                with ExpertSparsity(executor, ffns).suspended():
+                    counted = [ffn.collect()["active"] for ffn in ffns]
+                    whole = logits_of(executor, chunks)
+                    assert [ffn.collect()["active"] for ffn in ffns] == counted
+                if threshold < 0:
+                    assert neurons_inside.far(whole, found) <= allowed
+                else:
+                    assert neurons_inside.far(whole, found) > 0.01, "half of the neurons are missing"
+
+
+@pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("experts", "kind"), [("plain", "Q5_0"), ("gates", "Q4_0")])
+def test_some_neurons_with_the_kernels_of_a_gpu(experts: str, kind: str, tmp_path: Path) -> None:
+    path, chunks = with_predictors(tmp_path, experts, kind), [3, 1]
+    inside = some_inside(open_checkpoint(path).config, 32)
+    with by_neuron(path, 0.0, selector="predicted", inside=inside) as (executor, _):
+        expected = logits_of(executor, chunks)
+    gpu.force_triton(True)
+    try:
+        with by_neuron(path, 0.0, selector="predicted", inside=inside) as (executor, _):
+            assert neurons_inside.far(logits_of(executor, chunks), expected) <= 1e-3
+    finally:
+        gpu.force_triton(None)

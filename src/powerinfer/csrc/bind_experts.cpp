@@ -165,37 +165,43 @@ void bind_experts(nb::module_& m) {
              std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
              std::optional<Floats2> gate_bias, std::optional<Floats2> up_bias, std::optional<Floats2> down_bias,
              std::shared_ptr<NeuronSum> bundled, std::shared_ptr<Predictor> predictor, int64_t recall_every,
-             std::shared_ptr<Slots> slots, std::shared_ptr<Matrix> latent_in, std::shared_ptr<Matrix> latent_out) {
+             std::optional<Ints> among, std::shared_ptr<Slots> slots, std::shared_ptr<Matrix> latent_in,
+             std::shared_ptr<Matrix> latent_out) {
             require(spec.gate_bias.empty() && spec.up_bias.empty(), "biases of experts are not those of neurons");
             require(spec.limits.empty(), "neurons of experts have no thresholds of their own");
             require(bundled || (up && down), "experts need up and down, or bundles");
-            new (all) ExpertMatrices{experts,
-                                     neurons,
-                                     spec.activation,
-                                     std::move(gate),
-                                     std::move(up),
-                                     std::move(down),
-                                     vectors_of(gate_bias),
-                                     vectors_of(up_bias),
-                                     vectors_of(down_bias),
-                                     std::move(bundled),
-                                     std::move(predictor),
-                                     recall_every,
-                                     std::move(slots),
-                                     std::move(latent_in),
-                                     std::move(latent_out)};
+            new (all) ExpertMatrices{
+                experts,
+                neurons,
+                spec.activation,
+                std::move(gate),
+                std::move(up),
+                std::move(down),
+                vectors_of(gate_bias),
+                vectors_of(up_bias),
+                vectors_of(down_bias),
+                std::move(bundled),
+                std::move(predictor),
+                among ? std::vector<int32_t>(among->data(), among->data() + among->size()) : std::vector<int32_t>(),
+                recall_every,
+                std::move(slots),
+                std::move(latent_in),
+                std::move(latent_out)};
           },
           "experts"_a, "neurons"_a, "spec"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "bundled"_a = nb::none(),
-          "predictor"_a = nb::none(), "recall_every"_a = 0, "slots"_a = nb::none(), "latent_in"_a = nb::none(),
-          "latent_out"_a = nb::none(),
+          "predictor"_a = nb::none(), "recall_every"_a = 0, "among"_a = nb::none(), "slots"_a = nb::none(),
+          "latent_in"_a = nb::none(), "latent_out"_a = nb::none(),
           "neurons: of each; rows of each are padded to LANES. spec: without biases, which are [experts, rows]. "
           "bundled:\n"
           "all neurons, one expert after another, in place of up and down; their gates are not read, but with a "
           "predictor,\n"
           "which selects among all of these neurons and takes the place of the matrix of gates. recall_every: steps "
           "between\n"
-          "samples of its recall, 0: none. slots: the experts rest on disk, their matrices are the parts; the three "
+          "samples of its recall, 0: none. among: [experts * some], of each the neurons that it selects among, of "
+          "which "
+          "alone\n"
+          "it has rows. slots: the experts rest on disk, their matrices are the parts; the three "
           "are\n"
           "of `disk_matrix` then, [experts * rows, k]; with `bundled`, of `expert_rows`, up alone. latent_in, "
           "latent_out: the experts read and give latents, which "

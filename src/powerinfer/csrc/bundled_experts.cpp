@@ -41,13 +41,20 @@ BundledExperts::BundledExperts(ExpertMatrices all, std::shared_ptr<Workspace> wo
       bundled_(std::move(all.bundled)),
       shared_(bundled_->bundles->neurons - experts * neurons),
       predictor_(std::move(all.predictor)),
-      out_(predictor_ ? cut(rows_of(*predictor_->out, 0, experts * neurons), experts, neurons) : std::vector<Matrix>()),
+      among_(std::move(all.among)),
+      selectable_(among_.empty() ? neurons : (int64_t)among_.size() / experts),
+      out_(predictor_ ? cut(rows_of(*predictor_->out, 0, experts * selectable_), experts, selectable_)
+                      : std::vector<Matrix>()),
       recall_every_(all.recall_every),
-      shared_out_(predictor_ ? rows_of(*predictor_->out, experts * neurons, predictor_->out->rows - experts * neurons)
-                             : Matrix()),
+      shared_out_(predictor_
+                      ? rows_of(*predictor_->out, experts * selectable_, predictor_->out->rows - experts * selectable_)
+                      : Matrix()),
       sampled_((size_t)workspace_->pool->threads()) {
   for (const auto& matrices : parts_)
     if (!matrices.empty() && matrices[0].source) workspace_->reserve_packed(matrices[0]);
+  if (among_.empty()) return;
+  among_all_.resize((size_t)(experts * neurons));
+  for (size_t row = 0; row < among_.size(); row++) among_all_[(size_t)neuron_of((int64_t)row)] = 1;
 }
 
 void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x,
@@ -73,7 +80,7 @@ void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
   share_panels(thread, rows, matrices[0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
     const int64_t begin = rows.begin[e], n = rows.n(e), c0 = p0 * PI_LANES, lanes = (p1 - p0) * PI_LANES;
-    const int64_t first = (int64_t)e * neurons + c0;
+    const int64_t first = (int64_t)e * matrices[e].rows + c0;
     float* const z = rows.floats(rows.gate) + begin * rows.ldh + c0;
     if (inputs) {
       const PiActs x = pi_acts_from(inputs, single ? 0 : begin, 0);
@@ -181,7 +188,7 @@ void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, N
   piece.groups = {rows.expert_weights.data(), groups(), neurons};
   bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
   if (t.id != 0) return;
-  predictor_rows_ += (int64_t)rows.active.size() * neurons + shared_;
+  predictor_rows_ += (int64_t)rows.active.size() * selectable_ + shared_;
   recall_.tokens += sampled ? x.tokens : 0;
   for (Ffn::Recall& recall : sampled_) {
     recall_.active += recall.active, recall_.found += recall.found;
@@ -209,16 +216,18 @@ void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const PiActs* h
                                     bool sampled) const {
   NeuronLists& lists = workspace_->lists();
   const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
-  const auto select = [&](size_t e, const float* z, int64_t first, const int32_t* listed, int64_t n, int64_t lanes) {
+  const auto select = [&](size_t e, const float* z, int64_t first, int32_t* listed, int64_t n, int64_t lanes) {
     const auto token = [&](int64_t i) { return rows.token_of[(size_t)(rows.begin[e] + i)]; };
-    for (int64_t j = 0; j < n && tokens > 1; j++) {
+    for (int64_t j = 0; j < n; j++) {
       uint32_t selects = 0;
-      for (int64_t i = 0; i < rows.n(e); i++)
+      for (int64_t i = 0; i < rows.n(e) && tokens > 1; i++)
         selects |= (uint32_t)predictor_->candidate(z[i * rows.ldh + listed[j] - first]) << token(i);
-      lists.selected_by[(size_t)listed[j]] = selects;
+      listed[j] = neuron_of(listed[j]);
+      if (tokens > 1) lists.selected_by[(size_t)listed[j]] = selects;
     }
     for (int64_t i = 0; i < rows.n(e) && sampled; i++)
-      std::copy(z + i * rows.ldh, z + i * rows.ldh + lanes, lists.z.begin() + token(i) * lists.ldz + first);
+      for (int64_t c = 0; c < lanes; c++)
+        lists.z[(size_t)(token(i) * lists.ldz + neuron_of(first + c))] = z[i * rows.ldh + c];
   };
   begin_list(t.id);
   if (shared_) list_predicted_shared(t.id, hidden, tokens);
@@ -267,6 +276,7 @@ void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* act
                    const float* const h = rows.floats(rows.gate) + r * rows.ldh;
                    const float* const z = lists.z.data() + rows.token_of[(size_t)r] * lists.ldz + (int64_t)e * neurons;
                    for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) {
+                     if (!among_all_.empty() && !among_all_[e * (size_t)neurons + (size_t)c]) continue;
                      recall.active += h[c] != 0.0f;
                      recall.found += h[c] != 0.0f && predictor_->candidate(z[c]);
                    }

@@ -49,16 +49,23 @@ class BundledExperts : public ExpertStore {
   bool samples() const { return recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0; }
   void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
   void sample_shared(Thread& t, const PiActs* acts, int64_t tokens, const SharedExpert& shared);
+  // The neuron of a row of the experts' `out_`.
+  int32_t neuron_of(int64_t row) const {
+    return among_.empty() ? (int32_t)row : (int32_t)(row / selectable_ * neurons) + among_[(size_t)row];
+  }
   // The first neuron of the shared expert in the lists: behind the others, where its bundles are.
   int64_t first_shared() const { return shared_ ? experts * neurons : 0; }
   int64_t groups() const {
     return experts + (shared_ + neurons - 1) / neurons;
   }  // of neurons with weights of their own
 
-  const std::vector<Matrix> out_;  // of each expert, its rows of the predictor's
+  const std::vector<int32_t> among_;  // as of `ExpertMatrices`
+  const int64_t selectable_;          // neurons of an expert that it selects among
+  const std::vector<Matrix> out_;     // of each expert, its rows of the predictor's
   const int64_t recall_every_;
   const Matrix shared_out_;  // the shared expert's rows of the predictor's
   Ffn::Recall recall_ = {};
   std::vector<Ffn::Recall> sampled_;  // of the threads
   int64_t predictor_rows_ = 0;
+  std::vector<uint8_t> among_all_;  // of each neuron of the experts, whether it selects among it; empty: all
 };

@@ -17,6 +17,8 @@ inline const Vector NO_BIAS;
 // them may be those of a shared expert without gates. The rows of their first product (gate, or up without gates) are read
 // with a predictor, which selects among all of these neurons and takes the matrix' place; its rows for a shared expert in
 // bundles of its own lie behind those of the others.
+// among: with a predictor, of each expert the neurons that it selects among, ascending, as many of each and whole groups; it
+// has no rows of the others, which someone else computes in steps that leave neurons out. Empty: all.
 // slots: the matrices of each expert rest on disk, as they are stored: its parts are gate, up and down. `gate`, `up` and
 // `down` say then what they are alone. With `bundled`, of experts without gates, the parts are up, the rows of down, which
 // are read later, and the scales that their groups share, if any.
@@ -29,6 +31,7 @@ struct ExpertMatrices {
   std::vector<Vector> gate_bias, up_bias, down_bias;  // of each expert, padded to whole panels; or none at all
   std::shared_ptr<NeuronSum> bundled = nullptr;
   std::shared_ptr<const Predictor> predictor = nullptr;
+  std::vector<int32_t> among = {};
   int64_t recall_every = 0;  // steps between samples of its recall, for which all neurons are computed; 0: none
   std::shared_ptr<Slots> slots = nullptr;
   std::shared_ptr<Matrix> latent_in = nullptr, latent_out = nullptr;

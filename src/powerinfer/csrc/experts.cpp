@@ -22,6 +22,20 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
       store_(ExpertStore::make(std::move(all), workspace)),
       workspace_(std::move(workspace)) {}
 
+// The neurons of all experts that a predictor selects among.
+static int64_t check_among(const ExpertMatrices& all) {
+  if (all.among.empty()) return all.experts * all.neurons;
+  const int64_t rows = (int64_t)all.among.size(), each = rows / all.experts;
+  check(rows == all.experts * each && each % PI_GROUP == 0,
+        "a predictor selects among whole groups, as many of each expert");
+  for (int64_t row = 0; row < rows; row++) {
+    const int32_t neuron = all.among[(size_t)row];
+    const int32_t before = row % each ? all.among[(size_t)row - 1] : -1;
+    check(neuron > before && neuron < all.neurons, "the neurons that a predictor selects among must ascend");
+  }
+  return rows;
+}
+
 void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t shared, int64_t bundled) {
   const int64_t n = all.experts, d = all.latent_in ? all.latent_in->rows : sizes.d_model;
   check(!all.latent_in == !all.latent_out, "latents of experts have a matrix before and one behind");
@@ -39,6 +53,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
   check(n > 0 && all.neurons > 0, "experts need neurons");
   workspace->reserve(1, all.neurons);
   check(all.bundled || !all.predictor, "a predictor selects among experts as bundles");
+  check(all.among.empty() || (all.predictor && !all.slots), "some neurons are selected by a predictor, in memory");
   if (all.bundled) {
     const Bundles& b = *all.bundled->bundles;
     check(all.bundled->workspace == workspace, "the bundles are of another workspace than the program");
@@ -62,7 +77,7 @@ void Program::reserve_experts(const ExpertMatrices& all, int64_t top_k, int64_t 
     check(b.spec.activation == all.activation && b.spec.limits.empty(), "the bundles have another activation");
     check(all.recall_every >= 0, "an interval is negative");
     if (all.predictor) {
-      all.predictor->check_sizes(sizes.d_model, b.neurons + bundled, true);
+      all.predictor->check_sizes(sizes.d_model, check_among(all) + b.neurons - n * all.neurons + bundled, true);
       check(all.predictor->floor == 0, "a predictor of experts has no floor");
       workspace->reserve_lists(std::max(b.neurons, bundled), sizes.d_model, all.predictor->rank());
     }
@@ -157,6 +172,7 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   const int64_t n = all.experts, d = sizes.d_model;
   const int64_t of_shared = shared.neurons ? shared.neurons->neurons() : 0;
   check(!all.predictor || all.predictor->in, "the predictor lacks its first matrix");
+  check(all.among.empty(), "nobody else computes neurons of these experts");
   reserve_experts(all, router.top_k, of_shared, shared.bundled ? of_shared : 0);
   check(!scores || (scores->rows == n && scores->k == d),
         "the router has another number of rows than there are experts");

@@ -692,11 +692,13 @@ class CpuExecutor:
         experts: Iterable[RawTensor],
         biases: Sequence[Float32 | None] = (),
         predicted: tuple[Selecting, Float32 | None] | None = None,
+        among: Indices | None = None,
     ) -> ExpertSum:
         """Some experts of a layer, which the caller selects; no operator. experts, biases: as of `experts`. Experts of
         latents get latents, and their sum is one. predicted: what selects among the neurons of these experts, and the
         weights of the norm of their input, which they then are given as it is before; of experts of latents without its
-        first matrix, for which they are given what that makes of the layer's input, and without norm."""
+        first matrix, for which they are given what that makes of the layer's input, and without norm; among: the only
+        neurons of each that it selects, int32 [experts, some], ascending, of which alone it has rows."""
         config = self.config.layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         tensors = iter(experts)
@@ -706,7 +708,7 @@ class CpuExecutor:
         if self.in_experts and config.whole_reason is None:
             weights, norm = predicted or (None, None)
             latents, stacked = self._latent_shapes(config), chain([first], tensors)
-            of_some, gate, by_neuron = self._bundled_experts(subset, spec, stacked, weights, (), latents)
+            of_some, gate, by_neuron = self._bundled_experts(subset, spec, stacked, weights, (), latents, among)
             gates, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
             rank = weights[2].shape[1] if weights is not None and weights[1] is None else 0
             return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input, rank=rank)
@@ -760,10 +762,11 @@ class CpuExecutor:
         weights: Selecting | None,
         shared: Sequence[RawTensor],
         latents: Mapping[str, _native.Matrix],
+        among: Indices | None = None,
     ) -> tuple[_native.ExpertMatrices, _native.Matrix | None, ByNeuron]:
         """The experts, the matrix of their first product unless there is a predictor, and their bundles. weights: of
         the predictor; shared: matrices of a shared expert, which without gates is bundled, too; latents: as native
-        experts take them."""
+        experts take them; among: as of `expert_sum`."""
         n, top, size = config.n_experts, min(config.router.top_k, config.n_experts), config.size
         if config.gated:
             gate, by_neuron = self._gated_bundles(config, spec, experts, weights)
@@ -777,7 +780,8 @@ class CpuExecutor:
         of_gate, of_up = (gate, None) if config.gated else (None, gate)
         of_all = _native.ExpertMatrices(
             n, size, spec, of_gate, of_up, None, bundled=by_neuron.sum, predictor=by_neuron.predictor,
-            recall_every=self._recall_every, latent_in=latents.get("latent_in"), latent_out=latents.get("latent_out"),
+            recall_every=self._recall_every, among=None if among is None else among.reshape(-1),
+            latent_in=latents.get("latent_in"), latent_out=latents.get("latent_out"),
         )  # fmt: skip
         return of_all, gate, by_neuron
 
@@ -841,7 +845,7 @@ class CpuExecutor:
     ) -> _native.Predictor | None:
         """What selects among the neurons of experts without gates, and of a shared one, if it has bundles."""
         settings, inner, outer = weights
-        n_rows = config.n_experts * config.size + (config.shared_size if place else 0)
+        n_rows = min(outer.shape[0], config.n_experts * config.size + (config.shared_size if place else 0))
         outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))
         return self.parts.predictor((settings, inner, outer_rows))
 

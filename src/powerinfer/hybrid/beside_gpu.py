@@ -221,7 +221,7 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     if claims.slots is None:
         reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
     else:
-        reason = experts_said(placed.placement.experts or (), sum(plan.request.model.n_experts))
+        reason = experts_said(placed.placement.experts or (), sum(plan.request.model.n_experts), len(claims.inside))
         placed = placed.placed(disk=claims.disk)
     return replace(placed, device=replace(resolved.device, reason=reason))
 

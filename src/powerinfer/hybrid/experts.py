@@ -10,6 +10,10 @@ the CPU orders its rows and fetches weights into its caches while attention runs
 A predictor inside experts runs on each device, for the experts that this one has. Where these read latents, which the
 GPU makes of the layer's input and sends in its place, it makes and sends what the predictor's first matrix gives, too.
 
+Where a predictor selects a layer may be split by neurons inside its experts instead (`ExpertSplit.inside`): the GPU has
+copies of the same number of hot ones of each, and steps of few tokens add up these there, the others on the CPU. Longer
+steps, whose tokens need nearly all neurons, are whole: the CPU, or the GPU through which all stream, computes them.
+
 For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU from the model's file. Where
 RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and that
 it does not have, and computes the others meanwhile, in prompts, too.
@@ -18,7 +22,7 @@ it does not have, and computes the others meanwhile, in prompts, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -120,6 +124,7 @@ class HybridExperts(HybridTerms):
         self.config = config
         self.top_k = config.router.top_k
         hot = split.hot[layer]
+        self._inside = split.inside.get(layer)  # int32 [experts, some]
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
             hot = copier.policy.resident(layer).copy()
@@ -185,6 +190,9 @@ class HybridExperts(HybridTerms):
         of_slot = hot if self._copier is not None else np.sort(hot)
         cpu_has_all = self._copier is not None or self._disk is not None  # can be asked of the CPU
         on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), hot)
+        inside, among = self._inside, None
+        if inside is not None:
+            of_slot, among = np.arange(n, dtype=np.int32), complement(inside, self.config.size)
         self._gpu_part = None
         self._cpu_part: ExpertSum | None = None
         self._predicted = False  # the CPU gets the layer's input before its norm, or latents and what is hidden
@@ -211,18 +219,19 @@ class HybridExperts(HybridTerms):
                 by_neuron = self._skips(cpu, tensors[-1].type, self.config.size)
                 predictor = self._upload_predictor() if by_neuron else None
                 self._gpu_part = gpu_experts.resident(
-                    tensors, of_slot, self.config, device, self._biases, by_neuron, predictor
+                    tensors, of_slot, self.config, device, self._biases, by_neuron, predictor, inside
                 )
             if len(on_cpu):
                 matrices = (_rows_of(tensor, on_cpu) for tensor in tensors)
-                predicted = self._cpu_predictor(weights, on_cpu)
-                self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu), predicted)
+                predicted = self._cpu_predictor(weights, on_cpu, among)
+                self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu), predicted, among)
                 self._predicted = predicted is not None
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
-        self._slot[of_slot] = np.arange(len(of_slot))
+        if inside is None:
+            self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
-        self._slots = torch.from_numpy(self._slot.copy()).to(device)
+        self._slots = torch.arange(n, dtype=torch.int32, device=device)
         self._publish()
         return views
 
@@ -265,17 +274,19 @@ class HybridExperts(HybridTerms):
         return settings.threshold, outer
 
     def _cpu_predictor(
-        self, weights: ExpertWeights, on_cpu: Indices
+        self, weights: ExpertWeights, on_cpu: Indices, among: Indices | None
     ) -> tuple[Selecting, NDArray[np.float32] | None] | None:
-        """The same of the CPU's experts, and the norm of their input; of experts of latents the GPU has what they
-        share, and there is no norm."""
+        """The same of the CPU's experts, or of some neurons of each, and the norm of their input; of experts of latents
+        the GPU has what they share, and there is no norm."""
         predictor = self._predictor()
         if predictor is None:
             return None
         settings, inner, outer = predictor
         cold = _rows_of(outer, on_cpu)
         n, size, rank = cold.shape
-        own = RawTensor(outer.type, (n * size, rank), cold.data)
+        rows = cold.data.reshape(n, size, -1)
+        rows = rows if among is None else np.take_along_axis(rows, among[:, :, None], axis=1)
+        own = RawTensor(outer.type, (n * rows.shape[1], rank), rows.reshape(-1))
         if self.config.latents:
             self._inner = self._inner or gpu.upload(inner, self._layers.device)
             return (settings, None, own), None
@@ -289,7 +300,8 @@ class HybridExperts(HybridTerms):
 
         self.hot = np.flatnonzero(self._slot >= 0).astype(np.int32)
         self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
-        self._slots.copy_(torch.from_numpy(self._slot))
+        if self._inside is None:
+            self._slots.copy_(torch.from_numpy(self._slot))
         self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
         if self._disk is not None and self._cpu_part is not None:
             self._cpu_part.op.elsewhere[:] = self._slot >= 0
@@ -319,7 +331,10 @@ class HybridExperts(HybridTerms):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert on the GPU; of none there, those that one has on the CPU."""
+        """Bytes of an expert on the GPU; of none there, those that one has on the CPU; or of one group of each expert's
+        neurons, where some are there."""
+        if self._inside is not None and self._gpu_part is not None:
+            return self._gpu_part.nbytes * BUNDLE_GROUP // self._gpu_part.size
         part, n = (self._gpu_part, len(self.hot)) if self._gpu_part is not None else (self._cpu_part, len(self.cold))
         return 0 if part is None else part.nbytes // max(1, n)
 
@@ -499,6 +514,8 @@ class HybridExperts(HybridTerms):
 
     def _add_hot(self, step: Step) -> None:
         assert self._gpu_part is not None and step.read is not None
+        if self._inside is not None and step.hidden is None:
+            return  # whoever computes the others computes all
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
         hidden = None if self._gpu_part.predictor is None else step.hidden
         if self._latents is None:
@@ -612,6 +629,11 @@ class HybridExperts(HybridTerms):
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
     @property
+    def _hot_neurons(self) -> int:
+        """Neurons of each expert on the GPU, of a layer that is split by these."""
+        return 0 if self._inside is None else self._inside.shape[1]
+
+    @property
     def _sparse(self) -> ByNeuron | None:
         """The cold experts' neurons, where steps skip those that do not fire."""
         return None if self._cpu_part is None else self._cpu_part.by_neuron
@@ -623,7 +645,7 @@ class HybridExperts(HybridTerms):
         cold = int(counts.sum()) - hits
         self._sums.update(tokens=tokens, steps=steps, jobs=jobs, hot=hits, cold=cold)
         if sparse and self._sparse is not None and not self._suspended:
-            self._sums["neurons"] += cold * self.config.size
+            self._sums["neurons"] += cold * (self.config.size - self._hot_neurons)
         self.recent += counts
         self.recent_tokens += tokens
 
@@ -638,7 +660,10 @@ class HybridExperts(HybridTerms):
             counts = self._cpu_part.op.counts()
             for name in ("active", "candidates", "sampled_active", "sampled_found"):
                 self._sums[name] = counts[name]
-        return self._sums
+        if self._inside is None:
+            return self._sums
+        hot = self._sums["cold"] * self._hot_neurons // self.config.size  # as many experts' worth of neurons
+        return Counter(self._sums | {"hot": hot, "cold": self._sums["cold"] - hot})
 
     def clear(self) -> None:
         for _ in self._taken_calls():
@@ -679,6 +704,13 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     return torch.cat(present)
 
 
+def complement(inside: Indices, size: int) -> Indices:
+    """The other neurons of experts that have `size`, ascending, int32. inside: some of each, int32 [experts, some]."""
+    others = np.ones((len(inside), size), np.bool_)
+    np.put_along_axis(others, inside, False, axis=1)
+    return np.nonzero(others)[1].reshape(len(inside), -1).astype(np.int32)
+
+
 def _rows_of(tensor: RawTensor, index: Indices) -> RawTensor:
     """Some of the matrices of a tensor [n, out, in]."""
     return tensor.gathered() if len(index) == tensor.shape[0] else tensor.subset(index)
@@ -690,7 +722,9 @@ class ExpertSplit(Split[HybridExperts]):
 
     hot: of each layer of the model, the experts on the GPU, int32 (of layers without experts: none); movable: they may
     be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them; hot_whole: those on the
-    GPU are computed whole, whatever the CPU skips.
+    GPU are computed whole, whatever the CPU skips. inside: of layers none of whose experts is hot, the neurons of each
+    that the GPU has copies of, int32 [experts, some], ascending: whole groups, of which a predictor selects, and not
+    all.
     """
 
     hot: Sequence[Indices]
@@ -698,6 +732,7 @@ class ExpertSplit(Split[HybridExperts]):
     stage: Stage | None = None
     copier: Copier | None = None
     hot_whole: bool = False
+    inside: Mapping[int, Indices] = field(default_factory=dict)
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 

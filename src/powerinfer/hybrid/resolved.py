@@ -86,6 +86,15 @@ class Placement:
 
         return tuple(hot(layer, n) for layer, n in enumerate(self.plan.claims.slots))
 
+    @property
+    def inside(self) -> dict[int, Indices]:
+        """The neurons of each expert on the GPU, int32 [experts, some], ascending, of layers that are divided by these:
+        those that fire most often."""
+        if self.plan is None:
+            return {}
+        use = self.plan.request.model.inside
+        return {layer: np.sort(use[layer].order[:, :n], axis=1) for layer, n in self.plan.claims.inside.items()}
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -165,7 +174,8 @@ def division_of(resolved: Resolved) -> Division:
     slots = None if experts is None else tuple(map(len, experts))
     host_bytes = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE).host_bytes
     cached = experts is not None and resolved.policy.name != "static"
-    return Division(placement.layers, placement.head, slots, cached, host_bytes)
+    inside = {} if placement.plan is None else placement.plan.claims.inside
+    return Division(placement.layers, placement.head, slots, cached, host_bytes, inside)
 
 
 def model_of(resolved: Resolved) -> Model:
@@ -217,6 +227,7 @@ def pages_of(model: Model, engine: EngineConfig) -> int:
     return -(-context_of(model, engine) // cpu.PAGE)
 
 
-def experts_said(experts: Sequence[Indices], total: int) -> str:
-    """The number of experts on the GPU, for people."""
-    return f"{sum(map(len, experts))} of {total} experts"
+def experts_said(experts: Sequence[Indices], total: int, divided: int = 0) -> str:
+    """The number of experts on the GPU, for people; divided: layers of which it has some neurons of each."""
+    more = f", and hot neurons of those of {divided} layers" if divided else ""
+    return f"{sum(map(len, experts))} of {total} experts{more}"

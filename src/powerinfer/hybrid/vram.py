@@ -54,15 +54,17 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
         return resolved.placed(staging=0)
     if placement.experts is None:
         return with_fewer_layers(resolved)
-    if not any(map(len, placement.experts)):
+    assert placement.plan is not None
+    inside, model = placement.plan.claims.inside, placement.plan.request.model
+    if not any(map(len, placement.experts)) and not inside:
         return None
     estimate = estimated_scratch(resolved)
     scratch = placement.scratch
     if scratch is not None and scratch < estimate:  # what was measured, now or at an earlier start, does not hold
         return with_other_experts(resolved, estimate)
-    assert placement.plan is not None
-    spare, model = max(0, placement.plan.claims.gpu_left), placement.plan.request.model
+    spare = max(0, placement.plan.claims.gpu_left)
     most = sum(len(hot) * model.expert_bytes(layer)[0] for layer, hot in enumerate(placement.experts))
+    most += sum(model.hot_bytes(layer, hot)[0] for layer, hot in inside.items())
     return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + min(lacking, most))
 
 

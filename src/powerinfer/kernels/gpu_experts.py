@@ -34,23 +34,31 @@ def resident(
     biases: Biases = (),
     by_neuron: bool = False,
     predictor: tuple[float, RawTensor] | None = None,
+    neurons: Indices | None = None,
 ) -> Experts:
     """Some experts on a torch device. tensors: [experts, out, in], in the order of `config.matrices`, one needed at a
     time; index: int32, at least one, the expert of each slot; by_neuron: as `Experts` has it; predictor: of all experts
-    by neuron, its threshold and its second matrix [experts, size, rank]. ModelError for values that the device's type
-    cannot hold."""
+    by neuron, its threshold and its second matrix [experts, size, rank]; neurons: of those, int32 [experts, some], the
+    only ones of each to be here, ascending, None: all. ModelError for values that the device's type cannot hold."""
     if not by_neuron:
         return _experts(config, len(index), [_slots(tensor, index, device) for tensor in tensors], biases, index)
+    import torch
+
     *first, down = tensors
-    *gate, up = (_slots(tensor, index, device) for tensor in first)
-    weight, shared = _columns(gpu.gpu_type(down.type, config.size), len(index) * config.size, down.shape[1], device)
+    *gate, up = (_slots(tensor, index, device, neurons) for tensor in first)
+    kind, size = gpu.gpu_type(down.type, config.size), config.size if neurons is None else neurons.shape[1]
+    weight, shared = _columns(kind, len(index) * size, len(index) * config.size, down.shape[1], device)
     matrices = gate[0] if gate else None, up, weight
-    activation, selects = (config.activation, config.threshold), None
+    activation, selects, group = (config.activation, config.threshold), None, None
     if predictor is not None:
-        selects = ExpertPredictor(_slots(predictor[1], index, device), predictor[0])
-    experts = Experts(len(index), config.size, *matrices, *activation, by_neuron=True, shared=shared, predictor=selects)
+        selects = ExpertPredictor(_slots(predictor[1], index, device, neurons), predictor[0])
+    if neurons is not None and shared is not None:
+        begin = np.arange(len(index), dtype=np.int32)[:, None] * (config.size // BUNDLE_GROUP)
+        group = torch.from_numpy((begin + neurons[index] // BUNDLE_GROUP).astype(np.int32).reshape(-1)).to(device)
+    more: dict[str, Any] = {"shared": shared, "predictor": selects, "group": group}
+    experts = Experts(len(index), size, *matrices, *activation, by_neuron=True, **more)
     for slot, expert in enumerate(index):
-        _put_down(experts, slot, down.matrix(int(expert)))
+        _put_down(experts, slot, down.matrix(int(expert)), None if neurons is None else neurons[expert])
     return experts
 
 
@@ -59,25 +67,26 @@ def tells_apart(down_type: str, size: int) -> bool:
     return gpu.gpu_type(down_type, size) in BY_NEURON
 
 
-def _columns(kind: str, neurons: int, d_model: int, device: Any) -> tuple[Weight, Tensor | None]:
-    """Room for the columns of down, and for their scales."""
+def _columns(kind: str, neurons: int, sharing: int, d_model: int, device: Any) -> tuple[Weight, Tensor | None]:
+    """Room for the columns of down, and for the scales of so many, with those that are not here."""
     import torch
 
     if kind not in gpu.SHARING:
         return gpu.empty(kind, neurons, d_model, device), None
-    shared = torch.empty((neurons // BUNDLE_GROUP, d_model), dtype=torch.float16, device=device)
+    shared = torch.empty((sharing // BUNDLE_GROUP, d_model), dtype=torch.float16, device=device)
     return gpu.empty(gpu.SHARING[kind], neurons, d_model, device), shared
 
 
-def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
-    """The columns of an expert's down [d_model, size] become the rows of a slot. Some blocks of d_model at a time, for
-    what is between takes memory; on the stream of this thread."""
+def _put_down(experts: Experts, slot: int, tensor: RawTensor, neurons: Indices | None = None) -> None:
+    """The columns of an expert's down [d_model, size], or those of some neurons, become the rows of a slot. Some blocks
+    of d_model at a time, for what is between takes memory; on the stream of this thread."""
     import torch
 
     d_model, size = tensor.shape
     stored, device = tensor.gathered().rows(), experts.down.data.device
-    to = experts.down.data[slot * size : (slot + 1) * size]
+    to = experts.down.data[slot * experts.size : (slot + 1) * experts.size]
     groups = size // BUNDLE_GROUP
+    own_rows = slice(None) if neurons is None else torch.from_numpy(neurons.astype(np.int64)).to(device)
     for first, last in gpu.pieces(-(-d_model // 32), 32 * size, TURNED):
         begin, end = 32 * first, min(32 * last, d_model)
         rows = end - begin
@@ -86,12 +95,12 @@ def _put_down(experts: Experts, slot: int, tensor: RawTensor) -> None:
         if experts.shared is not None and own.scales is not None:
             experts.shared[slot * groups : (slot + 1) * groups, begin:end].copy_(own.scales.T)
         if own.type != "Q4_0":
-            to[:, begin:end].copy_(own.data.T)
+            to[:, begin:end].copy_(own.data.T[own_rows])
             continue
         pairs = own.data.view(rows, groups, 16)
-        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T
-        low, high = codes.reshape(size, rows // 32, 2, 16).unbind(dim=2)
-        to[:, begin // 2 : end // 2].copy_((low | high << 4).view(size, rows // 2))
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T[own_rows]
+        low, high = codes.reshape(experts.size, rows // 32, 2, 16).unbind(dim=2)
+        to[:, begin // 2 : end // 2].copy_((low | high << 4).view(experts.size, rows // 2))
 
 
 def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Biases, index: Indices) -> Experts:
@@ -147,9 +156,11 @@ def from_rows(
     return _experts(about, len(index), weights, biases, index)
 
 
-def _slots(tensor: RawTensor, index: Indices, device: Any) -> Weight:
+def _slots(tensor: RawTensor, index: Indices, device: Any, some: Indices | None = None) -> Weight:
+    """some: of each matrix the rows to be here, None: all."""
     n, rows, cols = tensor.shape
-    row_map: Indices = (index[:, None] * rows + np.arange(rows, dtype=np.int32)).reshape(-1).astype(np.int32)
+    own = np.arange(rows, dtype=np.int32) if some is None else some[index]
+    row_map: Indices = (index[:, None] * rows + own).reshape(-1).astype(np.int32)
     return gpu.upload(dataclasses.replace(tensor, shape=(n * rows, cols)), device, row_map)
 
 
@@ -247,7 +258,9 @@ def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor, hidden: Ten
         z = hidden @ gpu.values(experts.predictor.outer, begin, end).T
         h = h.masked_fill(z < experts.predictor.threshold, 0.0)
     scales = None
-    if experts.shared is not None:
+    if experts.group is not None and experts.shared is not None:
+        scales = experts.shared[experts.group[begin:end].long()]
+    elif experts.shared is not None:
         scales = experts.shared[begin // BUNDLE_GROUP : end // BUNDLE_GROUP].repeat_interleave(BUNDLE_GROUP, dim=0)
     return weights[:, None] * (h @ gpu.values(experts.down, begin, end, scales))
 

@@ -178,7 +178,8 @@ class Experts:
     up where a gate does not fire, and down's of neurons that do not, are not read; then there are no biases, size is a
     multiple of 32, and down, of a type of `BY_NEURON`, is [slots * size, d_model], row i being neuron i's column.
     shared: the scales of a type of `SHARING`, float16 [slots * size / 32, d_model], a row for 32 neurons one after
-    another. predictor: of experts by neuron, selects before a row is read; None: the first products say what fires.
+    another; or, where only some neurons of the experts are here, [rows, d_model] and group, int32 [slots * size], the
+    row of each. predictor: of experts by neuron, selects before a row is read; None: the first products say what fires.
     """
 
     slots: int
@@ -194,13 +195,14 @@ class Experts:
     by_neuron: bool = False
     shared: Tensor | None = None
     predictor: ExpertPredictor | None = None
+    group: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         outer = None if self.predictor is None else self.predictor.outer
         weights = sum(weight.nbytes for weight in (self.gate, self.up, self.down, outer) if weight is not None)
-        return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias, self.shared)
+        return weights + tensor_bytes(self.gate_bias, self.up_bias, self.down_bias, self.shared, self.group)
 
 
 DELTA_CHUNK = 16

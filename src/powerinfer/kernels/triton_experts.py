@@ -343,7 +343,7 @@ def _firing_of_one(
         UP_TYPE=up.type, PREDICTOR=by.type, R=tile.rows, C=tile.columns, P=by.columns, num_warps=tile.warps,
         launch_pdl=early(x),
     )  # fmt: skip
-    return sum_firing(experts.down, experts.shared, None, h, rows, counts, tile.rows, into)
+    return sum_firing(experts.down, experts.shared, experts.group, h, rows, counts, tile.rows, into)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -514,11 +514,13 @@ def _needed(h, first, here, size, T: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _grouped_across_kernel(
-    h, data, shared, begin, out, d, size,
-    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    h, data, shared, group, begin, out, d, size,
+    TYPE: tl.constexpr, GROUPS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C columns (of Q4_0X32 bytes, of two columns each) of what the expert in a slot gives for the slot's rows of h,
-    from the columns of down of its neurons; those that no row needs are not read."""
+    from the columns of down of its neurons; those that no row needs are not read. GROUPS: `group` has the row of shared
+    of each neuron."""
     slot = tl.program_id(1)
     t, r = tl.arange(0, T)[:, None], tl.arange(0, R)
     last = tl.load(begin + slot + 1)
@@ -539,10 +541,17 @@ def _grouped_across_kernel(
                     row = slot.to(tl.int64) * size + n
                     codes_at = data + (row + r)[:, None, None] * (blocks * 16) + (b[:, None] * 16 + j)[None]
                     codes = tl.load(codes_at, mask=(needed > 0)[:, None, None] & valid[None], other=0)
-                    d_at = shared + row // 32 * d + first
                     low, high = nibbles(codes)
-                    low *= 0.0625 * tl.load(d_at, mask=valid, other=0).to(tl.float32)[None]
-                    high *= 0.0625 * tl.load(d_at + 16, mask=valid, other=0).to(tl.float32)[None]
+                    if GROUPS:
+                        of = tl.load(group + row + r).to(tl.int64)
+                        d_at = shared + of[:, None, None] * d + first[None]
+                        mine = (needed > 0)[:, None, None] & valid[None]
+                        low *= 0.0625 * tl.load(d_at, mask=mine, other=0).to(tl.float32)
+                        high *= 0.0625 * tl.load(d_at + 16, mask=mine, other=0).to(tl.float32)
+                    else:
+                        d_at = shared + row // 32 * d + first
+                        low *= 0.0625 * tl.load(d_at, mask=valid, other=0).to(tl.float32)[None]
+                        high *= 0.0625 * tl.load(d_at + 16, mask=valid, other=0).to(tl.float32)[None]
                     acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
                     high_acc = tl.dot(by, tl.reshape(high, (R, C)), high_acc, input_precision=PRECISION)
             i = tl.arange(0, C)
@@ -556,7 +565,11 @@ def _grouped_across_kernel(
                     row = slot.to(tl.int64) * size + n + r
                     mask = (needed > 0)[:, None] & (c < d)[None, :]
                     w = tl.load(data + row[:, None] * d + c[None, :], mask=mask, other=0)
-                    if TYPE == "Q8_0X32":  # R is 32 here, too
+                    if TYPE == "Q8_0X32" and GROUPS:
+                        of = tl.load(group + row).to(tl.int64)
+                        scales = tl.load(shared + of[:, None] * d + c[None, :], mask=mask, other=0)
+                        w = small_signed(w) * scales.to(tl.float32)
+                    elif TYPE == "Q8_0X32":  # R is 32 here, too
                         scales_at = shared + (slot.to(tl.int64) * size + n) // 32 * d + c
                         own_scales = tl.load(scales_at, mask=c < d, other=0).to(tl.float32)
                         w = small_signed(w) * own_scales[None, :]
@@ -688,8 +701,9 @@ def _grouped_down(experts: Experts, h: Tensor, pairs: _Pairs, d: int) -> Tensor:
         tile = ACROSS[down.type]
         wide_tile = tile.columns * (2 if down.type == "Q4_0X32" else 1)
         _grouped_across_kernel[(triton.cdiv(d, wide_tile), experts.slots)](
-            h, down.data, either(experts.shared, h), pairs.begin, rows, d, size,
-            TYPE=down.type, T=pairs.columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
+            h, down.data, either(experts.shared, h), either(experts.group, h), pairs.begin, rows, d, size,
+            TYPE=down.type, GROUPS=experts.group is not None, T=pairs.columns, R=tile.rows, C=tile.columns,
+            PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip
         return rows
     turns = pairs.per_slot <= IN_TURN and down.type in INTEGERS

@@ -17,8 +17,8 @@ stays on disk.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,11 @@ from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
 from powerinfer.hardware.cards import memory_leaving
-from powerinfer.hardware.description import Hardware
+from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels import gpu as kernels
 from powerinfer.models.inventory import Matrix
-from powerinfer.placement.cost import expert_seconds
+from powerinfer.neurons import BUNDLE_GROUP
+from powerinfer.placement.cost import any_of, divided_seconds, expert_seconds
 from powerinfer.placement.experts import Frequencies, slots_by_frequency, slots_evenly, slots_in_least_time
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
@@ -57,6 +58,10 @@ take, of which a sixteenth would make buffers too small for the bus."""
 
 EXPERT_STAGED = 8
 """Streaming experts gets at most 1/EXPERT_STAGED of their room: its buffers are of whole experts."""
+
+DIVIDED = 0.95
+"""Experts are divided by their neurons where the FFNs of a step then take at most this share of their time: a prompt is
+computed with whole experts, by the CPU where they do not stream, so it has nothing of it."""
 
 GIVES_WAY = 8
 """Layers on a GPU as a whole make room for what others need to stream there if there are so many of these."""
@@ -106,7 +111,8 @@ class Division:
     """The part of a model that a GPU has.
 
     layers: the first ones, with their KV cache; head: the output head; slots: of each layer the number of its experts
-    there, None: all; cached: RAM has these experts, too. host_bytes: RAM that the GPU's libraries take.
+    there, None: all; cached: RAM has these experts, too. host_bytes: RAM that the GPU's libraries take. inside: of
+    layers without slots the number of neurons of each expert there, which RAM has, too.
     """
 
     layers: int = 0
@@ -114,6 +120,7 @@ class Division:
     slots: tuple[int, ...] | None = None
     cached: bool = False
     host_bytes: int = 0
+    inside: Mapping[int, int] = field(default_factory=dict)
 
 
 ON_CPU = Division()
@@ -131,7 +138,8 @@ class Claims:
     passes: the layers in RAM stream through them, too, as a whole. buffered: what more would be left for neurons on the
     GPU without all that, which is less where groups of neurons would share more bytes than there are. bundles: neurons
     are placed as bundles, which then go where there is room; panels: dense matrices of the FFNs are in RAM. slots: of
-    each layer the number of its experts on the GPU; None: the model has none, or no GPU is used. disk: what stays on
+    each layer the number of its experts on the GPU; None: the model has none, or no GPU is used; inside: as of
+    `Division`. disk: what stays on
     disk, but for neurons beside a GPU; None: nothing. slots_beside: neurons of each of the GPU's layers that RAM has
     room for beside those that it keeps, where others are read from disk; 0: none are. Then the bundles of the other
     layers are not part of what is left, and RAM has `cpu_gate` bytes of each neuron of the GPU's layers that the GPU
@@ -149,6 +157,7 @@ class Claims:
     panels: bool
     staging: int = 0
     slots: tuple[int, ...] | None = None
+    inside: Mapping[int, int] = field(default_factory=dict)
     disk: DiskPlan | None = None
     slots_beside: int = 0
     cpu_gate: int = 0
@@ -219,13 +228,15 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
     elif slots is not None and any(map(model.expert_predictor, range(layers))):
-        held["predictor"] = sum(model.gpu_expert_predictor(layer, slots[layer]) for layer in range(layers))
+        there = {layer: slots[layer] + (layer in division.inside) for layer in range(layers)}
+        held["predictor"] = sum(model.gpu_expert_predictor(layer, n) for layer, n in there.items())
     kept = model.ffn if slots is None else model.beside
     whole = sum(_stored(kept[layer]) for layer in range(layers) if dense or model.whole_ffn(layer))
     if dense or whole:
         held["ffn"] = whole
     if slots is not None:
         held["experts"] = sum(slots[layer] * model.expert_bytes(layer)[0] for layer in range(layers))
+        held["experts"] += sum(model.hot_bytes(layer, hot)[0] for layer, hot in division.inside.items())
     if head:
         held["head"] = _stored((model.head, *model.projections[1:]))
     return held
@@ -237,6 +248,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     panels: all FFNs are dense, and those of the other layers count; else only those whose neurons are not told apart.
     """
     config, layers, head, slots = model.config, division.layers, division.head, division.slots
+    inside = division.inside
     scratch = model.scratch_bytes(work.tokens, work.requests)
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
@@ -259,7 +271,10 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     if slots is not None:
         here = (model.n_experts[layer] - (0 if division.cached else slots[layer]) for layer in range(layers))
         cold = {layer: n for layer, n in enumerate(here) if n}
-        held["experts"] = sum(n * model.expert_bytes(layer)[1] for layer, n in cold.items())
+        held["experts"] = sum(
+            model.hot_bytes(layer, inside[layer])[1] if layer in inside else n * model.expert_bytes(layer)[1]
+            for layer, n in cold.items()
+        )
         held["predictor"] += sum(_panels(model.ram_expert_predictor(layer)) for layer in cold)
     return held
 
@@ -508,23 +523,59 @@ def _claim_experts(
     devices, sync = (hardware.cpu, hardware.gpu), 1e-6 * hardware.sync_us
     seconds = {layer: expert_seconds(*devices, model, layer, work.batch, about[layer], sync) for layer in own}
 
-    def claims(staging: int) -> Claims:
-        rest = room - staged_on_gpu(staging)
+    def claims(staging: int, divides: bool) -> Claims:
+        rest, inside = room - staged_on_gpu(staging), dict[int, int]()
         if not work.moves:
             found = slots_in_least_time(about, seconds, nbytes, rest)
+            if divides:
+                taken = sum(float(seconds[layer][n]) for layer, n in found.items())
+                found, inside = _divided(model, devices, work, about, sync, rest, taken) or (found, inside)
         elif frequencies is None:
             found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, rest)
         else:
             found = slots_by_frequency(about, nbytes, rest)
         slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
-        division = replace(none, slots=slots)
+        division = replace(none, slots=slots, inside=inside)
         gpu, cpu = on_gpu(model, hardware, work, division, dense=True), in_ram(model, work, division)
         left = ram - sum(cpu.values()) - staged_in_ram(staging)
         gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
-        return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots)
+        return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots, inside)
 
-    made = claims(_expert_staging(model, work, own, room))
-    return made if made.cpu_left >= 0 else claims(0)
+    staging = _expert_staging(model, work, own, room)
+    if all(map(model.may_divide, own)):
+        made = claims(staging, True)
+        if not made.inside or (made.cpu_left >= 0 and made.gpu_left >= 0):
+            return made
+    made = claims(staging, False)
+    return made if made.cpu_left >= 0 else claims(0, False)
+
+
+def _divided(
+    model: Model,
+    devices: tuple[Device, Device],
+    work: Workload,
+    about: Frequencies,
+    sync: float,
+    room: int,
+    taken: float,
+) -> tuple[dict[int, int], dict[int, int]] | None:
+    """Layers of which the GPU has all experts, with their number, and others of which it has the busiest neurons of
+    each expert, with theirs, within `room` bytes; None where that takes more than `DIVIDED` of the time of whole
+    experts, `taken` seconds. devices: CPU and GPU; about: how often the layers' experts are selected."""
+    batch, size = work.batch, {layer: model.config.experts[layer].size for layer in about}
+    needed = {layer: float(any_of(each, batch).sum()) for layer, each in about.items()}
+    times = {layer: divided_seconds(*devices, model, layer, batch, needed[layer], sync) for layer in about}
+    seconds = {layer: np.maximum(each[:, 0], each[:, 1] + each[:, 2]) for layer, each in times.items()}
+    shared = {layer: model.hot_bytes(layer, 0)[0] for layer in about}
+    nbytes = {layer: model.hot_bytes(layer, BUNDLE_GROUP)[0] - shared[layer] for layer in about}
+    fires = {layer: model.inside[layer].fires.reshape(-1, BUNDLE_GROUP).sum(axis=1) for layer in about}
+    left = room - sum(shared.values())
+    groups = slots_in_least_time(fires, seconds, nbytes, left) if left > 0 else dict.fromkeys(about, 0)
+    hot = {layer: n * BUNDLE_GROUP for layer, n in groups.items()}
+    if sum(float(seconds[layer][n]) for layer, n in groups.items()) > DIVIDED * taken:
+        return None
+    whole = {layer: len(about[layer]) for layer, n in hot.items() if n == size[layer]}
+    return whole, {layer: n for layer, n in hot.items() if 0 < n < size[layer]}
 
 
 def _alike(model: Model, layer: int) -> NDArray[np.float64]:

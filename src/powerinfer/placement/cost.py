@@ -285,12 +285,15 @@ def _ffns(model: Model) -> Float64:
 @dataclass(frozen=True)
 class ExpertsRead:
     """Of a layer's experts, what a step is expected to need: hot, cold: experts on the GPU and on the CPU; some_cold:
-    probability that there is a cold one; hits: share of a token's experts that is on the GPU."""
+    probability that there is a cold one; hits: share of a token's experts that is on the GPU. inside: neurons of each
+    expert there, of a layer that is divided by these: then hot and cold are as many experts as have these neurons, and
+    hits the share of those that fire."""
 
     hot: float
     cold: float
     some_cold: float
     hits: float
+    inside: int = 0
 
 
 def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 | None) -> ExpertsRead:
@@ -302,6 +305,45 @@ def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 
     total = float(each.sum())
     hits = float(each[:slots].sum()) / total if total else 0.0
     return ExpertsRead(float(needed[:slots].sum()), float(needed[slots:].sum()), 1 - none_cold, hits)
+
+
+def divided_read(model: Model, layer: int, inside: int, batch: int, frequency: Float64) -> ExpertsRead:
+    """What a step needs of a layer of which the GPU has that many neurons of each expert, the busiest."""
+    about = model.config.experts[layer]
+    needed, fires = float(any_of(frequency, batch).sum()), model.inside[layer].fires
+    share = inside / about.size
+    hits = float(fires[:inside].sum() / max(fires.sum(), 1e-30))
+    return ExpertsRead(needed * share, needed * (1 - share), 1.0, hits, inside)
+
+
+def divided_seconds(
+    cpu: Device, gpu: Device, model: Model, layer: int, batch: int, needed: float, sync: float
+) -> Float64:
+    """[groups + 1, 3]: times of the GPU, the CPU and their exchange for a layer's FFN in a step, by how many groups of
+    neurons of each expert are on the GPU, the busiest. needed: experts that the step needs."""
+    about, ends = model.config.experts[layer], np.arange(0, model.config.experts[layer].size + 1, BUNDLE_GROUP)
+    fires = model.inside[layer].fires
+    fires = np.minimum(1.0, fires * model.firing / max(float(fires.mean()), 1e-30))  # as whole experts are counted
+    selects = np.minimum(1.0, model.selected[layer] * fires)
+    until = [np.concatenate([[0.0], np.cumsum(any_of(each, batch))])[ends] / about.size for each in (selects, fires)]
+    (inner, outer), rows = model.expert_predictor(layer), model.neurons_inside(layer, True)
+    every, hot = about.n_experts * about.size, ends / about.size
+    of_rows = every / rows * needed / about.n_experts
+    seconds = np.zeros((len(ends), 3))
+    for at, device in enumerate((gpu, cpu)):
+        panels = device is cpu
+        own = [each if device is gpu else each[-1] - each for each in until]
+        shares = np.array([model.read_share(layer, *pair) for pair in zip(*own, strict=True)])
+        part = hot if device is gpu else 1 - hot
+        weights = needed / about.n_experts * shares * matrix_seconds(device, model.experts[layer], panels)
+        predictor = of_rows * part * matrix_seconds(device, (outer,), panels)
+        first = model.ram_expert_predictor(layer) if panels else (inner,)
+        seconds[:, at] = weights + predictor + (part > 0) * matrix_seconds(device, first, panels)
+    beside = model.step_share(layer, batch) * matrix_seconds(gpu, model.beside[layer], False)
+    seconds[:, 0] += beside + 3e-6 * gpu.op_us
+    seconds[:-1, 1] += 1e-6 * cpu.op_us
+    seconds[:-1, 2] = sync
+    return seconds
 
 
 def _experts_seconds(device: Device, model: Model, layer: int, batch: int, panels: bool) -> tuple[float, float]:
@@ -356,7 +398,10 @@ def split_experts(
         if read is None:
             share = model.config.layers[layer].ffn.share_read(batch)
         times[0, layer] = share * beside + 1e-6 * gpu.op_us
-        if read is not None:
+        if read is not None and read.inside:
+            each = divided_seconds(cpu, gpu, model, layer, batch, read.hot + read.cold, sync)
+            times[:, layer] = each[read.inside // BUNDLE_GROUP][:, None]
+        elif read is not None:
             n = model.n_experts[layer]
             of_gpu, more = _experts_seconds(gpu, model, layer, batch, False)
             hides = read.hot > 0 or bool(model.config.experts[layer].latents)  # for the CPU's experts, too

@@ -80,7 +80,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 14
+GPU_ACCOUNTING = 15
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 RAM_ACCOUNTING = 3
@@ -211,7 +211,8 @@ class PlanRequest:
 
     def division(self, claims: Claims) -> Division:
         """The part of the model that the GPU has."""
-        return Division(claims.gpu_layers, claims.gpu_head, claims.slots, self.cached, self.hardware.host_bytes)
+        memory = self.cached, self.hardware.host_bytes
+        return Division(claims.gpu_layers, claims.gpu_head, claims.slots, *memory, claims.inside)
 
     def claims_without_disk(self) -> Claims | RequestError:
         """The claims; the error, with the minimum, where a GPU is used and something would stay on disk."""
@@ -262,7 +263,11 @@ class PlanRequest:
             about = self.model.config.layers[layer].ffn
             if isinstance(about, ExpertsConfig):
                 own = None if self.frequencies is None else self.frequencies[layer]
-                reads[layer] = cost.experts_read(about.n_experts, about.router.top_k, slots, self.batch, own)
+                n, top_k, hot = about.n_experts, about.router.top_k, claims.inside.get(layer, 0)
+                reads[layer] = cost.experts_read(n, top_k, slots, self.batch, own)
+                if hot:
+                    frequency = np.full(n, top_k / n) if own is None else own
+                    reads[layer] = cost.divided_read(self.model, layer, hot, self.batch, frequency)
         return reads
 
     @property
@@ -287,6 +292,9 @@ class PlanRequest:
             if known is not None:
                 pairs = sorted((layer, each.tobytes()) for layer, each in known.items())
                 facts[name] = hashlib.sha256(repr(pairs).encode()).hexdigest()
+        if self.model.inside:
+            uses = sorted((layer, use.order.tobytes(), use.fires.tobytes()) for layer, use in self.model.inside.items())
+            facts["neurons of experts"] = hashlib.sha256(repr(uses).encode()).hexdigest()
         facts |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         if self.hardware.gpu is None:
             del facts["hardware"]["host_bytes"]
@@ -524,7 +532,15 @@ class Plan:
             gpu_layers=self.claims.gpu_layers,
             layers=[
                 LayerPlan(
-                    number, own[Tier.GPU], own[Tier.CPU], own[Tier.DISK], mass, seconds, experts, of_ram.get(number, 0)
+                    number,
+                    own[Tier.GPU],
+                    own[Tier.CPU],
+                    own[Tier.DISK],
+                    mass,
+                    seconds,
+                    experts,
+                    of_ram.get(number, 0),
+                    self.claims.inside.get(number, 0),
                 )
                 for number, (own, mass, seconds, experts) in enumerate(
                     zip(self.neurons, choice.mass, choice.layer_seconds, slots, strict=True)
@@ -587,7 +603,20 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
     if (lacking := _lacks_disk(request, claims)) is not None:
         return lacking
     plan = _solved(request, claims)
+    if claims.inside:
+        return _beside_whole(plan)
     return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
+
+
+def _beside_whole(plan: Plan) -> Plan:
+    """A plan that divides experts, with what it predicts of whole ones in the same memory."""
+    request = plan.request
+    whole = _split_plan(replace(request, model=replace(request.model, inside={})))
+    if isinstance(whole, RequestError):
+        return plan
+    speeds = (f"{request.batch / one.choice.seconds:.4g}" for one in (plan, whole))
+    said = "predicted are {} tokens/s, and {} with whole experts in the same memory".format(*speeds)
+    return replace(plan, reasons=(*plan.reasons, said))
 
 
 def _with_slots(plan: Plan) -> Plan:
@@ -1153,7 +1182,11 @@ def _what_is_read(request: PlanRequest, claims: Claims) -> str:
         others = ""
         if claims.disk is not None:
             others = f"; of the others RAM holds {sum(claims.disk.about.experts.values())} at a time"
-        return f"{hot} of {every} experts are on the GPU, {100 * hits:.0f} % of what tokens select ({known}){others}"
+        inside = claims.inside.values()
+        if inside:
+            each = f"{min(inside)} to {max(inside)}" if min(inside) < max(inside) else f"{min(inside)}"
+            others = f", and of each expert of {len(inside)} layers the {each} neurons that fire most often"
+        return f"{hot} of {every} experts are on the GPU{others}, {100 * hits:.0f} % of what tokens select ({known})"
     return f"of {', '.join(titles)}, a step reads {gib(int(read))} of {gib(whole)} in RAM"
 
 

@@ -28,7 +28,8 @@ Text = Annotated[str, Length(2000)]
 @dataclass(frozen=True)
 class LayerPlan:
     """A layer of a plan. gpu, cpu, disk: neurons; seconds: of its FFN for a step, by component; experts: those on the
-    GPU; experts_in_ram: where a layer's rest on disk, how many of the others RAM holds at a time."""
+    GPU; experts_in_ram: where a layer's rest on disk, how many of the others RAM holds at a time; inside: neurons of
+    each of its experts on the GPU, of a layer that is divided by these."""
 
     layer: Count
     gpu: Count
@@ -38,6 +39,7 @@ class LayerPlan:
     seconds: dict[str, NonNegative]
     experts: Count = 0
     experts_in_ram: Count = 0
+    inside: Count = 0
 
 
 @dataclass(frozen=True)

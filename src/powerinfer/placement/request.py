@@ -72,8 +72,9 @@ class Subject:
         planning = planning or PlanConfig()
         emulated = engine.gpu == "cpu" and not planning.described and hardware.gpu is not None
         cached = engine.expert_policy not in ("static", "auto")
+        stays = engine.expert_policy == "static" and not engine.adjust  # else experts move as a whole
         made = PlanRequest(
-            self.model,
+            self.model if stays else replace(self.model, inside={}),
             self.profile,
             hardware,
             vram=0 if engine.gpu == "none" else engine.vram,
@@ -320,7 +321,8 @@ def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -
     if place.exists():
         use = open_expert_profile(checkpoint, prepared)
         hits = {one.layer: np.maximum(one.static_hits, one.lru_hits) for one in use.layers}
-        return replace(subject, frequencies=use.frequencies, hits=hits)
+        inside = use.inside if model.in_experts else {}
+        return replace(subject, model=replace(model, inside=inside), frequencies=use.frequencies, hits=hits)
     text = f"that all experts are selected equally often, since there is no profile; `{place.command}` makes it"
     return replace(subject, assumed=(text,))
 

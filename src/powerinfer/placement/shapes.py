@@ -29,6 +29,7 @@ from powerinfer.devices.cpu_experts import SharedPlace, expert_layout, plain_lay
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
+from powerinfer.experts import NeuronUse
 from powerinfer.formats.bundle_file import bundle_layouts, n_groups
 from powerinfer.formats.expert_rows import resting_layers
 from powerinfer.formats.json_file import checked, of_kind, parse_json
@@ -81,6 +82,7 @@ class Model:
     quantize: the type its float matrices are quantised to on load, as the engine's option; `type` of the matrices is
     then this type. in_experts: neurons inside experts are told apart, of which a token needs the share `firing`, and a
     GPU computes as many where skips_on_gpu, else all; in_rows: and down of experts rests on disk in rows of them.
+    inside: how often these neurons fire, by layer, where that is known.
     converted: canonical names of matrices that do not lie in the
     file as they are used.
     """
@@ -107,6 +109,7 @@ class Model:
     in_rows: bool = False
     skips_on_gpu: bool = True
     firing: float = 1.0
+    inside: Mapping[int, NeuronUse] = field(default_factory=dict, repr=False, compare=False)
     converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
 
     @property
@@ -143,6 +146,24 @@ class Model:
             stored += outer.stored * size // neurons * self.selects_on_gpu(layer)
             panels += outer.panels * size // neurons
         return stored + biases, panels + biases
+
+    def hot_bytes(self, layer: int, hot: int) -> tuple[int, int]:
+        """Bytes of all of a layer's experts on a GPU that has `hot` neurons of each, whole groups, and in RAM, which
+        has all: with their rows of a predictor, each on one side. 0: what the groups of neurons share."""
+        *first, down = self.experts[layer]
+        about, (_, outer) = self.config.experts[layer], self.expert_predictor(layer)
+        every, outer_rows = about.n_experts * about.size, self.neurons_inside(layer, True)
+        some = about.n_experts * hot
+        shared = 2 * about.row_width(self.config.d_model) * every // BUNDLE_GROUP
+        shared, numbers = (shared, 4 * some) if down.gpu_type in gpu.SHARING else (0, 0)
+        rows = sum(one.stored for one in first) + down.stored - shared
+        on_gpu = rows * some // every + outer.stored * some // outer_rows + shared + numbers
+        return on_gpu, about.n_experts * self.expert_bytes(layer)[1] - outer.panels * some // outer_rows
+
+    def may_divide(self, layer: int) -> bool:
+        """Whether a GPU can have some neurons of each of a layer's experts, and it is known how often they fire."""
+        about = self.config.layers[layer].ffn
+        return layer in self.inside and self.selects_on_gpu(layer) and isinstance(about, ExpertsConfig)
 
     def expert_predictor(self, layer: int) -> tuple[Matrix, ...]:
         """The predictor among the neurons of a layer's experts, in and out; () without one."""
@@ -269,16 +290,18 @@ class Model:
         groups these are in."""
         if not self.in_experts or not self._told_apart(layer):
             return 1.0
+        selects = min(1.0, self.selected[layer] * self.firing) if self.expert_predictor(layer) else 1.0
+        return self.read_share(layer, 1 - (1 - selects) ** batch, 1 - (1 - self.firing) ** batch)
+
+    def read_share(self, layer: int, selects: float, fires: float) -> float:
+        """The same where that share of the neurons is selected, or has its first product computed, and fires."""
         first, *others = self.experts[layer]
         down = ACROSS.get(others[-1].type, others[-1].type)
         width = self.config.experts[layer].row_width(self.config.d_model)
         row, shared = cpu.bundle_row_bytes(down, width)
         scales = shared / BUNDLE_GROUP / (row + shared / BUNDLE_GROUP)
-        selects = min(1.0, self.selected[layer] * self.firing) if self.expert_predictor(layer) else 1.0
-        fires = 1 - (1 - self.firing) ** batch
         rows = (1 - scales) * fires + scales * (1 - (1 - fires) ** BUNDLE_GROUP)
-        read = 1 - (1 - selects) ** batch
-        sizes = [first.stored * read, *(one.stored * fires for one in others[:-1]), others[-1].stored * rows]
+        sizes = [first.stored * selects, *(one.stored * fires for one in others[:-1]), others[-1].stored * rows]
         return sum(sizes) / sum(one.stored for one in self.experts[layer])
 
     @cached_property
