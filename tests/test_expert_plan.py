@@ -116,6 +116,7 @@ def test_experts_are_divided_where_that_is_faster() -> None:
 def test_experts_that_move_are_whole() -> None:
     request = divisible(2 * GIB, 0.3, moves=True)
     assert not make_plan(request).claims.inside and make_plan(replace(request, moves=False)).claims.inside
+    assert not make_plan(replace(request, moves=False, batch=33, requests=33)).claims.inside, "steps are whole"
 
 
 def test_ram_holds_all_of_divided_experts() -> None:

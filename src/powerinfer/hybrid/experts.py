@@ -217,6 +217,7 @@ class HybridExperts(HybridTerms):
                 self._place_shared(weights.shared, [tensor.type for tensor in tensors])
             if len(of_slot):
                 by_neuron = self._skips(cpu, tensors[-1].type, self.config.size)
+                assert by_neuron or inside is None
                 predictor = self._upload_predictor() if by_neuron else None
                 self._gpu_part = gpu_experts.resident(
                     tensors, of_slot, self.config, device, self._biases, by_neuron, predictor, inside
@@ -757,9 +758,10 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
         self.policy = policy
 
     def report(self) -> dict[str, Any]:
-        """Report as `SplitSparsity` does. gpu_share: None of a layer without cold experts; active_fraction: of the cold
-        experts' neurons, None where all are computed; candidate_fraction, recall: of a predictor among these, on
-        sampled steps; policy: decides which experts the GPU has; copied: experts copied there beside steps."""
+        """Report as `SplitSparsity` does. gpu_share: None of a layer without cold experts, of divided ones that of
+        their neurons; active_fraction: of the neurons that the CPU has, None where all are computed;
+        candidate_fraction, recall: of a predictor among these, on sampled steps; policy: decides which experts the GPU
+        has; copied: experts copied there beside steps."""
         layers, totals = self._collect()
         tokens = max((layer["tokens"] for layer in layers), default=0)
         totals["hot"] += tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts

@@ -34,6 +34,7 @@ from powerinfer.formats.bundle_memory import apart_bytes
 from powerinfer.hardware.cards import memory_leaving
 from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels import gpu as kernels
+from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP
 from powerinfer.placement.cost import any_of, divided_seconds, expert_seconds
@@ -542,7 +543,7 @@ def _claim_experts(
         return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots, inside)
 
     staging = _expert_staging(model, work, own, room)
-    if all(map(model.may_divide, own)):
+    if all(map(model.may_divide, own)) and work.batch <= NEURON_TOKENS:
         made = claims(staging, True)
         if not made.inside or (made.cpu_left >= 0 and made.gpu_left >= 0):
             return made
