@@ -12,19 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 from model_files import LAYERS
+from test_disk_expert_neurons import silent
 from test_expert_neurons import model, plain_model
 
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
-from powerinfer.devices.disk import OnDisk
+from powerinfer.devices.disk import DiskTier, OnDisk
 from powerinfer.formats import checkpoint
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.hybrid import expert_selector
+from powerinfer.hybrid import disk_trial, expert_selector
+from powerinfer.hybrid.disk import first_layers_tier
 from powerinfer.hybrid.load import Loading
 from powerinfer.hybrid.resolve import resolve
-from powerinfer.hybrid.resolved import Resolved, needs
+from powerinfer.hybrid.resolved import Resolved, model_of, needs, ram_bytes
 from powerinfer.placement.budget import RUNTIME_BYTES
+from powerinfer.prepare.expert_packing import pack_experts
 from powerinfer.sparsity import expert_trial, trials
 
 SETTINGS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -163,7 +166,7 @@ def test_where_nothing_is_tried_the_reason_says_so(tmp_path: Path, monkeypatch: 
     assert placed(path).selection.reason.startswith("a trial at load")
     monkeypatch.setattr(expert_selector, "place_in_ram", lambda resolved: resolved.placed(disk=disk))
     resolved = placed(path)
-    assert "on disk, where experts are computed whole" in resolved.selection.reason
+    assert "whole unless `powerinfer pack` has stored their rows" in resolved.selection.reason
     assert chosen(resolved) == resolved
 
 
@@ -183,3 +186,59 @@ def test_few_experts_of_a_converted_matrix_are_converted_alone(
     some = one.take_some(name, index)
     assert converted == [2] and some.type == "Q8_0"
     assert np.array_equal(some.data.reshape(2, -1), full.data.reshape(full.shape[0], -1)[index])
+
+
+# ---- on disk
+
+
+def on_disk(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A model whose rows are packed, and options with which RAM does not hold it."""
+    path = silent(folder)
+    options: dict[str, Any] = {"context": 64, "prefill_chunk": 64, "ram": 0}
+    engine = EngineConfig(gpu="none", threads=1, max_batch=4, **options | {"ram": None})
+    options["ram"] = ram_bytes(model_of(resolve(open_checkpoint(path), engine)), engine) - (4 << 20)
+    pack_experts(open_checkpoint(path), None)
+    return path, options
+
+
+@pytest.mark.parametrize(("rows", "faster"), [(0.9, True), (0.99, False)])
+def test_experts_on_disk_are_tried_where_rows_are_packed(
+    rows: float, faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, options = on_disk(tmp_path)
+    ways: list[bool] = []
+
+    def seconds(resolved: Resolved, sample: object) -> float:
+        ways.append(resolved.selection.in_experts)
+        return rows if resolved.selection.in_experts else 1.0
+
+    monkeypatch.setattr(disk_trial, "_seconds", seconds)
+    said, selector = loaded(path, **options)
+    assert ways == [False, True] and (selector == "exact") == faster
+    assert f"dense 1000000 us, exact {round(rows * 1e6)} us" in said and "measured in" in said
+    said, again = loaded(path, **options)
+    assert ways == [False, True] and again == selector and "measured earlier" in said
+    resolved = placed(path, **options)
+    assert resolved.selection.in_experts == faster and resolved.placement.disk is not None
+    assert loaded(path, trial=False, **options)[1] is None
+    Path(f"{path}.powerinfer/expert-rows.safetensors").unlink()
+    said, selector = loaded(path, **options)
+    assert selector is None and "unless `powerinfer pack` has stored their rows" in said and len(ways) == 2
+
+
+def test_experts_are_read_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layers with experts, with memory for few of these; what a trial reads is closed behind it."""
+    path, options = on_disk(tmp_path)
+    tiers: list[DiskTier] = []
+
+    def opened(resolved: Resolved, slots: dict[int, int]) -> DiskTier:
+        tiers.append(first_layers_tier(resolved, slots))
+        return tiers[-1]
+
+    monkeypatch.setattr(disk_trial, "first_layers_tier", opened)
+    resolved = chosen(placed(path, **options))
+    assert "one token: dense" in resolved.selection.reason
+    assert [dict(tier.about.experts) for tier in tiers] == [{1: 12, 3: 12}] * 2, "four tokens' worth"
+    whole, exact = (tier.counts() for tier in tiers)
+    assert whole["wanted"] == exact["wanted"] == 2 * 3 * (disk_trial.PROMPT + disk_trial.TIMED)
+    assert not whole["rows"] and 0 < exact["rows"] < exact["bytes"]

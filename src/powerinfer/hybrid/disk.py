@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from powerinfer.devices.disk import DiskTier, Reads, read_files
+from powerinfer.devices.disk import DiskTier, OnDisk, Reads, read_files
 from powerinfer.hybrid.disk_hints import disk_helps, disk_speed
 from powerinfer.progress import Say
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
+    from powerinfer.formats.expert_rows import ExpertRows
     from powerinfer.formats.mapped import MappedFile
     from powerinfer.hybrid.resolved import Resolved
     from powerinfer.placement.disk import DiskPlan
@@ -24,24 +25,47 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
     plan = resolved.placement.disk
     if plan is None:
         return None
-    checkpoint, bundles = resolved.checkpoint, resolved.selection.bundles
-    rows = resolved.selection.expert_rows
-    files = [*checkpoint.files, *(one.file for one in (bundles, rows) if one is not None)]
-    places = [checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
+    files = _files(resolved)
+    places = [resolved.checkpoint.rests_at(name) for name in sorted(plan.about.matrices)]
     direct, reason = _direct(resolved, plan, files)
-    policy = resolved.engine.disk_policy
-    frequencies = _frequencies(resolved) if plan.about.experts else None
-    on_disk = replace(plan.about, direct=direct, policy=policy, neuron_policy=policy, frequencies=frequencies)
-    reads = read_files(files, direct)
-    if reads.direct and (plan.about.neurons or rows is not None) and (gap := _gap(resolved)) is not None:
-        reads.gap = gap
+    on_disk, reads = _opened(resolved, plan.about, files, direct)
     if direct and not reads.direct:
         reason = "through the system's cache: this file system cannot do without"
     speed, helps = disk_speed(resolved) if reads.direct else "", disk_helps(resolved)
     say(f"not all of the model fits into RAM: it reads {plan.why}{speed}{helps}")
     on_disk = replace(on_disk, why=f"{plan.why}{speed}; {reads.engine}, {reason}{helps}")
-    of_layers = None if rows is None else rows.layers
-    return DiskTier(on_disk, files, [place for place in places if place is not None], reads, of_layers)
+    return DiskTier(on_disk, files, [place for place in places if place is not None], reads, _rows(resolved))
+
+
+def first_layers_tier(resolved: Resolved, slots: Mapping[int, int]) -> DiskTier:
+    """That of layers of which nothing but experts is on disk. slots: by layer the number of those in RAM."""
+    plan, files = resolved.placement.disk, _files(resolved)
+    assert plan is not None
+    on_disk, reads = _opened(resolved, OnDisk(experts=slots), files, _direct(resolved, plan, files)[0])
+    return DiskTier(on_disk, files, (), reads, _rows(resolved))
+
+
+def _files(resolved: Resolved) -> list[MappedFile]:
+    prepared = resolved.selection.bundles, resolved.selection.expert_rows
+    return [*resolved.checkpoint.files, *(one.file for one in prepared if one is not None)]
+
+
+def _rows(resolved: Resolved) -> Mapping[int, ExpertRows] | None:
+    rows = resolved.selection.expert_rows
+    return None if rows is None else rows.layers
+
+
+def _opened(
+    resolved: Resolved, about: OnDisk, files: Sequence[MappedFile], direct: bool
+) -> tuple[OnDisk, Reads]:
+    """What is on disk, with the policy of its memory, and the reads of its files."""
+    policy, in_rows = resolved.engine.disk_policy, resolved.selection.expert_rows is not None
+    frequencies = _frequencies(resolved) if about.experts else None
+    on_disk = replace(about, direct=direct, policy=policy, neuron_policy=policy, frequencies=frequencies)
+    reads = read_files(files, direct)
+    if reads.direct and (about.neurons or in_rows) and (gap := _gap(resolved)) is not None:
+        reads.gap = gap
+    return on_disk, reads
 
 
 def _gap(resolved: Resolved) -> int | None:

@@ -1,5 +1,6 @@
-"""The selector inside experts that `auto` takes: what a trial found on the CPU, where RAM holds it. Beside a GPU it is
-that of the CPU's experts; the GPU computes its own whole, for nothing was measured there.
+"""The selector inside experts that `auto` takes: what a trial found on the CPU, where RAM holds it or, of experts on
+disk, rows of them are prepared. Beside a GPU it is that of the CPU's experts; the GPU computes its own whole, for
+nothing was measured there.
 """
 
 from __future__ import annotations
@@ -7,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from powerinfer.errors import RequestError
 from powerinfer.hybrid.in_ram import place_in_ram, shortened
 from powerinfer.hybrid.resolved import Resolved, model_of, ram_bytes
-from powerinfer.sparsity.selection import tried_inside
+from powerinfer.sparsity.selection import select, tried_inside
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ def place_as_chosen(resolved: Resolved) -> Resolved:
     problem = _problem(resolved)
     if problem is not None:
         return place_in_ram(_with_reason(resolved, problem))
+    if (ways := _on_disk(resolved)) is not None:
+        return _read_as_chosen(*ways) or ways[0]
     outcome = _earlier(expert_trial(resolved.checkpoint, resolved.engine), resolved)
     if outcome is not None:
         return place_in_ram(_chosen(resolved, outcome))
@@ -54,8 +58,12 @@ def split_as_chosen(resolved: Resolved) -> Resolved:
 
 def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     """The same with the selector that a trial chooses, now or earlier, placed by the memory that this takes; not of a
-    model of which a part is on disk, nor of one whose experts a GPU has."""
-    if not _undecided(resolved) or _problem(resolved) is not None:
+    model of which a part is on disk, unless rows of experts are prepared, nor of one whose experts a GPU has."""
+    if not _undecided(resolved):
+        return resolved
+    if (ways := _on_disk(resolved)) is not None:
+        return _read_as_chosen(*ways) or _tried_on_disk(*ways, loading)
+    if _problem(resolved) is not None:
         return resolved
     from powerinfer.hybrid.expert_policy import with_policy
     from powerinfer.sparsity.expert_trial import expert_trial, measured
@@ -76,6 +84,54 @@ def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     return place_in_ram(chosen) if resolved.device.gpu is None else with_policy(chosen)
 
 
+def _on_disk(resolved: Resolved) -> tuple[Resolved, Resolved] | None:
+    """The same on the CPU alone with whole experts, and with rows of them; None where that is not to be tried, no rows
+    are prepared, or no experts rest on disk."""
+    from powerinfer.formats.prepared import EXPERT_ROWS, PreparedFile
+    from powerinfer.sparsity.expert_trial import obstacle
+
+    checkpoint, engine = resolved.checkpoint, resolved.engine
+    prepared = PreparedFile(EXPERT_ROWS, checkpoint, engine.prepared).exists()
+    if resolved.device.gpu is not None or not prepared or obstacle(checkpoint, engine) is not None:
+        return None
+    whole = place_in_ram(resolved)
+    if whole.placement.disk is None or not whole.placement.disk.about.experts:
+        return None
+    selection = select(checkpoint, replace(engine, selector="exact"))
+    try:
+        exact = place_in_ram(replace(resolved, selection=selection))
+    except RequestError:  # it takes a little more memory
+        return None
+    in_rows = exact.placement.disk is not None and exact.placement.disk.about.experts
+    return (whole, exact) if in_rows else None
+
+
+def _read_as_chosen(whole: Resolved, exact: Resolved) -> Resolved | None:
+    """What an earlier trial of reading experts chose; None: there was none."""
+    from powerinfer.hybrid.disk_trial import disk_trial, fits
+
+    outcome = disk_trial(whole, exact).find(fits)
+    return None if outcome is None else _read_as(whole, exact, outcome)
+
+
+def _tried_on_disk(whole: Resolved, exact: Resolved, loading: Loading) -> Resolved:
+    from powerinfer.hybrid.disk_trial import disk_trial, measured
+
+    loading.progress("trial of experts on disk", 0, 1)
+    text = loading.sample()
+    outcome = disk_trial(whole, exact).run(lambda: measured(whole, exact, text))
+    loading.progress("trial of experts on disk", 1, 1)
+    return _read_as(whole, exact, outcome)
+
+
+def _read_as(whole: Resolved, exact: Resolved, outcome: Outcome[TimedLayers]) -> Resolved:
+    from powerinfer.sparsity.expert_trial import selection_of
+
+    selection = selection_of(outcome)
+    way = exact if selection.in_experts else whole
+    return _with_reason(way, selection.reason)
+
+
 def _with_reason(resolved: Resolved, reason: str) -> Resolved:
     """The same, whose experts are whole for this reason."""
     return replace(resolved, selection=replace(resolved.selection, reason=reason))
@@ -90,7 +146,7 @@ def _problem(resolved: Resolved) -> str | None:
     if problem is not None:
         return problem
     if placement.disk is not None:
-        return "a part of the model is on disk, where experts are computed whole"
+        return "a part of the model is on disk, where experts are whole unless `powerinfer pack` has stored their rows"
     if placement.experts is None:
         return None
     hot = placement.experts
