@@ -35,6 +35,7 @@ KERNELS = ("bundles", "delta", "experts", "fused", "kernels", "latent", "mamba",
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
     "powerinfer_train.activations",
+    "powerinfer_train.sensitivity",
     "powerinfer_train.timing",
     "powerinfer_train.blocks",
     "powerinfer_train.torch_delta",

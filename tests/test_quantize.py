@@ -10,23 +10,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from model_files import gguf_name, plain_folder, tiny_folder, tiny_gguf, weights
 
 from benchmarks.models.gguf_writer import Builder
 from benchmarks.models.vocabulary import write_tokenizer_files
 from powerinfer.cli.main import main
-from powerinfer.errors import ModelError
+from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats import quantised_file
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import read_gguf
-from powerinfer.formats.importance import read_importance
+from powerinfer.formats.gguf_model import NAMES
+from powerinfer.formats.importance import Importance, read_importance
 from powerinfer.formats.mixes import MIXES, Matrices, fitting, target_types, wanted_types
 from powerinfer.formats.quant import block_type, dequantize
-from powerinfer.formats.quantised_file import gguf_original, write_quantised
+from powerinfer.formats.quant import quantize as quantise_plainly
+from powerinfer.formats.quantised_file import file_size, gguf_original, write_quantised
 from powerinfer.formats.scale_search import SEARCHED, WRITTEN, searched
+from powerinfer.formats.sized_types import main_number, sized_types
 from powerinfer.formats.weight_types import WEIGHT_TYPES
+from powerinfer.prepare.corpus import Windows
+from powerinfer.progress import silent
 from powerinfer.runtime.engine import LLM
+from powerinfer.sizes import read_size
 from powerinfer.text.model_text import tokenizer_of
+from powerinfer_train.sensitivity import _Noisy, measure_sensitivity
+from powerinfer_train.torch_model import TorchModel, load
 
 # Of types whose scales are numbers of parts of a block, too: elements of a part, the numbers of codes from lowest to
 # highest (with a minimum: from 0), the largest of the parts' whole numbers.
@@ -489,3 +498,72 @@ def test_importance_of_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def counts_of(path: Path, kind: str) -> range:
     """As many as the tokens that a matrix of the first layer got."""
     return range(int(read_gguf(path).tensors[f"blk.0.{kind}.weight.counts"].float32().item()))
+
+
+def test_bytes_are_spent_where_they_gain_most(tmp_path: Path) -> None:
+    shapes = {"blk.0.attn_q": (64, 512), "blk.0.attn_k": (64, 512), "blk.0.ffn_up": (64, 96)}
+    builder, rng = Builder().fields({"architecture": "llama"}, "general."), np.random.default_rng(5)
+    for name, shape in shapes.items():
+        builder.tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    original = gguf_original(read_gguf(builder.write(tmp_path / "a.gguf")))
+    bits = {"attn_q": [], "attn_k": []}
+    for size in (27_000, 40_000, 60_000, 90_000):
+        sensitivities = {"blk.0.attn_q.weight": 8.0, "blk.0.attn_k.weight": 1.0, "blk.0.ffn_up.weight": 1.0}
+        types = sized_types(original, size, sensitivities, {}, None, 1)
+        made = write_quantised(original, types, main_number(types, original.shapes), tmp_path / f"{size}.gguf", 1)
+        assert made.nbytes == file_size(original, types) <= size
+        for name, row in bits.items():
+            row.append(block_type(types[f"blk.0.{name}.weight"]).row_bytes(512))
+    assert all(a >= b for a, b in zip(bits["attn_q"], bits["attn_k"], strict=True))
+    assert bits["attn_q"] == sorted(bits["attn_q"]) and len(set(bits["attn_q"])) > 2
+    assert types["blk.0.ffn_up.weight"] == types["blk.0.attn_k.weight"] == "Q8_0", "all that there is to gain"
+    assert sized_types(original, 40_000, {}, {"blk.0.attn_k.weight": "Q2_K"}, None, 1)["blk.0.attn_k.weight"] == "Q2_K"
+    with pytest.raises(RequestError, match="the smallest file of this model takes"):
+        sized_types(original, 20_000, {}, {}, None, 1)
+
+
+def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
+    text = tmp_path / "text.txt"
+    text.write_text("abc a b c d e f g " * 60)
+    for size in ("60KB", "48KB"):
+        assert quantize(source, "-o", made, "--size", size, "--corpus", text, "--force", "--json") == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["bytes"] == made.stat().st_size <= read_size(size) and document["type"] is None
+        assert len([kind for kind in document["types"] if kind != "F32"]) > 1
+    with LLM(made, threads=1) as llm:
+        assert len(llm.generate("abc", llm.default_params(temperature=0.0, max_tokens=4)).token_ids) == 4
+    for args, says in (
+        (("-o", made), "give either TYPE"),
+        (("q4_0", "-o", made, "--size", "1MB"), "give either TYPE"),
+        (("-o", made, "--size", "1MB", "--pure"), "--pure is for a TYPE"),
+        (("-o", made, "--size", "1MB", "--imatrix", text, "--save-imatrix", made), "--save-imatrix writes"),
+        (("q4_0", "-o", made, "--imatrix", text, "--corpus", text), "give one of them"),
+        (("q4_0", "-o", made, "--tokens", "0"), "--tokens must be at least 1"),
+        (("-o", made, "--size", "5KB", "--force", "--corpus", text), "the smallest file of this model takes"),
+    ):
+        assert quantize(source, *args) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_sensitivity_is_that_of_the_errors(tmp_path: Path) -> None:
+    """The divergence that errors of the head cause, computed by hand."""
+    checkpoint = open_checkpoint(write(tmp_path / "a.gguf"))
+    ids = np.random.default_rng(6).integers(0, 40, (2, 32)).astype(np.int32)
+    windows = Windows(ids, ("x",), (2,), "")
+    importance = Importance("x", {}, {})
+    found = measure_sensitivity(checkpoint, NAMES, windows, importance, silent)
+    assert set(found) == {name for name in read_gguf(tmp_path / "a.gguf").tensors if "norm" not in name}
+    assert all(value > 0 for value in found.values())
+    noisy = _Noisy(checkpoint, NAMES, importance)
+    weight = checkpoint.take("layers.1.down").float32()
+    changed = dequantize(quantise_plainly(weight, "Q4_0"), "Q4_0")
+    logs = []
+    for values in (weight, changed):
+        weights_ = load(checkpoint) | {"layers.1.down": torch.from_numpy(values.copy())}
+        model = TorchModel(checkpoint.config, weights_, torch.float32)
+        logs.append(model.logits(model.states(torch.from_numpy(ids).long()))[:, ::4].log_softmax(-1))
+    divergence = float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
+    share = ((changed - weight) ** 2).sum() / (weight**2).sum()
+    assert noisy.groups["layers.1.down"] == "down last" != noisy.groups["layers.0.down"]
+    assert found["blk.1.ffn_down.weight"] == pytest.approx(divergence / share, rel=1e-3)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _TOKENS = 2048  # computed at once
 
 
-class _Observed(TorchModel):
+class Observed(TorchModel):
     """A model that adds up the squares of what its matrices are multiplied with: (sums [matrices, cols], counts
     [matrices]) by canonical name."""
 
@@ -66,7 +66,7 @@ def measure_importance(checkpoint: Checkpoint, names: Names, windows: Windows, p
     untold = next((one.attention for one in config.layers if type(one.attention) not in ATTENTIONS), None)
     if untold is not None:
         raise RequestError(f"{checkpoint.path}: importance is not measured for layers of {untold.title}")
-    model, together = _Observed(checkpoint), max(1, _TOKENS // windows.size)
+    model, together = Observed(checkpoint), max(1, _TOKENS // windows.size)
     ids = torch.from_numpy(windows.ids.copy()).long()
     all_names = [name for name, _ in shapes(config) if checkpoint.has(name)]
     with torch.no_grad():
@@ -87,7 +87,7 @@ def measure_importance(checkpoint: Checkpoint, names: Names, windows: Windows, p
     return _importance(model, names, windows)
 
 
-def _importance(model: _Observed, names: Names, windows: Windows) -> Importance:
+def _importance(model: Observed, names: Names, windows: Windows) -> Importance:
     """By the names of the file; matrices in one tensor have the same inputs."""
     columns, counts = {}, {}
     for canonical, (sums, times) in model.sums.items():

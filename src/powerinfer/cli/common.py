@@ -268,11 +268,14 @@ _bias.__name__ = "ID=BIAS"
 _WHOLE_NUMBER = {"type": _or_none(int, "whole number")}
 _NUMBER = {"type": _or_none(float, "number")}
 
+SIZE_FLAG: dict[str, Any] = {"type": _or_none(_size, A_SIZE), "metavar": "SIZE"}
+"""How a flag of a size in bytes is read."""
+
 # The annotation of a field decides how its flag reads.
 _READERS: dict[str, dict[str, Any]] = {
     "int": _WHOLE_NUMBER,
     "int | None": _WHOLE_NUMBER,
-    "size": {"type": _or_none(_size, A_SIZE), "metavar": "SIZE"},
+    "size": SIZE_FLAG,
     "duration": {"type": _or_none(read_duration, "duration (such as 30s, 5m)"), "metavar": "TIME"},
     "float": _NUMBER,
     "float | None": _NUMBER,

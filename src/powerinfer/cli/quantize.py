@@ -11,23 +11,37 @@ type, so that they have another), resumed (tensors that an interrupted run wrote
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from powerinfer.cli.common import Output, config_flags, config_from, model_path
+from powerinfer.cli.common import SIZE_FLAG, Output, config_flags, config_from, model_path
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError, did_you_mean
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.importance import Importance
     from powerinfer.formats.mixes import Mix
     from powerinfer.formats.quantised_file import Original
+    from powerinfer.formats.source import Names
+    from powerinfer.prepare.corpus import Windows
+    from powerinfer.progress import Progress
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, Hugging Face folder or name of a model")
-    parser.add_argument("type", metavar="TYPE", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all")
+    parser.add_argument(
+        "type", metavar="TYPE", nargs="?", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all"
+    )
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the GGUF file to write")
+    parser.add_argument(
+        "--size", **SIZE_FLAG,
+        help="in place of TYPE: at most this size (8GiB); types are chosen by what they are measured to cost on the "
+        "text of --corpus",
+    )  # fmt: skip
     parser.add_argument("--pure", action="store_true", help="the type alone, of all matrices")
     parser.add_argument(
         "--tensor-type", metavar="NAMES=TYPE", action="append", default=[],
@@ -54,25 +68,32 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.mixes import target_types, wanted_types, with_chosen
     from powerinfer.formats.quantised_file import write_quantised
+    from powerinfer.formats.sized_types import main_number
     from powerinfer.system import usable_cores
 
-    name = args.type.upper()
-    mix, chosen = _mix(name, args.pure), [_chosen(text) for text in args.tensor_type]
+    _check_flags(args)
+    chosen = [_chosen(text) for text in args.tensor_type]
+    mix = None if args.type is None else _mix(args.type.upper(), args.pure)
     target = Path(args.out).expanduser()
-    _check_importance(args)
     source = model_path(args.model, out, fetch_pinned=False)
     original = _original(source)
     _check_target(target, [file.path for file in original.files], args.force)
-    importance, matrices = _importance(args, source, original, out), original.matrices
-    wanted = with_chosen(matrices, wanted_types(matrices, mix, importance is not None), chosen)
-    types = target_types(matrices, wanted)
-    begin = time.monotonic()
     threads = config_from(args, EngineConfig).threads or usable_cores()[0]
+    matrices = original.matrices
+    if mix is not None:
+        importance = _importance(args, source, original, out)
+        wanted = with_chosen(matrices, wanted_types(matrices, mix, importance is not None), chosen)
+        types, number = target_types(matrices, wanted), mix.number
+        narrow = sum(types[one] != wanted[one] for one in types)
+    else:
+        types, importance = _sized(args, source, original, chosen, out)
+        number, narrow = main_number(types, original.shapes), 0
+    begin = time.monotonic()
     with Bar() as bar:
-        result = write_quantised(original, types, mix.number, target, threads, importance, bar)
-    seconds, narrow = time.monotonic() - begin, sum(types[one] != wanted[one] for one in types)
+        result = write_quantised(original, types, number, target, threads, importance, bar)
+    seconds = time.monotonic() - begin
     if narrow:
-        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {name}'s")
+        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {args.type}'s")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
     if result.nbytes > original.nbytes:
@@ -80,17 +101,21 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
     sizes = f"{result.nbytes / 1e6:,.1f} MB from {original.nbytes / 1e6:,.1f} MB"
     out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
-    document = {"path": str(result.path), "bytes": result.nbytes, "type": name, "types": result.types}
+    document = {"path": str(result.path), "bytes": result.nbytes, "type": args.type, "types": result.types}
     document |= {"narrow": narrow, "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
     out.document(document)
     return 0
 
 
-def _check_importance(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """RequestError for flags that do not go together."""
-    if args.corpus and args.imatrix is not None:
+    if (args.type is None) == (args.size is None):
+        raise RequestError("give either TYPE, such as q4_k_m, or --size, such as 8GiB")
+    if args.pure and args.size is not None:
+        raise RequestError("--pure is for a TYPE: --size chooses several")
+    if args.corpus and args.imatrix is not None and args.size is None:
         raise RequestError("--imatrix and --corpus both say how errors are weighed: give one of them")
-    if args.save_imatrix is not None and not args.corpus:
+    if args.save_imatrix is not None and (args.imatrix is not None or not (args.corpus or args.size)):
         raise RequestError("--save-imatrix writes what a text gives: give --corpus, too")
     if args.tokens < 1:
         raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
@@ -98,27 +123,40 @@ def _check_importance(args: argparse.Namespace) -> None:
 
 def _importance(args: argparse.Namespace, source: Path, original: Original, out: Output) -> Importance | None:
     """How errors are weighed."""
+    from powerinfer.cli.progress import Bar
     from powerinfer.formats.importance import read_importance, write_importance
 
     if args.imatrix is not None:
         return read_importance(Path(args.imatrix).expanduser(), original.shapes, original.path)
-    if not args.corpus:
+    if not args.corpus and args.size is None:
         return None
     path = None if args.save_imatrix is None else Path(args.save_imatrix).expanduser()
     if path is not None:
         _check_target(path, [file.path for file in original.files], args.force)
-    importance, window = _measured(args, source, out)
+    with Bar() as bar, _text(args, source, out, bar) as text:
+        from powerinfer_train.activations import measure_importance
+
+        importance = measure_importance(text.checkpoint, text.names, text.windows, bar)
     if path is not None:
         try:
-            write_importance(path, importance, window)
+            write_importance(path, importance, text.windows.size)
         except OSError as error:
             raise PowerInferError(f"cannot write {path}: {error.strerror or error}") from None
     return importance
 
 
-def _measured(args: argparse.Namespace, source: Path, out: Output) -> tuple[Importance, int]:
-    """(the importance on the text of --corpus, tokens of a window)."""
-    from powerinfer.cli.progress import Bar
+@dataclass(frozen=True)
+class _Text:
+    """A model and a text to compute with it."""
+
+    checkpoint: Checkpoint
+    names: Names
+    windows: Windows
+
+
+@contextmanager
+def _text(args: argparse.Namespace, source: Path, out: Output, progress: Progress) -> Iterator[_Text]:
+    """The model and the text of --corpus, with torch at hand."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.formats.gguf import read_gguf
     from powerinfer.formats.gguf_model import NAMES, names_of
@@ -129,17 +167,38 @@ def _measured(args: argparse.Namespace, source: Path, out: Output) -> tuple[Impo
 
     need_torch()
     checkpoint = open_checkpoint(source)
-    corpora = open_corpora([] if args.corpus == ["-"] else args.corpus)
+    corpora = open_corpora([] if args.corpus in ([], ["-"]) else args.corpus)
     window = min(WINDOW, checkpoint.config.context_length)
     limit = max(args.tokens, window)
-    with Bar() as bar, torch_threads(config_from(args, EngineConfig).threads or 0):
-        from powerinfer_train.activations import measure_importance
+    template = chat_template_of(checkpoint)
+    windows = read_windows(corpora, tokenizer_of(checkpoint), window, limit, progress, template, out.note)
+    is_gguf = checkpoint.source == "gguf"
+    names = names_of(read_gguf(checkpoint.path), checkpoint.config) if is_gguf else NAMES
+    with torch_threads(config_from(args, EngineConfig).threads or 0):
+        yield _Text(checkpoint, names, windows)
 
-        template = chat_template_of(checkpoint)
-        windows = read_windows(corpora, tokenizer_of(checkpoint), window, limit, bar, template, out.note)
-        is_gguf = checkpoint.source == "gguf"
-        names = names_of(read_gguf(checkpoint.path), checkpoint.config) if is_gguf else NAMES
-        return measure_importance(checkpoint, names, windows, bar), window
+
+def _sized(
+    args: argparse.Namespace, source: Path, original: Original, chosen: list[tuple[str, str]], out: Output
+) -> tuple[dict[str, str], Importance]:
+    """(the types of a file of --size, how errors are weighed)."""
+    from powerinfer.cli.progress import Bar
+    from powerinfer.formats.mixes import with_chosen
+    from powerinfer.formats.sized_types import sized_types
+    from powerinfer.system import usable_cores
+
+    stored = original.matrices.stored
+    kinds = {name: kind for name, (kind, _) in stored.items()}
+    given = {name: kind for name, kind in with_chosen(original.matrices, kinds, chosen).items() if kind != kinds[name]}
+    importance = _importance(args, source, original, out)
+    assert importance is not None
+    with Bar() as bar:
+        with _text(args, source, out, bar) as text:
+            from powerinfer_train.sensitivity import measure_sensitivity
+
+            found = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
+        threads = config_from(args, EngineConfig).threads or usable_cores()[0]
+        return sized_types(original, args.size, found, given, importance, threads, bar), importance
 
 
 def _mix(name: str, pure: bool) -> Mix:
