@@ -384,6 +384,20 @@ def experts_gguf(experts: int = 4, top: int = 2, leave: str = "", router: int = 
     return builder
 
 
+def in_nvfp4(builder: Builder, ends: tuple[str, ...], spread: float) -> Builder:
+    """With random matrices of NVFP4 under the names that end so, and the factors that these have in tensors of their
+    own, one of each matrix: e to the power of `spread` times normal numbers."""
+    rng = np.random.default_rng(5)
+    for tensor in [tensor for tensor in builder.tensors if tensor.name.endswith(ends)]:
+        blocks = rng.integers(0, 256, (len(tensor.data) // 4 // 64, 36), np.uint8)
+        blocks[:, :4] = rng.integers(0x10, 0x20, (len(blocks), 4))
+        tensor.type_id, tensor.data = 40, blocks.tobytes()
+        matrices = tensor.dims[2] if len(tensor.dims) > 2 else 1
+        factors = np.exp(spread * rng.standard_normal(matrices)).astype(np.float32)
+        builder.tensor(tensor.name.replace(".weight", ".scale"), factors)
+    return builder
+
+
 DELTA_KEYS, DELTA_VALUES, DELTA_DIM, TAPS = 2, 4, 16, 4  # key heads, value heads, their dimensions, of the convolution
 
 

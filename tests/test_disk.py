@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import delta_gguf, family_gguf, gguf_name, latent_gguf, tiny_folder, tiny_gguf, weights
+from model_files import delta_gguf, family_gguf, gguf_name, in_nvfp4, latent_gguf, tiny_folder, tiny_gguf, weights
 from sparse_models import CHAT
 
 from benchmarks.models.gguf_writer import STRING
@@ -79,6 +79,8 @@ def write_family(name: str, folder: Path) -> Path:
         return tiny_folder(folder / "model")
     if name in ("llama", "untied"):
         return tiny_gguf("llama", tied=name == "llama").write(folder / "m.gguf")
+    if name == "nvfp4":
+        return in_nvfp4(tiny_gguf("llama"), ("attn_q.weight", "ffn_up.weight"), 1.0).write(folder / "m.gguf")
     if name == "delta":
         return delta_gguf().write(folder / "m.gguf")
     if name == "latent":
@@ -88,7 +90,7 @@ def write_family(name: str, folder: Path) -> Path:
     return family_gguf(name).write(folder / "m.gguf")
 
 
-@pytest.mark.parametrize("name", ["llama", "untied", "folder", "falcon", "opt", "delta", "latent"])
+@pytest.mark.parametrize("name", ["llama", "untied", "folder", "falcon", "opt", "delta", "latent", "nvfp4"])
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_passes_through_a_window_gives_the_same_bits(name: str, direct: bool, tmp_path: Path) -> None:
     path = write_family(name, tmp_path)

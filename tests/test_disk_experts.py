@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expert_shapes import TOP, shape
-from model_files import experts_gguf, mamba_gguf
+from model_files import experts_gguf, in_nvfp4, mamba_gguf
 from serving import ByteTokenizer, client, post, serving
 from test_disk import ENGINE as OF_TWO
 from test_disk import answers, least_of, steps
@@ -185,6 +185,20 @@ def test_the_bits_are_those_of_experts_in_memory(name: str, direct: bool, writte
     assert few["bytes"] > some["bytes"] > every["bytes"] > 0
     assert few["wanted"] == some["wanted"] == every["wanted"]
     assert few["hits"] < some["hits"] < every["hits"] < every["wanted"]
+
+
+def test_factors_beside_the_blocks(tmp_path: Path) -> None:
+    """Of NVFP4, which experts have in a tensor of their own."""
+    found = []
+    for spread in (0.0, 2.0):
+        builder = in_nvfp4(experts_gguf(experts=8), ("gate_exps.weight", "up_exps.weight"), spread)
+        path = builder.write(tmp_path / f"{spread}.gguf")
+        whole = load(open_checkpoint(path), ENGINE)
+        right = answers(whole)
+        whole.close()
+        assert check_bits(on_disk(open_checkpoint(path), 3, threads=2), right)["bytes"] > 0
+        found.append(np.concatenate([one.reshape(-1) for one in right]))
+    assert np.abs(found[0] - found[1]).max() > 0.01 * np.abs(found[0]).max(), "they make a difference"
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

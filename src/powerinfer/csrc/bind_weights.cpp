@@ -42,8 +42,11 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
 }
 
 std::shared_ptr<Matrix> disk_matrix(const std::string& type_name, int64_t rows, int64_t k, int file, int64_t offset,
-                                    std::optional<Ints> map) {
+                                    std::optional<Ints> map, std::optional<Floats> factors) {
   const int type = type_of(type_name);
+  const int64_t parts = factors ? (int64_t)factors->shape(0) : 1;
+  require(parts > 0 && rows % parts == 0, "there are other factors than of equal parts of the rows");
+  require(!factors || pi_factors_bytes(type) > 0, "rows of this type have no factors");
   const int64_t bytes = rows * stored_row_bytes(type, k);
   check_stored(type, rows, k, bytes);
   auto m = std::make_shared<Matrix>();
@@ -55,6 +58,7 @@ std::shared_ptr<Matrix> disk_matrix(const std::string& type_name, int64_t rows, 
   std::vector<int32_t> of_rows;
   if (map) of_rows.assign(map->data(), map->data() + map->shape(0));
   m->disk = std::make_shared<OnDisk>(OnDisk{file, offset, bytes, rows, std::move(of_rows)});
+  m->disk->factors = vector_of(factors);
   return m;
 }
 
@@ -425,8 +429,9 @@ void bind_matrix(nb::module_& m) {
       "where that is -1; factors: of NVFP4, float32 [rows], what the values of each row are multiplied with.");
   m.def(
       "disk_matrix", &disk_matrix, "type"_a, "rows"_a, "k"_a, "file"_a, "offset"_a, "row_map"_a = nb::none(),
+      "factors"_a = nb::none(),
       "A matrix that stays on disk, as of `pack_matrix`: [rows, k] as stored in a file of `Reads` from `offset`\non. A "
-      "program that uses it needs a window.");
+      "program that uses it needs a window. factors: of equal parts of the rows, such as experts, or one of all.");
   m.def("repack", &repack, "pool"_a, "matrix"_a, "first"_a, "rows"_a, "data"_a, "factors"_a = nb::none(),
         "Replace rows from `first` on, a multiple of LANES, by [rows, k] as in `pack_matrix`. Not while a step runs.");
   m.def("matmul", &matmul, "pool"_a, "matrix"_a, "level"_a, "x"_a, "out"_a.noconvert(),
@@ -631,7 +636,7 @@ void bind_table(nb::module_& m) {
           "index"_a, "out"_a.noconvert());
 }
 
-Vector in_order(const Vector& numbers, const std::vector<int32_t>& order) {
+Vector ordered(const Vector& numbers, const std::vector<int32_t>& order) {
   Vector moved(numbers);
   for (size_t i = 0; i < order.size() && !numbers.empty(); i++) moved[i] = numbers[(size_t)order[i]];
   return moved;
@@ -647,7 +652,7 @@ void bind_norm(nb::module_& m) {
         require(!bias || (layer && bias->shape(0) == weight.shape(0)),
                 "only a LayerNorm has a bias, as long as its weights");
         std::vector<int32_t> from = order_of(order, (int64_t)weight.shape(0));
-        new (norm) Norm{in_order(vector_of(weight), from), in_order(vector_of(bias), from), eps, layer, plain, from};
+        new (norm) Norm{ordered(vector_of(weight), from), ordered(vector_of(bias), from), eps, layer, plain, from};
       },
       "weight"_a, "eps"_a, "bias"_a = nb::none(), "layer"_a = false, "plain"_a = false, "order"_a = nb::none(),
       "RMS norm; LayerNorm where `layer`; only a product with the weights where `plain`.\n\n"

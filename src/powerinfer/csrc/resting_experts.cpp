@@ -5,8 +5,13 @@
 std::vector<Matrix> on_disk(int64_t experts, const Matrix& all, int64_t rows) {
   const int64_t panels = pi_round_up(rows, PI_LANES) / PI_LANES;
   std::vector<Matrix> matrices((size_t)experts, {all.type, rows, all.k, panels, nullptr, nullptr});
-  for (Matrix& matrix : matrices)
-    matrix.disk = std::make_shared<OnDisk>(OnDisk{0, 0, rows * stored_row_bytes(all.type, all.k), rows, {}});
+  const std::vector<float> factors = all.disk ? all.disk->factors : std::vector<float>();
+  check(factors.size() < 2 || factors.size() == matrices.size(), "there are not as many factors as experts");
+  for (size_t i = 0; i < matrices.size(); i++) {
+    OnDisk disk{0, 0, rows * stored_row_bytes(all.type, all.k), rows, {}};
+    if (!factors.empty()) disk.factors = {factors.size() == 1 ? factors[0] : factors[i]};
+    matrices[i].disk = std::make_shared<OnDisk>(std::move(disk));
+  }
   return matrices;
 }
 

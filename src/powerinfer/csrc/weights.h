@@ -15,6 +15,8 @@ struct OnDisk {
   std::vector<int32_t> map;       // row r of the matrix is row map[r] there, zeros where it is -1; empty: row r itself
   const uint8_t* rows = nullptr;  // where they are while a step needs them
   uint8_t* panels = nullptr;      // where panels that were made of them stay, over rows, too; null: nowhere
+  std::vector<float> factors =
+      {};  // of equal parts of the rows, of types that have factors in panels; empty: they are 1
 };
 
 // What makes panels of a matrix that rests in another form, up to `at_once` panels of a multiple of it at a time.

@@ -145,11 +145,13 @@ void Workspace::linear_from_disk(int thread, const PiLinear& l, const Matrix& w,
   Own& own = own_[(size_t)thread];
   const int64_t some = own.packed_bytes / pi_panel_bytes(w.type, w.k) / 2 * 2;
   const int32_t* const map = disk.map.empty() ? nullptr : disk.map.data();
+  if (!disk.factors.empty()) own.factors.assign((size_t)disk.stored, disk.factors[0]);
+  const float* const factors = disk.factors.empty() ? nullptr : own.factors.data();
   PiLinear part = l;
   part.w = own.packed->data();
   for (int64_t p = p0, n; p < p1; p += n) {
     n = std::min(some, p1 - p);
-    pack_panels(w.type, disk.rows, disk.stored, w.k, map, w.rows, own.packed->data(), p, p + n, p);
+    pack_panels(w.type, disk.rows, disk.stored, w.k, map, w.rows, own.packed->data(), p, p + n, p, factors);
     part.bias = l.bias ? l.bias + p * PI_LANES : nullptr;
     part.out = l.out + p * PI_LANES;
     kernels->linear[part.type](&part, acts, 0, n, tokens, scratch_of(thread));

@@ -110,6 +110,7 @@ class Workspace {
     std::vector<uint8_t> scratch;
     std::unique_ptr<Mapping> packed;  // PACKED bytes of panels, or two
     int64_t packed_bytes = 0;
+    std::vector<float> factors;                          // of rows on disk
     std::vector<uint8_t> waiting;                        // panels
     std::vector<std::pair<uint8_t*, int64_t>> settling;  // where they go, and their bytes
   };

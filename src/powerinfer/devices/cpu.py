@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -606,9 +605,7 @@ class CpuExecutor:
         if self.in_experts and config.whole_reason is None:
             raise RequestError("experts on disk are computed whole: choose --selector all")
         slots = disk.expert_slots(layer, experts)
-        *gate, up, down = (
-            _native.disk_matrix(one.type, math.prod(one.shape[:2]), one.shape[2], *one.places[0]) for one in experts
-        )
+        *gate, up, down = map(_disk_matrix, experts)
         self.bytes_per_token += sum(one.each_nbytes for one in experts) * config.router.top_k
         more = {**_biases(config, biases), **latents}
         of_gate = gate[0] if gate else None
@@ -644,7 +641,7 @@ class CpuExecutor:
         if self.expert_predictors is not None:
             predictor = self._expert_predictor(config, self.expert_predictors(layer), place)
         else:
-            matrix = _native.disk_matrix(up.type, n * size, up.shape[2], *up.places[0])
+            matrix = _disk_matrix(up)
         of_all = _native.ExpertMatrices(
             n, size, spec, None, matrix, None, bundled=neurons, predictor=predictor, slots=slots, **latents
         )
@@ -1228,6 +1225,12 @@ def choose_pages(
     if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return limit, "a quarter of the free memory" if limit > pages else "one context"
+
+
+def _disk_matrix(experts: RestingTensor) -> _native.Matrix:
+    """The matrices of experts on disk, one below the other; only the slots know where each is."""
+    n, rows, cols = experts.shape
+    return _native.disk_matrix(experts.type, n * rows, cols, *experts.places[0], factors=experts.scales)
 
 
 def _latents(matrices: Sequence[_native.Matrix]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class DiskTier:
         if place is None or place not in self._streamed:
             return None
         rows, cols = tensor.shape
-        return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)
+        return _native.disk_matrix(tensor.type, rows, cols, *place, row_map, tensor.scales)
 
     def expert_slots(self, layer: int, matrices: Sequence[RestingTensor]) -> _native.Slots:
         """Memory for some experts of a layer. matrices: of all of them, in the order of its parts."""
@@ -143,7 +143,7 @@ class DiskTier:
         """The matrices of one number of matrices [n, out, in], [out, in] as they are stored, valid until the next call:
         by one thread at a time, perhaps another than that of the steps. ModelError if they cannot be read."""
         read = self._read_all([(*one.places[number], one.each_nbytes) for one in matrices])
-        return [RawTensor(one.type, one.shape[1:], data) for one, data in zip(matrices, read, strict=True)]
+        return [one.matrix(number, data) for one, data in zip(matrices, read, strict=True)]
 
     def read_rows(self, rows: Bytes) -> Bytes:
         """The bytes of a view [n, bytes] of one of the files, without gaps, which a step reads from it: valid and

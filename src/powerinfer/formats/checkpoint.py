@@ -203,10 +203,10 @@ class Checkpoint:
     def rests_at(self, name: str) -> tuple[int, int] | None:
         """(number of the file, offset) of what `take` gives; None where that is not one piece of a file."""
         tensor = self._tensors.get(name)
-        is_plain = isinstance(tensor, RawTensor) and tensor.scales is None and tensor.data.flags.c_contiguous
-        if name not in self._targets and isinstance(tensor, RawTensor) and is_plain:
-            return self._placed(tensor.data)
-        return None
+        if name in self._targets or not isinstance(tensor, RawTensor) or not tensor.data.flags.c_contiguous:
+            return None
+        scales = 1 if tensor.scales is None else len(tensor.scales)
+        return self._placed(tensor.data) if scales == 1 else None
 
     def rest(self, name: str) -> RestingTensor:
         """Matrices [n, out, in] that are read later, in place of `take`. ModelError if they cannot be."""
@@ -224,18 +224,16 @@ class Checkpoint:
         tensor = self._tensors.get(name)
         if name in self._targets or not isinstance(tensor, RawTensor | StackedTensor) or len(tensor.shape) != 3:
             return None
-        if isinstance(tensor, RawTensor) and tensor.scales is not None:
-            return None
         n = tensor.shape[0]
         if isinstance(tensor, StackedTensor):
-            raw = [part for part in tensor.parts if isinstance(part, RawTensor) and part.scales is None]
-            matrices = [part.data for part in raw if part.data.ndim == 1]
+            raw = [part for part in tensor.parts if isinstance(part, RawTensor) and part.data.ndim == 1]
+            matrices, scales = [part.data for part in raw], tensor.scales
         else:
-            matrices = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data)
+            matrices, scales = list(tensor.data.reshape(n, -1) if tensor.data.ndim == 1 else tensor.data), tensor.scales
         places = tuple(place for data in matrices if (place := self._placed(data)) is not None)
         if len(places) != n:
             return None
-        return RestingTensor(tensor.type, tensor.shape, places)
+        return RestingTensor(tensor.type, tensor.shape, places, scales)
 
     def _placed(self, data: Bytes) -> tuple[int, int] | None:
         for number, file in enumerate(self._files):

@@ -35,11 +35,11 @@ def settle_columns(config: ModelConfig, tensors: dict[str, StoredTensor], source
         if isinstance(layer.attention, AttentionConfig):
             read_in_order.add(f"{prefix}o")
         for parts in ordered_readers(layer).values():
-            first, *others = (next(_orders(tensors[prefix + part])) for part in parts)
-            if first is not None and all(one is not None and np.array_equal(one, first) for one in others):
+            first, *more = (next(_orders(tensors[prefix + part])) for part in parts)
+            if first is not None and all(one is not None and np.array_equal(one, first) for one in more):
                 read_in_order |= {prefix + part for part in parts}
     for name in tensors.keys() - read_in_order:
-        tensors[name] = _in_place(tensors[name], f"{source}: tensor {name}")
+        tensors[name] = _settled(tensors[name], f"{source}: tensor {name}")
 
 
 def _orders(tensor: StoredTensor) -> Iterator[Indices | None]:
@@ -83,8 +83,8 @@ def _with_rows(tensor: SingleTensor, order: Indices | None) -> SingleTensor:
         return tensor
     rows = tensor.shape[0]
     if isinstance(tensor, MadeTensor):
-        made = tensor.make
-        return replace(tensor, make=lambda *sources: _moved(made(*sources), rows, order))
+        make = tensor.make
+        return replace(tensor, make=lambda *sources: _moved(make(*sources), rows, order))
     return MadeTensor(tensor.type, tensor.shape, (tensor,), lambda data: _moved(data, rows, order), tensor.scales)
 
 
@@ -92,7 +92,7 @@ def _moved(data: Bytes, rows: int, order: Indices) -> Bytes:
     return data.reshape(rows, -1)[order].reshape(-1)
 
 
-def _in_place(tensor: StoredTensor, title: str) -> StoredTensor:
+def _settled(tensor: StoredTensor, title: str) -> StoredTensor:
     """The same in F16, with every column in its place; as it is where they are. title: the beginning of an error."""
     if all(order is None for order in _orders(tensor)):
         return tensor

@@ -169,17 +169,21 @@ class StackedTensor:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def scales(self) -> Float32 | None:
+        """Factors of the values beside those in the blocks, as of a `RawTensor`."""
+        scales = [part.scales for part in self.parts]
+        if all(one is None for one in scales):
+            return None
+        return np.array([1 if one is None else one[0] for one in scales], np.float32)
+
     def gathered(self) -> RawTensor:
         """All of it in one array, a copy."""
         nbytes = self.nbytes // len(self.parts)
         data = np.empty(self.nbytes, np.uint8)
-        scales = None if all(part.scales is None for part in self.parts) else np.ones(len(self.parts), np.float32)
         for number, part in enumerate(self.parts):
-            tensor = part.gathered()
-            data[number * nbytes : (number + 1) * nbytes] = tensor.data
-            if scales is not None and tensor.scales is not None:
-                scales[number] = tensor.scales[0]
-        return RawTensor(self.type, self.shape, data, scales)
+            data[number * nbytes : (number + 1) * nbytes] = part.gathered().data
+        return RawTensor(self.type, self.shape, data, self.scales)
 
     def samples(self) -> Iterator[bytes]:
         for part in (self.parts[0], self.parts[len(self.parts) // 2], self.parts[-1]):
@@ -192,11 +196,17 @@ StoredTensor = RawTensor | StackedTensor | MadeTensor
 @dataclass(frozen=True, slots=True)
 class RestingTensor:
     """Matrices [n, out, in] that stay in their files. places: of each (number of the file, offset), its rows one behind
-    another."""
+    another. scales: as of a `RawTensor`."""
 
     type: str
     shape: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
+    scales: Float32 | None = None
+
+    def matrix(self, number: int, data: Bytes) -> RawTensor:
+        """The matrix of that number, of what was read of it."""
+        scales = self.scales if self.scales is None or len(self.scales) == 1 else self.scales[number : number + 1]
+        return RawTensor(self.type, self.shape[1:], data, scales)
 
     @property
     def each_nbytes(self) -> int:

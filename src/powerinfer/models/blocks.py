@@ -221,8 +221,8 @@ def wire_head(builder: Builder[Matrix, Norm], checkpoint: Tensors, embedding: Ra
 
 def _order(checkpoint: Tensors, layer: int, norm: str) -> Indices | None:
     """The order of the columns of what reads the result of a norm; None: as they are."""
-    about = checkpoint.config.layers[layer]
-    for part in layout.ordered_readers(about).get(norm, ())[:1]:  # the same of all
+    config = checkpoint.config.layers[layer]
+    for part in layout.ordered_readers(config).get(norm, ())[:1]:  # the same of all
         return checkpoint.order(f"layers.{layer}.{part}")
     return None
 
