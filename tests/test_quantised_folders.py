@@ -233,12 +233,9 @@ def test_settings_that_are_refused(settings: Any, why: str, tmp_path: Path) -> N
 
 
 def words(fields: np.ndarray, bits: int) -> np.ndarray:
-    """int32 words of the last axis: the first field is in the lowest bits."""
-    fields = fields.reshape(*fields.shape[:-1], -1, 32 // bits).astype(np.uint64)
-    packed = np.zeros(fields.shape[:-1], np.uint64)
-    for place in range(32 // bits):
-        packed |= fields[..., place] << np.uint64(place * bits)
-    return packed.astype(np.uint32).view(np.int32)
+    """int32 words of the last axis: the first field is in the lowest bits, and a field may be in two words."""
+    stream = (fields[..., None] >> np.arange(bits) & 1).reshape(*fields.shape[:-1], -1, 32)
+    return (stream.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(axis=-1).astype(np.uint32).view(np.int32)
 
 
 def columns(stored: np.ndarray) -> np.ndarray:
@@ -288,6 +285,8 @@ def gptq_settings(bits: int, group: int, **more: Any) -> dict[str, Any]:
         (gptq(4, 32, False), gptq_settings(4, 32, sym=False, checkpoint_format="gptq"), "Q5_0"),
         (gptq(4, 32, False, index=False), gptq_settings(4, 32, sym=False), "Q5_0"),
         (gptq(2, 32, False), gptq_settings(2, 32, sym=False), "Q4_0"),
+        (gptq(3, 32, False), gptq_settings(3, 32, sym=False), "Q4_0"),
+        (gptq(3, 32, True, version=2), gptq_settings(3, 32, checkpoint_format="gptq_v2"), "Q4_0"),
         (gptq(8, 32, True), gptq_settings(8, 32), "Q8_0"),
         (gptq(4, 32, True), gptq_settings(4, 32, desc_act=True), "Q4_0"),
     ],
@@ -322,7 +321,8 @@ def test_whole_rows_are_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "settings", "why"),
     [
-        (None, {"bits": 3}, "'3' bits"),
+        (None, {"bits": 5}, "'5' bits"),
+        (None, {"bits": 3}, "not whole codes of 3 bits|not whole words|whole groups"),
         (None, {"bits": 4.0}, "'4.0' bits"),
         (None, {"bits": 8}, "not whole words|shape"),
         (None, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
@@ -388,6 +388,48 @@ def test_awq_exactly(tmp_path: Path) -> None:
     assert 1e-5 < largest <= ROUNDED_F16 and mean <= 2.3e-4
 
 
+def gemv(group: int, padding: int) -> Packer:
+    """Rows of codes in their order; zero points and scales of each row, and of so many groups that there are not."""
+
+    def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+        groups = cols // group
+        codes = rng.integers(0, 16, (rows, cols))
+        zeros = rng.integers(0, 16, (rows, groups))
+        scales = rng.uniform(1e-3, 1e-2, (rows, groups)).astype(np.float16)
+        wide = -(-groups // 8) * 8 + padding
+        stored = {
+            "qweight": tensor("I32", words(codes, 4)),
+            "qzeros": tensor("I32", words(np.pad(zeros, ((0, 0), (0, wide - groups))), 4)),
+            "scales": tensor("F16", np.pad(scales, ((0, 0), (0, wide - groups)))),
+        }
+        difference = codes - np.repeat(zeros, group, axis=1)
+        return stored, difference * np.repeat(scales.astype(np.float64), group, axis=1)
+
+    return pack
+
+
+@pytest.mark.parametrize("padding", [0, 24])
+def test_gemv_exactly(padding: int, tmp_path: Path) -> None:
+    assert errors(folder(tmp_path / "model", gemv(32, padding), AWQ | {"version": "gemv"}), "Q5_0") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda stored: stored.pop(f"{UP}scales"), "up_proj' has no scales"),
+        (changed(f"{UP}qzeros", "I32", lambda zeros: zeros[:-1]), "qzeros of shape"),
+        (changed(f"{UP}qzeros", "I32", lambda zeros: zeros[:, :0]), "not of a matrix"),
+        (changed(f"{UP}scales", "F16", lambda scales: scales[:, :2]), r"scales of shape \[96, 2\], not \[96, 8\]"),
+        (changed(f"{UP}qweight", "I32", lambda codes: codes[:-1]), "qzeros of shape"),
+        (changed(f"{UP}qweight", "I32", lambda codes: codes[:, :-1]), "56 columns, which are not whole groups"),
+        (changed(f"{UP}qweight", "I32", lambda codes: np.tile(codes, 40)), "qzeros of 8 groups, not 80"),
+        (changed(f"{UP}scales", "F16", filled(np.nan)), "scales that are infinite or not numbers"),
+    ],
+)
+def test_gemv_that_is_refused(change: Callable[[Stored], None], why: str, tmp_path: Path) -> None:
+    refused(folder(tmp_path / "model", gemv(32, 0), AWQ | {"version": "gemv"}, change), why)
+
+
 def test_pieces_of_rows_are_the_same_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are made in pieces, which here are cut within words."""
     monkeypatch.setattr("powerinfer.formats.tensors._PIECE", 64 * 13)
@@ -401,7 +443,7 @@ def test_pieces_of_rows_are_the_same_matrix(tmp_path: Path, monkeypatch: pytest.
     ("change", "settings", "why"),
     [
         (None, {"bits": 8}, "'8' bits, which are not read"),
-        (None, {"version": "gemv"}, "version 'gemv'"),
+        (None, {"version": "gemv_fast"}, "version 'gemv_fast'"),
         (None, {"version": 3}, "version '3'"),
         (None, {"group_size": 48}, "64 columns, which are not whole groups of 48"),
         (lambda stored: stored.pop(f"{UP}qzeros"), {}, "up_proj' has no qzeros"),
@@ -660,7 +702,7 @@ def test_fp4_that_is_refused(
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
-def nf4(nested: bool, block: int = 64, **changes: Any) -> Packer:
+def nf4(nested: bool, block: int = 64, kind: str = "nf4", **changes: Any) -> Packer:
     """changes: of the state."""
 
     def pack(rng: np.random.Generator, rows: int, cols: int) -> Packed:
@@ -668,7 +710,7 @@ def nf4(nested: bool, block: int = 64, **changes: Any) -> Packer:
         codes = rng.integers(0, 16, rows * cols)
         padded = np.append(codes, 0)[: len(codes) + len(codes) % 2]
         blocks = -(-len(codes) // block)
-        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, cols]}
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [rows, cols]}
         ends = {
             "weight": tensor("U8", (padded[::2] << 4 | padded[1::2]).astype(np.uint8)[:, None]),
             "weight.quant_map": tensor("F32", table),
@@ -686,7 +728,7 @@ def nf4(nested: bool, block: int = 64, **changes: Any) -> Packer:
         else:
             ends |= {"weight.absmax": tensor("F32", scales)}
         raw = json.dumps(state | changes).encode()
-        ends[STATE] = tensor("U8", np.frombuffer(raw, np.uint8))
+        ends[STATE.replace("nf4", kind)] = tensor("U8", np.frombuffer(raw, np.uint8))
         values = table.astype(np.float64)[codes] * exact[np.arange(len(codes)) // block]
         return ends, values.reshape(rows, cols)
 
@@ -696,18 +738,70 @@ def nf4(nested: bool, block: int = 64, **changes: Any) -> Packer:
 BITS: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-@pytest.mark.parametrize("packer", [nf4(nested=True), nf4(nested=False), nf4(nested=True, block=100)])
-def test_nf4_is_rounded_to_f16(packer: Packer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FP4 = BITS | {"bnb_4bit_quant_type": "fp4"}
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings"),
+    [
+        (nf4(nested=True), BITS),
+        (nf4(nested=False), BITS),
+        (nf4(nested=True, block=100), BITS),
+        (nf4(nested=True, kind="fp4"), FP4),
+    ],
+)
+def test_nf4_is_rounded_to_f16(
+    packer: Packer, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("powerinfer.formats.tensors._PIECE", 64 * 13)
-    largest, mean = errors(folder(tmp_path / "model", packer, BITS), "F16")
+    largest, mean = errors(folder(tmp_path / "model", packer, settings), "F16")
     assert largest <= ROUNDED_F16 and mean <= 2.3e-4
+
+
+LLM_INT8: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
+
+
+def llm_int8(rng: np.random.Generator, rows: int, cols: int) -> Packed:
+    codes = rng.integers(-127, 128, (rows, cols)).astype(np.int8)
+    largest = rng.uniform(0.05, 2, rows).astype(np.float32)
+    ends = {"weight": tensor("I8", codes), "SCB": tensor("F32", largest)}
+    ends["weight_format"] = tensor("U8", np.zeros((), np.uint8))
+    return ends, codes * (largest.astype(np.float64) / 127)[:, None]
+
+
+def test_llm_int8_keeps_its_codes(tmp_path: Path) -> None:
+    """Scales are rounded to F16."""
+    path = folder(tmp_path / "model", llm_int8, LLM_INT8)
+    largest, mean = errors(path, "Q8_0")
+    assert 1e-5 < largest <= ROUNDED_F16 and mean <= 3e-4
+    up = open_checkpoint(path).take("layers.0.up").rows().reshape(-1, 34)
+    stored, _, _ = read_safetensors(path / "model.safetensors")
+    assert np.array_equal(up[:, 2:].reshape(-1), stored[f"{UP}weight"].data)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda stored: stored.pop(f"{UP}SCB"), "up_proj' has no SCB"),
+        (changed(f"{UP}SCB", "F32", lambda scales: scales[1:]), r"SCB of shape \[95\], not \[96\]"),
+        (changed(f"{UP}SCB", "F32", filled(np.inf)), "scales that are infinite or not numbers"),
+        (changed(f"{UP}SCB", "F32", filled(1e30)), "too large for F16"),
+        (changed(f"{UP}weight_format", "U8", lambda kind: kind + 1), "weight_format other than 0"),
+        (changed(f"{UP}weight", "I8", lambda codes: codes[:-1]), "SCB of shape"),
+        (changed(f"{UP}weight", "U8", lambda codes: codes), "SCB|U8|does not have"),
+    ],
+)
+def test_llm_int8_that_is_refused(change: Callable[[Stored], None], why: str, tmp_path: Path) -> None:
+    refused(folder(tmp_path / "model", llm_int8, LLM_INT8, change), why)
 
 
 @pytest.mark.parametrize(
     ("packer", "settings", "change", "why"),
     [
-        (nf4(True), {"bnb_4bit_quant_type": "fp4"}, None, "but not nf4"),
-        (nf4(True), {"load_in_4bit": False}, None, "but not nf4"),
+        (nf4(True), {"bnb_4bit_quant_type": "int4"}, None, "but neither nf4"),
+        (nf4(True), {"bnb_4bit_quant_type": "fp4"}, None, "has no weight.quant_state.bitsandbytes__fp4"),
+        (nf4(True), {"load_in_4bit": False}, None, "but neither nf4"),
+        (nf4(True), {"load_in_4bit": False, "load_in_8bit": True}, None, r"weight has shape \[2048, 1\]"),
         (nf4(True), {"bnb_4bit_quant_storage": "bfloat16"}, None, "bnb_4bit_quant_storage 'bfloat16'"),
         (nf4(True), {}, lambda stored: stored.pop(f"{UP}weight.absmax"), "has no weight.absmax"),
         (nf4(True), {}, lambda stored: stored.pop(f"{UP}{STATE}"), "has no weight.quant_state"),

@@ -15,7 +15,15 @@ from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_modules import Module, Settings
 from powerinfer.formats.fp4_weights import read_fp4, read_modelopt_fp4
 from powerinfer.formats.fp8_weights import read_fp8
-from powerinfer.formats.int_weights import problem_of_awq, problem_of_gptq, read_awq, read_gptq, read_int8, read_packed
+from powerinfer.formats.int_weights import (
+    problem_of_awq,
+    problem_of_gptq,
+    read_awq,
+    read_bitsandbytes_int8,
+    read_gptq,
+    read_int8,
+    read_packed,
+)
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.nf4_weights import problem_of_bitsandbytes, read_nf4
 from powerinfer.formats.source import SingleTensor
@@ -98,14 +106,16 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
     match name.rpartition(".")[2], tensor.type:
         case "weight", "F8_E4M3":
             return "FP8", read_fp8
+        case "weight", "I8" if settings["quant_method"] == "bitsandbytes":
+            return "int8", read_bitsandbytes_int8
         case "weight", "I8":
             return "int8", read_int8
         case "weight_packed", "U8":
             return "FP4", read_fp4
         case "weight", "U8" if settings["quant_method"] == "modelopt":
             return "FP4", read_modelopt_fp4
-        case "weight", "U8" if settings["quant_method"] == "bitsandbytes":
-            return "NF4", read_nf4
+        case "weight", "U8" if settings["quant_method"] == "bitsandbytes" and settings.get("load_in_4bit") is True:
+            return str(settings["bnb_4bit_quant_type"]).upper(), read_nf4
         case "weight_packed", "I32":
             return "packed", read_packed
         case "qweight", _ if settings["quant_method"] == "gptq":

@@ -1,4 +1,5 @@
-"""Matrices of whole numbers in Hugging Face folders: GPTQ, AWQ, and those of compressed-tensors.
+"""Matrices of whole numbers in Hugging Face folders: GPTQ, AWQ, those of compressed-tensors, and of 8 bits those of
+bitsandbytes.
 
 A weight is (code - zero point) * scale, with a zero point and a scale for each group of columns. The difference is a
 whole number, too: where the columns of a block share a group, Q4_0, Q5_0 and Q8_0 hold it exactly, and the scale in
@@ -30,9 +31,10 @@ class _IntMatrix:
 
     title: the beginning of an error; group: columns of a group; type: of the matrix that is made. unpack: the codes of
     rows from the first on to an end, of all data; unpack_zeros: zero points [rows, groups], None: all are the middle of
-    the codes; must_be_middle: those that are stored are. scales_by_column: scales are [groups, rows] in the file.
-    indexed: each column has the number of its group. order: that in which columns are made, so that those of a group
-    are neighbours, as of a `RawTensor`; None: as they are, which must be the order of their groups if `in_order`.
+    the codes; must_be_middle: those that are stored are. scales_by_column: scales are [groups, rows] in the file, else
+    [rows, groups or more]; divisor: of all scales. indexed: each column has the number of its group. order: that in
+    which columns are made, so that those of a group are neighbours, as of a `RawTensor`; None: as they are, which must
+    be the order of their groups if `in_order`.
     """
 
     title: str
@@ -49,16 +51,17 @@ class _IntMatrix:
     indexed: bool = False
     order: Int32 | None = None
     in_order: bool = True
+    divisor: float = 1.0
 
     def make(self, codes: Bytes, scales: Bytes, *more: Bytes) -> Bytes:
         """The data of the matrix."""
         rest = list(more)
         groups, middle = self.cols // self.group, 1 << (self.bits - 1)
-        factors = finite(self.title, numbers(scales, self.scale_type))
+        factors = finite(self.title, numbers(scales, self.scale_type)) / np.float32(self.divisor)
         if len(factors) == 1:
             factors = np.repeat(factors, self.rows)
-        by_group = factors.reshape(groups, self.rows).T if self.scales_by_column else factors
-        factors = by_group.reshape(self.rows, groups)
+        by_group = factors.reshape(groups, self.rows).T if self.scales_by_column else factors.reshape(self.rows, -1)
+        factors = by_group[:, :groups]
         zeros = np.full((self.rows, groups), middle, np.uint8)
         if self.unpack_zeros is not None:
             zeros = self.unpack_zeros(self, rest.pop(0))
@@ -121,7 +124,7 @@ def _chosen_type(bits: int, symmetric: bool, cols: int, group: int) -> str:
     """The type that holds codes less zero points exactly; F16 where there is none."""
     if cols % _BLOCK or group % _BLOCK:
         return "F16"
-    if bits == 2 or (bits == 4 and symmetric):
+    if bits < 4 or (bits == 4 and symmetric):
         return "Q4_0"
     if bits == 4:
         return "Q5_0"
@@ -132,6 +135,10 @@ def _fields(data: Bytes, bits: int) -> Bytes:
     """Codes of each row, of its bytes: those in the low bits are first."""
     if bits == 8:
         return data
+    if bits == 3:  # some lie in two bytes
+        triples = np.unpackbits(data, axis=-1, bitorder="little").reshape(*data.shape[:-1], -1, 3)
+        fields: Bytes = np.bitwise_or.reduce(triples << np.arange(3, dtype=np.uint8), axis=-1)
+        return fields
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: Bytes = (data[..., None] >> shifts) & np.uint8((1 << bits) - 1)
     return codes.reshape(*data.shape[:-1], -1)
@@ -176,8 +183,8 @@ def _gptq_zeros_less_one(matrix: _IntMatrix, data: Bytes) -> Bytes:
 
 def problem_of_gptq(settings: Settings) -> str | None:
     """The part of the settings that is not read."""
-    if type(settings.get("bits")) is not int or settings["bits"] not in (2, 4, 8):
-        return f"has {shown(settings.get('bits'))} bits, which are not read (only 2, 4 and 8)"
+    if type(settings.get("bits")) is not int or settings["bits"] not in (2, 3, 4, 8):
+        return f"has {shown(settings.get('bits'))} bits, which are not read (only 2, 3, 4 and 8)"
     stated = settings.get("checkpoint_format", "gptq")
     return None if stated in ("gptq", "gptq_v2") else f"has the checkpoint_format {shown(stated)}, which is not read"
 
@@ -190,6 +197,8 @@ def read_gptq(module: Module, settings: Settings) -> MadeTensor:
     bits = settings["bits"]
     codes, words, rows = module.matrix("qweight", "I32")
     cols = words * 32 // bits
+    if words * 32 % bits:
+        raise module.bad(f"has columns of {words} words, which are not whole codes of {bits} bits")
     group = _group_size(module, settings, cols)
     groups = cols // group
     if rows * bits % 32:
@@ -205,7 +214,7 @@ def read_gptq(module: Module, settings: Settings) -> MadeTensor:
         unpack_zeros=_gptq_zeros if settings.get("checkpoint_format") == "gptq_v2" else _gptq_zeros_less_one,
         must_be_middle=symmetric, indexed=index is not None, order=order,
     )  # fmt: skip
-    return _made(matrix, codes, scales, zeros, index)
+    return _make_tensor(matrix, codes, scales, zeros, index)
 
 
 def _order(module: Module, index: RawTensor, cols: int, group: int, settings: Settings) -> Int32 | None:
@@ -221,7 +230,7 @@ def _order(module: Module, index: RawTensor, cols: int, group: int, settings: Se
     return np.argsort(numbers_of_groups, kind="stable").astype(np.int32)
 
 
-def _made(matrix: _IntMatrix, *sources: RawTensor | None) -> MadeTensor:
+def _make_tensor(matrix: _IntMatrix, *sources: RawTensor | None) -> MadeTensor:
     """The tensor of a matrix. What becomes F16 keeps its columns where they are."""
     if matrix.type == "F16":
         matrix = replace(matrix, order=None, in_order=matrix.order is None)
@@ -256,13 +265,40 @@ def problem_of_awq(settings: Settings) -> str | None:
     """The part of the settings that is not read."""
     if settings.get("bits") != 4:
         return f"has {shown(settings.get('bits'))} bits, which are not read (only 4)"
+    version = _awq_version(settings)
+    return None if version in ("gemm", "gemv") else f"has the version {version}, which is not read (only gemm, gemv)"
+
+
+def _awq_version(settings: Settings) -> str:
     stated = settings.get("version", "gemm")
-    gemm = type(stated) is str and stated.lower() == "gemm"
-    return None if gemm else f"has the version {shown(stated)}, which is not read (only gemm)"
+    return stated.lower() if type(stated) is str and stated.lower() in ("gemm", "gemv") else shown(stated)
+
+
+def _gemv_zeros(matrix: _IntMatrix, data: Bytes) -> Bytes:
+    return _fields(data.reshape(matrix.rows, -1), 4)[:, : matrix.cols // matrix.group]
+
+
+def _read_gemv(module: Module, settings: Settings) -> MadeTensor:
+    """`qweight` [rows, words], and `qzeros` and `scales` for each row, of more groups than there are."""
+    codes, rows, words = module.matrix("qweight", "I32")
+    cols = words * 8
+    group = _group_size(module, settings, cols)
+    zeros, _, words = module.matrix("qzeros", "I32")
+    if words * 8 < cols // group:
+        raise module.bad(f"has qzeros of {words * 8} groups, not {cols // group}")
+    _check_shape(module, "qzeros", zeros, (rows, words))
+    scales = _check_shape(module, "scales", module.take("scales", *SCALES), (rows, words * 8))
+    matrix = _IntMatrix(
+        module.title, rows, cols, group, 4, _chosen_type(4, False, cols, group), _packed_codes, scales.type,
+        scales_by_column=False, unpack_zeros=_gemv_zeros,
+    )  # fmt: skip
+    return _make_tensor(matrix, codes, scales, zeros)
 
 
 def read_awq(module: Module, settings: Settings) -> MadeTensor:
-    """`qweight` [columns, words], `scales` [groups, rows], `qzeros` [groups, words]."""
+    """`qweight` [columns, words], `scales` [groups, rows], `qzeros` [groups, words]; gemv has them by row."""
+    if _awq_version(settings) == "gemv":
+        return _read_gemv(module, settings)
     codes, cols, words = module.matrix("qweight", "I32")
     rows = words * 8
     group = _group_size(module, settings, cols)
@@ -272,7 +308,7 @@ def read_awq(module: Module, settings: Settings) -> MadeTensor:
         module.title, rows, cols, group, 4, _chosen_type(4, False, cols, group), _awq_codes, scales.type,
         scales_by_column=True, unpack_zeros=_awq_zeros,
     )  # fmt: skip
-    return _made(matrix, codes, scales, zeros)
+    return _make_tensor(matrix, codes, scales, zeros)
 
 
 # --- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -321,7 +357,7 @@ def read_packed(module: Module, settings: Settings) -> MadeTensor:
         scales.type, scales_by_column=False, unpack_zeros=None if zeros is None else _packed_zeros,
         indexed=index is not None, order=None if index is None else _order(module, index, cols, group, {}),
     )  # fmt: skip
-    return _made(matrix, codes, scales, zeros, index)
+    return _make_tensor(matrix, codes, scales, zeros, index)
 
 
 def read_int8(module: Module, settings: Settings) -> MadeTensor:
@@ -335,7 +371,21 @@ def read_int8(module: Module, settings: Settings) -> MadeTensor:
         module.title, rows, cols, group, 8, _chosen_type(8, zeros is None, cols, group), _signed_codes, scales.type,
         scales_by_column=False, unpack_zeros=None if zeros is None else _signed_zeros,
     )  # fmt: skip
-    return _made(matrix, codes, scales, zeros)
+    return _make_tensor(matrix, codes, scales, zeros)
+
+
+def read_bitsandbytes_int8(module: Module, settings: Settings) -> MadeTensor:
+    """`weight` of signed numbers, and `SCB`, the largest weight of each row, which is 127 in codes."""
+    codes, rows, cols = module.matrix("weight", "I8")
+    order = module.find("weight_format", "U8")
+    if order is not None and (order.size != 1 or order.gathered().data[0]):
+        raise module.bad("has a weight_format other than 0, rows as they are")
+    scales = _check_shape(module, "SCB", module.take("SCB", "F32"), (rows,))
+    matrix = _IntMatrix(
+        module.title, rows, cols, cols, 8, _chosen_type(8, True, cols, cols), _signed_codes, scales.type,
+        scales_by_column=False, divisor=127.0,
+    )  # fmt: skip
+    return _make_tensor(matrix, codes, scales)
 
 
 def _take_scales(module: Module, rows: int, cols: int) -> tuple[RawTensor, int]:

@@ -1,4 +1,5 @@
-"""NF4 matrices of Hugging Face folders, by bitsandbytes: codes of 4 bits into a table, times a scale for each block.
+"""NF4 and FP4 matrices of Hugging Face folders, by bitsandbytes: codes of 4 bits into a table, times a scale for each
+block.
 
 Blocks run through the rows. Scales may be quantised themselves: codes of 8 bits into a second table, times a scale for
 each block of these, and an offset. No type has that table: they become F16.
@@ -19,7 +20,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.formats.tensors import MadeTensor, RawTensor
 
-_STATE = "weight.quant_state.bitsandbytes__nf4"
+_STATE = "weight.quant_state.bitsandbytes__"
 _MAX_STATE = 1 << 12  # bytes; it has a few small fields
 
 
@@ -59,8 +60,11 @@ class _Nf4:
 
 def problem_of_bitsandbytes(settings: Settings) -> str | None:
     """The part of the settings that is not read."""
-    if settings.get("load_in_4bit") is not True or settings.get("bnb_4bit_quant_type") != "nf4":
-        return "is of bitsandbytes, but not nf4, which alone is read"
+    of_4_bits = settings.get("load_in_4bit") is True
+    if not of_4_bits and settings.get("load_in_8bit") is True:
+        return None
+    if not of_4_bits or settings.get("bnb_4bit_quant_type") not in ("nf4", "fp4"):
+        return "is of bitsandbytes, but neither nf4, fp4 nor of 8 bits, which alone are read"
     stated = settings.get("bnb_4bit_quant_storage", "uint8")
     return None if stated == "uint8" else f"has the bnb_4bit_quant_storage {shown(stated)}, not 'uint8'"
 
@@ -69,7 +73,7 @@ def read_nf4(module: Module, settings: Settings) -> MadeTensor:
     """`weight` of bytes, and behind that name `absmax`, `quant_map`, a state in JSON, and perhaps `nested_absmax` and
     `nested_quant_map`."""
     codes = module.take("weight", "U8")
-    state = _state(module)
+    state = _state(module, settings)
     rows, cols = _stated_shape(module, state)
     block = _number(module, state, "blocksize", 1 << 16)
     blocks = -(-rows * cols // block)
@@ -93,8 +97,8 @@ def read_nf4(module: Module, settings: Settings) -> MadeTensor:
     return MadeTensor("F16", (rows, cols), tuple(parts), matrix.make)
 
 
-def _state(module: Module) -> dict[str, Any]:
-    tensor = module.take(_STATE, "U8")
+def _state(module: Module, settings: Settings) -> dict[str, Any]:
+    tensor = module.take(f"{_STATE}{settings['bnb_4bit_quant_type']}", "U8")
     state = parse_json(tensor.data.tobytes(), module.title) if tensor.size <= _MAX_STATE else None
     if type(state) is not dict:
         raise module.bad("has a quant_state that is no JSON object")
