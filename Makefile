@@ -121,7 +121,7 @@ check: $(VENV)/stamp-dev
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
 fuzz: $(VENV)/stamp-dev
-	@POWERINFER_FUZZ=all $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
+	@POWERINFER_FUZZ=all $(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_folders.py $(ARGS)
 
 test-compile: $(VENV)/stamp-dev
 	@POWERINFER_COMPILE=all $(PYTEST) tests/test_gpu_compile.py $(ARGS)
