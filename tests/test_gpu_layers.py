@@ -57,6 +57,10 @@ from powerinfer.text.model_text import tokenizer_of  # noqa: E402
 LAYERS = families.SIZES["num_hidden_layers"]
 
 
+DECODED = [60, *[1] * 8, families.TOKENS - 68]
+"""Chunks of a text: a prompt, single tokens from its second page into its third, and what is left at once."""
+
+
 def engine_of(**options: Any) -> EngineConfig:
     settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     return EngineConfig(**(settings | {"max_batch": 4} | options))
@@ -97,7 +101,7 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
         pages = families.scattered_pages(executor, 4)
         truth.check(families.run_chunks(executor, tokens, [total], pages[0]), what="whole")
         truth.check(families.run_chunks(executor, tokens, [1, 7, 32, 2, total - 42], pages[1]), what="in chunks")
-        truth.check(families.run_chunks(executor, tokens, [40, *[1] * (total - 40)], pages[2]), what="token by token")
+        truth.check(families.run_chunks(executor, tokens, DECODED, pages[2]), what="token by token")
         together = families.run_two(executor, *truth.texts[:2], pages[2:])
         for text, ours in enumerate(together):
             truth.check(ours, text, "in a batch")

@@ -24,7 +24,7 @@ import families  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, predictors_of, some_neurons, tiny_llama  # noqa: E402
-from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
+from test_gpu_layers import DECODED, counting_recorder, static_where_emulated  # noqa: E402
 from test_sparse import (  # noqa: E402
     RELU,
     opened,
@@ -112,7 +112,7 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
     for share in SPLITS if case.name in ("llama-relu", "opt-post-norm", "falcon-40b") else SPLITS[::2]:
         with split(path, share) as (executor, ffns):
             pages = families.scattered_pages(executor, 1)[0]
-            decoded = partial(families.run_chunks, executor, tokens[0], [50, *[1] * 25], pages)  # into a third page
+            decoded = partial(families.run_chunks, executor, tokens[0], DECODED, pages)
             alone = decoded()
             assert families.rms(alone - truth[0]) <= allowed, share
             if share == 0.5:
