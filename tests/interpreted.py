@@ -18,7 +18,7 @@ def _prepare() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    from powerinfer.kernels import triton_kernels
+    from powerinfer.kernels import triton_kernels, triton_words
 
     plain = interpreter._patch_lang_tensor
 
@@ -34,6 +34,13 @@ def _prepare() -> None:
         )
         sums = c.handle.data + (left * right).sum(-1, dtype=np.int32)
         return tl.core.tensor(interpreter.TensorHandle(sums, c.handle.dtype), c.type)
+
+    def permuted(a: Any, b: Any, selector: Any) -> Any:
+        """The same, in sixty."""
+        parts = np.stack(np.broadcast_arrays(a.handle.data, b.handle.data), axis=-1).view(np.uint8)
+        numbers = selector.handle.data[..., None] >> np.arange(0, 16, 4) & 7
+        word = np.ascontiguousarray(np.take_along_axis(parts, numbers, -1)).view(np.int32)[..., 0]
+        return tl.core.tensor(interpreter.TensorHandle(word, selector.handle.dtype), selector.type)
 
     plain_launch, patched_for = interpreter.GridExecutor.__call__, set[int]()
 
@@ -76,6 +83,7 @@ def _prepare() -> None:
     interpreter.InterpretedFunction.__call__ = call
     interpreter._patch_lang_tensor = patched
     triton_kernels._dot_bytes = dot_bytes
+    triton_words._permuted = permuted
     triton_kernels.NEARLY = 0  # programs run one after the other: the fewest
 
 

@@ -28,6 +28,8 @@ SPILT = 24
 """Bytes a thread that kernels for several tokens keep in memory at most, since they have no registers left."""
 SPILT_BY_EXPERTS = 96
 """The same of several tokens of an expert, and of heads with latents."""
+UNPACKED = ("Q3_K", "IQ2_XXS")
+"""Of the types that are unpacked to words those that are compiled unless all are."""
 EVERY = os.environ.get("POWERINFER_COMPILE") == "all"
 CAPABILITIES = (86, 89, 90, 120) if EVERY else (89, 90)
 KEPT_DAYS = 14
@@ -88,6 +90,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         RopeConfig,
         RouterConfig,
     )
+    from powerinfer.formats.weight_types import FLOAT_TYPES
     from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, gpu_latent, gpu_mamba, gpu_states, triton_kernels
     from powerinfer.neurons import BundleLayout
 
@@ -132,7 +135,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     # and some of what multiplies in registers. Every type is unpacked by products alone unless EVERY; those of experts
     # and heads call the same functions, so they have a type of floats and one of codes.
     whole = capability == 90
-    types = gpu.GPU_TYPES if whole else ("F16", "Q6_K")
+    compiled_types = [one for one in gpu.GPU_TYPES if EVERY or one not in gpu.UNPACKED or one in UNPACKED]
+    types = compiled_types if whole else ("F16", "Q6_K")
     distinct = [kind for kind in types if kind not in ("BF16", "Q4_K")]  # F16's or F32's way, a part of Q5_K's
     multiplied = types if EVERY else distinct if whole else ("Q6_K",)
     several = distinct if EVERY else ("F16", "Q6_K") if whole else ("F16",)
@@ -201,7 +205,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
     for kind in types if whole else ():
-        if kind[0] in "QM":
+        if kind not in FLOAT_TYPES:
             triton_kernels.values(weight(kind), 0, 8, None, None)
         if kind == "Q4_0":
             scales = torch.empty(1, d_model, dtype=torch.float16)
@@ -315,7 +319,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     made = json.loads(run.stdout)
-    names = 47 if capability == 90 else 29
+    names = 48 if capability == 90 else 29
     assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel

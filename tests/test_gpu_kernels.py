@@ -31,6 +31,8 @@ from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 TRITON = find_spec("triton") is not None
 KERNELS = ("torch", pytest.param("triton", marks=pytest.mark.skipif(not TRITON, reason="Triton is not installed")))
 THRESHOLD = 0.25
+TYPES = tuple(kind for kind in gpu.GPU_TYPES if kind not in gpu.UNPACKED)
+"""Those that are not unpacked to words: of these see `test_gpu_words`, and some below."""
 CODED = 1 / (127 * 256)
 """Of the largest of 32 values, as far as products of integers round each."""
 
@@ -164,7 +166,7 @@ def test_a_weight_holds_the_values_of_the_file(type_name: str) -> None:
         assert weight.nbytes == gpu.weight_bytes(type_name, 7, k)
 
 
-@pytest.mark.parametrize("type_name", ["Q4_1", "Q5_0", "Q3_K", "IQ4_XS"])
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q5_0", "Q5_1"])
 @pytest.mark.usefixtures("device")
 def test_other_types_become_8_bits(type_name: str) -> None:
     stored = raw(type_name, 3, 256)
@@ -181,7 +183,7 @@ def test_other_types_become_8_bits(type_name: str) -> None:
 
 def test_types_that_no_block_fits() -> None:
     assert gpu.gpu_type("F64", 20) == "F32"
-    assert gpu.gpu_type("IQ4_NL", 32) == "Q8_0"
+    assert gpu.gpu_type("Q5_1", 32) == "Q8_0"
     assert gpu.weight_bytes("F64", 2, 20) == 160
 
 
@@ -207,7 +209,7 @@ def test_a_read_only_mapping_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 20, 33])
-@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+@pytest.mark.parametrize("type_name", TYPES)
 def test_linear(type_name: str, tokens: int, kernels: str) -> None:
     """Of longer rows see `test_long_rows`, too."""
     if by_interpreter() and tokens == 3 and type_name not in gpu.INTEGERS:
@@ -230,7 +232,7 @@ def test_linear(type_name: str, tokens: int, kernels: str) -> None:
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize(
-    ("type_name", "tokens"), [(kind, 9 if kind in (*gpu.INTEGERS, "F32") else 3) for kind in gpu.GPU_TYPES]
+    ("type_name", "tokens"), [(kind, 9 if kind in (*gpu.INTEGERS, "F32") else 3) for kind in (*TYPES, "Q3_K")]
 )
 @pytest.mark.usefixtures("small_tiles")
 def test_few_rows_are_shared_by_programs(
@@ -242,7 +244,7 @@ def test_few_rows_are_shared_by_programs(
     skip_twins(type_name)
     from powerinfer.kernels import triton_kernels
 
-    rows, k = 21, 768 if type_name in gpu.K_CODES else 224
+    rows, k = 21, 768 if type_name in gpu.CUT else 224
     stored, x, bias = raw(type_name, rows, k), on_device(floats(1, tokens, k)), on_device(floats(2, rows))
     weight = gpu.upload(stored, device_name())
     plain = gpu.linear(weight, x, bias)
@@ -331,7 +333,7 @@ def test_launches_fill_a_gpu(multiprocessors: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("type_name", gpu.GPU_TYPES)
+@pytest.mark.parametrize("type_name", [*TYPES, "Q3_K"])
 @pytest.mark.usefixtures("small_tiles")
 def test_long_rows(type_name: str, tokens: int) -> None:
     """Of two programs, one of which has all its rows, and of several tiles, the last of which is cut if it may be."""

@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 from powerinfer.config import BANK, AttentionConfig, FfnConfig
 from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
-from powerinfer.formats.quant import ALMOST_HALF, Bytes, as_q8_0, block_type
+from powerinfer.formats.quant import ALMOST_HALF, Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import RawTensor, convert
 from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES, WEIGHT_TYPES
 from powerinfer.formats.weight_types import GPU_TYPES as GPU_TYPES
+from powerinfer.kernels import gpu_words
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
+from powerinfer.kernels.gpu_types import CUT as CUT
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
+from powerinfer.kernels.gpu_types import FACTORED as FACTORED
 from powerinfer.kernels.gpu_types import FEW as FEW
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, MADE_CODES, OAI_LIMIT, OAI_SCALE, Q8_STEP
 from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
@@ -34,6 +37,7 @@ from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
 from powerinfer.kernels.gpu_types import SCAN_CHUNK as SCAN_CHUNK
 from powerinfer.kernels.gpu_types import SHARING as SHARING
+from powerinfer.kernels.gpu_types import UNPACKED as UNPACKED
 from powerinfer.kernels.gpu_types import Cached as Cached
 from powerinfer.kernels.gpu_types import Contexts as Contexts
 from powerinfer.kernels.gpu_types import HeadNorms as HeadNorms
@@ -111,7 +115,8 @@ def neuron_type(type_name: str, k: int) -> str:
 
 def weight_bytes(type_name: str, rows: int, k: int) -> int:
     """Bytes on a GPU of a matrix [rows, k] that is stored as `type_name`; they are those of the type it gets there."""
-    return rows * block_type(gpu_type(type_name, k)).row_bytes(k)
+    kind = gpu_type(type_name, k)
+    return rows * (block_type(kind).row_bytes(k) + 4 * (kind == FACTORED))
 
 
 def neuron_bytes(layout: BundleLayout) -> int:
@@ -153,10 +158,14 @@ def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
     if kind in FLOAT_TYPES:
         return Weight(kind, rows, k, raw.view(_dtypes()[kind]).view(rows, k))
     blocks = raw.view(rows, -1, block_type(kind).nbytes)
-    if kind in K_CODES:
-        begin, end = K_CODES[kind]
-        header = torch.cat((blocks[..., :begin], blocks[..., end:]), dim=-1)
-        return Weight(kind, rows, k, blocks[..., begin:end].reshape(rows, -1).contiguous(), header.view(rows, -1))
+    if kind in CUT:
+        begin, end = CUT[kind]
+        header = torch.cat((blocks[..., :begin], blocks[..., end:]), dim=-1).view(rows, -1)
+        if kind == FACTORED:
+            ones = torch.ones((rows, 1), dtype=torch.float32, device=raw.device)
+            header = torch.cat((header, ones.view(torch.uint8)), dim=-1)
+        gpu_words.table(kind, raw.device)
+        return Weight(kind, rows, k, blocks[..., begin:end].reshape(rows, -1).contiguous(), header)
     if kind == "MXFP4":
         return Weight(kind, rows, k, blocks[..., 1:].contiguous().view(rows, k // 2), blocks[..., 0].contiguous())
     scales, codes = blocks[..., :2].contiguous().view(torch.float16).view(rows, -1), blocks[..., 2:]
@@ -190,13 +199,13 @@ def _fill(
         raw = stored[part[0] : part[-1] + 1] if row_map is None else stored[np.maximum(part, 0)]
         if row_map is not None:
             raw[part < 0] = 0  # zero in every type that is stored: its scales are
+        of_part = None if scales_of is None else scales_of[np.maximum(part, 0)]
         if tensor.type == "Q5_0":
             raw = as_q8_0(raw, tensor.type)
         elif weight.type != tensor.type:
-            of_part = None if scales_of is None else scales_of[np.maximum(part, 0)]
             rows_ = RawTensor(tensor.type, (len(part), k), raw.reshape(-1), of_part)
             raw = convert(rows_, weight.type, lambda _: None).rows()
-        codes, scales = _split(weight.type, raw)
+        codes, scales = _split(weight.type, raw, of_part)
         _put(weight.data, at + begin, codes)
         _put(weight.scales, at + begin, scales)
 
@@ -227,25 +236,30 @@ def empty(kind: str, rows: int, k: int, device: Any) -> Weight:
 
     if kind in FLOAT_TYPES:
         return Weight(kind, rows, k, new(k, _dtypes()[kind]))
-    if kind in K_CODES:
-        begin, end = K_CODES[kind]
-        sizes = end - begin, block_type(kind).nbytes - (end - begin)
-        return Weight(kind, rows, k, *(new(k // 256 * size, torch.uint8) for size in sizes))
+    if kind in CUT:
+        begin, end = CUT[kind]
+        blocks, header = k // block_type(kind).block, block_type(kind).nbytes - (end - begin)
+        codes = new(blocks * (end - begin), torch.uint8)
+        gpu_words.table(kind, codes.device)  # before a step is recorded
+        return Weight(kind, rows, k, codes, new(blocks * header + 4 * (kind == FACTORED), torch.uint8))
     scales = None
     if kind not in SHARING.values():
         scales = new(k // 32, torch.uint8 if kind == "MXFP4" else torch.float16)
     return Weight(kind, rows, k, new(k, torch.int8) if kind in _WIDE_CODES else new(k // 2, torch.uint8), scales)
 
 
-def _split(kind: str, raw: Bytes) -> tuple[Bytes, Bytes | None]:
-    """Rows as they are stored -> the bytes of their codes and of their scales."""
+def _split(kind: str, raw: Bytes, factors: Float32 | None) -> tuple[Bytes, Bytes | None]:
+    """Rows as they are stored -> the bytes of their codes and of their scales. factors: of rows of `FACTORED`."""
     if kind in FLOAT_TYPES:
         return raw, None
     blocks = raw.reshape(len(raw), -1, block_type(kind).nbytes)
-    if kind in K_CODES:
-        begin, end = K_CODES[kind]
-        header = np.concatenate((blocks[..., :begin], blocks[..., end:]), axis=-1)
-        return blocks[..., begin:end].reshape(len(raw), -1), header.reshape(len(raw), -1)
+    if kind in CUT:
+        begin, end = CUT[kind]
+        header = np.concatenate((blocks[..., :begin], blocks[..., end:]), axis=-1).reshape(len(raw), -1)
+        if kind == FACTORED:
+            of_rows = np.ones(len(raw), np.float32) if factors is None else factors
+            header = np.concatenate((header, of_rows[:, None].view(np.uint8)), axis=-1)
+        return blocks[..., begin:end].reshape(len(raw), -1), header
     scale = 1 if kind == "MXFP4" else 2
     codes, scales = blocks[..., scale:].reshape(len(raw), -1), blocks[..., :scale].reshape(len(raw), -1)
     return (codes ^ _SIGNS if kind == "Q4_0" else codes), scales
@@ -281,6 +295,9 @@ def values(weight: Weight, begin: int = 0, end: int | None = None, scales: Tenso
     if weight.type in K_CODES:
         assert weight.scales is not None
         return _k_values(weight.type, data, weight.scales[begin:end]).view(-1, weight.k)
+    if weight.type in UNPACKED:
+        assert weight.scales is not None
+        return gpu_words.values(weight.type, weight.k, data, weight.scales[begin:end])
     blocks = weight.k // 32
     if weight.type == "MXFP4":
         assert weight.scales is not None

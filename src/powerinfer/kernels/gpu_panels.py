@@ -1,7 +1,7 @@
 """Matrices that the CPU has in panels (csrc/table.h), converted on a device that they were copied to.
 
-Every type of the CPU becomes one of a GPU: its own where the GPU has it, another that keeps every value (Q5_0 and
-IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0), else F16 (csrc/types.h).
+Every type of the CPU becomes one that many tokens are multiplied with: its own where that is as fast, another that
+keeps every value (Q5_0 and IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0), else F16.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import WEIGHT_TYPES
 from powerinfer.kernels import gpu_grids
 from powerinfer.kernels.cpu import LANES
-from powerinfer.kernels.gpu_types import FLOAT16_MAX, K_CODES, Weight
+from powerinfer.kernels.gpu_types import FLOAT16_MAX, K_CODES, UNPACKED, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _FLIP = 0x88  # codes with an offset of 8 become two's complement
+_SAME_VALUES = {"Q3_K": "Q6_K", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}
 
 
 def device_type(kind: str) -> str:
-    """The type in which a matrix of panels gets on a device."""
-    return str(WEIGHT_TYPES[kind].gpu)
+    """The type in which a matrix of panels gets on a device, for products with many tokens."""
+    if kind in _SAME_VALUES:
+        return _SAME_VALUES[kind]
+    return "F16" if kind in UNPACKED else str(WEIGHT_TYPES[kind].gpu)
 
 
 def panel_bytes(kind: str, k: int) -> int:

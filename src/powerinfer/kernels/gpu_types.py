@@ -25,13 +25,31 @@ FEW = 32
 
 _KINDS = [WEIGHT_TYPES[name] for name in GPU_TYPES if name not in FLOAT_TYPES]
 
-K_CODES = {kind.name: (kind.codes_at, kind.codes_at + kind.codes) for kind in _KINDS if kind.block == 256}
-"""K-quants on a GPU: of the bytes of 256 elements in a file those of the codes; the others are of the scales."""
+UNPACKED = {
+    "Q3_K": (0, 96), "Q2_K": (16, 80), "TQ2_0": (0, 64), "TQ1_0": (0, 52),
+    "IQ3_S": (2, 106), "IQ3_XXS": (2, 98), "IQ2_XS": (2, 66), "IQ2_XXS": (2, 66), "IQ2_S": (2, 74), "IQ1_S": (2, 50),
+    "IQ1_M": (0, 48), "IQ4_XS": (8, 136), "NVFP4": (4, 36),
+}  # fmt: skip
+"""Types whose codes kernels unpack to words of four (`triton_words`): of the bytes of a block in a file those of the
+codes; the others are of the scales. All but a file's K-quants of four bits and more."""
 
-FOUR_BITS = tuple(kind.name for kind in _KINDS if kind.codes < kind.block)
+FACTORED = "NVFP4"
+"""The type whose rows have a factor beside the scales of their blocks: a float32 behind these."""
+
+K_CODES = {
+    kind.name: (kind.codes_at, kind.codes_at + kind.codes)
+    for kind in _KINDS
+    if kind.block == 256 and kind.name not in UNPACKED
+}
+"""The same of K-quants of four bits and more."""
+
+CUT = K_CODES | UNPACKED
+"""The same of all types whose blocks are cut so."""
+
+FOUR_BITS = tuple(kind.name for kind in _KINDS if kind.codes < kind.block and kind.name not in UNPACKED)
 """Types in whose rows a byte has the low four bits of two codes."""
 
-INTEGERS = tuple(kind.name for kind in _KINDS if not kind.entries)
+INTEGERS = tuple(kind.name for kind in _KINDS if not kind.entries or kind.name in UNPACKED)
 """Types whose products with one token, and with some in turn, are of integers."""
 
 MADE_CODES = "made_codes"
@@ -65,8 +83,8 @@ class Weight:
     two's complement; both: scales float16 [rows, k / 32]. Q4_0X32, Q8_0X32: data as Q4_0 and Q8_0, the scales are in
     `Neurons.shared`.
     MXFP4: data as Q4_0, codes of E2M1, scales uint8 [rows, k / 32], exponents of E8M0.
-    Q4_K, Q5_K, Q6_K: as in a file, each 256 elements cut in two by `K_CODES`: data uint8 [rows, k / 256 * codes],
-    scales uint8 [rows, k / 256 * scales].
+    Types of `CUT`: as in a file, each block cut in two: data uint8 [rows, blocks * bytes of codes], scales uint8 [rows,
+    blocks * the other bytes], of `FACTORED` four more.
     """
 
     type: str

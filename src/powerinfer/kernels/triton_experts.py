@@ -35,6 +35,7 @@ from powerinfer.kernels.triton_kernels import (
     precision,
     put,
     row_dots,
+    scales_of,
     small_signed,
     taken,
     taken_width,
@@ -218,8 +219,8 @@ def _of_one(
     out = torch.empty((1, k), dtype=torch.float32, device=x.device) if into is None else into
     tile, bias = _tile(first, experts.up), experts.up_bias is not None
     _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
-        *_taken(x, first, experts.up), first.data, either(first.scales, first.data), either(experts.gate_bias, h),
-        experts.up.data, either(experts.up.scales, experts.up.data), either(experts.up_bias, h), slots,
+        *_taken(x, first, experts.up), first.data, scales_of(first), either(experts.gate_bias, h),
+        experts.up.data, scales_of(experts.up), either(experts.up_bias, h), slots,
         either(table, slots), weights, h, experts.size, k, experts.threshold, GATED=experts.gate is not None, BIAS=bias,
         TABLE=table is not None, ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, R=tile.rows,
         C=tile.columns, num_warps=tile.warps,
@@ -228,7 +229,7 @@ def _of_one(
     down, tile = experts.down, for_rows(ONE[experts.down.type], experts.down.type, experts.size)
     own = codes(h) if down.type in INTEGERS else h
     _down_kernel[(triton.cdiv(k, tile.rows),)](
-        own, down.data, either(down.scales, down.data), either(experts.down_bias, h), slots, either(table, slots),
+        own, down.data, scales_of(down), either(experts.down_bias, h), slots, either(table, slots),
         weights, out, k, experts.size, own.shape[1], TOP_K=top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
         ADD=into is not None, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
@@ -300,7 +301,7 @@ class _Selecting(NamedTuple):
 
     hidden: Tensor
     outer: Tensor
-    scales: Tensor
+    scales: Tensor | tuple[Tensor, Tensor]
     rank: int
     least: float
     type: str
@@ -316,8 +317,8 @@ def _selecting(experts: Experts, hidden: Tensor | None, other: Tensor, turns: bo
     outer = experts.predictor.outer
     columns = min((ONE if turns else WIDE)[outer.type].columns, max(64, triton.next_power_of_2(outer.k)))
     operand = codes(hidden) if turns and outer.type in INTEGERS else hidden
-    scales, least = either(outer.scales, other), experts.predictor.threshold
-    return _Selecting(operand, outer.data, scales, outer.k, least, outer.type, columns)
+    least = experts.predictor.threshold
+    return _Selecting(operand, outer.data, scales_of(outer), outer.k, least, outer.type, columns)
 
 
 def _firing_of_one(
@@ -337,7 +338,7 @@ def _firing_of_one(
     rows, counts = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (top_k * size, top_k * programs))
     by = _selecting(experts, hidden, h, True)
     _firing_kernel[(programs, top_k)](
-        *_taken(x, gate, up), gate.data, either(gate.scales, gate.data), up.data, either(up.scales, up.data), *by[:3],
+        *_taken(x, gate, up), gate.data, scales_of(gate), up.data, scales_of(up), *by[:3],
         slots, either(table, slots), weights, h, rows, counts, size, x.shape[1], by.rank, experts.threshold, by.least,
         GATED=experts.gate is not None, TABLE=table is not None, ACTIVATION=experts.activation, TYPE=gate.type,
         UP_TYPE=up.type, PREDICTOR=by.type, R=tile.rows, C=tile.columns, P=by.columns, num_warps=tile.warps,
@@ -674,7 +675,7 @@ def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs, hidden: Tensor |
     kinds = {"ACTIVATION": experts.activation, "TYPE": first.type, "UP_TYPE": up.type}
     shape = {"T": 1 if turns else pairs.columns, "R": tile.rows, "C": tile.columns, "PRECISION": precision(x)}
     shape["num_warps"] = tile.warps
-    gate_of, up_of = ((part.data, either(part.scales, part.data)) for part in (first, up))
+    gate_of, up_of = ((part.data, scales_of(part)) for part in (first, up))
     grid = triton.cdiv(size, tile.rows), experts.slots
     gathered = codes(gathered) if turns else gathered
     gated = experts.gate is not None
@@ -709,7 +710,7 @@ def _grouped_down(experts: Experts, h: Tensor, pairs: _Pairs, d: int) -> Tensor:
     turns = pairs.per_slot <= IN_TURN and down.type in INTEGERS
     tile = for_rows(ONE[down.type], down.type, size) if turns else WIDE[down.type]
     _grouped_down_kernel[(triton.cdiv(d, tile.rows), experts.slots)](
-        codes(h) if turns else h, down.data, either(down.scales, h), either(experts.down_bias, h), pairs.begin,
+        codes(h) if turns else h, down.data, scales_of(down), either(experts.down_bias, h), pairs.begin,
         pairs.weight_of, rows, d, size, TYPE=down.type, BIAS=experts.up_bias is not None,
         T=1 if turns else pairs.columns, R=tile.rows, C=tile.columns, PRECISION=exact, num_warps=tile.warps,
     )  # fmt: skip

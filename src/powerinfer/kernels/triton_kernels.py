@@ -20,8 +20,24 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
-from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES, MADE_CODES
+from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES, MADE_CODES, UNPACKED
 from powerinfer.kernels.gpu_types import Q8_STEP as Q8
+from powerinfer.kernels.gpu_words import table
+from powerinfer.kernels.triton_words import (
+    INTERPRETED,
+    NIBBLES,
+    ONE_BIT,
+    TWO_BITS,
+    code_bytes,
+    fours,
+    half_float,
+    piece_minimum,
+    piece_scales,
+    pieces_from,
+    unpacked,
+    unpacks,
+    with_minimum,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,19 +59,24 @@ class Tile(NamedTuple):
 ONE = {
     "F32": Tile(4, 512, 4),
     **dict.fromkeys(("F16", "BF16", "MXFP4"), Tile(4, 1024, 4)),
-    **dict.fromkeys(("Q4_0", *K_CODES), Tile(4, 2048, 4)),
+    **dict.fromkeys(("Q4_0", *K_CODES, *UNPACKED), Tile(4, 2048, 4)),
     "Q8_0": Tile(4, 4096, 4),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(32, 128, 4)), **dict.fromkeys(("F32", "BF16"), Tile(64, 64, 4))}
 SEVERAL |= {**dict.fromkeys(FOUR_BITS, Tile(32, 64, 4)), "Q8_0": Tile(16, 128, 4), "Q4_0": Tile(32, 32, 2)}
 # Several tokens whose products are of float32, not of halves: experts' and those with latents.
-WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys(FOUR_BITS, Tile(64, 32, 4))}
+WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys((*FOUR_BITS, "NVFP4"), Tile(64, 32, 4))}
 
 # Warps of products with one token that a multiprocessor holds, by their registers as compiled for sm_90: so many fill
 # a GPU. HELD_TOGETHER: with up to `TOGETHER` tokens.
-HELD = {"F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 20, "Q5_K": 24, "Q6_K": 24}
-HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 16}
+HELD = {
+    "F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 20, "Q5_K": 24, "Q6_K": 24,
+    "Q3_K": 20, "Q2_K": 32, "TQ2_0": 32, "TQ1_0": 20, "IQ3_S": 20, "IQ3_XXS": 24, "IQ2_XS": 28, "IQ2_XXS": 32,
+    "IQ2_S": 24, "IQ1_S": 24, "IQ1_M": 24, "IQ4_XS": 32, "NVFP4": 32,
+}  # fmt: skip
+HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 16} | dict.fromkeys(UNPACKED, 16)
+HELD_TOGETHER |= dict.fromkeys(("TQ2_0", "IQ2_XS", "IQ2_XXS"), 20)
 TOGETHER = 4  # tokens whose sums a program has at a time
 PROGRAMS = 24  # that a multiprocessor holds at most, however small they are
 IN_TURN = 8  # tokens at most whose products are of integers
@@ -67,16 +88,12 @@ LEAST_ROWS = 16  # of a tile for tensor cores
 SUMMED = 4096  # counts of selected neurons at a time
 NUMBER_BITS = tl.constexpr(20)  # of a neuron's number: a layer has fewer than a million
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LINE = tl.constexpr(128)  # bytes of a cache
 ASKED = 32 << 10  # bytes that a program asks for before it begins: of all programs of an H100 together 35 MB
 WORDS = tl.constexpr(20)  # that `codes` makes of a block
 CODED_BLOCKS = 64  # blocks of which a program makes them
 LEAST = tl.constexpr(2.0**-120)  # blocks with nothing larger become zeros: their quotients would overflow
-# Of each byte of a word its high or its low four bits, or two or one.
-SIXTEENS, NIBBLES, TWO_BITS, ONE_BIT = (
-    tl.constexpr(int.from_bytes(bytes([byte] * 4), "little", signed=True)) for byte in (0xF0, 0x0F, 3, 1)
-)
+SIXTEENS = tl.constexpr(int.from_bytes(bytes([0xF0] * 4), "little", signed=True))  # of each byte the high four bits
 Q8_STEP = tl.constexpr(Q8)  # of 32 values in 8 bits, by their largest
 _MANTISSA, _BIG = tl.constexpr(0x4B000000), tl.constexpr(2.0**23)
 LOW = tl.constexpr(2.0**11)  # that low halves are larger
@@ -127,6 +144,8 @@ def stored_width(k, TYPE: tl.constexpr):
         width = 2 * k
     elif TYPE == "Q8_0":
         width = k
+    elif unpacks(TYPE):
+        width = k // 32 * code_bytes(TYPE) // 8
     elif TYPE == "Q6_K":
         width = k // 4 * 3
     elif TYPE == "Q5_K":
@@ -380,22 +399,19 @@ def _dot_bytes(a, b, c):
 
 
 @triton.jit
-def _fours(words, R: tl.constexpr, W: tl.constexpr):
-    """Words [R, W] of which a thread has four in turn, as four of [R, W / 4]."""
-    even, odd = tl.split(tl.reshape(words, (R, W // 4, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+def _dots_of_fours(four, x, at, mask, sums, R: tl.constexpr, W: tl.constexpr):
+    """sums int32 [R, W / 4] and the products of four words of codes each, as `fours` gives them, with those at `at`
+    [W]."""
+    of_x = fours(tl.load(x + at, mask=mask, other=0)[None, :], 1, W)
+    for i in tl.static_range(4):
+        sums = _dot_bytes(four[i], tl.broadcast_to(of_x[i], (R, W // 4)), sums)
+    return sums
 
 
 @triton.jit
-def _dots_of_words(words, x, at, here, sums, R: tl.constexpr, W: tl.constexpr):
-    """sums int32 [R, W / 4] and the products of four words of codes each, of words [R, W], with those at `at` [W]."""
-    own = _fours(words, R, W)
-    its = _fours(tl.load(x + at, mask=here, other=0)[None, :], 1, W)
-    for i in tl.static_range(4):
-        sums = _dot_bytes(own[i], tl.broadcast_to(its[i], (R, W // 4)), sums)
-    return sums
+def _dots_of_words(words, x, at, mask, sums, R: tl.constexpr, W: tl.constexpr):
+    """`_dots_of_fours` of words [R, W]."""
+    return _dots_of_fours(fours(words, R, W), x, at, mask, sums, R, W)
 
 
 @triton.jit
@@ -517,11 +533,6 @@ def _six_bits(first, second, third, j):
 
 
 @triton.jit
-def _half_float(bits):
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _k_scales(scales, row, u, here, k, TYPE: tl.constexpr):
     """Of each row [R] the scale and what is subtracted, of the low and of the high codes of pieces u [U] of sixteen
     bytes of four bits: float32 [R, U] each. Of Q6_K nothing is subtracted, but codes have an offset of 32."""
@@ -531,7 +542,7 @@ def _k_scales(scales, row, u, here, k, TYPE: tl.constexpr):
     here = tl.trans(here)
     header = scales + (s * HEADER)[:, None] + row[None, :] * (k // 256 * HEADER)
     if TYPE == "Q6_K":
-        d = _half_float(tl.load((header + 16).to(tl.pointer_type(tl.int16)), mask=here, other=0))
+        d = half_float(tl.load((header + 16).to(tl.pointer_type(tl.int16)), mask=here, other=0))
         own = header + (v // 4 * 8 + v % 4 // 2 * 2 + v % 2)[:, None]
         low_scale = d * small_signed(tl.load(own, mask=here, other=0))
         high_scale = d * small_signed(tl.load(own + 4, mask=here, other=0))
@@ -541,7 +552,7 @@ def _k_scales(scales, row, u, here, k, TYPE: tl.constexpr):
         chunk = (v // 2)[:, None]
         words = header.to(tl.pointer_type(tl.int32))
         both = tl.load(words, mask=here, other=0)
-        d, least = _half_float(both), _half_float(both >> 16)
+        d, least = half_float(both), half_float(both >> 16)
         first = tl.load(words + 1, mask=here, other=0)
         second = tl.load(words + 2, mask=here, other=0)
         third = tl.load(words + 3, mask=here, other=0)
@@ -690,6 +701,71 @@ def _dots_k(
 
 
 @triton.jit
+def _coded_dots_words(
+    x, data, scales, row, live, tokens, k, TYPE: tl.constexpr, G: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """`dots_together` of types that are unpacked to words, before the last sum: C elements at a time."""
+    U: tl.constexpr = C // 16
+    W: tl.constexpr = 4 * U
+    blocks = k // 32
+    sums = _zeros(G, R, U)
+    for u0 in range(0, blocks * 2, U):
+        u, w = pieces_from(u0, U), u0 * 4 + tl.arange(0, W)
+        valid, real = u < blocks * 2, w < blocks * 8
+        four = unpacked(data, scales, row, live, u0, k, TYPE, R, U)
+        next_sums = ()
+        for t in tl.static_range(G):
+            x_row = x + tl.minimum(t, tokens - 1) * taken_width(k, TYPE)
+            steps = (x_row + blocks * 16).to(tl.pointer_type(tl.float32))
+            dots = _dots_of_fours(four, x_row, w, real, tl.zeros((R, U), tl.int32), R, W)
+            dots = _dots_of_fours(four, x_row + blocks * 8, w, real, dots << 8, R, W)
+            if t == 0:
+                scale = piece_scales(data, scales, row, live, u0, k, TYPE, U)
+                if with_minimum(TYPE):
+                    least = piece_minimum(scales, row, live, u0, k, U)
+            value = dots.to(tl.float32) * scale
+            if with_minimum(TYPE):
+                value -= least * tl.load(steps + blocks + u, mask=valid, other=0)[None, :]
+            value *= tl.load(steps + u // 2, mask=valid, other=0)[None, :]
+            next_sums = next_sums + (sums[t] + value,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = next_sums
+    return sums
+
+
+@triton.jit
+def _unpacked_values(data, scales, row, live, u0, k, TYPE: tl.constexpr, R: tl.constexpr, U: tl.constexpr):
+    """Pieces u0 .. u0 + U of rows [R] of a type that is unpacked to words, float32 [R, U, 16]."""
+    four = unpacked(data, scales, row, live, u0, k, TYPE, R, U)
+    words = tl.join(tl.join(four[0], four[2]), tl.join(four[1], four[3]))  # [R, U, 2, 2], in their order
+    codes_ = tl.reshape(words, (R, U, 4))[:, :, :, None] >> (8 * tl.arange(0, 4))[None, None, None, :]
+    scale = piece_scales(data, scales, row, live, u0, k, TYPE, U)
+    values = tl.reshape(small_signed(codes_.to(tl.int8)), (R, U, 16)) * scale[:, :, None]
+    if with_minimum(TYPE):
+        values -= piece_minimum(scales, row, live, u0, k, U)[:, :, None]
+    return values
+
+
+@triton.jit
+def _dots_words(
+    x, data, scales, row, live, tokens, k, first, last,
+    TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """`row_dots` of types that are unpacked to words, several tokens."""
+    U: tl.constexpr = C // 16
+    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
+    t, real = lanes(tokens, T, HALVES)
+    acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
+    begin, end = _steps(first, last, k // 16, U)
+    for u0 in range(begin, end, U):
+        c = u0 * 16 + tl.arange(0, C)
+        ok = (c < k)[:, None] & real[None, :]
+        w = tl.reshape(_unpacked_values(data, scales, row, live, u0, k, TYPE, R, U), (R, C)).to(NARROW)
+        acc = tl.dot(w, tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _dots_8bit(
     x, data, scales, row, live, tokens, k, first, last,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
@@ -756,6 +832,8 @@ def row_dots(
     else:  # the compiler goes on behind a return
         if TYPE == "Q4_0" or TYPE == "MXFP4":
             acc = _dots_4bit(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
+        elif unpacks(TYPE):
+            acc = _dots_words(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
         elif k_quant(TYPE):
             acc = _dots_k(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
         elif TYPE == "Q8_0":
@@ -776,7 +854,9 @@ def dots_together(
     """Products of rows, int64 [R], of a type in `INTEGERS` with each of up to G tokens, which `codes` made x of: G of
     float32 [R], of which `tokens` mean something. Weights are decoded once for all tokens, and the products of each
     have the bits that they have alone."""
-    if k_quant(TYPE):
+    if unpacks(TYPE):
+        sums = _coded_dots_words(x, data, scales, row, live, tokens, k, TYPE, G, R, C)
+    elif k_quant(TYPE):
         sums = _coded_dots_k(x, data, scales, row, live, tokens, k, TYPE, G, R, C)
     else:
         sums = _coded_dots(x, data, scales, row, live, tokens, k, TYPE, G, R, C)
@@ -926,7 +1006,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None
     alone = each is None
     parts = out if alone else torch.empty((splits, *out.shape), dtype=torch.float32, device=x.device)
     _linear_kernel[(triton.cdiv(w.rows, tile.rows), splits)](
-        taken(x, w.type), w.data, either(w.scales, w.data), either(bias, out), parts, tokens,
+        taken(x, w.type), w.data, scales_of(w), either(bias, out), parts, tokens,
         w.rows, w.k, TYPE=w.type, BIAS=alone and bias is not None, RELU=alone and relu, T=columns(w.type, tokens),
         R=tile.rows, C=tile.columns, G=together(w.type, tokens), PRECISION=precision(x), HALVES=two,
         ADD=alone and into is not None,
@@ -988,6 +1068,16 @@ def _k_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.cons
 
 
 @triton.jit(do_not_specialize=["first"])
+def _word_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.constexpr):
+    """U pieces of a row of a type that is unpacked to words, as float16."""
+    row = first + tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    u0 = tl.program_id(1) * U
+    wide = _unpacked_values(data, scales, row, row >= 0, u0, k, TYPE, 1, U)
+    c = (u0 + tl.arange(0, U))[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    tl.store(out + tl.program_id(0).to(tl.int64) * k + c, wide.to(tl.float16), mask=c < k)
+
+
+@triton.jit(do_not_specialize=["first"])
 def _values_kernel(
     data, scales, shared, group, out, first, k, TYPE: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
@@ -1025,7 +1115,11 @@ def _values_kernel(
 def values(w: Weight, begin: int, end: int, shared: Tensor | None, group: Tensor | None) -> Tensor:
     """Rows begin .. end of a quantised weight, float16 [end - begin, k]; shared, group: of Q4_0X32, see `Neurons`."""
     out = torch.empty((end - begin, w.k), dtype=torch.float16, device=w.data.device)
-    if out.numel() and w.type in K_CODES:
+    if out.numel() and w.type in UNPACKED:
+        _word_values_kernel[(end - begin, triton.cdiv(w.k, 32 * VALUES))](
+            w.data, scales_of(w), out, begin, w.k, TYPE=w.type, U=2 * VALUES, num_warps=4
+        )
+    elif out.numel() and w.type in K_CODES:
         _k_values_kernel[(end - begin, triton.cdiv(w.k, 32 * VALUES))](
             w.data, w.scales, out, begin, w.k, TYPE=w.type, U=VALUES, num_warps=4
         )
@@ -1077,6 +1171,13 @@ def tensor_columns(tokens: int, two: bool) -> int:
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
     """A valid pointer for an argument that is not read."""
     return other if tensor is None else tensor
+
+
+def scales_of(w: Weight) -> Tensor | tuple[Tensor, Tensor]:
+    """Scales of a weight as kernels take them: of a type with a grid that, too."""
+    grid = table(w.type, w.data.device) if w.type in UNPACKED else None
+    scales = either(w.scales, w.data)
+    return scales if grid is None else (scales, grid)
 
 
 def precision(x: Tensor) -> str:
@@ -1604,7 +1705,7 @@ def predict(
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
         counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
     _outer_kernel[(programs,)](
-        taken(hidden, outer.type), outer.data, either(outer.scales, outer.data), z, *into, counts, tokens, n,
+        taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
         C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two,
         LINES=asked_lines(outer, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),

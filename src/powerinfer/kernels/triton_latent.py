@@ -28,6 +28,7 @@ from powerinfer.kernels.triton_kernels import (
     processors,
     row_dots,
     row_width,
+    scales_of,
     stored_head,
     taken_width,
     tensor_columns,
@@ -94,7 +95,7 @@ def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
         x = x.contiguous()
     rows = w.rows // heads
     _per_head_kernel[(triton.cdiv(rows, tile.rows), heads)](
-        x, w.data, either(w.scales, w.data), out, tokens, rows, k, x.stride(0), out.stride(0), out.stride(1),
+        x, w.data, scales_of(w), out, tokens, rows, k, x.stride(0), out.stride(0), out.stride(1),
         TYPE=w.type, T=columns(w.type, tokens) if turns else tensor_columns(tokens, False), R=tile.rows, C=tile.columns,
         PRECISION=precision(x), num_warps=tile.warps,
     )  # fmt: skip

@@ -592,7 +592,8 @@ def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: i
     every = {layer: model.expert_bytes(layer)[0] for layer in layers}
     if work.chunk <= kernels.FEW or sum(model.n_experts[layer] * each for layer, each in every.items()) <= room:
         return 0
-    if not model.in_place or any(one.type != one.gpu_type for layer in layers for one in model.experts[layer]):
+    stays = (one.type == one.gpu_type != kernels.FACTORED for layer in layers for one in model.experts[layer])
+    if not model.in_place or not all(stays):
         return 0
     largest = max(layers, key=lambda layer: every[layer])
     matrices = [one.stored // model.n_experts[largest] for one in model.experts[largest]]
