@@ -25,8 +25,10 @@ torch = pytest.importorskip("torch")
 import model_files  # noqa: E402
 from configs import small  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
-from model_files import delta_gguf, family_gguf, latent_gguf, plain_folder, tiny_folder  # noqa: E402
+from model_files import LAYERS, delta_gguf, family_gguf, latent_gguf, plain_folder, tiny_folder  # noqa: E402
 from sparse_models import give_bundles, give_predictor, give_profile, profile_for, tiny_llama  # noqa: E402
+from stored_weights import stored_evenly  # noqa: E402
+from test_checkpoint import with_type  # noqa: E402
 
 from benchmarks.models import expert_models  # noqa: E402
 from powerinfer.config import EngineConfig, FfnConfig, LatentAttentionConfig, LayerConfig  # noqa: E402
@@ -42,6 +44,7 @@ from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.profile_file import open_profile, write_profile  # noqa: E402
+from powerinfer.formats.quant import block_type  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
 from powerinfer.hybrid import beside_gpu, crossing, fusion, memory_trial, resolve, resolved, vram  # noqa: E402
@@ -213,6 +216,27 @@ def test_dense_layers_are_as_large_as_was_counted(tmp_path: Path, kv_type: str, 
     check_dense_layers(
         tiny_folder(tmp_path / "model", "qwen2", dtype="F16", biases="qkv"), tmp_path, kv_type, layers, head
     )
+
+
+FEW_BITS = ("Q3_K", "Q2_K", "IQ3_S", "NVFP4", "IQ2_XS", "IQ4_XS", "TQ1_0")
+
+
+@pytest.mark.usefixtures("device")
+def test_types_of_few_bits_take_on_a_gpu_what_they_do_in_a_file(tmp_path: Path) -> None:
+    """A file with several of them, as dynamic quantisations have; NVFP4 takes four bytes more for each row."""
+    builder, rng = with_type("Q3_K", 11), np.random.default_rng(4)
+    matrices = [tensor for tensor in builder.tensors if tensor.name.startswith("blk") and len(tensor.dims) == 2]
+    rows = 0
+    for number, tensor in enumerate(matrices):
+        kind = FEW_BITS[number % len(FEW_BITS)]
+        tensor.type_id = block_type(kind).id
+        tensor.data = stored_evenly(kind, tensor.dims[1], tensor.dims[0], 0.1, rng).tobytes()
+        rows += tensor.dims[1] * (kind == "NVFP4")
+    path = builder.write(tmp_path / "m.gguf")
+    check_dense_layers(path, tmp_path, "f16", LAYERS, False)
+    model = checkpoint_model(open_checkpoint(path))
+    on_device = sum(one.stored for layer in (*model.attention, *model.ffn) for one in layer)
+    assert on_device == sum(len(tensor.data) for tensor in matrices) + 4 * rows
 
 
 @pytest.mark.parametrize(("layers", "head"), [(1, False), (2, True)])
