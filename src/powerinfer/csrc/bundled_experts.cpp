@@ -62,7 +62,7 @@ void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
                               const Attempt&) {
   if (predictor_) return sum_predicted(t, rows, x, piece, top_k, shared);
   const int64_t tokens = piece.x.tokens;
-  const PiActs inputs = tokens == 1 ? *acts : gather(t, rows, acts, d_model, forms_);
+  const PiActs inputs = tokens == 1 ? *acts : gather(t.id, rows, acts, d_model, forms_);
   begin_list(t.id);
   if (shared_) list_shared(t, rows, acts, tokens, shared);
   list_firing(t.id, rows, &inputs, tokens);
@@ -78,13 +78,14 @@ template <class F, class G>
 void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs* inputs,
                           bool single, const Limit& limit, F prepare, G use_listed) const {
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
-  share_panels(thread, rows, matrices[0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
-    const int64_t begin = rows.begin[e], n = rows.n(e), c0 = p0 * PI_LANES, lanes = (p1 - p0) * PI_LANES;
+  share_panels(thread, rows, matrices[0].panels, [&](const Block& block) {
+    const size_t e = block.expert;
+    const int64_t begin = block.first, n = block.n, c0 = block.c0(), lanes = block.lanes();
     const int64_t first = (int64_t)e * matrices[e].rows + c0;
-    float* const z = rows.floats(rows.gate) + begin * rows.ldh + c0;
+    float* const z = hidden_rows(rows, block).rows;
     if (inputs) {
       const PiActs x = pi_acts_from(inputs, single ? 0 : begin, 0);
-      workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, p0, p1);
+      workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, block.p0, block.p1);
       prepare(e, z, lanes);
     }
     int64_t counts[PI_NEURON_TOKENS] = {0};
@@ -215,7 +216,7 @@ void BundledExperts::weigh(const Thread& t, ExpertRows& rows, int64_t tokens, in
 void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const PiActs* hidden, int64_t tokens,
                                     bool sampled) const {
   NeuronLists& lists = workspace_->lists();
-  const PiActs inputs = tokens == 1 ? *hidden : gather(t, rows, hidden, predictor_->rank(), out_[0].form());
+  const PiActs inputs = tokens == 1 ? *hidden : gather(t.id, rows, hidden, predictor_->rank(), out_[0].form());
   const auto select = [&](size_t e, const float* z, int64_t first, int32_t* listed, int64_t n, int64_t lanes) {
     const auto token = [&](int64_t i) { return rows.token_of[(size_t)(rows.begin[e] + i)]; };
     for (int64_t j = 0; j < n; j++) {
@@ -269,19 +270,19 @@ void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* act
   const NeuronLists& lists = workspace_->lists();
   Ffn::Recall& recall = sampled_[(size_t)t.id];
   const bool single = tokens == 1;
-  multiply(t.id, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, false, nullptr);
-  share_panels(t.id, rows, parts_[UP][0].panels, false,
-               [&](size_t e, int64_t p0, int64_t p1) {  // as those of `multiply`
-                 for (int64_t r = rows.begin[e]; r < rows.begin[e + 1]; r++) {
-                   const float* const h = rows.floats(rows.gate) + r * rows.ldh;
-                   const float* const z = lists.z.data() + rows.token_of[(size_t)r] * lists.ldz + (int64_t)e * neurons;
-                   for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) {
-                     if (!among_all_.empty() && !among_all_[e * (size_t)neurons + (size_t)c]) continue;
-                     recall.active += h[c] != 0.0f;
-                     recall.found += h[c] != 0.0f && predictor_->candidate(z[c]);
-                   }
-                 }
-               });
+  multiply(t.id, rows, single ? *acts : gather(t.id, rows, acts, d_model, forms_), single, nullptr);
+  share_panels(t.id, rows, parts_[UP][0].panels, [&](const Block& block) {  // as those of `multiply`
+    for (int64_t r = block.first; r < block.first + block.n; r++) {
+      const float* const h = rows.floats(rows.gate) + r * rows.ldh + block.c0();
+      const float* const z =
+          lists.z.data() + rows.token_of[(size_t)r] * lists.ldz + (int64_t)block.expert * neurons + block.c0();
+      for (int64_t c = 0; c < block.lanes(); c++) {
+        if (!among_all_.empty() && !among_all_[block.expert * (size_t)neurons + (size_t)(block.c0() + c)]) continue;
+        recall.active += h[c] != 0.0f;
+        recall.found += h[c] != 0.0f && predictor_->candidate(z[c]);
+      }
+    }
+  });
 }
 
 ExpertStore::Counts BundledExperts::counts() const { return {bundled_->stats_of_job(), recall_, predictor_rows_}; }

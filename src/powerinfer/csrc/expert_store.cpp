@@ -8,7 +8,7 @@
 #include "resting_experts.h"
 #include "resting_neurons.h"
 
-ExpertRows::ExpertRows(const Sizes& s)
+ExpertRows::ExpertRows(const Sizes& s, int threads)
     : sizes(s),
       ldl(pi_round_up(s.experts, PI_LANES)),
       ldh(pi_round_up(s.neurons, 2 * PI_LANES)),
@@ -32,15 +32,28 @@ ExpertRows::ExpertRows(const Sizes& s)
       activations(PI_NEURON_TOKENS * s.bundled * 4),
       expert_weights((size_t)(PI_NEURON_TOKENS * s.groups)),
       guessed((size_t)(GUESSED * ldl)),
-      fired((size_t)(s.bundled ? PI_NEURON_TOKENS * s.top_k * ldh / PI_LANES : 0)) {
+      fired((size_t)(s.bundled ? PI_NEURON_TOKENS * s.top_k * ldh / PI_LANES : 0)),
+      copies_((size_t)threads) {
   active.reserve((size_t)s.experts);
+  for (auto& copy : copies_) copy.reserve((size_t)s.experts);
+}
+
+const std::vector<ExpertRows::Active>& ExpertRows::copy(int thread) const {
+  std::vector<Active>& own = copies_[(size_t)thread];
+  const size_t n = std::min(active.size(), (size_t)sizes.experts);
+  own.resize(n);
+  for (size_t i = 0; i < n; i++) {
+    const auto e = (size_t)active.data()[i];
+    own[i] = {e, begin[e], cost[i + 1] - cost[i] - ROW_COSTS, cost[i]};
+  }
+  return own;
 }
 
 void ExpertRows::compute(const std::vector<int32_t>& experts) {
   active = experts;
   for (size_t i = 0; i < active.size(); i++) {
     const size_t e = (size_t)active[i];
-    cost[i + 1] = cost[i] + begin[e + 1] - begin[e] + 2;  // a row each, and to read the weights and to widen them
+    cost[i + 1] = cost[i] + n(e) + ROW_COSTS;
   }
 }
 
@@ -63,11 +76,25 @@ ExpertStore::ExpertStore(ExpertMatrices all, Parts parts, std::shared_ptr<Worksp
       workspace_(std::move(workspace)),
       forms_((parts_[GATE].empty() ? 0 : parts_[GATE][0].form()) | parts_[UP][0].form()) {}
 
-PiActs ExpertStore::gather(const Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const {
-  const int64_t nb = k / 32;
+PiActs ExpertStore::gather(int thread, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const {
   const PiActs to = rows.input.rows(k);
   int64_t begin, end;
-  share(rows.begin[(size_t)experts], 1, workspace_->pool->threads(), t.id, &begin, &end);
+  share(rows.begin[(size_t)experts], 1, workspace_->pool->threads(), thread, &begin, &end);
+  gather_rows(rows, acts, to, forms, begin, end);
+  workspace_->pool->barrier();
+  return to;
+}
+
+PiActs ExpertStore::gather_in_phase(const ExpertRows& rows, const PiActs* acts) const {
+  const PiActs to = rows.input.rows(d_model);
+  workspace_->pool->phase(rows.begin[(size_t)experts], 1,
+                          [&](int64_t begin, int64_t end) { gather_rows(rows, acts, to, forms_, begin, end); });
+  return to;
+}
+
+void ExpertStore::gather_rows(const ExpertRows& rows, const PiActs* acts, const PiActs& to, int forms, int64_t begin,
+                              int64_t end) {
+  const int64_t k = to.k, nb = k / 32;
   for (int64_t r = begin; r < end; r++) {
     const int64_t i = rows.token_of[(size_t)r];
     if (forms & PI_FORM_F32) memcpy(rows.input.floats() + r * to.ldf, acts->f + i * acts->ldf, (size_t)k * 4);
@@ -78,68 +105,127 @@ PiActs ExpertStore::gather(const Thread& t, const ExpertRows& rows, const PiActs
     memcpy(to.sd + r * nb, acts->sd + i * nb, (size_t)nb * 4);
     memcpy(to.s + r * 2 * nb, acts->s + i * 2 * nb, (size_t)nb * 4);
   }
-  workspace_->pool->barrier();
-  return to;
+}
+
+ExpertStore::Work::Work(const std::vector<ExpertRows::Active>& active, int64_t panels, int64_t unit)
+    : active(active), panels(panels), unit(unit), units((panels + unit - 1) / unit) {
+  for (const ExpertRows::Active& one : active) most_rows = std::max(most_rows, one.n);
+  if (!active.empty()) all = (active.back().before + active.back().cost()) * units;
+}
+
+template <class C, class P>
+void ExpertStore::phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute,
+                                  const P& place) const {
+  Pool& pool = *workspace_->pool;
+  const bool dealt = workspace_->deals(rows.begin[(size_t)experts], parts_[UP][0], (int64_t)all.active.size());
+  const int64_t of_unit = all.unit * PI_LANES * floats;  // and row; one may begin in a piece and end behind it
+  const auto aside_at = [&](float*& aside, const Block& block) {
+    const int64_t ld = block.lanes(), n = block.n * ld;
+    const Output at{aside, aside + n, ld};
+    aside += floats * n;
+    return at;
+  };
+  pool.phase(
+      all.all, dealt ? std::max(all.all / (32 * pool.threads()), (int64_t)1) : 1, {of_unit, of_unit * all.most_rows},
+      [&](int64_t from, int64_t to, float* aside) {
+        const bool is_aside = aside;
+        all.visit(from, to, [&](const Block& block) {
+          compute(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
+        });
+      },
+      [&](int64_t from, int64_t to, float* aside) {
+        const bool is_aside = aside;
+        all.visit(from, to, [&](const Block& block) {
+          place(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
+        });
+      },
+      dealt);
 }
 
 void ExpertStore::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                            const Attempt&) {
-  multiply(t.id, rows, acts, single, true, fired);
-  workspace_->pool->barrier();
-  add_down(t.id, rows, true);
-  workspace_->pool->barrier();
+  const bool gated = !parts_[GATE].empty();
+  phase_of_panels(
+      rows, Work(rows.copy(t.id), parts_[UP][0].panels), fired ? 0 : 1 + gated,
+      [&](const Block& block, const Output& aside) {
+        first_products(t.id, rows, block, acts, single, aside.rows ? aside : hidden_rows(rows, block), fired);
+      },
+      [&](const Block& block, const Output& aside) {
+        if (aside.rows)
+          copy_rows(aside.rows, aside.ld, hidden_rows(rows, block).rows, rows.ldh, block.lanes(), block.n);
+        make_forms(rows, block);
+      });
+  phase_of_panels(
+      rows, Work(rows.copy(t.id), parts_[DOWN][0].panels, parts_[DOWN][0].unit(2)), 1,
+      [&](const Block& block, const Output& aside) {
+        if (aside.rows) down_products(t.id, rows, block, aside.rows, aside.ld);
+        else down_products(t.id, rows, block, out_rows(rows, block), rows.ldy);
+      },
+      [&](const Block& block, const Output& aside) {
+        if (aside.rows) copy_rows(aside.rows, aside.ld, out_rows(rows, block), rows.ldy, block.lanes(), block.n);
+      });
 }
 
-void ExpertStore::multiply(int thread, const ExpertRows& rows, const PiActs& acts, bool single, bool dealt,
-                           uint16_t* fired) const {
-  const PiKernels* const kernels = workspace_->kernels;
-  const bool gated = !parts_[GATE].empty();
-  float *const gate = rows.floats(rows.gate), *const up = rows.floats(rows.up);
-  const int form = parts_[DOWN][0].form();
-  PiActs hidden = rows.hidden.rows(neurons);
-  hidden.f = gate;
-  hidden.ldf = rows.ldh;
-  const int64_t panels = parts_[UP][0].panels;
-  share_panels(thread, rows, panels, dealt, [&](size_t e, int64_t p0, int64_t p1) {  // two panels: a block of h
-    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin, c0 = p0 * PI_LANES;
-    const int64_t lanes = (p1 - p0) * PI_LANES, columns = std::min(neurons - c0, lanes);
-    const PiActs x = pi_acts_from(&acts, single ? 0 : begin, 0);
-    float *const h = gate + begin * rows.ldh, *const more = up + begin * rows.ldh;
-    if (gated) product(thread, rows, GATE, e, x, h, rows.ldh, p0, p1);
-    product(thread, rows, UP, e, x, gated ? more : h, rows.ldh, p0, p1);
-    for (int64_t i = 0; i < n; i++) {
-      float* row = h + i * rows.ldh + c0;
-      activation_.apply(kernels, row, gated ? more + i * rows.ldh + c0 : nullptr, lanes);
-      if (fired) kernels->neurons.fires(row, lanes, 0.0f, fired + (begin + i) * panels + p0);
-      kernels->scale(row, rows.weight_of[(size_t)(begin + i)], columns);
-      if (form == PI_FORM_F32) continue;
-      const PiActs to = pi_acts_from(&hidden, begin + i, c0);
-      kernels->forms(row, columns, form, &to);
-    }
+void ExpertStore::multiply(int thread, const ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired) const {
+  share_panels(thread, rows, parts_[UP][0].panels, [&](const Block& block) {  // two panels: a block of h
+    first_products(thread, rows, block, acts, single, hidden_rows(rows, block), fired);
+    make_forms(rows, block);
   });
 }
 
-void ExpertStore::add_down(int thread, const ExpertRows& rows, bool dealt) const {
+void ExpertStore::add_down(int thread, const ExpertRows& rows) const {
+  const Matrix& down = parts_[DOWN][0];
+  share_panels(
+      thread, rows, down.panels,
+      [&](const Block& block) { down_products(thread, rows, block, out_rows(rows, block), rows.ldy); }, down.unit(2));
+}
+
+void ExpertStore::first_products(int thread, const ExpertRows& rows, const Block& block, const PiActs& acts,
+                                 bool single, const Output& to, uint16_t* fired) const {
+  const PiKernels* const kernels = workspace_->kernels;
+  const bool gated = !parts_[GATE].empty();
+  const int64_t panels = parts_[UP][0].panels, columns = std::min(neurons - block.c0(), block.lanes());
+  const PiActs x = pi_acts_from(&acts, single ? 0 : block.first, 0);
+  if (gated) product(thread, GATE, block, x, to.rows, to.ld);
+  product(thread, UP, block, x, gated ? to.more : to.rows, to.ld);
+  for (int64_t i = 0; i < block.n; i++) {
+    float* const row = to.rows + i * to.ld;
+    activation_.apply(kernels, row, gated ? to.more + i * to.ld : nullptr, block.lanes());
+    if (fired) kernels->neurons.fires(row, block.lanes(), 0.0f, fired + (block.first + i) * panels + block.p0);
+    kernels->scale(row, rows.weight_of[(size_t)(block.first + i)], columns);
+  }
+}
+
+void ExpertStore::make_forms(const ExpertRows& rows, const Block& block) const {
+  const int form = parts_[DOWN][0].form();
+  if (form == PI_FORM_F32) return;
+  const PiActs hidden = rows.hidden.rows(neurons);
+  const int64_t columns = std::min(neurons - block.c0(), block.lanes());
+  const float* const h = hidden_rows(rows, block).rows;
+  for (int64_t i = 0; i < block.n; i++) {
+    const PiActs to = pi_acts_from(&hidden, block.first + i, block.c0());
+    workspace_->kernels->forms(h + i * rows.ldh, columns, form, &to);
+  }
+}
+
+void ExpertStore::down_products(int thread, const ExpertRows& rows, const Block& block, float* out, int64_t ld) const {
   PiActs hidden = rows.hidden.rows(neurons);
   hidden.f = rows.floats(rows.gate);
   hidden.ldf = rows.ldh;
-  const auto add = [&](size_t e, int64_t p0, int64_t p1) {
-    const int64_t begin = rows.begin[e], n = rows.begin[e + 1] - begin;
-    float* out = rows.floats(rows.out) + begin * rows.ldy;
-    product(thread, rows, DOWN, e, pi_acts_from(&hidden, begin, 0), out, rows.ldy, p0, p1);
-    if (biases_[DOWN].empty()) return;
-    for (int64_t i = 0; i < n; i++, out += rows.ldy) {  // times the row's weight, as h is
-      const float weight = rows.weight_of[(size_t)(begin + i)];
-      for (int64_t c = p0 * PI_LANES; c < p1 * PI_LANES; c++) out[c] += weight * biases_[DOWN][e][(size_t)c];
-    }
-  };
-  share_panels(thread, rows, parts_[DOWN][0].panels, dealt, add, parts_[DOWN][0].unit(2));
+  product(thread, DOWN, block, pi_acts_from(&hidden, block.first, 0), out, ld);
+  if (biases_[DOWN].empty()) return;
+  const float* const bias = biases_[DOWN][block.expert].data() + block.c0();
+  for (int64_t i = 0; i < block.n; i++, out += ld) {  // times the row's weight, as h is
+    const float weight = rows.weight_of[(size_t)(block.first + i)];
+    for (int64_t c = 0; c < block.lanes(); c++) out[c] += weight * bias[c];
+  }
 }
 
-void ExpertStore::product(int thread, const ExpertRows& rows, Part part, size_t e, const PiActs& acts, float* out,
-                          int64_t ldo, int64_t p0, int64_t p1) const {
-  const Vector& bias = part == DOWN || biases_[part].empty() ? NO_BIAS : biases_[part][e];
-  workspace_->linear(thread, parts_[part][e], bias, &acts, out, ldo, rows.n(e), false, p0, p1);
+void ExpertStore::product(int thread, Part part, const Block& block, const PiActs& acts, float* out,
+                          int64_t ldo) const {
+  const Vector& bias = part == DOWN || biases_[part].empty() ? NO_BIAS : biases_[part][block.expert];
+  workspace_->linear(thread, parts_[part][block.expert], bias, &acts, out - block.c0(), ldo, block.n, false, block.p0,
+                     block.p1);
 }
 
 bool ExpertStore::fetch(const ExpertRows& rows, int64_t last) const {
@@ -154,12 +240,12 @@ bool ExpertStore::fetch(const ExpertRows& rows, int64_t last) const {
         fetch_line(data + i);
       at += n;
     };
-    share_panels(thread, rows, parts_[UP][0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
-      if (!parts_[GATE].empty()) lines(parts_[GATE][e], p0, p1);
-      lines(parts_[UP][e], p0, p1);
+    share_panels(thread, rows, parts_[UP][0].panels, [&](const Block& block) {
+      if (!parts_[GATE].empty()) lines(parts_[GATE][block.expert], block.p0, block.p1);
+      lines(parts_[UP][block.expert], block.p0, block.p1);
     });
-    share_panels(thread, rows, parts_[DOWN][0].panels, false,
-                 [&](size_t e, int64_t p0, int64_t p1) { lines(parts_[DOWN][e], p0, p1); });
+    share_panels(thread, rows, parts_[DOWN][0].panels,
+                 [&](const Block& block) { lines(parts_[DOWN][block.expert], block.p0, block.p1); });
     if (at > last) more = true;
   });
   return more;

@@ -53,7 +53,7 @@ struct ExpertRows {
     int64_t groups;   // of these, experts and as many neurons of the shared one as an expert has
   };
   static constexpr int64_t GUESSED = PI_NEURON_TOKENS;  // tokens of a step that guesses
-  explicit ExpertRows(const Sizes& sizes);
+  ExpertRows(const Sizes& sizes, int threads);
 
   const Sizes sizes;
   const int64_t ldl, ldh, ldy;
@@ -72,7 +72,22 @@ struct ExpertRows {
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
   // The experts that are computed next, of those that have rows: `active` and `cost`.
   void compute(const std::vector<int32_t>& experts);
+  // An active expert: its rows, and what a unit of work of all those before costs.
+  struct Active {
+    size_t expert;
+    int64_t first, n, before;
+    int64_t cost() const { return n + ROW_COSTS; }
+  };
+  // A row each, and to read the weights and to widen them.
+  static constexpr int64_t ROW_COSTS = 2;
+  // The active experts of a phase: a thread's own copy, since it may be late, when others select experts already.
+  const std::vector<Active>& copy(int thread) const;
   int64_t n(size_t expert) const { return begin[expert + 1] - begin[expert]; }
+
+ private:
+  mutable std::vector<std::vector<Active>> copies_;  // by thread
+
+ public:
   float* floats(const Mapping& of) const { return (float*)of.data(); }
 };
 
@@ -100,12 +115,12 @@ class ExpertStore {
   // The forms that a step of that many tokens reads its input in.
   virtual int forms(int64_t) const { return forms_; }
   int64_t up_panels() const { return parts_[UP][0].panels; }
-  // The outputs of all rows; ends with a barrier. A row has the same bits whichever rows are computed with it. acts: of
+  // The outputs of all rows, in phases, of experts on disk with barriers. A row has the same bits whichever rows are computed with it. acts: of
   // the tokens; fired: a bit for each neuron of each row, null: not asked for.
   void sum_tokens(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, uint16_t* fired,
                   const Attempt& attempt) {
     const bool single = tokens == 1;
-    sum_rows(t, rows, single ? *acts : gather(t, rows, acts, d_model, forms_), single, fired, attempt);
+    sum_rows(t, rows, single ? *acts : gather_in_phase(rows, acts), single, fired, attempt);
   }
   // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`. x: what a predictor reads,
   // the input of the layer.
@@ -146,41 +161,74 @@ class ExpertStore {
   // The same of experts on disk, some after others: `next`, by thread 0, says which.
   void sum_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                     const std::function<void()>& next, const RestingExperts& resting) const;
-  // For each row its token's input, of k elements. Ends with a barrier.
-  PiActs gather(const Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
-  // Calls work(expert, first panel, last panel) for this thread's share of the panels of all active experts, two or
-  // `unit` at a time: shares cost about the same however the rows are distributed. dealt: of many rows what a free thread
-  // takes.
-  template <class F>
-  void share_panels(int thread, const ExpertRows& rows, int64_t panels, bool dealt, F work, int64_t unit = 2) const {
-    const size_t n = rows.active.size();
-    if (n == 0) return;
-    const int64_t units = (panels + unit - 1) / unit, all = rows.cost[n] * units;
-    const auto part = [&](int64_t from, int64_t to) {
-      for (size_t i = 0; i < n; i++) {
-        const int64_t expert_cost = rows.cost[i + 1] - rows.cost[i], before = rows.cost[i] * units;
+  // For each row its token's input, of k elements. With a barrier; `gather_in_phase`: in a phase.
+  PiActs gather(int thread, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
+  PiActs gather_in_phase(const ExpertRows& rows, const PiActs* acts) const;
+  static void gather_rows(const ExpertRows& rows, const PiActs* acts, const PiActs& to, int forms, int64_t begin,
+                          int64_t end);
+  // Rows of an expert by panels of one of its matrices.
+  struct Block {
+    size_t expert;
+    int64_t first, n, p0, p1;  // the first row and their number; panels
+    int64_t c0() const { return p0 * PI_LANES; }
+    int64_t lanes() const { return (p1 - p0) * PI_LANES; }
+  };
+  // The panels of all active experts, `unit` at a time, as numbers up to `all`: equal parts of these cost about the same
+  // however the rows are distributed.
+  struct Work {
+    Work(const std::vector<ExpertRows::Active>& active, int64_t panels, int64_t unit = 2);
+    // Calls f(block) for what begins in [from, to).
+    template <class F>
+    void visit(int64_t from, int64_t to, const F& f) const {
+      for (const ExpertRows::Active& one : active) {
         const auto first = [&](int64_t cost) {  // the unit that begins there or next
+          const int64_t before = one.before * units;
           return std::min(
-              std::clamp((std::max(cost, before) - before + expert_cost - 1) / expert_cost, (int64_t)0, units) * unit,
+              std::clamp((std::max(cost, before) - before + one.cost() - 1) / one.cost(), (int64_t)0, units) * unit,
               panels);
         };
-        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) work((size_t)rows.active[i], p0, p1);
+        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) f(Block{one.expert, one.first, one.n, p0, p1});
       }
-    };
-    Pool& pool = *workspace_->pool;
-    if (dealt && workspace_->deals(rows.begin[(size_t)experts], parts_[UP][0], (int64_t)n))
-      return pool.deal(all, std::max(all / (16 * pool.threads()), (int64_t)1), part);
+    }
+    const std::vector<ExpertRows::Active>& active;
+    const int64_t panels, unit, units;
+    int64_t all = 0, most_rows = 0;  // of an expert
+  };
+  // Calls work(block) for this thread's share of the panels of all active experts.
+  template <class F>
+  void share_panels(int thread, const ExpertRows& rows, int64_t panels, F work, int64_t unit = 2) const {
+    const Work all(rows.copy(thread), panels, unit);
     int64_t from, to;
-    share(all, 1, pool.threads(), thread, &from, &to);
-    part(from, to);
+    share(all.all, 1, workspace_->pool->threads(), thread, &from, &to);
+    all.visit(from, to, work);
   }
-  // h of all rows: this thread's share, times the weights of the rows, in the form that down takes.
-  void multiply(int thread, const ExpertRows& rows, const PiActs& acts, bool single, bool dealt, uint16_t* fired) const;
+  // The same in a phase, to `columns` rows, `ld` apart, which may lie aside: compute(block, columns, ld), then, for blocks
+  // that are there, place(block). As many floats for a row and panel as `floats`; 0: not aside.
+  struct Output {
+    float *rows, *more;  // of the block's first row and panel
+    int64_t ld;
+  };
+  template <class C, class P>
+  void phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute, const P& place) const;
+  // h of a block, times the weights of the rows.
+  void first_products(int thread, const ExpertRows& rows, const Block& block, const PiActs& acts, bool single,
+                      const Output& to, uint16_t* fired) const;
+  // That in the form that down takes.
+  void make_forms(const ExpertRows& rows, const Block& block) const;
+  void down_products(int thread, const ExpertRows& rows, const Block& block, float* out, int64_t ld) const;
+  Output hidden_rows(const ExpertRows& rows, const Block& block) const {
+    const int64_t at = block.first * rows.ldh + block.c0();
+    return {rows.floats(rows.gate) + at, rows.floats(rows.up) + at, rows.ldh};
+  }
+  float* out_rows(const ExpertRows& rows, const Block& block) const {
+    return rows.floats(rows.out) + block.first * rows.ldy + block.c0();
+  }
+  // h of all rows, in the form that down takes: this thread's share.
+  void multiply(int thread, const ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired) const;
   // The output of every row: this thread's share.
-  void add_down(int thread, const ExpertRows& rows, bool dealt) const;
-  // out = panels [p0, p1) of one of an expert's matrices, with its bias but for down, by the expert's rows.
-  void product(int thread, const ExpertRows& rows, Part part, size_t expert, const PiActs& acts, float* out,
-               int64_t ldo, int64_t p0, int64_t p1) const;
+  void add_down(int thread, const ExpertRows& rows) const;
+  // A block of the product with one of an expert's matrices, with its bias but for down; out: of its first row and panel.
+  void product(int thread, Part part, const Block& block, const PiActs& acts, float* out, int64_t ldo) const;
 
   Parts parts_;
   const Activation activation_;

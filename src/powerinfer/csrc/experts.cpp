@@ -139,7 +139,7 @@ void Program::reserve_expert_rows(int64_t n, int64_t top_k, int64_t neurons, int
     all.bundled = std::max(bundled, had.bundled);
     all.groups = std::max(groups, had.groups);
   }
-  expert_rows = std::make_shared<ExpertRows>(all);
+  expert_rows = std::make_shared<ExpertRows>(all, workspace->pool->threads());
 }
 
 // A shared expert in bundles of its own.
@@ -205,7 +205,9 @@ void EarlyRouter::run(Thread& t, const Step& step) {
   ExpertRows& rows = *p.expert_rows;
   const PiActs* acts = p.workspace->prepare(t.id, p.residual(0, step.tokens), {}, router_.scores->form());
   router_.select(t, rows, acts, step.tokens);
-  if (of_ && t.id == 0) p.attempt([&] { of_->store().expect(rows.active.data(), (int64_t)rows.active.size()); });
+  if (!of_) return;
+  p.workspace->pool->barrier();
+  if (t.id == 0) p.attempt([&] { of_->store().expect(rows.active.data(), (int64_t)rows.active.size()); });
 }
 
 void EarlyRouter::foresee(std::shared_ptr<Experts> of) {
@@ -237,19 +239,30 @@ void Experts::run(Thread& t, const Step& step) {
       (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
   const int forms = input_forms(tokens), all = forms | other_forms | (shared_.gate.empty() ? 0 : PI_FORM_F32);
   const PiActs* acts = w.prepare(t.id, x, spec_.norm, all);
+  const auto prepare_again = [&] {
+    if (!w.is_prepared(t.id)) acts = w.prepare(t.id, x, spec_.norm, all);
+  };
   if (router_.scores) router_.select(t, rows, acts, tokens);
-  if (t.id == 0) p.attempt([&] { store_->begin(rows, tokens); });
-  if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
-  if (t.id == 0 && records_) keep(rows, tokens);
-  weigh_shared(t, rows, acts, tokens);
+  if (shared_.neurons && (leaves_out || !shared_.gate.empty())) {
+    prepare_again();
+    w.pool->phase(tokens, 1, [&](int64_t begin, int64_t end) { weigh_shared(rows, acts, begin, end); });
+  }
+  if (store_->resting() || leaves_out || early || records_) {  // threads have parts of their own
+    prepare_again();
+    w.pool->barrier();
+    if (t.id == 0) p.attempt([&] { store_->begin(rows, tokens); });
+    if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
+    if (t.id == 0 && records_) keep(rows, tokens);
+  }
   const bool shared_apart = shared_.neurons && !(leaves_out && store_->has_shared());
   const bool whole_shared = shared_apart && !(leaves_out && shared_.bundled);
-  // There is room for what fires; and phases follow, which do not wait for a thread that has no `acts` yet.
-  if (records_fired_ || (whole_shared && !router_.scores)) w.pool->barrier();
+  if (records_) w.pool->barrier();  // there is room for what fires
+  prepare_again();
   if (whole_shared)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
   if (shared_apart && records_fired_) keep_shared(t, tokens);
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
+  prepare_again();
   if (leaves_out) {
     sum_some(t, rows, acts, x, to, forms);
     if (shared_apart) add_shared(t, rows, tokens, to);
@@ -264,7 +277,6 @@ void Experts::run(Thread& t, const Step& step) {
     if (shared_.neurons) add_shared(t, rows, tokens, to);
   } else {
     merge(t, rows, tokens, to);
-    w.pool->barrier();
   }
   p.add_normalised(spec_.out_norm, p.up, 0, tokens);
 }
@@ -305,9 +317,7 @@ bool Experts::guesses(int64_t tokens) const {
 void Experts::guess(Thread& t, ExpertRows& rows, const Rows& x) const {
   Workspace& w = *t.program->workspace;
   const PiActs* acts = w.prepare(t.id, x, after_->spec_.norm, after_router_->form());
-  w.product(t.id, *after_router_, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NO_BIAS});
-  // What is prepared next may be in the same memory, and a router's barrier is the next one for what it gives.
-  if (x.tokens > 1 || !router_.scores) w.pool->barrier();
+  w.finish_product(t.id, *after_router_, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NO_BIAS});
 }
 
 void Experts::expect_guessed(ExpertRows& rows, int64_t tokens) {
@@ -457,10 +467,8 @@ void Experts::keep_shared(const Thread& t, int64_t tokens) {
                                         recorded_.shared.data() + i * panels);
 }
 
-// The weight of the shared expert for each token of this thread's share; a barrier comes before it is used.
-void Experts::weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
-  int64_t begin, end;
-  share(tokens, 1, t.program->workspace->pool->threads(), t.id, &begin, &end);
+// The weight of the shared expert for tokens [begin, end).
+void Experts::weigh_shared(ExpertRows& rows, const PiActs* acts, int64_t begin, int64_t end) const {
   for (int64_t i = begin; i < end; i++) {
     rows.shared_weights[(size_t)i] = 1;
     if (shared_.gate.empty()) continue;
@@ -488,38 +496,57 @@ void Experts::set_whole(bool on) {
   workspace_->pool->between_jobs([&] { store_->set_whole(on); });
 }
 
-// Adds the shared expert's output, which is in `shared`, to that of the others; ends with a barrier.
-void Experts::add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
-  Pool& pool = *t.program->workspace->pool;
-  int64_t c0, c1;
-  share(t.program->sizes.d_model, PI_LANES, pool.threads(), t.id, &c0, &c1);
-  for (int64_t i = 0; i < tokens; i++) {
-    const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = rows.shared_weights[(size_t)i];
-    for (int64_t c = c0; c < c1; c++) to.out[i * to.ld + c] += weight * row[c];
-  }
-  pool.barrier();
+namespace {
+
+// Calls add(c0, c1, out, ld) for columns of rows that begin as those of `to`, or as zeros where not `add`, in a phase.
+template <class F>
+void phase_of_columns(Pool& pool, int64_t columns, int64_t tokens, const Destination& to, bool add, const F& work) {
+  pool.phase(
+      columns, PI_LANES, tokens,
+      [&](int64_t c0, int64_t c1, float* aside) {
+        const int64_t n = c1 - c0, ld = aside ? n : to.ld;
+        float* const out = aside ? aside - c0 : to.out;
+        if (aside && add) copy_rows(to.out + c0, to.ld, aside, n, n, tokens);
+        for (int64_t i = 0; i < tokens && !add; i++) std::fill(out + i * ld + c0, out + i * ld + c1, 0.0f);
+        work(c0, c1, out, ld);
+      },
+      [&](int64_t c0, int64_t c1, const float* aside) {
+        if (aside) copy_rows(aside, c1 - c0, to.out + c0, to.ld, c1 - c0, tokens);
+      });
 }
 
-// Each token's sum: the shared expert, then its own experts in ascending order.
-void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
-  const int64_t k = router_.spec.top_k;
-  int64_t c0, c1;
-  share(store_->d_model, PI_LANES, t.program->workspace->pool->threads(), t.id, &c0, &c1);
-  for (int64_t i = 0; i < tokens; i++) {
-    float* const out = to.out + i * to.ld;
-    if (!to.add) std::fill(out + c0, out + c1, 0.0f);
-    if (!to.bias.empty())
-      for (int64_t c = c0; c < c1; c++) out[c] += to.bias[(size_t)c];
-    if (shared_.neurons && !latent_in_) {
-      const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = rows.shared_weights[(size_t)i];
+}  // namespace
+
+// Adds the shared expert's output, which is in `shared`, to that of the others, in a phase.
+void Experts::add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
+  const auto add = [&](int64_t c0, int64_t c1, float* out, int64_t ld) {
+    for (int64_t i = 0; i < tokens; i++, out += ld) {
+      const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = shared_weight(rows, i);
       for (int64_t c = c0; c < c1; c++) out[c] += weight * row[c];
     }
-    for (int64_t j = i * k; j < (i + 1) * k; j++) {
-      if (rows.row_of[(size_t)j] < 0) continue;
-      const float* row = rows.floats(rows.out) + rows.row_of[(size_t)j] * rows.ldy;
-      for (int64_t c = c0; c < c1; c++) out[c] += row[c];
+  };
+  phase_of_columns(*workspace_->pool, t.program->sizes.d_model, tokens, to, true, add);
+}
+
+// Each token's sum: the shared expert, then its own experts in ascending order. In a phase.
+void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const {
+  const int64_t k = router_.spec.top_k;
+  const auto add = [&](int64_t c0, int64_t c1, float* out, int64_t ld) {
+    for (int64_t i = 0; i < tokens; i++, out += ld) {
+      if (!to.bias.empty())
+        for (int64_t c = c0; c < c1; c++) out[c] += to.bias[(size_t)c];
+      if (shared_.neurons && !latent_in_) {
+        const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = shared_weight(rows, i);
+        for (int64_t c = c0; c < c1; c++) out[c] += weight * row[c];
+      }
+      for (int64_t j = i * k; j < (i + 1) * k; j++) {
+        if (rows.row_of[(size_t)j] < 0) continue;
+        const float* row = rows.floats(rows.out) + rows.row_of[(size_t)j] * rows.ldy;
+        for (int64_t c = c0; c < c1; c++) out[c] += row[c];
+      }
     }
-  }
+  };
+  phase_of_columns(*t.program->workspace->pool, store_->d_model, tokens, to, to.add, add);
 }
 
 // ---- Latents --------------------------------------------------------------------------------------------------------
@@ -527,17 +554,14 @@ void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Des
 const PiActs* Experts::make_latents(Thread& t, const PiActs* acts, int64_t tokens) const {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
-  w.pool->barrier();  // the shared expert's neurons lie where the latents go
-  w.product(t.id, *latent_in_, acts, tokens, {p.gate, p.ldh, false, NO_BIAS});
-  w.pool->barrier();
+  if (records_fired_) w.pool->barrier();  // the shared expert's neurons lie where the latents go
+  w.finish_product(t.id, *latent_in_, acts, tokens, {p.gate, p.ldh, false, NO_BIAS});
   return w.prepare(t.id, latents(p, tokens), {}, store_->forms(tokens));
 }
 
 void Experts::add_latents(Thread& t, int64_t tokens, const Destination& to) const {
   const Program& p = *t.program;
   Workspace& w = *p.workspace;
-  w.pool->barrier();
   const PiActs* acts = w.prepare(t.id, latents(p, tokens), {}, latent_out_->form());
-  w.product(t.id, *latent_out_, acts, tokens, to);
-  w.pool->barrier();
+  w.finish_product(t.id, *latent_out_, acts, tokens, to);
 }

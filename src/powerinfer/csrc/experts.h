@@ -55,7 +55,10 @@ class Experts : public Op {
   bool guesses(int64_t tokens) const;
   void guess(Thread& t, ExpertRows& rows, const Rows& x) const;
   void expect_guessed(ExpertRows& rows, int64_t tokens);
-  void weigh_shared(const Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
+  void weigh_shared(ExpertRows& rows, const PiActs* acts, int64_t begin, int64_t end) const;
+  float shared_weight(const ExpertRows& rows, int64_t token) const {
+    return shared_.gate.empty() ? 1 : rows.shared_weights[(size_t)token];
+  }
   void keep(const ExpertRows& rows, int64_t tokens);
   void keep_shared(const Thread& t, int64_t tokens);
   int64_t shared_panels() const { return (shared_.neurons->neurons() + PI_LANES - 1) / PI_LANES; }

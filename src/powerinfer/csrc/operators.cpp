@@ -257,14 +257,28 @@ class Attention : public Op {
     } else {  // later rows of a prompt attend to more: they come before earlier ones
       int64_t all = 0;
       for (const Run& run : step.runs) all += tiles(run);
-      here.w.pool->deal(all, 1, [&](int64_t begin, int64_t end) {
+      // use(run, tile, its memory) for tiles that are counted from the last one on.
+      const int64_t floats = (PI_ATTENTION_ROWS / group + 2) * here.p.lda;
+      const auto visit = [&](int64_t begin, int64_t end, float* aside, const auto& use) {
         int64_t before = all;
         for (size_t i = step.runs.size(); i-- > 0;) {
-          before -= tiles(step.runs[i]);
-          attend_tiles(here, step.runs[i], all - end - before, all - begin - before);
+          const Run& run = step.runs[i];
+          before -= tiles(run);
+          const int64_t first = all - end - before, last = all - begin - before;
+          for (int64_t j = std::max(first, (int64_t)0); j < std::min(last, tiles(run)); j++)
+            use(run, j, aside ? aside + (j - first) * floats : nullptr);
         }
-      });
-      here.barrier();
+      };
+      here.w.pool->phase(
+          all, 1, floats,
+          [&](int64_t begin, int64_t end, float* aside) {
+            visit(begin, end, aside, [&](const Run& run, int64_t i, float* to) { attend_tile(here, run, i, to); });
+          },
+          [&](int64_t begin, int64_t end, float* aside) {
+            if (aside)
+              visit(begin, end, aside, [&](const Run& run, int64_t i, float* from) { place(here.p, run, i, from); });
+          },
+          true);
     }
   }
 
@@ -273,13 +287,26 @@ class Attention : public Op {
   int64_t tiles(const Run& run) const {
     return (run.count * (heads_ / kv_.kv_heads) + PI_ATTENTION_ROWS - 1) / PI_ATTENTION_ROWS * kv_.kv_heads;
   }
-  // Those of [begin, end) that there are, in the order of rows.
-  void attend_tiles(const Here& here, const Run& run, int64_t begin, int64_t end) const {
-    const int64_t kv = kv_.kv_heads, rows = run.count * (heads_ / kv);
-    for (int64_t i = std::max(begin, (int64_t)0); i < std::min(end, tiles(run)); i++) {
-      const int64_t r = i / kv * PI_ATTENTION_ROWS;
-      attend(here, run, (int)(i % kv), r, std::min<int64_t>(r + PI_ATTENTION_ROWS, rows),
-             here.p.attended + run.first * here.p.lda);
+  struct Tile {  // rows [begin, end) of a group of heads, the first of which is of that token
+    int64_t group, begin, end, token;
+  };
+  Tile tile(const Run& run, int64_t i) const {
+    const int64_t kv = kv_.kv_heads, group = heads_ / kv, r = i / kv * PI_ATTENTION_ROWS;
+    return {i % kv, r, std::min<int64_t>(r + PI_ATTENTION_ROWS, run.count * group), r / group};
+  }
+  // To the program's rows, or aside, where rows of tokens from the tile's first on are as far apart.
+  void attend_tile(const Here& here, const Run& run, int64_t i, float* aside) const {
+    const Tile of = tile(run, i);
+    float* const out = aside ? aside - of.token * here.p.lda : here.p.attended + run.first * here.p.lda;
+    attend(here, run, (int)of.group, of.begin, of.end, out);
+  }
+  void place(const Program& p, const Run& run, int64_t i, const float* aside) const {
+    const Tile of = tile(run, i);
+    const int64_t group = heads_ / kv_.kv_heads, dim = kv_.value_dim();
+    for (int64_t r = of.begin; r < of.end; r++) {
+      const int64_t column = (of.group * group + r % group) * dim;
+      memcpy(p.attended + (run.first + r / group) * p.lda + column, aside + (r / group - of.token) * p.lda + column,
+             (size_t)dim * 4);
     }
   }
   void attend(const Here& here, const Run& run, int g, int64_t r0, int64_t r1, float* out) const {

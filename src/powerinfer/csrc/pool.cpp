@@ -25,11 +25,16 @@ constexpr int64_t STALL_NS = 500'000;
 constexpr int64_t PREEMPTED_NS = 1'000'000, CROWDED_NS = 100'000'000;
 // Where cores are not shared, a thread that takes this long to claim its piece has been kept from it.
 constexpr int SPINS_BEFORE_HELPING = 100;
+// Jobs are compared for so long; if a thread waits for others for more than a sixth of that, its core is faster, until
+// jobs are compared again.
+constexpr int64_t COMPARED_NS = 30'000'000, UNEVEN_NS = 2'000'000'000;
+// How often a half is halved: the last pieces are an eighth, or a 32nd, of what they would be if each thread had one.
+constexpr int ROUNDS = 3, ROUNDS_OF_DEALT = 5;
 // A piece is computed aside if it has at most as many floats.
 constexpr int64_t ASIDE = 256 << 10;
-constexpr uint64_t STOP = ~0ull;            // in place of a job
-constexpr int SLOT_BITS = 16;               // of the word that names a job
-enum { CLAIMED = 1, CLAIMED_ASIDE, DONE };  // of a piece
+constexpr uint64_t STOP = ~0ull;   // in place of a job
+constexpr int SLOT_BITS = 16;      // of the word that names a job
+enum { CROWDED = 1, UNEVEN = 2 };  // of the word that names a phase
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -70,17 +75,67 @@ int64_t times_preempted() {
 struct Pool::ThreadState {
   int thread = 0;
   Job* job = nullptr;
-  uint64_t at = 0;        // its next phase
-  int64_t took = 0;       // its last piece
-  int64_t preempted = 0;  // how often, when it last looked
+  uint64_t at = 0;                 // its next phase
+  int64_t took = 0, took_for = 0;  // its last piece in order, and of how many of n
+  uint64_t took_in = 0;            // that phase
+  int64_t preempted = 0;           // how often, when it last looked
 };
 thread_local Pool::ThreadState Pool::thread_;
 
-Pool::Pool(int threads) : threads_(threads), seats_((size_t)threads), jobs_((size_t)threads) {
+// How n is divided into pieces that are claimed in order; the same for all threads.
+struct Pool::Pieces {
+  Pieces(const Phase& phase, uint64_t number, int threads, bool crowded)
+      : number(number),
+        n(phase.n),
+        unit(phase.unit),
+        units(std::max((n + unit - 1) / unit, (int64_t)1)),
+        threads(threads),
+        rounds(phase.dealt ? ROUNDS_OF_DEALT : ROUNDS),
+        crowded(crowded),
+        room(phase.room) {
+    int64_t at = 0;
+    for (int round = 1;; round++) {
+      const int64_t length = length_at(at), left = (units - at + length - 1) / length;
+      if (round == rounds || left <= threads) {
+        count += left;
+        return;
+      }
+      count += threads;
+      at += length * threads;
+    }
+  }
+  int64_t length_at(int64_t at) const { return (units - at + 2 * threads - 1) / (2 * threads); }
+  void piece(int64_t i, int64_t* begin, int64_t* end) const {
+    int64_t at = 0;
+    for (int round = 1; round < rounds && i >= threads; round++, i -= threads) at += length_at(at) * threads;
+    const int64_t length = length_at(at);
+    *begin = std::min((at + i * length) * unit, n);
+    *end = std::min(*begin + length * unit, n);
+  }
+  bool is_aside(int64_t begin, int64_t end) const {
+    return crowded && room.floats > 0 && (end - begin) * room.floats + room.besides <= ASIDE;
+  }
+  const uint64_t number;
+  const int64_t n, unit, units;
+  const int threads, rounds;
+  const bool crowded;
+  const Room room;
+  int64_t count = 0;
+};
+
+Pool::Pool(int threads)
+    : threads_(threads),
+      seats_((size_t)threads),
+      pieces_((size_t)(threads * (ROUNDS_OF_DEALT + 1))),
+      jobs_((size_t)threads) {
+  static_assert(ROUNDS <= ROUNDS_OF_DEALT);
   for (Seat& seat : seats_) {
     seat.aside.reset((float*)aligned_alloc(64, ASIDE * sizeof(float)));  // pages that nobody uses take no memory
     if (!seat.aside) throw std::bad_alloc();
   }
+  const int64_t since = now_ns();
+  for (int i = 0; i < 1000; i++) cpu_relax();
+  pause_ps_ = now_ns() - since;
   const int maker = sched_getcpu();
   for (int t = 1; t < threads; t++) {
     workers_.emplace_back([this, t, maker] {
@@ -101,7 +156,7 @@ void Pool::run_on_all(std::function<void(int)> run, const int32_t* stop) {
   while (jobs_[slot].inside.load() > 0) slot = (slot + 1) % jobs_.size();  // who is late holds one
   Job& job = jobs_[slot];
   job.run = std::move(run);
-  job.first = phase_.load() >> 1;
+  job.first = phase_.load() >> MODE_BITS;
   job.stop = stop;
   job.stopped_at.store(UINT64_MAX);
   job_.store(++started_ << SLOT_BITS | slot);
@@ -109,8 +164,32 @@ void Pool::run_on_all(std::function<void(int)> run, const int32_t* stop) {
   thread_.thread = 0;
   thread_.job = &job;
   thread_.at = job.first;
+  const int64_t since = now_ns();
   job.run(0);
   job_.store(0);  // who has not entered it by now never will: see work()
+  if (threads_ > 1) compare_cores(now_ns() - since);
+}
+
+// Of equal pieces that are begun together the slower core's ends last. That says nothing while other programs need cores.
+void Pool::compare_cores(int64_t took) {
+  if (uneven_.load(std::memory_order_relaxed)) {
+    if (now_ns() >= uneven_until_) uneven_.store(false, std::memory_order_relaxed);
+    return;
+  }
+  const bool other_programs = crowded_until_.load(std::memory_order_relaxed) != 0;
+  compared_ += took;
+  if (!other_programs && compared_ < COMPARED_NS) return;
+  int64_t least = INT64_MAX, most = 0;
+  for (Seat& seat : seats_) {
+    const int64_t waited = seat.waited.exchange(0, std::memory_order_relaxed) * pause_ps_ / 1000;
+    least = std::min(least, waited);
+    most = std::max(most, waited);
+  }
+  if (!other_programs && most - least > compared_ / 6) {
+    uneven_until_ = now_ns() + UNEVEN_NS;
+    uneven_.store(true, std::memory_order_relaxed);
+  }
+  compared_ = 0;
 }
 
 void Pool::settle() {
@@ -142,7 +221,10 @@ bool Pool::crowded() {
   return false;
 }
 
-bool Pool::is_late() const { return threads_ > 1 && is_over(thread_.at); }
+bool Pool::is_late() const {
+  std::atomic_thread_fence(std::memory_order_acquire);  // what was read before counts if the phase is not over yet
+  return threads_ > 1 && is_over(thread_.at);
+}
 
 bool Pool::stopped() const { return thread_.job->stopped_at.load(std::memory_order_relaxed) < thread_.at; }
 
@@ -158,113 +240,127 @@ void Pool::finish(uint64_t phase, int64_t pieces) {
   if (job.stop && !stopped() && __atomic_load_n(job.stop, __ATOMIC_RELAXED))
     job.stopped_at.store(phase, std::memory_order_relaxed);
   finished_.store(0, std::memory_order_relaxed);
-  dealt_.store(0, std::memory_order_relaxed);
-  phase_.store((phase + 1) << 1 | crowded());  // sequentially consistent, as what is asked next: see ring()
+  next_.store((phase + 1) << INDEX_BITS, std::memory_order_relaxed);
+  const uint64_t mode = (crowded() ? CROWDED : 0) | (uneven_.load(std::memory_order_relaxed) ? UNEVEN : 0);
+  phase_.store((phase + 1) << MODE_BITS | mode);  // sequentially consistent, as what is asked next: see ring()
   if (asleep_.load() == 0) return;
   alarm_.fetch_add(1);
   wake_all(alarm_);
 }
 
-void Pool::wait_for_end(uint64_t phase) {
+int64_t Pool::wait_for_end(uint64_t phase) {
   const bool early = crowded();
-  for (int spins = 0; spins < (early ? SPINS_WHEN_CROWDED : SPINS_BEFORE_YIELDING); spins++) {
-    if (is_over(phase)) return;
+  const int most = early ? SPINS_WHEN_CROWDED : SPINS_BEFORE_YIELDING;
+  for (int spins = 0; spins < most; spins++) {
+    if (is_over(phase)) return spins;
     cpu_relax();
   }
   const int64_t since = now_ns();
   while (!early && now_ns() - since < STALL_NS) {
-    if (is_over(phase)) return;
+    if (is_over(phase)) return most;
     sched_yield();
   }
   asleep_.fetch_add(1);
-  for (uint32_t alarm = alarm_.load(); phase_.load() >> 1 == phase; alarm = alarm_.load()) wait_while(alarm_, alarm);
+  for (uint32_t alarm = alarm_.load(); !is_over(phase); alarm = alarm_.load()) wait_while(alarm_, alarm);
   asleep_.fetch_sub(1);
-  const int64_t now = now_ns();
-  if (now - since >= PREEMPTED_NS) crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
+  const int64_t now = now_ns(), usual = thread_.took_in == phase ? 2 * thread_.took : 0;
+  if (now - since >= std::max(PREEMPTED_NS, usual)) crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
+  return most + (now - since) * 1000 / std::max(pause_ps_, (int64_t)1);
 }
 
 void Pool::go_through(const Phase& phase) {
   const uint64_t number = thread_.at++;
+  std::atomic_thread_fence(std::memory_order_acquire);  // as in `is_late`
   const uint64_t word = phase_.load(std::memory_order_acquire);
-  if (word >> 1 != number) return;
-  const bool shared = word & 1;
-  if (phase.dealt) {
-    deal(phase.n, phase.unit, [&](int64_t begin, int64_t end) {
-      phase.compute(phase.compute_of, begin, end, nullptr);
-      phase.place(phase.place_of, begin, end, nullptr);
-    });
-    finish(number, threads_);
-    return wait_for_end(number);
-  }
-  const int per_seat = shared ? PIECES : 1;
-  const int64_t units = std::max((phase.n + phase.unit - 1) / phase.unit, (int64_t)1);
-  const int64_t count = std::min(units, (int64_t)threads_ * per_seat), most = (units + count - 1) / count * phase.unit;
-  const Pieces pieces{number, count, per_seat, shared && phase.floats > 0 && most * phase.floats <= ASIDE};
-  const auto claim = [&](int64_t i) {
-    uint64_t had = state(pieces, i).load(std::memory_order_relaxed);
-    const uint64_t claimed = 4 * number + (pieces.aside ? CLAIMED_ASIDE : CLAIMED);
-    if (had < 4 * number && state(pieces, i).compare_exchange_strong(had, claimed)) compute(phase, pieces, i);
-  };
-  const int64_t first = thread_.thread * per_seat;
-  for (int64_t i = first; i < std::min(first + per_seat, count); i++) claim(i);
-  for (int spins = 0; !shared && spins < SPINS_BEFORE_HELPING; spins++) {
-    if (is_over(number)) return;
-    cpu_relax();
-  }
-  for (int64_t i = 1; i <= count; i++) claim((first + count - i) % count);  // of others, their last ones first
-  if (pieces.aside) take_over(phase, pieces);
-  wait_for_end(number);
+  if (word >> MODE_BITS != number) return;
+  if (threads_ == 1 || (!phase.dealt && (word & (CROWDED | UNEVEN)) == 0)) return take_own(phase, number);
+  take_in_order(phase, {phase, number, threads_, (word & CROWDED) != 0});
 }
 
-// A thread that runs ends its piece within the time of another one: after that the calling thread computes it again.
-void Pool::take_over(const Phase& phase, const Pieces& pieces) {
-  const int64_t since = now_ns();
-  while (now_ns() - since < thread_.took) {
-    if (is_over(pieces.phase)) return;
-    cpu_relax();
+void Pool::take_own(const Phase& phase, uint64_t number) {
+  const int64_t units = std::max((phase.n + phase.unit - 1) / phase.unit, (int64_t)1);
+  const int64_t count = std::min(units, (int64_t)threads_), own = thread_.thread;
+  const auto claim = [&](int64_t i) {
+    std::atomic<uint64_t>& claimed = seats_[(size_t)i].claimed;
+    uint64_t had = claimed.load(std::memory_order_relaxed);
+    if (had >= number || !claimed.compare_exchange_strong(had, number)) return;
+    int64_t begin, end;
+    share(phase.n, phase.unit, (int)count, (int)i, &begin, &end);
+    phase.compute(phase.compute_of, begin, end, nullptr);
+    phase.place(phase.place_of, begin, end, nullptr);
+    finish(number, count);
+  };
+  if (own < count) claim(own);
+  int64_t pauses = 0;
+  for (; pauses < SPINS_BEFORE_HELPING && !is_over(number); pauses++) cpu_relax();
+  if (!is_over(number)) {
+    for (int64_t i = 1; i <= count; i++) claim((own + count - i) % count);  // of others
+    pauses += wait_for_end(number);
   }
-  for (int64_t i = 0; i < pieces.count && !is_over(pieces.phase); i++)
-    if (state(pieces, i).load() == 4 * pieces.phase + CLAIMED_ASIDE) compute(phase, pieces, i);
+  std::atomic<int64_t>& waited = seats_[(size_t)own].waited;
+  waited.store(waited.load(std::memory_order_relaxed) + pauses, std::memory_order_relaxed);
+}
+
+int64_t Pool::claim(uint64_t phase) {
+  uint64_t next = next_.load(std::memory_order_relaxed);
+  do
+    if (next >> INDEX_BITS != phase) return -1;
+  while (!next_.compare_exchange_weak(next, next + 1, std::memory_order_relaxed));
+  return (int64_t)(next & ((1 << INDEX_BITS) - 1));
+}
+
+void Pool::take_in_order(const Phase& phase, const Pieces& pieces) {
+  for (int64_t i; (i = claim(pieces.number)) >= 0 && i < pieces.count;) compute(phase, pieces, i);
+  if (pieces.crowded && pieces.room.floats > 0) take_over(phase, pieces);
+  if (!is_over(pieces.number)) wait_for_end(pieces.number);
+}
+
+// A thread that runs ends a piece within the time that the calling one took: after that this one computes it again.
+void Pool::take_over(const Phase& phase, const Pieces& pieces) {
+  for (bool left = true; left && !is_over(pieces.number); cpu_relax()) {
+    left = false;
+    for (int64_t i = 0; i < pieces.count && !is_over(pieces.number); i++) {
+      int64_t begin, end;
+      pieces.piece(i, &begin, &end);
+      const Piece& piece = pieces_[(size_t)i];
+      if (!pieces.is_aside(begin, end) || piece.done.load(std::memory_order_relaxed) >= pieces.number) continue;
+      left = true;
+      const bool comparable = thread_.took_in == pieces.number && thread_.took_for > 0;
+      const double usual = (double)thread_.took * (comparable ? (double)(end - begin) / (double)thread_.took_for : 1.0);
+      if ((double)(now_ns() - piece.begun_at.load(std::memory_order_relaxed)) > 1.25 * usual) compute(phase, pieces, i);
+    }
+  }
 }
 
 void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
   int64_t begin, end;
-  share(phase.n, phase.unit, (int)pieces.count, (int)i, &begin, &end);
-  if (!pieces.aside) {
-    phase.compute(phase.compute_of, begin, end, nullptr);
-    phase.place(phase.place_of, begin, end, nullptr);
-    return finish(pieces.phase, pieces.count);
-  }
-  float* const aside = seats_[(size_t)thread_.thread].aside.get();
+  pieces.piece(i, &begin, &end);
+  const bool is_aside = pieces.is_aside(begin, end);
+  float* const aside = is_aside ? seats_[(size_t)thread_.thread].aside.get() : nullptr;
+  Piece& piece = pieces_[(size_t)i];
   const int64_t since = now_ns();
+  if (is_aside) piece.begun_at.store(since, std::memory_order_relaxed);
   phase.compute(phase.compute_of, begin, end, aside);
-  uint64_t claimed = 4 * pieces.phase + CLAIMED_ASIDE;
-  if (state(pieces, i).compare_exchange_strong(claimed, 4 * pieces.phase + DONE)) {
+  uint64_t had = piece.done.load(std::memory_order_relaxed);
+  if (!is_aside || (had < pieces.number && piece.done.compare_exchange_strong(had, pieces.number))) {
     phase.place(phase.place_of, begin, end, aside);
-    finish(pieces.phase, pieces.count);
+    finish(pieces.number, pieces.count);
   }
-  const int64_t now = now_ns();
-  thread_.took = now - since;
-  if (thread_.took < PREEMPTED_NS) return;
-  const int64_t preempted = times_preempted();
-  if (preempted == thread_.preempted) return;
-  thread_.preempted = preempted;
-  thread_.took = 0;
-  crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
-}
-
-bool Pool::part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const {
-  const int64_t units = (n + unit - 1) / unit;
-  for (int64_t at = 0; at < units; i -= threads_) {
-    const int64_t length = std::max((units - at) / (4 * threads_), (int64_t)1);
-    if (i < threads_) {
-      *begin = (at + i * length) * unit;
-      *end = std::min(*begin + length * unit, n);
-      return *begin < n;
+  const int64_t now = now_ns(), took = now - since;
+  const bool first = thread_.took_in != pieces.number;
+  const int64_t usual = first ? 0 : 2 * thread_.took;
+  // Of a phase that takes milliseconds only a piece that follows another one tells.
+  if (took >= PREEMPTED_NS + usual && !(first && phase.dealt)) {
+    const int64_t preempted = times_preempted(), before = thread_.preempted;
+    thread_.preempted = preempted;
+    if (preempted != before) {
+      crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
+      return;
     }
-    at += length * threads_;
   }
-  return false;
+  thread_.took = took;
+  thread_.took_for = end - begin;
+  thread_.took_in = pieces.number;
 }
 
 void Pool::work(int thread) {

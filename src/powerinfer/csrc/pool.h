@@ -4,10 +4,14 @@
 //
 // Other programs may need the cores: a thread can lose its own at any instruction, for milliseconds, in which the others
 // could compute a token. So the work between two barriers can be a phase: pieces that threads claim, over when all pieces
-// are done, wherever the threads are. A thread that finds its phase over goes on to the next. While threads share cores,
-// pieces are small and computed aside, in the thread's own memory: whoever has nothing else to do computes the piece of a
-// thread that has lost its core again, and the first to end puts the result into place. The other one may read what
-// later phases have written meanwhile: what it computes from that goes nowhere.
+// are done, wherever the threads are. A thread that finds its phase over goes on to the next.
+//
+// Where cores are equally fast and nobody else needs them, each thread has one piece. Else, and for long phases always,
+// pieces are claimed in order and become smaller: half of the work in one for each thread, half of the rest, and so on. So
+// a slow core, or one that others use, holds up a small piece. While threads share cores, pieces are computed aside, in
+// the thread's own memory: whoever has nothing else to do computes the piece of a thread that has lost its core again, and
+// the first to end puts the result into place. The other one may read what later phases have written meanwhile: what it
+// computes from that goes nowhere.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
@@ -72,33 +76,30 @@ class Pool {
   }
   // Called by all threads inside a job: none returns before all have arrived. A thread that waits long sleeps.
   void barrier();
-  // Called by all threads inside a job, at most once between two barriers: work(begin, end) for parts of n, in whole
-  // units, each by the thread that is free first. So a slow core, or one that others use, holds nobody up. A thread takes
-  // large parts at first, which use its cache well, then small ones.
-  template <class Work>
-  void deal(int64_t n, int64_t unit, const Work& work) {
-    int64_t begin, end;
-    if (threads_ == 1 && n > 0) return work(0, n);
-    while (part(n, unit, dealt_.fetch_add(1, std::memory_order_relaxed), &begin, &end)) work(begin, end);
-  }
   // Called by all threads inside a job, in place of work and a barrier: pieces of n, in whole units, each computed by one
   // thread. compute(begin, end, aside) and, after it, place(begin, end, aside). aside: null, or the thread's own memory,
-  // `floats` for each of n, where compute() puts what place() copies; then another thread may do the same at the same
-  // time, and place() is called by one. floats: 0: compute() writes to where others read, and aside is null. dealt: in
-  // parts of `deal` instead, and with a barrier.
+  // as `room` says, where compute() puts what place() copies; then another thread may do the same at the same time, and
+  // place() is called by one. No room: compute() writes to where others read, and aside is null. dealt: the phase takes
+  // milliseconds.
+  struct Room {
+    int64_t floats = 0, besides = 0;  // of each of n; of a piece
+    Room(int64_t floats, int64_t besides = 0) : floats(floats), besides(besides) {}
+  };
   template <class Compute, class Place>
-  void phase(int64_t n, int64_t unit, int64_t floats, const Compute& compute, const Place& place, bool dealt = false) {
+  void phase(int64_t n, int64_t unit, Room room, const Compute& compute, const Place& place, bool dealt = false) {
     const auto call = [](const void* of, int64_t begin, int64_t end, float* aside) {
       (*(const Compute*)of)(begin, end, aside);
     };
     const auto put = [](const void* of, int64_t begin, int64_t end, float* aside) {
       (*(const Place*)of)(begin, end, aside);
     };
-    go_through({n, unit, floats, dealt, &compute, &place, call, put});
+    go_through({n, unit, room, dealt, &compute, &place, call, put});
   }
   template <class Work>
-  void phase(int64_t n, int64_t unit, const Work& work) {
-    phase(n, unit, 0, [&](int64_t begin, int64_t end, float*) { work(begin, end); }, [](int64_t, int64_t, float*) {});
+  void phase(int64_t n, int64_t unit, const Work& work, bool dealt = false) {
+    phase(
+        n, unit, 0, [&](int64_t begin, int64_t end, float*) { work(begin, end); }, [](int64_t, int64_t, float*) {},
+        dealt);
   }
   // Whether the next phase of this thread is over: it need not prepare for it.
   bool is_late() const;
@@ -109,9 +110,6 @@ class Pool {
   void let_park() { awake_.fetch_sub(1); }
 
  private:
-  // The i-th part: as many as there are threads make a fourth of n, as many again a fourth of the rest, and so on. False:
-  // there are fewer.
-  bool part(int64_t n, int64_t unit, int64_t i, int64_t* begin, int64_t* end) const;
   struct alignas(64) Job {
     std::function<void(int)> run;
     uint64_t first = 0;  // phase
@@ -120,58 +118,64 @@ class Pool {
     alignas(64) std::atomic<int> inside{0};  // workers that go through it
   };
   struct Phase {
-    int64_t n, unit, floats;
+    int64_t n, unit;
+    Room room;
     bool dealt;
     const void *compute_of, *place_of;
     void (*compute)(const void*, int64_t, int64_t, float*);
     void (*place)(const void*, int64_t, int64_t, float*);
   };
-  static constexpr int PIECES = 4;              // of a thread, where cores are shared
-  struct alignas(64) Seat {                     // of a thread
-    std::atomic<uint64_t> pieces[PIECES] = {};  // four times the phase, and what has become of the piece in it
+  struct Pieces;
+  struct alignas(64) Seat {            // of a thread
+    std::atomic<uint64_t> claimed{0};  // the last phase whose one piece of this thread was
+    std::atomic<int64_t> waited{0};    // pauses, in such phases, until others had done theirs
     struct Free {
       void operator()(float* p) const { free(p); }
     };
     std::unique_ptr<float, Free> aside;
   };
-  struct Pieces {
-    uint64_t phase;
-    int64_t count;
-    int per_seat;
-    bool aside;  // computed so
+  struct alignas(64) Piece {           // of pieces that are claimed in order
+    std::atomic<uint64_t> done{0};     // the last phase in which it was
+    std::atomic<int64_t> begun_at{0};  // in that phase, or one before
   };
   struct ThreadState;  // of the calling thread, in the job that it goes through
   static thread_local ThreadState thread_;
+  static constexpr int MODE_BITS = 2, INDEX_BITS = 16;
 
   void run_on_all(std::function<void(int)> job, const int32_t* stop);  // by the owner of busy_
   void settle();                                                       // waits until all threads have left the last job
   void go_through(const Phase& phase);
+  void take_own(const Phase& phase, uint64_t number);
+  void take_in_order(const Phase& phase, const Pieces& pieces);
   void take_over(const Phase& phase, const Pieces& pieces);
   void compute(const Phase& phase, const Pieces& pieces, int64_t i);
-  std::atomic<uint64_t>& state(const Pieces& pieces, int64_t i) {
-    return seats_[(size_t)(i / pieces.per_seat)].pieces[i % pieces.per_seat];
-  }
+  int64_t claim(uint64_t phase);                // the next piece in order; -1: the phase is over
   void finish(uint64_t phase, int64_t pieces);  // of which one more is done
-  bool is_over(uint64_t phase) const { return phase_.load(std::memory_order_acquire) >> 1 != phase; }
-  void wait_for_end(uint64_t phase);
+  bool is_over(uint64_t phase) const { return phase_.load(std::memory_order_acquire) >> MODE_BITS != phase; }
+  int64_t wait_for_end(uint64_t phase);  // returns the pauses that it made
   void work(int thread);
   bool crowded();  // a thread has lost its core, not long ago
-  void ring();     // wakes those that are parked
+  void compare_cores(int64_t took);
+  void ring();  // wakes those that are parked
 
   const int threads_;
   std::vector<Seat> seats_;
+  std::vector<Piece> pieces_;
   std::vector<Job> jobs_;                         // as many as threads: each of the workers may be late in another one
   uint64_t started_ = 0;                          // jobs so far
   alignas(64) std::atomic<uint64_t> job_{0};      // 0: none; else its number and its place in jobs_
   alignas(64) std::atomic<int64_t> finished_{0};  // pieces of this phase; threads at this barrier
-  // Twice the number of barriers and phases that are over, of all jobs, and whether threads share cores.
-  alignas(64) std::atomic<uint64_t> phase_{2};
-  alignas(64) std::atomic<int64_t> dealt_{0};  // parts, since the last barrier
+  std::atomic<uint64_t> next_{1 << INDEX_BITS};   // the phase, and the next piece in order
+  // The number of barriers and phases that are over, of all jobs, and how the next one is divided.
+  alignas(64) std::atomic<uint64_t> phase_{1 << MODE_BITS};
   alignas(64) std::atomic<int> parked_{0};
-  std::atomic<int> asleep_{0};             // until a phase is over
-  std::atomic<uint32_t> alarm_{0};         // what they wait for a change of
-  std::atomic<int64_t> crowded_until_{0};  // 0: threads have cores of their own
-  std::atomic<uint32_t> bell_{0};          // what parked threads wait for a change of
+  std::atomic<int> asleep_{0};               // until a phase is over
+  std::atomic<uint32_t> alarm_{0};           // what they wait for a change of
+  std::atomic<int64_t> crowded_until_{0};    // 0: threads have cores of their own
+  std::atomic<bool> uneven_{false};          // some cores are faster than others
+  int64_t compared_ = 0, uneven_until_ = 0;  // nanoseconds of jobs, a time
+  int64_t pause_ps_;                         // what a pause takes
+  std::atomic<uint32_t> bell_{0};            // what parked threads wait for a change of
   std::atomic<int> awake_{0};
   std::mutex busy_;  // one job at a time, whoever calls
   std::vector<std::thread> workers_;

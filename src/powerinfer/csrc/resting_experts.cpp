@@ -134,12 +134,12 @@ void ExpertStore::sum_arriving(Thread& t, ExpertRows& rows, const PiActs& acts, 
   for (;;) {
     if (t.id == 0) next();
     w.pool->barrier();
-    if (rows.active.empty()) return;
+    if (rows.active.empty()) return w.pool->barrier();  // all have seen that
     const bool settles = resting.settles();
-    multiply(t.id, rows, acts, single, false, fired);
+    multiply(t.id, rows, acts, single, fired);
     w.pool->barrier();
     if (settles) w.settle(t.id);
-    add_down(t.id, rows, false);
+    add_down(t.id, rows);
     w.pool->barrier();
     if (!settles) continue;
     w.settle(t.id);

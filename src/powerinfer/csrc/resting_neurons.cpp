@@ -169,7 +169,7 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   }
   const int64_t tokens = piece.x.tokens, words = rows.ldh / PI_LANES;
   const bool single = tokens == 1;
-  const PiActs inputs = single ? *acts : gather(t, rows, acts, d_model, forms_);
+  const PiActs inputs = single ? *acts : gather(t.id, rows, acts, d_model, forms_);
   begin_list(t.id);
   if (shared_) list_shared(t, rows, acts, tokens, shared);
   bool could = true;  // of thread 0
@@ -188,15 +188,14 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
     w.pool->barrier();
     if (rows.active.empty()) break;
     const bool settles = resting_.settles();
-    share_panels(t.id, rows, parts_[UP][0].panels, false, [&](size_t e, int64_t p0, int64_t p1) {
-      const int64_t begin = rows.begin[e], lanes = (p1 - p0) * PI_LANES;
-      float* const h = rows.floats(rows.gate) + begin * rows.ldh;
-      const PiActs x_of = pi_acts_from(&inputs, single ? 0 : begin, 0);
-      w.linear(t.id, parts_[UP][e], NO_BIAS, &x_of, h, rows.ldh, rows.n(e), false, p0, p1);
-      activate(rows, e, h + p0 * PI_LANES, lanes);
-      for (int64_t i = 0; i < rows.n(e); i++)
-        w.kernels->neurons.fires(h + i * rows.ldh + p0 * PI_LANES, lanes, 0.0f,
-                                 rows.fired.data() + (begin + i) * words + p0);
+    share_panels(t.id, rows, parts_[UP][0].panels, [&](const Block& block) {
+      float* const h = hidden_rows(rows, block).rows;
+      const PiActs x_of = pi_acts_from(&inputs, single ? 0 : block.first, 0);
+      product(t.id, UP, block, x_of, h, rows.ldh);
+      activate(rows, block.expert, h, block.lanes());
+      for (int64_t i = 0; i < block.n; i++)
+        w.kernels->neurons.fires(h + i * rows.ldh, block.lanes(), 0.0f,
+                                 rows.fired.data() + (block.first + i) * words + block.p0);
     });
     w.pool->barrier();
     if (!settles) continue;

@@ -99,20 +99,14 @@ void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratc
 
 void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {
   Workspace& w = *t.program->workspace;
-  const auto route_token = [&](int64_t i) {
-    route(spec, rows.logits.data() + i * rows.ldl, experts, rows.scores.data() + i * rows.ldl,
-          rows.selected.data() + i * spec.top_k, rows.weights.data() + i * spec.top_k);
-  };
-  w.product(t.id, *scores, acts, tokens, {rows.logits.data(), rows.ldl, false, NO_BIAS});
-  w.pool->barrier();
-  if (tokens > 1) {
-    int64_t begin, end;
-    share(tokens, 1, w.pool->threads(), t.id, &begin, &end);
-    for (int64_t i = begin; i < end; i++) route_token(i);
-    w.pool->barrier();
-  } else if (t.id == 0) route_token(0);
-  if (t.id == 0) group(rows, tokens);
-  w.pool->barrier();
+  w.finish_product(t.id, *scores, acts, tokens, {rows.logits.data(), rows.ldl, false, NO_BIAS});
+  w.pool->phase(tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      route(spec, rows.logits.data() + i * rows.ldl, experts, rows.scores.data() + i * rows.ldl,
+            rows.selected.data() + i * spec.top_k, rows.weights.data() + i * spec.top_k);
+    if (tokens == 1) group(rows, tokens);
+  });
+  if (tokens > 1) w.pool->phase(1, 1, [&](int64_t, int64_t) { group(rows, tokens); });
 }
 
 void Router::group(ExpertRows& rows, int64_t tokens) const {
@@ -125,8 +119,7 @@ void Router::group(ExpertRows& rows, int64_t tokens) const {
   rows.active.clear();
   for (int64_t e = 0; e < experts; e++) {
     if (const int32_t n_rows = begin[(size_t)e + 1]) {
-      // what a row costs, and what it costs to read the weights and to widen them
-      rows.cost[rows.active.size() + 1] = rows.cost[rows.active.size()] + n_rows + 2;
+      rows.cost[rows.active.size() + 1] = rows.cost[rows.active.size()] + n_rows + ExpertRows::ROW_COSTS;
       rows.active.push_back((int32_t)e);
     }
     begin[(size_t)e + 1] += begin[(size_t)e];

@@ -34,7 +34,7 @@ struct Router {
   RouterSpec spec;
   std::shared_ptr<Matrix> scores;  // null: the experts are selected elsewhere
   int64_t experts;
-  // acts: what the router reads, in the form of its matrix. Ends with a barrier.
+  // In phases. acts: what the router reads, in the form of its matrix.
   void select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const;
   // Orders rows by expert, and by token within an expert. By one thread.
   void group(ExpertRows& rows, int64_t tokens) const;

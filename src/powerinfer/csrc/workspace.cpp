@@ -100,6 +100,7 @@ const PiActs* Workspace::prepare(int thread, const Rows& rows, const Norm& norm,
   };
   if (!alone) pool->phase(rows.tokens, 1, prepare_rows);
   else if (!pool->is_late()) prepare_rows(0, rows.tokens);
+  own.prepared = !alone || !pool->is_late();  // of rows that others change meanwhile it would be void
   if (!moved) {
     acts.f = rows.data;
     acts.ldf = rows.ld;
@@ -190,25 +191,49 @@ void Workspace::product(int thread, const Matrix& w, const PiActs* acts, int64_t
 }
 
 void Workspace::finish_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to) {
-  if (!w.is_in_memory()) {
-    product(thread, w, acts, tokens, to);
+  finish_products(thread, {{&w, to}}, acts, tokens);
+}
+
+void Workspace::finish_products(int thread, const std::vector<Product>& products, const PiActs* acts, int64_t tokens) {
+  bool in_memory = true, dealt = false;
+  int64_t panels = 0, unit = 1;
+  for (const Product& one : products) {
+    in_memory = in_memory && one.matrix->is_in_memory();
+    dealt = dealt || deals(tokens, *one.matrix);
+    panels += one.matrix->panels;
+    unit = one.matrix->unit(unit);
+  }
+  if (!in_memory) {
+    for (const Product& one : products) product(thread, *one.matrix, acts, tokens, one.to);
     return pool->barrier();
   }
-  const bool dealt = deals(tokens, w);
+  // Calls f(product, first panel, last panel, its memory aside) for panels of all, one matrix behind the other.
+  const auto visit = [&](int64_t p0, int64_t p1, float* aside, const auto& f) {
+    int64_t before = 0;
+    for (const Product& one : products) {
+      const int64_t first = std::max(p0 - before, (int64_t)0), last = std::min(p1 - before, one.matrix->panels);
+      if (first < last) f(one, first, last, aside);
+      if (first < last && aside) aside += (last - first) * PI_LANES * tokens;
+      before += one.matrix->panels;
+    }
+  };
   pool->phase(
-      w.panels, w.unit(dealt ? DEALT : 1), tokens * PI_LANES,
+      panels, dealt ? std::max(unit, DEALT) : unit, tokens * PI_LANES,
       [&](int64_t p0, int64_t p1, float* aside) {
-        float* out = to.out;
-        const int64_t n = (p1 - p0) * PI_LANES, ld = aside ? n : to.ld;
-        if (aside) {
-          if (to.add) copy_rows(to.out + p0 * PI_LANES, to.ld, aside, n, n, tokens);
-          out = aside - p0 * PI_LANES;
-        }
-        linear(thread, w, to.bias, acts, out, ld, tokens, to.add, p0, p1);
+        visit(p0, p1, aside, [&](const Product& one, int64_t first, int64_t last, float* memory) {
+          const Destination& to = one.to;
+          const int64_t n = (last - first) * PI_LANES, ld = memory ? n : to.ld;
+          if (memory && to.add) copy_rows(to.out + first * PI_LANES, to.ld, memory, n, n, tokens);
+          float* const out = memory ? memory - first * PI_LANES : to.out;
+          linear(thread, *one.matrix, to.bias, acts, out, ld, tokens, to.add, first, last);
+        });
       },
-      [&](int64_t p0, int64_t p1, const float* aside) {
-        const int64_t n = (p1 - p0) * PI_LANES;
-        if (aside) copy_rows(aside, n, to.out + p0 * PI_LANES, to.ld, n, tokens);
+      [&](int64_t p0, int64_t p1, float* aside) {
+        if (!aside) return;
+        visit(p0, p1, aside, [&](const Product& one, int64_t first, int64_t last, const float* memory) {
+          const int64_t n = (last - first) * PI_LANES;
+          copy_rows(memory, n, one.to.out + first * PI_LANES, one.to.ld, n, tokens);
+        });
       },
       dealt);
 }

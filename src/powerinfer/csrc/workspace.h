@@ -76,6 +76,8 @@ class Workspace {
   // Normalises rows and converts them to the requested forms. Few elements: every thread makes its own copy. Many: the
   // threads divide the work, in a phase.
   const PiActs* prepare(int thread, const Rows& rows, const Norm& norm, int forms);
+  // Whether what this thread prepared last serves further phases; false: it was late, and need not have.
+  bool is_prepared(int thread) const { return own_[(size_t)thread].prepared; }
   // out[t * ldo ..] = bias + w . acts, or += where `add`: panels [p0, p1). Rows that came from disk are packed into
   // panels, a few at a time, as they are multiplied; so are those that a source makes.
   void linear(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, float* out, int64_t ldo,
@@ -85,6 +87,12 @@ class Workspace {
   void settle(int thread);
   // w . acts, as a phase.
   void finish_product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
+  // Several products with the same rows, in one phase.
+  struct Product {
+    const Matrix* matrix;
+    Destination to;
+  };
+  void finish_products(int thread, const std::vector<Product>& products, const PiActs* acts, int64_t tokens);
   // This thread's panels of w . acts.
   void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   // Whether products with a number of like matrices, `tokens` in all, are dealt out: from 2^29 multiplications on, which
@@ -107,6 +115,7 @@ class Workspace {
   struct Own {  // of a thread
     ActMemory memory;
     PiActs acts;
+    bool prepared = false;
     std::vector<uint8_t> scratch;
     std::unique_ptr<Mapping> packed;  // PACKED bytes of panels, or two
     int64_t packed_bytes = 0;
