@@ -293,8 +293,10 @@ class PlanRequest:
                 pairs = sorted((layer, each.tobytes()) for layer, each in known.items())
                 facts[name] = hashlib.sha256(repr(pairs).encode()).hexdigest()
         if self.model.inside:
-            uses = sorted((layer, use.order.tobytes(), use.fires.tobytes()) for layer, use in self.model.inside.items())
-            facts["neurons of experts"] = hashlib.sha256(repr(uses).encode()).hexdigest()
+            uses = hashlib.sha256(repr(sorted(self.model.inside)).encode())
+            for _, use in sorted(self.model.inside.items()):
+                uses.update(use.order.tobytes() + use.fires.tobytes())
+            facts["neurons of experts"] = uses.hexdigest()
         facts |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         if self.hardware.gpu is None:
             del facts["hardware"]["host_bytes"]
