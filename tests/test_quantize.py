@@ -33,6 +33,7 @@ from powerinfer.prepare.corpus import Windows
 from powerinfer.progress import silent
 from powerinfer.runtime.engine import LLM
 from powerinfer.sizes import read_size
+from powerinfer.text.bpe import score_merges
 from powerinfer.text.model_text import tokenizer_of
 from powerinfer_train.sensitivity import _Noisy, measure_sensitivity
 from powerinfer_train.torch_model import TorchModel, load
@@ -567,3 +568,50 @@ def test_sensitivity_is_that_of_the_errors(tmp_path: Path) -> None:
     share = ((changed - weight) ** 2).sum() / (weight**2).sum()
     assert noisy.groups["layers.1.down"] == "down last" != noisy.groups["layers.0.down"]
     assert found["blk.1.ffn_down.weight"] == pytest.approx(divergence / share, rel=1e-3)
+
+
+def sentencepiece(folder: Path, size: int, spoil: bool = False) -> None:
+    """A tokenizer.json as Llama 2's, of words that are made of letters in all ways. spoil: one way is missing."""
+    letters = "etaoinshr"
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
+    pieces += [first + second for first in ("▁", *letters) for second in letters]
+    pieces += ["▁" + first + second for first in letters for second in letters]
+    pieces += [f"<|{number}|>" for number in range(size - len(pieces))]
+    vocab = {piece: at for at, piece in enumerate(pieces)}
+    atoms = frozenset(piece for piece in pieces if piece[0] == "<")
+    merges = score_merges(vocab, [-float(at) for at in range(size)], atoms)
+    if spoil:
+        del merges[next(at for at, pair in enumerate(merges) if len("".join(pair)) > 2)]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": vocab[piece], "content": piece, **flags} for piece in pieces if piece in atoms and piece[1] != "0"]
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
+    decoders += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    model = {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in merges], "unk_token": "<unk>"}
+    document = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "pre_tokenizer": None,
+        "normalizer": {"type": "Sequence", "normalizers": steps}, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model | {"fuse_unk": True, "byte_fallback": True},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    side = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(side))
+
+
+def test_a_folder_with_a_tokenizer_of_sentencepiece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("model_files.VOCAB", 1200)
+    folder, made = tiny_folder(tmp_path / "a", dtype="BF16"), tmp_path / "b.gguf"
+    sentencepiece(folder, 1200)
+    assert quantize(folder, "bf16", "-o", made) == 0
+    known, read = (tokenizer_of(open_checkpoint(path)) for path in (folder, made))
+    for text in ("the rain is near the shore", " tea  \n\u00e9\u4f60", "<s>another</s>one", ""):
+        assert read.encode(text) == known.encode(text)
+        assert read.decode(known.encode(text)) == known.decode(known.encode(text))
+    assert len(known.encode("the rain")) < 6 and read.eos_ids == known.eos_ids
+    assert read_gguf(made).metadata["tokenizer.ggml.model"] == "llama"
+    sentencepiece(folder, 1200, spoil=True)
+    assert quantize(folder, "bf16", "-o", tmp_path / "c.gguf") == 2
+    assert "merges pieces in an order that scores do not give" in capsys.readouterr().err

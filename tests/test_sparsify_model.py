@@ -180,7 +180,7 @@ def test_tokenizers_that_gguf_does_not_have(tmp_path: Path, monkeypatch: pytest.
     for change, why in (
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]}}, "splits words, or ends answers"),
         ({"added_tokens": stripping}, "take the spaces around them"),
-        (scored, "not byte-level BPE"),
+        (scored, "neither byte-level BPE nor"),
     ):
         path.write_text(json.dumps(document | change))
         with pytest.raises(RequestError, match=f"--format gguf, .*{why}.*; --format same writes a folder"):

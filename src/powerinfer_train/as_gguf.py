@@ -6,7 +6,7 @@ What cannot be said there is refused, see `other_format`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.rope import rope_frequencies
+from powerinfer.text.bpe import score_merges
 from powerinfer.text.model_text import sampling_defaults_of, tokenizer_of
 from powerinfer.text.sampling_defaults import GGUF_KEYS
 from powerinfer.text.tokenizer import Vocabulary, ends_of_generation
-from powerinfer.text.tokenizer_gguf import CONTROL, NORMAL, UNUSED, USER_DEFINED, tokenizer_from_gguf
+from powerinfer.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, tokenizer_from_gguf
 from powerinfer_train.other_format import OtherFormat, same_tokens
 from powerinfer_train.recipes import StoredTypes
 
@@ -123,14 +124,16 @@ class AsGGUF(OtherFormat):
         self._check_vocabulary(vocabulary, document)
         pieces = [vocabulary.piece(at) for at in range(self.config.vocab_size)]
         types = [UNUSED if piece is None else NORMAL for piece in pieces]
+        for at in vocabulary.byte_pieces:
+            types[at] = BYTE
         for token in vocabulary.added:
             types[token.id] = CONTROL if token.special else USER_DEFINED
-        merges = [one if isinstance(one, str) else " ".join(one) for one in document["model"]["merges"]]
+        if not vocabulary.byte_level and vocabulary.unk_id is not None:
+            types[vocabulary.unk_id] = UNKNOWN
+        merges = [one.split(" ") if isinstance(one, str) else one for one in document["model"]["merges"]]
         keys: dict[str, Any] = {
-            "model": "gpt2",
             "tokens": [piece if piece is not None else f"[PAD{at}]" for at, piece in enumerate(pieces)],
             "token_type": types,
-            "merges": merges,
             "add_bos_token": vocabulary.add_bos,
             "add_eos_token": vocabulary.add_eos,
         }
@@ -139,19 +142,40 @@ class AsGGUF(OtherFormat):
         special = {token.id for token in vocabulary.added if token.special}
         named = ends_of_generation({token.text: token.id for token in vocabulary.added}, special).values()
         ends = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
-        metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-        metadata |= {f"tokenizer.ggml.{name}_token_id": at for name, at in zip(("eot", "eom"), ends, strict=False)}
-        metadata |= _template_keys(vocabulary.chat_templates)
-        for split in SPLITS:
-            metadata_read = metadata | {"tokenizer.ggml.pre": split}
-            if same_tokens(tokenizer, tokenizer_from_gguf(metadata_read)):
-                return metadata_read
+        keys |= {f"{name}_token_id": at for name, at in zip(("eot", "eom"), ends, strict=False)}
+        if vocabulary.byte_level:
+            keys |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
+            ways: list[dict[str, Any]] = [{"pre": split} for split in SPLITS]
+        else:
+            keys |= {"model": "llama", "scores": self._scores(keys["tokens"], types, merges)}
+            ways = [{"add_space_prefix": vocabulary.strip_space}]
+        templates = _template_keys(vocabulary.chat_templates)
+        for way in ways:
+            metadata = {f"tokenizer.ggml.{key}": value for key, value in (keys | way).items()} | templates
+            if same_tokens(tokenizer, tokenizer_from_gguf(metadata)):
+                return metadata
         raise self._refused("its tokenizer splits words, or ends answers, in a way that GGUF has no name for")
 
+    def _scores(self, tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[str]]) -> list[float]:
+        """Scores of the pieces, which stand for the merges. RequestError for merges that no scores stand for."""
+        vocab = {token: at for at, token in enumerate(tokens)}
+        scores = [0.0] * len(tokens)
+        for rank, (first, second) in enumerate(merges):
+            at = vocab.get(first + second)
+            if at is not None and not scores[at]:
+                scores[at] = -1.0 - rank
+        ranks = [scores[vocab[first + second]] for first, second in merges if first + second in vocab]
+        atoms = frozenset(token for token, kind in zip(tokens, types, strict=True) if kind != NORMAL)
+        meant = set(score_merges(vocab, scores, atoms))
+        if ranks != sorted(ranks, reverse=True) or meant != {(first, second) for first, second in merges}:
+            raise self._refused("its tokenizer merges pieces in an order that scores do not give")
+        return scores
+
     def _check_vocabulary(self, vocabulary: Vocabulary, document: Mapping[str, Any]) -> None:
-        """RequestError for a vocabulary that GGUF's byte-level BPE cannot say. document: tokenizer.json."""
-        if not vocabulary.byte_level or document["model"].get("type") != "BPE":
-            raise self._refused("its tokenizer is not byte-level BPE")
+        """RequestError for a vocabulary that GGUF's kinds of BPE cannot say. document: tokenizer.json."""
+        model = document["model"]
+        if model.get("type") != "BPE" or not (vocabulary.byte_level or vocabulary.byte_pieces):
+            raise self._refused("its tokenizer is neither byte-level BPE nor SentencePiece's with pieces for bytes")
         if any(token.lstrip or token.rstrip for token in vocabulary.added):
             raise self._refused("its special tokens take the spaces around them")
         if vocabulary.size > self.config.vocab_size:

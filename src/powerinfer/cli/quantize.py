@@ -96,7 +96,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {args.type}'s")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
-    if result.nbytes > original.nbytes:
+    if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
         out.note(f"the file is larger than the model: nothing is gained over the {original.nbytes / 1e6:,.1f} MB")
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
     sizes = f"{result.nbytes / 1e6:,.1f} MB from {original.nbytes / 1e6:,.1f} MB"
