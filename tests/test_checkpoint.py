@@ -902,6 +902,21 @@ def test_messages_stay_on_one_line_and_steer_no_terminal() -> None:
 # --- a real model, and the cost of looking
 
 
+@pytest.mark.parametrize(
+    ("stated", "kind", "name"),
+    [(15, "Q4_0", "Q4_K_M"), (15, "F32", "F32"), (7, "Q8_0", "Q8_0"), (1000, "Q4_0", "Q4_0"), (None, "Q4_0", "Q4_0")],
+)
+def test_quantisation_is_called_by_its_mix(stated: int | None, kind: str, name: str, tmp_path: Path) -> None:
+    """Unless the file states none, or one of other types than it has."""
+    builder = tiny_gguf()
+    if stated is not None:
+        builder.add("general.file_type", U32, stated)
+    for tensor in [one for one in builder.tensors if len(one.dims) > 1]:
+        values = np.frombuffer(tensor.data, np.float32).reshape(-1, tensor.dims[0])
+        tensor.type_id, tensor.data = block_type(kind).id, quantize(values, kind).tobytes()
+    assert open_checkpoint(builder.write(tmp_path / "m.gguf")).quantisation == name
+
+
 @pytest.mark.model
 def test_smollm2(smollm2: Path) -> None:
     times = []

@@ -46,12 +46,12 @@ def show(out: Output) -> int:
 
 
 def _quantisation(path: Path) -> str | None:
-    """Usual name of a model's types, such as Q4_K; None if the model cannot be opened."""
+    """Usual name of a model's types, such as Q4_K_M; None if the model cannot be opened."""
     from powerinfer.errors import PowerInferError
     from powerinfer.formats.checkpoint import open_checkpoint
 
     try:
-        return open_checkpoint(path).main_type
+        return open_checkpoint(path).quantisation
     except (PowerInferError, OSError):
         return None
 

@@ -244,8 +244,9 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     from powerinfer.placement.shapes import law_of
 
     request, budgets = plan.request, document.budgets
+    types = request.model.quantisation or request.model.weight_type
     out.line(
-        f"{request.model.name}, {request.model.parameters / 1e9:.3g} G parameters, {request.model.weight_type}, on "
+        f"{request.model.name}, {request.model.parameters / 1e9:.3g} G parameters, {types}, on "
         f"{request.hardware.name}: {_size(budgets.vram)} of VRAM, {_size(budgets.ram)} of RAM; context "
         f"{request.context}, batch {request.batch}, selector {document.selector}, policy {request.policy}"
     )

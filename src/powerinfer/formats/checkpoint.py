@@ -31,6 +31,7 @@ import numpy as np
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.mapped import MappedFile
+from powerinfer.formats.mixes import stated_mix
 from powerinfer.formats.quant import Bytes, Float32, block_type
 from powerinfer.formats.source import Source
 from powerinfer.formats.tensors import RawTensor, RestingTensor, StackedTensor, StoredTensor, convert, transpose
@@ -338,13 +339,20 @@ class Checkpoint:
 
     @property
     def main_type(self) -> str:
-        """The storage type that holds most of the weights of the layers: what people call the model's quantisation."""
+        """The storage type that holds most of the weights of the layers."""
         sizes: Counter[str] = Counter()
         for name in matrix_names(self.config):
             stored = self._stored_name(name)
             if stored in self._stored_types:
                 sizes[self._stored_types[stored]] += self._tensors[stored].size
         return sizes.most_common(1)[0][0]
+
+    @property
+    def quantisation(self) -> str:
+        """Usual name of the model's types as it is loaded: the mix that a GGUF file states, else the main type."""
+        if self.quantize is not None:
+            return _QUANTIZE[self.quantize]
+        return stated_mix(self.metadata.get("general.file_type"), self.main_type) or self.main_type
 
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, type, shape, bytes) of every tensor on disk."""

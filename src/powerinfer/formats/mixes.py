@@ -215,8 +215,18 @@ MIXES = {
 }  # fmt: skip
 """Mixes that a model can be quantised to, by name."""
 
+FILE_TYPES = {mix.number: name for name, mix in MIXES.items() if name != "MXFP4_MOE"}
+FILE_TYPES |= {0: "F32", 24: "IQ1_S", 31: "IQ1_M"}
+"""Names of mixes by the number in general.file_type of a GGUF file, llama.cpp's enumeration."""
+
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 """Other names of mixes, as llama.cpp has them."""
+
+
+def stated_mix(number: object, main_type: str) -> str | None:
+    """The mix that a file states, whose matrices are mostly of that type; None: it states none, or another's."""
+    name = FILE_TYPES.get(number) if type(number) is int else None
+    return name if name is not None and name.split("_")[0] == main_type.split("_")[0] else None
 
 
 def find_mix(name: str, pure: bool = False) -> Mix:

@@ -104,6 +104,7 @@ class Model:
     inventory: Inventory = field(repr=False, compare=False)  # follows from the rest
     fingerprint: str = ""
     quantize: str | None = None
+    quantisation: str = field(default="", compare=False)  # usual name of its types, such as that of a mix
     in_place: bool = field(default=True, compare=False)  # experts lie in the file as they are used
     in_experts: bool = False
     in_rows: bool = False
@@ -463,6 +464,7 @@ def checkpoint_model(checkpoint: Checkpoint, prepared: str | None = None, fresh:
         parameters=checkpoint.parameters,
         fingerprint=checkpoint.fingerprint,
         quantize=checkpoint.quantize,
+        quantisation=checkpoint.quantisation,
         in_place=checkpoint.path.is_file() and checkpoint.quantize is None,
         converted=frozenset(
             name
@@ -540,6 +542,7 @@ def described_model(
     layouts = bundle_layouts(config, gate, down, cpu.bundle_row_bytes)
     every = (SELECTED_PER_FIRING,) * config.n_layers
     bare = _model(config, name or config.name, stored.__getitem__, layouts, (), every)
+    bare = replace(bare, quantisation=dtype.upper())
     rank_weights = max(1, len(config.neurons) * config.d_model + config.n_neurons)
     bytes_of_rank = rank_weights * block_type(_PREDICTOR_TYPE).row_bytes(32) / 32
     wanted_rank = share * bare.parameters / rank_weights

@@ -104,7 +104,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
         experts = _finding(EXPERTS, checkpoint, prepared, lambda: open_expert_profile(checkpoint, prepared))
     return Findings(
         (config.name or checkpoint.path.name)[:200],
-        f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} million weights in {checkpoint.main_type}; "
+        f"{config.architecture}, {checkpoint.parameters / 1e6:,.0f} million weights in {checkpoint.quantisation}; "
         f"{_ffns(config.ffn_sizes)}, activation {config.activations}",
         _newest_plan(checkpoint, prepared, profile.value),
         profile,

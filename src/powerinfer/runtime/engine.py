@@ -213,7 +213,7 @@ class LLM:
         named = [] if checkpoint is None else [checkpoint.path.name]
         size = f"{self.config.n_layers} layers"
         if checkpoint is not None:
-            size = f"{checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.main_type}"
+            size = f"{checkpoint.parameters / 1e6:,.0f} M parameters, {checkpoint.quantisation}"
         gpu = None if choices.gpu is None else choices.gpu.value
         return {
             "model": self.config.name or next(iter(named), self.config.architecture),

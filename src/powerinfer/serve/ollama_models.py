@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.mixes import FILE_TYPES
 from powerinfer.runtime.thinking import thoughts_by
 from powerinfer.serve.api_error import ApiError
 from powerinfer.serve.llama_completion import InfillMarks
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from powerinfer.text.chat import ChatTemplate
     from powerinfer.text.sampling_defaults import SamplingDefaults
     from powerinfer.text.tokenizer import Tokenizer
-
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
-    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
-}  # fmt: skip
-"""Types by the number in `general.file_type` of a GGUF file, llama.cpp's enumeration."""
 
 NEVER = "9999-12-31T23:59:59Z"  # when a model that stays is unloaded
 MAX_TEXT = 4096  # characters of a text of the metadata
