@@ -13,6 +13,20 @@ MUTATIONS = [
         "tests/test_program.py",
     ),
     Mutation(
+        "every kernel, at every level, computes what the reference in numpy does: rows in an order of their own",
+        "src/powerinfer/csrc/weights.cpp",
+        "moved[(size_t)i] = x[order[(size_t)i]]",
+        "moved[(size_t)i] = x[i]",
+        "tests/test_program.py -k order",
+    ),
+    Mutation(
+        "what stays on disk gives the same bits, whatever was in memory: factors beside blocks",
+        "src/powerinfer/csrc/workspace.cpp",
+        "own.factors.assign((size_t)disk.stored, disk.factors[0]);",
+        "own.factors.assign((size_t)disk.stored, 1.0f);",
+        "tests/test_disk_experts.py -k factors",
+    ),
+    Mutation(
         "dense: the same bits whatever the batch, chunk or thread count, of products that threads take parts of, too",
         "src/powerinfer/csrc/pool.cpp",
         "*end = std::min(*begin + length * unit, n);",

@@ -68,4 +68,32 @@ MUTATIONS = [
         "_set_policy(_DEFAULT, ())",
         "tests/test_numa.py",
     ),
+    Mutation(
+        "a quantised folder's matrices have the values that codes and scales say",
+        "src/powerinfer/formats/int_weights.py",
+        "(fields if self.order is None else fields[:, self.order])",
+        "fields",
+        "tests/test_quantised_folders.py -k act_order",
+    ),
+    Mutation(
+        "a quantised folder's matrices have the values that codes and scales say, neurons in the order of down",
+        "src/powerinfer/formats/column_order.py",
+        "data.reshape(rows, -1)[order].reshape(-1)",
+        "data.reshape(-1)",
+        "tests/test_quantised_folders.py -k act_order",
+    ),
+    Mutation(
+        "a quantised folder's matrices have the values that codes and scales say: permutations without repeats",
+        "src/powerinfer/formats/int_weights.py",
+        "if (np.bincount(index, minlength=groups) != group).any():",
+        "if len(index) == 0:",
+        "tests/test_quantised_folders.py -k gptq_that_is_refused",
+    ),
+    Mutation(
+        "a damaged or hostile file is one line and exit status 2: quantised folders",
+        "src/powerinfer/formats/int_weights.py",
+        "if tensor.shape != shape:",
+        "if len(tensor.shape) != len(shape):",
+        "tests/test_fuzz_folders.py",
+    ),
 ]
