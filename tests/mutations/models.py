@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation(
         "what stays on disk gives the same bits, whatever was in memory; after a failed read the next step is right",
         "src/powerinfer/devices/disk.py",
-        "return _native.disk_matrix(tensor.type, rows, cols, *place, row_map)",
-        "return _native.disk_matrix(tensor.type, rows, cols, *place, None)",
+        "return _native.disk_matrix(tensor.type, rows, cols, *place, row_map, tensor.scales)",
+        "return _native.disk_matrix(tensor.type, rows, cols, *place, None, tensor.scales)",
         "tests/test_disk.py -k 'through_a_window and llama'",
     ),
     Mutation(

@@ -91,7 +91,7 @@ class Checkpoint:
 
     def _plan(self, quantize: str | None) -> dict[str, str]:
         """Name -> type it will be converted to, for all that `take` converts; writes `notes`."""
-        targets = {name: _fallback(name, tensor) for name, tensor in self._tensors.items()}
+        targets = {name: _loaded_type(name, tensor) for name, tensor in self._tensors.items()}
         targets = {name: target for name, target in targets.items() if target != self._tensors[name].type}
         for (old, new), count in sorted(Counter((self._tensors[n].type, t) for n, t in targets.items()).items()):
             blocks = block_type(old), block_type(new)
@@ -187,10 +187,6 @@ class Checkpoint:
         for file in self._files:
             file.check()
         return self._tensors[self._stored_name(name)].gathered()
-
-    def nbytes_of(self, name: str) -> int:
-        """Bytes of that tensor in the files."""
-        return self._tensors[self._stored_name(name)].nbytes
 
     def as_stored(self, name: str) -> bool:
         """Whether `take` gives a view of the file, not a copy."""
@@ -389,16 +385,13 @@ def _transposed_type(tensor: StoredTensor) -> str:
     return "Q8_0" if tensor.shape[-2] % block_type("Q8_0").block == 0 and tensor.type != "F64" else "F32"
 
 
-def _fallback(name: str, tensor: StoredTensor) -> str:
-    """The type to convert to when no kernel takes the tensor as it is, else its own."""
-    scaled = not isinstance(tensor, StackedTensor) and tensor.scales is not None
-    if name in ("embed", "positions") and scaled:
+def _loaded_type(name: str, tensor: StoredTensor) -> str:
+    """The type of a tensor in memory: its own, but for F64, vectors in blocks and factors that a table cannot have."""
+    if name in ("embed", "positions") and tensor.scales is not None:
         return "Q8_0"  # rows are looked up as files have them, without factors beside
     if len(tensor.shape) == 1:
         return tensor.type if tensor.type in FLOAT_TYPES else "F32"
-    if tensor.type in NATIVE_TYPES:
-        return tensor.type
-    return "F32" if tensor.type == "F64" else "Q8_0"
+    return tensor.type if tensor.type in NATIVE_TYPES else "F32"  # F64 alone is none of those
 
 
 def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Progress = silent) -> Checkpoint:
