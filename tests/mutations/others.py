@@ -71,7 +71,7 @@ MUTATIONS = [
     Mutation(
         "a quantised folder's matrices have the values that codes and scales say",
         "src/powerinfer/formats/int_weights.py",
-        "(fields if self.order is None else fields[:, self.order])",
+        "(fields if self.order is None else fields.take(self.order, axis=1))",
         "fields",
         "tests/test_quantised_folders.py -k act_order",
     ),

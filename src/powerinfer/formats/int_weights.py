@@ -85,8 +85,8 @@ class _IntMatrix:
     def _differences(self, codes: Bytes, zeros: Bytes, group_of: Int32, begin: int, end: int) -> NDArray[np.int16]:
         """Codes less their zero points."""
         fields = self.unpack(self, codes, begin, end)
-        difference = (fields if self.order is None else fields[:, self.order]).astype(np.int16)
-        difference -= zeros[begin:end, group_of]
+        difference = (fields if self.order is None else fields.take(self.order, axis=1)).astype(np.int16)
+        difference -= zeros[begin:end].take(group_of, axis=1)
         return difference
 
     def _floats(self, codes: Bytes, factors: Float32, zeros: Bytes, group_of: Int32) -> Bytes:
