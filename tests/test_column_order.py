@@ -20,6 +20,8 @@ import test_streamed as streamed  # noqa: E402
 from model_files import VOCAB, as_stored, safetensors_bytes, weights  # noqa: E402
 from test_quantised_folders import folder, gptq, gptq_settings  # noqa: E402
 
+from benchmarks.models.vocabulary import write_tokenizer_files  # noqa: E402
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.formats.bundle_types import choose_types  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
@@ -72,6 +74,21 @@ def test_bundles(kind: str | None, model: Path, right: np.ndarray) -> None:
         assert sparsity is not None
         check(sparse.split_calls(executor, TOKENS), right)
         assert sparsity.report()["active_fraction"] < 0.9
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
+def test_a_file_made_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file has no order of columns: they are in their places there, whatever the type."""
+    monkeypatch.setattr("model_files.VOCAB", 1200)
+    packer, settings = gptq(4, 32, True, shuffled="alike"), gptq_settings(4, 32, desc_act=True)
+    path, made = folder(tmp_path / "model", packer, settings), tmp_path / "m.gguf"
+    write_tokenizer_files(path, 1200)
+    assert main(["quantize", str(path), kind, "-o", str(made)]) == 0
+    stored, written = open_checkpoint(path), open_checkpoint(made)
+    for name in ("layers.0.up", "layers.1.v", "layers.1.o", "layers.0.down"):
+        values = stored.take(name).float32()
+        difference = written.take(name).float32() - values
+        assert families.rms(difference) < (0.15 if kind == "q4_0" else 0.01) * families.rms(values), name
 
 
 @pytest.mark.parametrize("least", [None, 33])

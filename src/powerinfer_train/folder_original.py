@@ -42,7 +42,7 @@ def folder_original(checkpoint: Checkpoint) -> Original:
             return float32_tensor(form.divisors)
         tensor, (kind, _) = checkpoint.take(canonical[name]), stored[name]
         checkpoint.release()
-        if kind != tensor.type or tensor.scales is not None:
+        if kind != tensor.type or tensor.scales is not None or tensor.order is not None:
             return float32_tensor(form.reordered(canonical[name], tensor.float32()))
         rows = form.reordered(canonical[name], tensor.rows())
         return RawTensor(kind, tensor.shape, np.ascontiguousarray(rows).reshape(-1))
