@@ -124,24 +124,24 @@ def test_the_trace_is_the_same_with_samples(model: Path, tmp_path: Path) -> None
     for one, two in zip(made.file.profile.layers, open_expert_profile(open_checkpoint(model)).layers, strict=True):
         for name in ("counts", "pairs", "distances"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
-        assert one.seen is None and one.inside is None and two.seen is not None
+        assert one.sampled is None and one.inside is None and two.sampled is not None
 
 
 def test_how_often_neurons_inside_experts_fire(model: Path) -> None:
     """What plain loops count of the samples; by places, the busiest of each expert first."""
     samples, profile = open_samples(open_checkpoint(model)), open_expert_profile(open_checkpoint(model))
     for use in profile.layers:
-        fires, seen, fired = fires_of(samples, use.layer), np.zeros(N, int), np.zeros((N, FF), int)
+        fires, sampled, fired = fires_of(samples, use.layer), np.zeros(N, int), np.zeros((N, FF), int)
         for row, experts in enumerate(samples.selected[use.layer]):
             for place, expert in enumerate(experts):
-                seen[expert] += 1
+                sampled[expert] += 1
                 fired[expert] += fires[row, place]
-        np.testing.assert_array_equal(use.seen, seen)
+        np.testing.assert_array_equal(use.sampled, sampled)
         np.testing.assert_array_equal(use.fired, fired)
         found = profile.inside[use.layer]
         by_place = np.take_along_axis(fired, found.order.astype(int), 1)
         assert (np.diff(by_place, axis=1) <= 0).all() and (np.sort(found.order, axis=1) == np.arange(FF)).all()
-        shares = np.average(by_place / np.maximum(seen, 1)[:, None], axis=0, weights=seen)
+        shares = np.average(by_place / np.maximum(sampled, 1)[:, None], axis=0, weights=sampled)
         assert abs(found.fires.mean() - shares.mean()) < 1e-9
         assert (np.abs(found.fires - shares) <= 0.05).all() and (np.diff(found.fires) <= 1e-12).all()
 
@@ -162,7 +162,7 @@ def test_what_chance_explains_is_not_expected_again() -> None:
         assert abs(half - again) < 0.02 and (half < 0.52) == (spread == 0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("seen", -1), ("seen", 1 << 40), ("fired", 1 << 20)])
+@pytest.mark.parametrize(("name", "value"), [("sampled", -1), ("sampled", 1 << 40), ("fired", 1 << 20)])
 def test_neurons_that_fire_more_often_than_their_experts(name: str, value: int, model: Path, tmp_path: Path) -> None:
     path = given(model, tmp_path)
     profile = open_expert_profile(open_checkpoint(model))

@@ -41,7 +41,7 @@ class LayerUse:
     tokens that selected one here and then the other there; None in the last. distances: int64 [parts, experts + 1],
     selections by how many other experts of the layer were selected since a token before last selected the same one;
     those of the first time at the end. Experts of one token count in their order, and none of them before all are
-    looked up; parts follow one another. seen: int64 [experts], sampled tokens that selected each, and fired: int64
+    looked up; parts follow one another. sampled: int64 [experts], sampled tokens that selected each, and fired: int64
     [experts, neurons], for how many of these each neuron fired; None where none was sampled.
     """
 
@@ -51,12 +51,12 @@ class LayerUse:
     pairs: Counts
     follows: Counts | None
     distances: Counts
-    seen: Counts | None = None
+    sampled: Counts | None = None
     fired: Counts | None = None
 
     def __post_init__(self) -> None:
         n = self.n_experts
-        assert (self.seen is None) == (self.fired is None)
+        assert (self.sampled is None) == (self.fired is None)
         assert self.pairs.shape == (n, n) and self.distances.shape == (len(self.counts), n + 1)
         assert self.follows is None or len(self.follows) == n
         assert (self.distances.sum(axis=1) == self.counts.sum(axis=1)).all() and self.total.sum() > 0
@@ -80,16 +80,16 @@ class LayerUse:
     def inside(self) -> NeuronUse | None:
         """How often neurons inside the experts fire; None: that was not sampled. What few samples say is drawn towards
         the mean of an expert's neurons by as much of its spread as chance explains."""
-        if self.seen is None or self.fired is None or not self.seen.any():
+        if self.sampled is None or self.fired is None or not self.sampled.any():
             return None
-        tokens = np.maximum(self.seen, 1)[:, None]
+        tokens = np.maximum(self.sampled, 1)[:, None]
         share = self.fired / tokens
         mean = share.mean(axis=1, keepdims=True)
         chance = (share * (1 - share)).mean(axis=1, keepdims=True) / tokens
         spread = np.maximum(share.var(axis=1, keepdims=True), 1e-12)
         share = mean + np.maximum(0.0, 1 - chance / spread) * (share - mean)
         order = np.argsort(-share, axis=1, kind="stable").astype(np.int32)
-        fires = np.average(np.take_along_axis(share, order, axis=1), axis=0, weights=self.seen)
+        fires = np.average(np.take_along_axis(share, order, axis=1), axis=0, weights=self.sampled)
         return NeuronUse(order, np.asarray(fires, np.float64))
 
     @property

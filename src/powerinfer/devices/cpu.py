@@ -132,12 +132,10 @@ class ExpertSum:
         by_neuron: ByNeuron | None = None,
         resting: tuple[DiskTier, _native.Slots, _native.RouterSpec] | None = None,
         norm: _native.Norm | None = None,
-        rank: int = 0,
     ) -> None:
         """of_all: the experts of config, with these matrices; by_neuron: up and down, where they are no matrices;
         resting: where they are, what memory they have and how they are selected, where they rest on disk, and there are
-        no matrices; norm: of what they are given, which a predictor reads as it is; rank: of a predictor without its
-        first matrix, 0: there is none."""
+        no matrices; norm: of what they are given, which a predictor reads as it is."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
         router = _native.RouterSpec(config.router.top_k)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -146,7 +144,7 @@ class ExpertSum:
             self.nbytes += slots.slots * slots.slot_bytes
             self._reading = disk.reading
         self.by_neuron = by_neuron
-        self.rank = rank
+        self.rank = 0 if by_neuron is None else by_neuron.rank
         self._pool = pool
         self._program = program
         self._matrices = matrices
@@ -707,8 +705,9 @@ class CpuExecutor:
             latents, stacked = self._latent_shapes(config), chain([first], tensors)
             of_some, gate, by_neuron = self._bundled_experts(subset, spec, stacked, weights, (), latents, among)
             gates, of_input = [] if gate is None else [gate], None if norm is None else self.norm(norm)
-            rank = weights[2].shape[1] if weights is not None and weights[1] is None else 0
-            return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input, rank=rank)
+            if weights is not None and weights[1] is None:
+                by_neuron = replace(by_neuron, rank=weights[2].shape[1])
+            return ExpertSum(self._pool, self._program, subset, of_some, gates, by_neuron, norm=of_input)
         matrices = [self._stack(tensor, top) for tensor in chain([first], tensors)]
         *gates, up, down = matrices
         more = _biases(config, biases) | self._latent_shapes(config)

@@ -47,7 +47,7 @@ class ByNeuron:
 
     predictor: selects neurons before the first product (gates, or without gates up) is computed, whose rows are then in
     the bundles; None: these are a matrix. more: neurons of a shared expert behind all others; beside: it has bundles of
-    its own.
+    its own. rank: of a predictor without its first matrix, whose products others compute; 0: there is none.
     """
 
     sum: _native.NeuronSum
@@ -56,6 +56,7 @@ class ByNeuron:
     predictor: _native.Predictor | None = None
     more: int = 0
     beside: SharedNeurons | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A profile has for each layer N of experts `layers.N.counts` I64 [parts, experts], `layers.N.pairs` U32 [experts,
 experts], `layers.N.follows` U32 [experts, experts of the next layer of experts], unless it is the last, and
 `layers.N.distances` I64 [parts, experts + 1]: see `experts.LayerUse`; where samples say which neurons inside them fire
-also `layers.N.seen` I64 [experts] and `layers.N.fired` U32 [experts, neurons]. Its description has the tokens of the
+also `layers.N.sampled` I64 [experts] and `layers.N.fired` U32 [experts, neurons]. Its description has the tokens of the
 `parts` of each corpus.
 
 A trace has `layers.N.selected` [tokens, experts of a token], U8 if the layer has up to 256 experts, else U16: the
@@ -187,10 +187,10 @@ def _read_layer(
         raise place.bad(f"does not count each selection once in the distances of reuse {place_text}")
     if f"layers.{layer.layer}.fired" not in tensors:
         return LayerUse(layer.layer, k, counts, pairs, follows, distances)
-    seen, fired = take("seen", "I64", layer.experts), take("fired", "U32", layer.experts, size)
-    if (seen < 0).any() or (seen > total).any() or (fired > seen[:, None]).any():
+    sampled, fired = take("sampled", "I64", layer.experts), take("fired", "U32", layer.experts, size)
+    if (sampled < 0).any() or (sampled > total).any() or (fired > sampled[:, None]).any():
         raise place.bad(f"counts neurons that fire {place_text} more often than their experts are selected")
-    return LayerUse(layer.layer, k, counts, pairs, follows, distances, seen, fired)
+    return LayerUse(layer.layer, k, counts, pairs, follows, distances, sampled, fired)
 
 
 def write_expert_profile(
@@ -209,8 +209,8 @@ def write_expert_profile(
             *follows,
             ("distances", "I64", layer.distances),
         ]
-        if layer.seen is not None and layer.fired is not None:
-            named += [("seen", "I64", layer.seen), ("fired", "U32", layer.fired)]
+        if layer.sampled is not None and layer.fired is not None:
+            named += [("sampled", "I64", layer.sampled), ("fired", "U32", layer.fired)]
         arrays += [(f"layers.{layer.layer}.{name}", dtype, values) for name, dtype, values in named]
     corpora = list(zip(profile.corpora, profile.corpus_tokens, strict=True))
     description = _description(checkpoint.config, corpora, details) | {"parts": list(map(list, profile.parts))}

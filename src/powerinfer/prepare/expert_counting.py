@@ -71,8 +71,8 @@ def with_neurons(profile: ExpertProfile, samples: SamplesFile, experts: Mapping[
     def counted(use: LayerUse) -> LayerUse:
         if use.layer not in samples.selected:
             return use
-        seen, fired = _fired(samples, use.layer, experts[use.layer])
-        return replace(use, seen=seen, fired=fired)
+        sampled, fired = _fired(samples, use.layer, experts[use.layer])
+        return replace(use, sampled=sampled, fired=fired)
 
     samples.file.check()
     return replace(profile, layers=tuple(map(counted, profile.layers)))
@@ -82,15 +82,15 @@ def _fired(samples: SamplesFile, layer: int, about: ExpertsConfig) -> tuple[Coun
     """int64 [experts], the samples that selected each, and [experts, neurons], for how many of these each fired."""
     selected, n, size = samples.selected[layer], about.n_experts, about.size
     bits = samples.layers[layer][1][:, : selected.shape[1] * size // 8]
-    seen, fired = np.zeros(n, np.int64), np.zeros((n, size), np.int64)
+    sampled, fired = np.zeros(n, np.int64), np.zeros((n, size), np.int64)
     for first in range(0, len(selected), PIECE):
         chosen = selected[first : first + PIECE].reshape(-1)
         rows = bits[first : first + PIECE].reshape(len(chosen), size // 8)
-        seen += np.bincount(chosen, minlength=n)
+        sampled += np.bincount(chosen, minlength=n)
         for expert in np.unique(chosen):
             own = np.unpackbits(rows[chosen == expert], axis=1, bitorder="little")
             fired[expert] += own.sum(axis=0, dtype=np.int64)
-    return seen, fired
+    return sampled, fired
 
 
 def _parts(tokens: int) -> tuple[int, ...]:
