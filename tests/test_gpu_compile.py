@@ -164,6 +164,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     for kind in ("F16", "Q4_0", "Q6_K") if whole else ():  # few rows, which several programs share
         gpu.linear(weight(kind, 512, wide), torch.empty(gpu.FEW, wide))
     in_registers = ("F16", 1), ("Q4_0", 4), ("Q8_0", 4), ("Q6_K", 1), ("Q8_0", 16), ("Q4_0", 16)
+    in_registers += tuple((kind, 1) for kind in gpu.UNPACKED)
     for kind, tokens in () if whole else in_registers if EVERY else in_registers[:2]:
         gpu.linear(weight(kind, wide, wide), torch.empty(tokens, wide))
     for tokens in (1, 4) if whole else (16,):
