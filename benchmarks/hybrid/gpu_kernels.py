@@ -73,7 +73,7 @@ def random_weight(kind: str, rows: int, k: int, device: str) -> gpu.Weight:
 def random_weights(kind: str, rows: int, k: int, device: str) -> list[gpu.Weight]:
     """As many as no cache holds."""
     copies = range(copies_of(gpu.weight_bytes(kind, rows, k), device))
-    if kind not in gpu.K_CODES:
+    if kind not in gpu.CUT:
         return [random_weight(kind, rows, k, device) for _ in copies]
     sample = Samples("", 1, 0, lambda *_: None).normal(kind, rows, k)  # in random bytes some scales are not finite
     return [gpu.upload(sample, device) for _ in copies]
@@ -174,7 +174,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
     def wanted(what: str, kind: str) -> bool:
         return what in arguments.kernels and (arguments.types is None or kind in arguments.types)
 
-    for kind in dict.fromkeys((*(kind for kind, _ in TYPES), *gpu.K_CODES)):
+    for kind in dict.fromkeys((*(kind for kind, _ in TYPES), *gpu.CUT)):
         if not wanted("linear", kind) or d_model % block_type(kind).block:
             continue
         nbytes = gpu.weight_bytes(kind, d_model, d_model)

@@ -24,7 +24,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
     assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "fused", "predict", "attention"}
     assert ("fused", "Q8_0/Q8_0", 1) in cases and ("fused", "Q8_0/Q8_0", 8) not in cases
-    for kind in gpu.K_CODES:
+    for kind in gpu.CUT:
         assert cases["linear", kind, 8]["bytes"] == gpu.weight_bytes(kind, 256, 256)
         weights = gpu_kernels.random_weights(kind, 4, 256, "cpu")
         assert len(weights) == 2 and all(torch.isfinite(gpu.linear(one, torch.ones(1, 256))).all() for one in weights)

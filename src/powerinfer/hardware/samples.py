@@ -77,6 +77,9 @@ class Samples:
         blocks = self._random.integers(0, 256, (rows, cols // block.block, block.nbytes), np.uint8)
         if kind == "NVFP4":
             blocks[..., :4] &= 7  # scales of that order of magnitude
+        if kind == "IQ1_M":  # whose float16, the high four bits of four words, is 2 ** -7
+            blocks[..., 49:56:2] &= 15
+            blocks[..., 55] |= 0x20
 
         def filled(scale: float) -> Bytes:
             for at in WEIGHT_TYPES[kind].halves:
