@@ -5,7 +5,7 @@
 // Values of IQ2, by their numbers.
 #define PI_IQ2_VALUES 8, 25, 43
 
-// A word for each entry. IQ3: four values, bytes as much above them as codes are (types.h). IQ2 and IQ1: the numbers of
+// A word for each entry. IQ3_S: four values, a byte each, and IQ3_XXS: halves of these, which are even. IQ2 and IQ1: the numbers of
 // eight values; byte e has value e in its low half, value 4 + e in its high half.
 template <int n>
 struct PiEntries {

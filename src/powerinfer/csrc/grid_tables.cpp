@@ -301,13 +301,13 @@ constexpr uint16_t IQ1[2048] = {
     43289, 43297, 43301, 43329, 43344, 43349, 43354, 43361, 43366, 43369, 43408, 43414, 43520, 43522, 43528, 43530,
     43552, 43554, 43560, 43562, 43601, 43604, 43606, 43648, 43650, 43656, 43658, 43669, 43680, 43682, 43688, 43690};
 
-// Of 4 values: bytes, `offset` above them. Of 8: the number of value e in the low half of byte e, that of value 4 + e in
+// Of 4 values: bytes, of what they are divided by. Of 8: the number of value e in the low half of byte e, that of value 4 + e in
 // the high half.
 template <int n>
-constexpr PiEntries<n> four_values(const uint16_t (&words)[n], const int8_t* values, int offset) {
+constexpr PiEntries<n> four_values(const uint16_t (&words)[n], const int8_t* values, int divisor) {
   PiEntries<n> entries{};
   for (int i = 0; i < n; i++)
-    for (int e = 0; e < 4; e++) entries.of[i] |= (uint32_t)(offset + values[words[i] >> 4 * e & 15]) << 8 * e;
+    for (int e = 0; e < 4; e++) entries.of[i] |= (uint32_t)(values[words[i] >> 4 * e & 15] / divisor) << 8 * e;
   return entries;
 }
 
@@ -324,8 +324,8 @@ constexpr int8_t ODD[] = {1, 3, 5, 7, 9, 11, 13, 15}, EIGHTHS[] = {4, 12, 20, 28
 
 }  // namespace
 
-const PiEntries<512> PI_ENTRIES_IQ3_S = four_values(IQ3_S, ODD, PI_TYPES[PI_IQ3_S].offset);
-const PiEntries<256> PI_ENTRIES_IQ3_XXS = four_values(IQ3_XXS, EIGHTHS, PI_TYPES[PI_IQ3_XXS].offset);
+const PiEntries<512> PI_ENTRIES_IQ3_S = four_values(IQ3_S, ODD, 1);
+const PiEntries<256> PI_ENTRIES_IQ3_XXS = four_values(IQ3_XXS, EIGHTHS, 2);
 const PiEntries<256> PI_ENTRIES_IQ2_XXS = eight_values(IQ2_XXS);
 const PiEntries<512> PI_ENTRIES_IQ2_XS = eight_values(IQ2_XS);
 const PiEntries<1024> PI_ENTRIES_IQ2_S = eight_values(IQ2_S);

@@ -125,7 +125,9 @@ void pack_grid_block(int type, const uint8_t* const* rows, int64_t at, uint8_t* 
     }
     to += 3 * r;  // words from here on
     for (int i = 0; l.signs && i < 8; i++, to += 4 * PI_LANES) {
-      const uint32_t signs = bits_by_group(word(b.signs + 4 * i));
+      const uint32_t groups = bits_by_group(word(b.signs + 4 * i));
+      uint32_t signs = 0;
+      for (int g = 0; g < 8; g++) signs |= (groups >> g & 0x01010101u) << (g / 2 + g % 2 * 4);
       memcpy(to, &signs, 4);
     }
     memcpy(scales + 2 * r, &b.d, 2);

@@ -11,6 +11,7 @@ namespace {
 
 template <class W>
 PI_INLINE i32x16 start(int32_t sum) {
+  if constexpr (SIGNS_APART<W>) return i_set(0);
   if constexpr (W::SIGNED) return dot_s_start(sum);
   return i_set(-W::OFFSET * sum);
 }
@@ -115,16 +116,24 @@ struct Quantised {
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) {
               u8x64 c[N];
-              take<W, upper.value, i.value>(w.codes + p * w.codes_stride, b, j, c);
+              [[maybe_unused]] u8x64 signs;
+              if constexpr (SIGNS_APART<W>) {
+                c[0] = W::template magnitudes<upper.value>(w.codes + p * w.codes_stride, b, j);
+                signs = W::template signs_of<upper.value>(w.codes + p * w.codes_stride, b, j);
+              } else {
+                take<W, upper.value, i.value>(w.codes + p * w.codes_stride, b, j, c);
+              }
               unroll<0, N>([&](auto s) __attribute__((always_inline)) {
                 if (line + s.value < LINES)
                   fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + (line + s.value) * 64 + jump);
 #if defined(PI_PAIRS)
                 if constexpr (PAIRS) {
-                  constexpr int DEPTH = pairs_depth(W::MOST), AT = n.value * N + s.value;
+                  constexpr int DEPTH = pairs_depth(SIGNS_APART<W> ? W::OFFSET : W::MOST), AT = n.value * N + s.value;
 #pragma GCC unroll 16
                   for (int t = 0; t < T; t++) {
-                    const u8x64 more = pairs_dot(c[s.value], a[s.value][t]);
+                    u8x64 more;
+                    if constexpr (SIGNS_APART<W>) more = pairs_dot(c[0], b_signed(a[0][t], signs));
+                    else more = pairs_dot(c[s.value], a[s.value][t]);
                     pairs[p][t] = AT % DEPTH ? pairs_add(pairs[p][t], more) : more;
                     if constexpr ((AT + 1) % DEPTH == 0 || AT + 1 == 8 / W::HALVES)
                       acc[p][t] = i_add(acc[p][t], pairs_sum<1>(pairs[p][t]));
@@ -133,9 +142,16 @@ struct Quantised {
                 }
 #endif
 #pragma GCC unroll 16
-                for (int t = 0; t < T; t++)
+                for (int t = 0; t < T; t++) {
+#if defined(PI_SIGNS)
+                  if constexpr (SIGNS_APART<W>) {
+                    acc[p][t] = dot_vu(acc[p][t], c[0], b_signed(a[0][t], signs));
+                    continue;
+                  }
+#endif
                   acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c[s.value], a[s.value][t])
                                         : dot_u(acc[p][t], c[s.value], a[s.value][t]);
+                }
               });
             }
           };

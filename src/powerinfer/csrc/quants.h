@@ -60,7 +60,7 @@ struct WQ5_0 {
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
     const uint8_t* q = codes + b * 320;
     u8x64 low = WQ4_0::half_bytes<upper>(q + j * 64), bits = b_load(q + 256);  // bit 4 upper + j is moved to bit 4
-    return b_or(low, b_and(upper ? b_shr(bits, j) : move_to_4(bits, j), b_set(16)));
+    return b_or(low, b_and(upper ? b_shr(bits, j) : b_move<4>(bits, j), b_set(16)));
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     return {f_load_f16(meta + b * 32), f_zero()};
@@ -284,6 +284,17 @@ template <class W, class = void>
 constexpr bool OF_GRID = false;
 template <class W>
 constexpr bool OF_GRID<W, decltype((void)W::TOGETHER)> = true;
+
+// Whether activations may take the signs of a type's codes (GridOfFour).
+#if defined(PI_SIGNS)
+template <class W, class = void>
+constexpr bool SIGNS_APART = false;
+template <class W>
+constexpr bool SIGNS_APART<W, decltype((void)W::SIGNS_APART)> = true;
+#else
+template <class W>
+constexpr bool SIGNS_APART = false;
+#endif
 
 template <class W, int upper, int i, class J>
 PI_INLINE void take(const uint8_t* codes, int64_t b, J j, u8x64 (&to)[TOGETHER<W>]) {

@@ -1,12 +1,12 @@
 // The types whose codes are entries of grids, as kernels read them from panels (table.h). Included by ISA files only.
 //
-// A gather looks entries up: of IQ3 it gives a group, of IQ2 and IQ1 two, as halves of bytes. Of 16 words it takes 8.2
-// cycles (Sapphire Rapids), loads and inserts one by one 20. Permutations of tables in registers would take as long for
-// IQ3_S: of 64 entries 8 by vpermi2b at 2 cycles each, and as many steps to bring the bytes of an entry together; more
-// entries take longer. Products by tables of sums are out of reach: an entry with its signs is one of 2^15 or more. So
-// one token is bound by look-ups, at 1.7 (IQ2_XXS) to 2.9 ns (IQ3_S) a group of a core, 9 to 10 GB/s; up to
-// TILE_Q tokens share them, more take widened panels (of 47 tokens IQ3_S then takes 16 ns a group in place of 38), on
-// AVX2 from WIDE_FROM on.
+// A gather looks entries up: of IQ3 it gives a group, of IQ2 and IQ1 two, as halves of bytes. Of 16 words it takes 2.5 ns
+// (Sapphire Rapids), two of AVX2 as long, loads and inserts one by one 3.3, and on AVX2 as many cycles of the vector units
+// as 16 other instructions, which is why signs cost none there but a look-up and a vpsignb for a group, and of IQ2 come
+// with the look-up of values. Permutations of tables in registers take 1.6 ns of 256 entries, but then as many steps as
+// they save to bring the bytes of an entry together; more entries take longer. Products by tables of sums are out of
+// reach: an entry with its signs is one of 2^15 or more. Up to TILE_Q tokens share look-ups, more take widened panels (of
+// 47 tokens IQ3_S then takes 16 ns a group in place of 38), on AVX2 from WIDE_FROM on.
 #pragma once
 #include "grid_entries.h"
 #include "quants.h"
@@ -41,44 +41,74 @@ struct GridHalves : Grid {
   }
 };
 
-PI_INLINE i32x16 with_high(const uint8_t* low, const uint8_t* high, int shift, int mask) {
-  return i_add(i_load_u8(low), i_shl<8>(i_field(i_load_u8(high), shift, mask)));
+// Bits of entries above the lowest eight: `bits` of each, from bit `from` of a byte on.
+template <int bits, class N>
+PI_INLINE i32x16 above_8(const i32x16& bytes, N from) {
+  return i_and(i_move<8>(bytes, from), i_set(((1 << bits) - 1) << 8));
 }
 
-struct WIQ3_S : Grid {
-  static constexpr int MOST = 30, OFFSET = 15, BLOCK_BYTES = 208, TOGETHER = 1;
+// Of groups 2 n and 2 n + 1 the signs are bits n and n + 4 of bytes; bytes of 1 and -1 by the bits of a half.
+alignas(16) constexpr int8_t SIGNS_BY_BIT[4][16] = {{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+                                                    {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+                                                    {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+                                                    {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1}};
+
+// Entries of four values, a group each, with signs: W::magnitudes<upper>(codes, b, j), and W::signs(codes, b) says where the
+// signs of a block are. Codes have them, or, with PI_SIGNS and few tokens, activations.
+template <class W, int OFFSET_>
+struct GridOfFour : Grid {
+  static constexpr int OFFSET = OFFSET_, MOST = 2 * OFFSET, TOGETHER = 1;
+  static constexpr bool SIGNS_APART = true;
   template <int upper, int, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    const int bit = j % 2 * 4 + 2 * upper + j / 2;
+    return b_mirrored(W::template magnitudes<upper>(codes, b, j), b_load(W::signs(codes, b)), 1 << bit, OFFSET);
+  }
+  template <int upper, class J>
+  static PI_INLINE_MEMBER u8x64 signs_of(const uint8_t* codes, int64_t b, J j) {
+    const u8x64 bits = b_load(W::signs(codes, b));
+    return b_lookup(SIGNS_BY_BIT[2 * upper + j / 2], j % 2 ? b_high4(bits) : b_low4(bits));
+  }
+};
+
+struct WIQ3_S : GridOfFour<WIQ3_S, 15> {
+  static constexpr int BLOCK_BYTES = 208;
+  template <int upper, class J>
+  static PI_INLINE_MEMBER u8x64 magnitudes(const uint8_t* codes, int64_t b, J j) {
     const uint8_t* p = codes + b / 8 * 1664;
-    const int g = 4 * upper + j;
-    const u8x64 c = b_gather(PI_ENTRIES_IQ3_S.of, with_high(p + b % 8 * 128 + g * 16, p + 1024 + b % 8 * 16, g, 1));
-    return b_mirrored(c, b_load(p + 1152 + b % 8 * 64), 1 << g, 2 * OFFSET);
+    const i32x16 ninth = above_8<1>(i_load_u8(p + 1024 + b % 8 * 16), plus<4 * upper>(j));
+    return b_gather(PI_ENTRIES_IQ3_S.of, i_add(i_load_u8(p + b % 8 * 128 + upper * 64 + j * 16), ninth));
+  }
+  static PI_INLINE_MEMBER const uint8_t* signs(const uint8_t* codes, int64_t b) {
+    return codes + b / 8 * 1664 + 1152 + b % 8 * 64;
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return grid_scales(meta, b, 1); }
 };
 
-struct WIQ3_XXS : Grid {
-  static constexpr int MOST = 124, OFFSET = 62, BLOCK_BYTES = 192, TOGETHER = 1;
-  template <int upper, int, class J>
-  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
-    const uint8_t* p = codes + b / 8 * 1536;
-    const int g = 4 * upper + j;
-    const u8x64 c = b_gather(PI_ENTRIES_IQ3_XXS.of, i_load_u8(p + b % 8 * 128 + g * 16));
-    return b_mirrored(c, b_load(p + 1024 + b % 8 * 64), 1 << g, 2 * OFFSET);
+// Codes are halves of the grid's values.
+struct WIQ3_XXS : GridOfFour<WIQ3_XXS, 31> {
+  static constexpr int BLOCK_BYTES = 192;
+  template <int upper, class J>
+  static PI_INLINE_MEMBER u8x64 magnitudes(const uint8_t* codes, int64_t b, J j) {
+    return b_gather(PI_ENTRIES_IQ3_XXS.of, i_load_u8(codes + b / 8 * 1536 + b % 8 * 128 + upper * 64 + j * 16));
   }
-  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return grid_scales(meta, b, 0.25f); }
+  static PI_INLINE_MEMBER const uint8_t* signs(const uint8_t* codes, int64_t b) {
+    return codes + b / 8 * 1536 + 1024 + b % 8 * 64;
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return grid_scales(meta, b, 0.5f); }
 };
 
-// The codes of IQ2 by the numbers of their values.
-#define PI_ABOVE(a, b, c) 43 + a, 43 + b, 43 + c
-#define PI_ABOVE_ALL(...) PI_ABOVE(__VA_ARGS__)
-alignas(16) constexpr int8_t IQ2_ABOVE[16] = {PI_ABOVE_ALL(PI_IQ2_VALUES)};
+// The codes of IQ2 by the numbers of their values, 4 more where they are negative.
+#define PI_IQ2_CODES(a, b, c) 43 + a, 43 + b, 43 + c, 0, 43 - a, 43 - b, 43 - c
+#define PI_IQ2_CODES_OF(...) PI_IQ2_CODES(__VA_ARGS__)
+alignas(16) constexpr int8_t IQ2_CODES[16] = {PI_IQ2_CODES_OF(PI_IQ2_VALUES)};
 
 // The groups 2 n and 2 n + 1 of entries of eight values, with their signs.
-PI_INLINE void iq2_groups(const uint32_t* table, i32x16 entries, const uint8_t* signs, int n, u8x64 (&c)[2]) {
-  const u8x64 v = b_gather(table, entries), negative = b_load(signs);
-  c[0] = b_mirrored(b_lookup_low(IQ2_ABOVE, v), negative, 1 << 2 * n, 86);
-  c[1] = b_mirrored(b_lookup_low(IQ2_ABOVE, b_shr<4>(v)), negative, 2 << 2 * n, 86);
+template <class N>
+PI_INLINE void iq2_groups(const uint32_t* table, const i32x16& entries, const uint8_t* signs, N n, u8x64 (&c)[2]) {
+  const u8x64 v = b_or(b_gather(table, entries), b_and(b_move<2>(b_load(signs), n), b_set(0x44)));
+  c[0] = b_lookup_low(IQ2_CODES, v);
+  c[1] = b_lookup_low(IQ2_CODES, b_shr<4>(v));
 }
 
 struct WIQ2_XXS : Grid {
@@ -86,7 +116,7 @@ struct WIQ2_XXS : Grid {
   template <int upper, int, class J>
   static PI_INLINE_MEMBER void groups(const uint8_t* codes, int64_t b, J j, u8x64 (&c)[2]) {
     const uint8_t* p = codes + b / 8 * 1024;
-    const int n = 2 * upper + j / 2;
+    const auto n = plus_half<2 * upper>(j);
     iq2_groups(PI_ENTRIES_IQ2_XXS.of, i_load_u8(p + b % 8 * 64 + n * 16), p + 512 + b % 8 * 64, n, c);
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) { return grid_scales(meta, b, 0.125f); }
@@ -97,8 +127,9 @@ struct WIQ2_XS : GridHalves<86, 43> {
   template <int upper, int, class J>
   static PI_INLINE_MEMBER void groups(const uint8_t* codes, int64_t b, J j, u8x64 (&c)[2]) {
     const uint8_t* p = codes + b / 8 * 1088;
-    const int n = 2 * upper + j / 2;
-    const i32x16 entries = with_high(p + b % 8 * 64 + n * 16, p + 512 + b % 8 / 2 * 16, (int)(b % 2) * 4 + n, 1);
+    const auto n = plus_half<2 * upper>(j);
+    const i32x16 ninth = i_field(i_load_u8(p + 512 + b % 8 / 2 * 16), (int)(b % 2) * 4, 15),
+                 entries = i_add(i_load_u8(p + b % 8 * 64 + n * 16), above_8<1>(ninth, n));
     iq2_groups(PI_ENTRIES_IQ2_XS.of, entries, p + 576 + b % 8 * 64, n, c);
   }
 };
@@ -108,9 +139,9 @@ struct WIQ2_S : GridHalves<86, 43> {
   template <int upper, int, class J>
   static PI_INLINE_MEMBER void groups(const uint8_t* codes, int64_t b, J j, u8x64 (&c)[2]) {
     const uint8_t* p = codes + b / 8 * 1152;
-    const int n = 2 * upper + j / 2;
-    const i32x16 entries = with_high(p + b % 8 * 64 + n * 16, p + 512 + b % 8 * 16, 2 * n, 3);
-    iq2_groups(PI_ENTRIES_IQ2_S.of, entries, p + 640 + b % 8 * 64, n, c);
+    const auto n = plus_half<2 * upper>(j);
+    const i32x16 more = above_8<2>(i_load_u8(p + 512 + b % 8 * 16), twice(n));
+    iq2_groups(PI_ENTRIES_IQ2_S.of, i_add(i_load_u8(p + b % 8 * 64 + n * 16), more), p + 640 + b % 8 * 64, n, c);
   }
 };
 
@@ -121,10 +152,11 @@ struct WIQ1_S : Grid {
   template <int upper, int, class J>
   static PI_INLINE_MEMBER void groups(const uint8_t* codes, int64_t b, J j, u8x64 (&c)[2]) {
     const uint8_t* p = codes + b / 8 * 704;
-    const int n = 2 * upper + j / 2;
-    const i32x16 last = i_field(i_load_u8(p + 640 + b % 8 / 2 * 16), (int)(b % 2) * 4 + n, 1);
-    const i32x16 entries = with_high(p + b % 8 * 64 + n * 16, p + 512 + b % 8 * 16, 2 * n, 3);
-    const u8x64 v = b_gather(PI_ENTRIES_IQ1.of, i_add(entries, i_shl<10>(last)));
+    const auto n = plus_half<2 * upper>(j);
+    const i32x16 last = i_field(i_load_u8(p + 640 + b % 8 / 2 * 16), (int)(b % 2) * 4, 15),
+                 more = i_add(above_8<2>(i_load_u8(p + 512 + b % 8 * 16), twice(n)),
+                              i_and(i_move<10>(last, n), i_set(1 << 10)));
+    const u8x64 v = b_gather(PI_ENTRIES_IQ1.of, i_add(i_load_u8(p + b % 8 * 64 + n * 16), more));
     c[0] = b_low4(v);
     c[1] = b_high4(v);
   }
@@ -145,9 +177,10 @@ struct WIQ1_M : GridHalves<18, 9> {
   static PI_INLINE_MEMBER void groups(const uint8_t* codes, int64_t b, J j, u8x64 (&c)[2]) {
     const uint8_t* p = codes + b / 8 * 768;
     const int n = 2 * upper + j / 2;
-    const i32x16 high = i_field(i_load_u8(p + 512 + b % 8 * 32 + upper * 16), n % 2 * 4, 15),
-                 entries = i_add(i_load_u8(p + b % 8 * 64 + n * 16), i_shl<8>(i_field(high, 0, 7)));
-    const u8x64 down = b_bits(i_sub(i_set(0), i_field(high, 3, 1))),
+    const i32x16 more = i_load_u8(p + 512 + b % 8 * 32 + upper * 16);
+    const auto from = twice(j);  // 0 or 4
+    const i32x16 entries = i_add(i_load_u8(p + b % 8 * 64 + n * 16), above_8<3>(more, from));
+    const u8x64 down = b_bits(i_sub(i_set(0), i_and(i_move<0>(more, plus<3>(from)), i_set(1)))),
                 v = b_or(b_gather(PI_ENTRIES_IQ1.of, entries), b_and(down, b_set(0x44)));
     c[0] = b_lookup_low(IQ1_M_ABOVE, v);
     c[1] = b_lookup_low(IQ1_M_ABOVE, b_shr<4>(v));

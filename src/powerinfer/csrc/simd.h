@@ -90,9 +90,10 @@ PI_INLINE u8x64 b_lookup_low(const int8_t* table, u8x64 i) { return b_lookup(tab
 PI_INLINE u8x64 b_bits(i32x16 a) { return a; }
 // Words of a table by their places in it.
 PI_INLINE u8x64 b_gather(const uint32_t* table, i32x16 i) { return _mm512_i32gather_epi32(i, table, 4); }
-// `twice` less the bytes of `a` where `bits` have this bit.
-PI_INLINE u8x64 b_mirrored(u8x64 a, u8x64 bits, int bit, int twice) {
-  return _mm512_mask_sub_epi8(a, _mm512_test_epi8_mask(bits, b_set(bit)), b_set(twice), a);
+// `about` plus the bytes of `a`, less these where `bits` have this bit.
+PI_INLINE u8x64 b_mirrored(u8x64 a, u8x64 bits, int bit, int about) {
+  const __m512i middle = b_set(about);
+  return _mm512_mask_sub_epi8(_mm512_add_epi8(middle, a), _mm512_test_epi8_mask(bits, b_set(bit)), middle, a);
 }
 // Bits of each lane from bit n on.
 PI_INLINE i32x16 i_field(i32x16 a, int n, int mask) {
@@ -142,7 +143,7 @@ PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
   z[2] = _mm512_unpacklo_epi16(AB, CD);
   z[3] = _mm512_unpackhi_epi16(AB, CD);
 }
-PI_INLINE i32x16 i_low4(i32x16 a) { return _mm512_and_si512(a, _mm512_set1_epi32(15)); }
+PI_INLINE i32x16 i_and(i32x16 a, i32x16 b) { return _mm512_and_si512(a, b); }
 template <int n>
 PI_INLINE i32x16 i_shr(i32x16 a) {
   return _mm512_srli_epi32(a, n);
@@ -306,13 +307,19 @@ PI_INLINE u8x64 b_bits(i32x16 x) { return {x.a, x.b}; }
 PI_INLINE u8x64 b_gather(const uint32_t* table, i32x16 i) {
   return {_mm256_i32gather_epi32((const int*)table, i.a, 4), _mm256_i32gather_epi32((const int*)table, i.b, 4)};
 }
-PI_INLINE __m256i mirrored(__m256i a, __m256i bits, __m256i bit, __m256i above) {
+PI_INLINE __m256i mirrored(__m256i a, __m256i bits, __m256i bit, __m256i about) {
   const __m256i m = _mm256_cmpeq_epi8(_mm256_and_si256(bits, bit), bit);
-  return _mm256_add_epi8(_mm256_xor_si256(a, m), _mm256_and_si256(above, m));
+  return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(a, m), m), about);
 }
-PI_INLINE u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int twice) {
-  const __m256i set = _mm256_set1_epi8((char)bit), above = _mm256_set1_epi8((char)(twice + 1));
-  return {mirrored(x.a, bits.a, set, above), mirrored(x.b, bits.b, set, above)};
+PI_INLINE u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int about) {
+  const __m256i set = _mm256_set1_epi8((char)bit), middle = _mm256_set1_epi8((char)about);
+  return {mirrored(x.a, bits.a, set, middle), mirrored(x.b, bits.b, set, middle)};
+}
+// Activations take the signs of codes, bytes of 1 and -1: cheaper for few tokens than codes that are mirrored.
+#define PI_SIGNS 1
+PI_INLINE u8x64 b_signed(int32_t a, u8x64 signs) {
+  const __m256i x = _mm256_set1_epi32(a);
+  return {_mm256_sign_epi8(x, signs.a), _mm256_sign_epi8(x, signs.b)};
 }
 PI_INLINE i32x16 i_field(i32x16 x, int n, int mask) {
   const __m128i by = _mm_cvtsi32_si128(n);
@@ -373,9 +380,10 @@ PI_INLINE i32x16 dot_vu(i32x16 c, u8x64 w, u8x64 q) { return {dot4(c.a, w.a, q.a
 // that 2 * depth * 127 * the largest code stays below 2^15.
 #define PI_PAIRS 1
 constexpr int pairs_depth(int most) { return most <= 16 ? 8 : most <= 32 ? 4 : most <= 64 ? 2 : 1; }
+PI_INLINE u8x64 pairs_dot(u8x64 w, u8x64 a) { return {_mm256_maddubs_epi16(w.a, a.a), _mm256_maddubs_epi16(w.b, a.b)}; }
 PI_INLINE u8x64 pairs_dot(u8x64 w, int32_t a) {
   __m256i x = _mm256_set1_epi32(a);
-  return {_mm256_maddubs_epi16(w.a, x), _mm256_maddubs_epi16(w.b, x)};
+  return pairs_dot(w, {x, x});
 }
 PI_INLINE u8x64 pairs_add(u8x64 x, u8x64 y) {
   u8x64 r = {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)};
@@ -439,10 +447,7 @@ PI_INLINE void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
   z[3] = {_mm256_unpackhi_epi16(AB.a, CD.a), _mm256_unpackhi_epi16(AB.b, CD.b)};
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
-PI_INLINE i32x16 i_low4(i32x16 x) {
-  const __m256i m = _mm256_set1_epi32(15);
-  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
-}
+PI_INLINE i32x16 i_and(i32x16 x, i32x16 y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 template <int n>
 PI_INLINE i32x16 i_shr(i32x16 x) {
   return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)};
@@ -677,9 +682,9 @@ PI_INLINE u8x64 b_gather(const uint32_t* table, i32x16 x) {
   }
   return r;
 }
-PI_INLINE u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int twice) {
-  EACH x.v[i] =
-      vbslq_u8(vtstq_u8(bits.v[i], vdupq_n_u8((uint8_t)bit)), vsubq_u8(vdupq_n_u8((uint8_t)twice), x.v[i]), x.v[i]);
+PI_INLINE u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int about) {
+  const uint8x16_t set = vdupq_n_u8((uint8_t)bit), middle = vdupq_n_u8((uint8_t)about);
+  EACH x.v[i] = vbslq_u8(vtstq_u8(bits.v[i], set), vsubq_u8(middle, x.v[i]), vaddq_u8(middle, x.v[i]));
   return x;
 }
 PI_INLINE i32x16 i_field(i32x16 x, int n, int mask) {
@@ -721,8 +726,8 @@ PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) {
   EACH x.v[i] = vsubq_s32(x.v[i], y.v[i]);
   return x;
 }
-PI_INLINE i32x16 i_low4(i32x16 x) {
-  EACH x.v[i] = vandq_s32(x.v[i], vdupq_n_s32(15));
+PI_INLINE i32x16 i_and(i32x16 x, i32x16 y) {
+  EACH x.v[i] = vandq_s32(x.v[i], y.v[i]);
   return x;
 }
 template <int n>
@@ -921,8 +926,8 @@ PI_PLAIN u8x64 b_gather(const uint32_t* table, i32x16 x) {
   EACH x[i] = (int32_t)table[x[i]];
   return (u8x64)x;
 }
-PI_PLAIN u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int twice) {
-  for (int i = 0; i < 64; i++) x[i] = bits[i] & bit ? (uint8_t)(twice - x[i]) : x[i];
+PI_PLAIN u8x64 b_mirrored(u8x64 x, u8x64 bits, int bit, int about) {
+  for (int i = 0; i < 64; i++) x[i] = (uint8_t)(bits[i] & bit ? about - x[i] : about + x[i]);
   return x;
 }
 PI_INLINE i32x16 i_field(i32x16 x, int n, int mask) { return x >> n & mask; }
@@ -962,7 +967,7 @@ PI_PLAIN void b_quads(u8x64 a, u8x64 b, u8x64 c, u8x64 d, u8x64 (&z)[4]) {
       for (int j = 0; j < 4; j++) z[i][4 * l + j] = rows[j][16 * (l / 4) + 4 * i + l % 4];
 }
 PI_INLINE i32x16 i_sub(i32x16 x, i32x16 y) { return x - y; }
-PI_INLINE i32x16 i_low4(i32x16 x) { return x & 15; }
+PI_INLINE i32x16 i_and(i32x16 x, i32x16 y) { return x & y; }
 template <int n>
 PI_INLINE i32x16 i_shr(i32x16 x) {
   return x >> n;
@@ -982,6 +987,7 @@ PI_INLINE f32x16 f_code(u8x64 v) {
 }
 #endif
 
+PI_INLINE i32x16 i_low4(i32x16 x) { return i_and(x, i_set(15)); }
 PI_INLINE u8x64 b_low4(u8x64 x) { return b_and(x, b_set(15)); }
 PI_INLINE u8x64 b_high4(u8x64 x) { return b_and(b_shr<4>(x), b_set(15)); }
 
@@ -1025,12 +1031,26 @@ PI_INLINE u8x64 b_shr(u8x64 x, Index<n>) {
   if constexpr (n == 0) return x;
   else return b_shr<n>(x);
 }
-// Bit n of each byte, below 4, as bit 4; others may be anything. A loop over n shares the shift by it with other bits.
-template <int n>
-PI_INLINE u8x64 move_to_4(u8x64 x, Index<n>) {
-  return b_shl<4 - n>(x);
+// Bit n of each byte as bit `to`; others may be anything. A loop over n shares the shift by it with other bits.
+template <int to, int n>
+PI_INLINE u8x64 b_move(u8x64 x, Index<n>) {
+  if constexpr (n < to) return b_shl<to - n>(x);
+  else return b_shr(x, Index<n - to>{});
 }
-PI_INLINE u8x64 move_to_4(u8x64 x, int n) { return b_shl<4>(b_shr(x, n)); }
+template <int to>
+PI_INLINE u8x64 b_move(u8x64 x, int n) {
+  return b_shl<to>(b_shr(x, n));
+}
+// The same of lanes.
+template <int to, int n>
+PI_INLINE i32x16 i_move(i32x16 x, Index<n>) {
+  if constexpr (n < to) return i_shl<to - n>(x);
+  else return i_shr<n - to>(x);
+}
+template <int to>
+PI_INLINE i32x16 i_move(i32x16 x, int n) {
+  return i_shl<to>(i_field(x, n, -1));
+}
 template <int m, int n>
 PI_INLINE constexpr Index<m + n> plus(Index<n>) {
   return {};
@@ -1038,6 +1058,14 @@ PI_INLINE constexpr Index<m + n> plus(Index<n>) {
 template <int m>
 PI_INLINE constexpr int plus(int n) {
   return m + n;
+}
+template <int m, int n>
+PI_INLINE constexpr Index<m + n / 2> plus_half(Index<n>) {
+  return {};
+}
+template <int m>
+PI_INLINE constexpr int plus_half(int n) {
+  return m + n / 2;
 }
 template <int n>
 PI_INLINE constexpr Index<2 * n> twice(Index<n>) {

@@ -34,8 +34,9 @@
 //               4i + j, high group 4i + j + 2 (i, j < 2)                of 4 bits of exponent and 3 of mantissa
 //
 // Entries of grids, per 256 k: their lowest bits as u8 [32 or, IQ3, 64][16]; their other bits as u8 [..][16], the first
-// entry's lowest in a byte; and, but for IQ1, signs as u32 [8][16], of 32 k each: bit g of byte j of k = 4 g + j. Scales:
-// f16 d[16], then u8 [..][16] of two numbers s each, the first in the low half, which stand for 2 s + 1.
+// entry's lowest in a byte; and, but for IQ1, signs as u32 [8][16], of 32 k each: of k = 4 g + j bit
+// g / 2 + 4 (g % 2) of byte j. Scales: f16 d[16], then u8 [..][16] of two numbers s each, the first in the low half, which
+// stand for 2 s + 1.
 //
 //   IQ3_S       [64], 1 bit of 64, signs                                [4], of 32 k each
 //   IQ3_XXS     [64], signs                                             [4]

@@ -45,7 +45,7 @@
   X(NVFP4, 40, 64, 36, 4, 32, 4, -1, -1, 0, E2M1, Q8, NONE, NVFP4)
 #define PI_GRID_TYPES(X)                                                \
   X(IQ3_S, 21, 256, 110, 2, 104, 6, 0, -1, 15, GRID, Q8, NONE, IQ3_S)   \
-  X(IQ3_XXS, 18, 256, 98, 2, 96, 6, 0, -1, 62, GRID, Q8, NONE, IQ3_XXS) \
+  X(IQ3_XXS, 18, 256, 98, 2, 96, 6, 0, -1, 31, GRID, Q8, NONE, IQ3_XXS) \
   X(IQ2_XS, 17, 256, 74, 2, 68, 10, 0, -1, 43, GRID, Q8, NONE, IQ2_XS)  \
   X(IQ2_S, 22, 256, 82, 2, 72, 10, 0, -1, 43, GRID, Q8, NONE, IQ2_S)    \
   X(IQ2_XXS, 16, 256, 66, 2, 64, 6, 0, -1, 43, GRID, Q8, NONE, IQ2_XXS) \

@@ -48,7 +48,8 @@ def values(kind: str, k: int, panels: Tensor) -> Tensor:
         small = small & 7
     else:
         signs = codes[..., at:].unflatten(-1, (8, LANES, 1, 4)).int()  # byte j of 32 elements: of every fourth, j first
-        by = torch.arange(8, device=panels.device, dtype=torch.int32)[:, None]
+        group = torch.arange(8, device=panels.device, dtype=torch.int32)[:, None]
+        by = group // 2 + group % 2 * 4
         negative = (signs >> by & 1).permute(0, 3, 1, 2, 4, 5).flatten(-3)
         wide = wide * (1 - 2 * negative).float()
     base = _row_major(scales[..., : 2 * LANES].contiguous().view(torch.float16).unsqueeze(-2)).float()

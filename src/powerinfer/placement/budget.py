@@ -543,12 +543,17 @@ def _claim_experts(
         return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots, inside)
 
     staging = _expert_staging(model, work, own, room)
-    if all(map(model.may_divide, own)) and work.batch <= NEURON_TOKENS:
+    if _may_divide(model, work, own):
         made = claims(staging, True)
         if not made.inside or (made.cpu_left >= 0 and made.gpu_left >= 0):
             return made
     made = claims(staging, False)
     return made if made.cpu_left >= 0 else claims(0, False)
+
+
+def _may_divide(model: Model, work: Workload, layers: Sequence[int]) -> bool:
+    """Whether the GPU may have the busiest neurons of each expert of the layers, instead of whole experts."""
+    return work.batch <= NEURON_TOKENS and all(map(model.may_divide, layers))
 
 
 def _divided(
