@@ -59,8 +59,8 @@ MOST_NEURONS = 1 << 24
 """Maximum for a plan; OPT-175B has 4.7 million."""
 
 GPU_MARGIN = RECORDED_BYTES + (112 << 20)
-"""Bytes of a GPU for recorded steps, and for uncounted memory: a piece of a quantised matrix as it is converted,
-attention's partial sums, segments of torch's allocator that are not full."""
+"""Bytes of a GPU for recorded steps, and for uncounted memory: a piece of a quantised matrix as it is converted, the
+grids of types (50 KB), attention's partial sums, segments of torch's allocator that are not full."""
 LAYER_MARGIN = 3 << 20
 """The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
 
