@@ -615,3 +615,16 @@ def test_a_folder_with_a_tokenizer_of_sentencepiece(
     sentencepiece(folder, 1200, spoil=True)
     assert quantize(folder, "bf16", "-o", tmp_path / "c.gguf") == 2
     assert "merges pieces in an order that scores do not give" in capsys.readouterr().err
+
+
+def test_factors_of_nvfp4_become_a_part_of_the_weights(tmp_path: Path) -> None:
+    x = np.random.default_rng(8).standard_normal((8, 128)).astype(np.float32)
+    builder = Builder().fields({"architecture": "llama"}, "general.")
+    data = searched(x, "NVFP4").reshape(-1)
+    builder.tensor("blk.0.ffn_up.weight", data, block_type("NVFP4").id, [128, 8])
+    builder.tensor("blk.0.ffn_up.scale", np.full(1, 0.25, np.float32))
+    original = gguf_original(read_gguf(builder.write(tmp_path / "a.gguf")))
+    assert list(original.shapes) == ["blk.0.ffn_up.weight"]
+    write_quantised(original, {"blk.0.ffn_up.weight": "Q8_0"}, 7, tmp_path / "b.gguf", 1)
+    written = read_gguf(tmp_path / "b.gguf").tensors["blk.0.ffn_up.weight"].float32()
+    assert np.allclose(written, dequantize(data.reshape(8, -1), "NVFP4") / 4, atol=0.005)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import STORED_TYPES, ModelConfig, RopeConfig
+from powerinfer.config import STORED_TYPES, AttentionConfig, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.gguf import GGUFFile
@@ -28,7 +28,10 @@ from powerinfer.text.tokenizer_gguf import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSE
 from powerinfer_train.other_format import OtherFormat, same_tokens
 from powerinfer_train.recipes import StoredTypes
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "arcee": "arcee",
+    "gemma3_text": "gemma3", "granite": "granite", "olmo2": "olmo2", "olmoe": "olmoe",
+}  # fmt: skip
 """Architecture in GGUF by family of folders."""
 
 SPLITS = (
@@ -76,7 +79,10 @@ class AsGGUF(OtherFormat):
     def _sizes(self) -> dict[str, Any]:
         """The keys of the architecture; `_check_config` says whether they are enough."""
         config, experts = self.config, self._experts
-        attention, rope = config.layers[0].attention, config.ropes[0]
+        attentions = [layer.attention for layer in config.layers]
+        # that of the layers without a window, where some have one: the others' has no keys
+        attention = next((one for one in attentions if one.window is None), attentions[0])
+        rope = attention.rope or config.ropes[0]
         self.divisors = None
         sizes: dict[str, Any] = {
             "context_length": config.context_length,
@@ -100,6 +106,14 @@ class AsGGUF(OtherFormat):
         elif rope.scaling == "llama3":
             plain = rope_frequencies(RopeConfig(rope.theta, rope.dim))[0]
             self.divisors = plain / rope_frequencies(rope)[0]
+        windows = [one.window for one in attentions if one.window is not None]
+        if windows and self.architecture == "gemma3":
+            sizes["attention.sliding_window"] = windows[0]
+        if self.architecture == "granite":
+            sizes |= {"embedding_scale": config.embedding_scale, "residual_scale": config.residual_scale}
+            sizes |= {"logit_scale": 1 / config.logit_scale}
+            if isinstance(attention, AttentionConfig):
+                sizes["attention.scale"] = attention.score_scale
         if config.activations != "silu":
             sizes["hidden_act"] = config.activations
         return sizes

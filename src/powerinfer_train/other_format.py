@@ -61,10 +61,10 @@ class OtherFormat:
         return RequestError(f"--format {self.form}, {self._path}: {reason}; --format same writes a {self.stays}")
 
     def reordered(self, canonical: str, values: Rows) -> Rows:
-        """A tensor, or its rows as bytes, with the rows in the order of the other format: of Llama's q and k the two
-        rows of a pair that is rotated are neighbours in a GGUF file, and half a head apart in a folder."""
+        """A tensor, or its rows as bytes, with the rows in the order of the other format: the two rows of q and k of a
+        pair that is rotated are neighbours in one, Llama's GGUF files, and half a head apart in the other."""
         part = canonical.rpartition(".")[2].removesuffix("_bias")
-        if "llama" not in (self.architecture, self.config.architecture) or part not in ("q", "k"):
+        if not self._turned or part not in ("q", "k"):
             return values
         attention = self.config.layers[int(canonical.split(".")[1])].attention
         assert isinstance(attention, AttentionConfig) and attention.rope is not None
@@ -76,6 +76,8 @@ class OtherFormat:
 
     def _check_config(self, read: ModelConfig) -> None:
         """RequestError unless the configuration, as it is read from what was made, is the model's."""
+        orders = {rope.interleaved for rope in self.config.ropes}, {rope.interleaved for rope in read.ropes}
+        self._turned = orders[0] != orders[1]
         for layer, read_layer in zip(self.config.layers, read.layers, strict=True):
             ropes = layer.attention.rope, read_layer.attention.rope
             if None in ropes:
@@ -95,8 +97,22 @@ def _rest(config: ModelConfig) -> ModelConfig:
     layers = []
     for layer in config.layers:
         assert isinstance(layer.attention, AttentionConfig)
-        layers.append(replace(layer, attention=replace(layer.attention, rope=None)))
-    return replace(config, layers=tuple(layers), norm_eps=float(np.float32(config.norm_eps)), architecture="", name="")
+        scale = _short(layer.attention.score_scale)
+        layers.append(replace(layer, attention=replace(layer.attention, rope=None, scale=scale)))
+    return replace(
+        config,
+        layers=tuple(layers),
+        norm_eps=_short(config.norm_eps),
+        embedding_scale=_short(config.embedding_scale),
+        residual_scale=_short(config.residual_scale),
+        logit_scale=_short(config.logit_scale),
+        architecture="",
+        name="",
+    )
+
+
+def _short(number: float) -> float:
+    return float(np.float32(number))
 
 
 def same_tokens(tokenizer: Tokenizer, written: Tokenizer) -> bool:

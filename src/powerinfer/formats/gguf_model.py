@@ -142,10 +142,10 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     for name in [name for name in stored if name.endswith(".ssm_norm.weight")]:  # by groups
         if stored[name].type in FLOAT_TYPES:
             stored[name] = replace(stored[name], shape=(stored[name].size,))
-    return _with_scales(file, stored)
+    return with_scales(file, stored)
 
 
-def _with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawTensor]:
+def with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawTensor]:
     """The tensors, those of NVFP4 with the factors that files have in tensors of their own, `NAME.scale` or
     `NAME.weight.scale`: one for a matrix or for each of stacked ones. (`NAME.input_scale` is about activations.)"""
     ends = (".weight.scale", ".scale")

@@ -21,6 +21,7 @@ import numpy as np
 from powerinfer import __version__
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.gguf import GGUFFile, encoded, header_bytes, metadata_bytes
+from powerinfer.formats.gguf_model import with_scales
 from powerinfer.formats.importance import Importance
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.mixes import Matrices
@@ -58,11 +59,13 @@ class Original:
 
 
 def gguf_original(gguf: GGUFFile) -> Original:
-    """The model in a GGUF file, or in one in parts."""
-    stored = {name: (tensor.type, tensor.shape) for name, tensor in gguf.tensors.items()}
+    """The model in a GGUF file, or in one in parts. Factors that NVFP4 has in tensors of their own become a part of the
+    weights."""
+    tensors = with_scales(gguf, gguf.tensors)
+    stored = {name: (tensor.type, tensor.shape) for name, tensor in tensors.items()}
     metadata = {key: value for key, value in metadata_bytes(gguf.path).items() if not key.startswith("split.")}
     matrices = describe(stored, gguf.metadata)
-    return Original(gguf.path, metadata, matrices, gguf.tensors.__getitem__, gguf.files, is_gguf=True)
+    return Original(gguf.path, metadata, matrices, tensors.__getitem__, gguf.files, is_gguf=True)
 
 
 def describe(stored: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, Any]) -> Matrices:
