@@ -27,7 +27,8 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard src/power
 # which are installed without compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check fuzz bench install docs clean \
+.PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check check-types check-text \
+	fuzz bench install docs clean \
 	test-compile test-native test-neon test-asan fuzz-asan test-clients test-converter
 
 help:
@@ -67,14 +68,25 @@ $(VENV)/stamp-core-$(LEVELS): $(VENV)/stamp-build-tools $(NATIVE)
 	@$(INSTALL)=$(LEVELS) --editable .
 	@rm -f $(VENV)/stamp-core-* $(VENV)/stamp-dev && touch $@
 
+# What the package's test and check extras need, and the extras that these name.
+REQUIREMENTS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	extras = [line for name in ("test", "check", "ray", "serve") for line in project["optional-dependencies"][name]]; \
+	print(*project["dependencies"], *(line for line in extras if not line.startswith("powerinfer[")), sep="\n")
+
 # For `test`, `check` and `fuzz`: the package with what they need, in one installation, which serves `run` too.
-# torch first and alone: nothing below may change its version.
+# torch before the others: nothing below may change its version. All of them while the package is built, which they leave a core.
 $(VENV)/stamp-dev: $(VENV)/stamp-build-tools $(NATIVE)
 	@echo "installing what the tests need, and building powerinfer (a few minutes the first time)"
-	@$(PIP) install --no-compile torch==2.13.0
-	@$(INSTALL)=all --no-compile --editable '.[test,check]'
-	@$(BIN)/python -m pytest -q --collect-only --ignore tests/bench >/dev/null  # compiles what the tests import, once for all processes
+	@$(INSTALL)=all --no-compile --no-deps --editable . & built=$$!; status=0; \
+		{ $(PIP) install --no-compile torch==2.13.0 && \
+			$(PIP) install --no-compile -r <($(BIN)/python -c '$(REQUIREMENTS)'); } || status=$$?; \
+		wait $$built || status=$$?; exit $$status
 	@rm -f $(VENV)/stamp-core-* && touch $@ $(VENV)/stamp-core-all
+
+# Compiles what the tests import, once for all processes.
+$(VENV)/stamp-collected: $(VENV)/stamp-dev
+	@$(BIN)/python -m pytest -q --collect-only --ignore tests/bench >/dev/null
+	@touch $@
 
 install: $(VENV)/stamp-core-$(LEVELS)
 
@@ -83,7 +95,7 @@ run: $(VENV)/stamp-core-$(LEVELS)
 run: export PROMPT := $(PROMPT)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-test: $(VENV)/stamp-dev
+test: $(VENV)/stamp-collected
 	@$(PYTEST) --ignore tests/bench $(ARGS)
 
 # The scripts and their tests as a hash. tests/bench/VERIFIED holds the hash for which all of them passed: so every checkout can tell
@@ -114,9 +126,15 @@ test-all:
 		table+=$$(printf '%-14s %6d s  %s' $$target $$((SECONDS - begin)) "$$result")$$'\n'; done; \
 	printf '\n%s' "$$table"; exit $$status
 
+# Two at a time, for most of them use one core.
 check: $(VENV)/stamp-dev
-	@$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --output-sync -j 2 check-types check-text $(VENV)/stamp-collected
+
+check-types:
 	@$(BIN)/mypy
+
+check-text:
+	@$(BIN)/ruff check .
 	@$(BIN)/clang-format --dry-run -Werror src/powerinfer/csrc/*.cpp src/powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 
