@@ -735,7 +735,7 @@ def test_a_load_divides_experts_as_planned(
     path = with_predictors(tmp_path, experts, kind)
     profile_experts(open_checkpoint(path), EngineConfig(threads=1, gpu="none"), train_experts.task(20))
     engine, checkpoint = engine_of(gpu="cpu", kv_type="f16", selector="predicted"), open_checkpoint(path)
-    every, use = needs(resolve(checkpoint, engine)).vram, open_expert_profile(checkpoint).inside
+    every, use = needs(resolve(checkpoint, engine)).vram, open_expert_profile(checkpoint).neuron_use
     model = skipping_model(checkpoint_model(checkpoint), checkpoint, None, predicted=True)
     layer = next(iter(checkpoint.config.experts))
     room = replace(engine, vram=every - 2 * model.expert_bytes(layer)[0])

@@ -785,7 +785,7 @@ def test_the_command_for_a_shape() -> None:
     assert document["fits"] is False, "350 GB do not fit into 24 and 188 GiB"
     for tier, limit in (("gpu", 24), ("cpu", 188)):
         assert limit - 1 < sum(document["bytes"][tier].values()) / GIB <= limit
-    of_layer = {"layer", "gpu", "cpu", "disk", "mass_on_gpu", "seconds", "experts", "experts_in_ram"}
+    of_layer = {"layer", "gpu", "cpu", "disk", "mass_on_gpu", "seconds", "experts", "experts_in_ram", "inside"}
     assert all(set(one) == of_layer for one in document["layers"])
 
 

@@ -124,7 +124,7 @@ def test_the_trace_is_the_same_with_samples(model: Path, tmp_path: Path) -> None
     for one, two in zip(made.file.profile.layers, open_expert_profile(open_checkpoint(model)).layers, strict=True):
         for name in ("counts", "pairs", "distances"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
-        assert one.sampled is None and one.inside is None and two.sampled is not None
+        assert one.sampled is None and one.neuron_use is None and two.sampled is not None
 
 
 def test_how_often_neurons_inside_experts_fire(model: Path) -> None:
@@ -138,7 +138,7 @@ def test_how_often_neurons_inside_experts_fire(model: Path) -> None:
                 fired[expert] += fires[row, place]
         np.testing.assert_array_equal(use.sampled, sampled)
         np.testing.assert_array_equal(use.fired, fired)
-        found = profile.inside[use.layer]
+        found = profile.neuron_use[use.layer]
         by_place = np.take_along_axis(fired, found.order.astype(int), 1)
         assert (np.diff(by_place, axis=1) <= 0).all() and (np.sort(found.order, axis=1) == np.arange(FF)).all()
         shares = np.average(by_place / np.maximum(sampled, 1)[:, None], axis=0, weights=sampled)
@@ -155,7 +155,7 @@ def test_what_chance_explains_is_not_expected_again() -> None:
         use = LayerUse(
             0, 1, np.full((1, 8), tokens), np.zeros((8, 8), np.int64), None, np.append(nothing, [[8 * tokens]], axis=1),
             np.full(8, tokens), rng.binomial(tokens, share),
-        ).inside  # fmt: skip
+        ).neuron_use  # fmt: skip
         assert use is not None
         half = use.fires[:256].sum() / use.fires.sum()
         again = np.average(np.take_along_axis(share, use.order.astype(int), 1)[:, :256]) / share.mean() / 2

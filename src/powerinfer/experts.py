@@ -77,8 +77,8 @@ class LayerUse:
         return np.asarray(self.total * (self.top_k / float(self.total.sum())), np.float64)
 
     @property
-    def inside(self) -> NeuronUse | None:
-        """How often neurons inside the experts fire; None: that was not sampled. What few samples say is drawn towards
+    def neuron_use(self) -> NeuronUse | None:
+        """Use of the neurons inside the experts; None: that was not sampled. What few samples say is drawn towards
         the mean of an expert's neurons by as much of its spread as chance explains."""
         if self.sampled is None or self.fired is None or not self.sampled.any():
             return None
@@ -197,9 +197,9 @@ class ExpertProfile:
         return {one.layer: one.frequency for one in self.layers}
 
     @property
-    def inside(self) -> dict[int, NeuronUse]:
-        """How often neurons inside experts fire, by layer of experts, where that was sampled."""
-        return {one.layer: use for one in self.layers if (use := one.inside) is not None}
+    def neuron_use(self) -> dict[int, NeuronUse]:
+        """Use of the neurons inside experts, by layer of experts, where that was sampled."""
+        return {one.layer: use for one in self.layers if (use := one.neuron_use) is not None}
 
     def mean(self, name: str) -> float:
         """The mean of a figure of the layers, by their selections."""

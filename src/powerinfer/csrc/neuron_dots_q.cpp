@@ -36,7 +36,7 @@ struct CodesOf4 {
   static PI_INLINE_MEMBER i32x16 dot(i32x16 acc, u8x64 raw, u8x64 fifth, const uint8_t* q, int v, int high = 4) {
     u8x64 first = b_low4(raw), second = b_high4(raw);
     if constexpr (FIVE) {
-      first = b_or(first, b_and(move_to_4(fifth, v), b_set(16)));
+      first = b_or(first, b_and(b_move<4>(fifth, v), b_set(16)));
       second = b_or(second, b_and(b_shr(fifth, v), b_set(16)));
     }
     return multiply(multiply(acc, first, q + 64 * v), second, q + 64 * (v + high));

@@ -321,7 +321,7 @@ def expert_subject(model: Model, checkpoint: Checkpoint, prepared: str | None) -
     if place.exists():
         use = open_expert_profile(checkpoint, prepared)
         hits = {one.layer: np.maximum(one.static_hits, one.lru_hits) for one in use.layers}
-        inside = use.inside if model.in_experts and model.predictors else {}
+        inside = use.neuron_use if model.in_experts and model.predictors else {}
         return replace(subject, model=replace(model, inside=inside), frequencies=use.frequencies, hits=hits)
     text = f"that all experts are selected equally often, since there is no profile; `{place.command}` makes it"
     return replace(subject, assumed=(text,))
