@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, TrainConfig
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.experts import LayerUse
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.formats.expert_files import open_expert_profile, write_expert_profile
+from powerinfer.formats.expert_files import open_expert_profile, open_expert_profile_file, write_expert_profile
 from powerinfer.formats.predictor_file import LayerPredictor
 from powerinfer.formats.prepared import EXPERTS, SAMPLES, PreparedFile
 from powerinfer.formats.quant import quantize
@@ -144,6 +144,16 @@ def test_how_often_neurons_inside_experts_fire(model: Path) -> None:
         shares = np.average(by_place / np.maximum(sampled, 1)[:, None], axis=0, weights=sampled)
         assert abs(found.fires.mean() - shares.mean()) < 1e-9
         assert (np.abs(found.fires - shares) <= 0.05).all() and (np.diff(found.fires) <= 1e-12).all()
+
+
+def test_a_profile_without_neurons_is_completed(model: Path, tmp_path: Path) -> None:
+    """That of an earlier version, by its samples: nothing is computed again."""
+    checkpoint, place = open_checkpoint(given(model, tmp_path)), PreparedFile(EXPERTS, open_checkpoint(model))
+    file = open_expert_profile_file(open_checkpoint(model))
+    layers = tuple(replace(one, sampled=None, fired=None) for one in file.profile.layers)
+    path = write_expert_profile(checkpoint, None, replace(file.profile, layers=layers), file.details)
+    assert profile_experts(checkpoint, ENGINE, task()).tokens == 0
+    assert path.read_bytes() == place.path.read_bytes()
 
 
 def test_what_chance_explains_is_not_expected_again() -> None:

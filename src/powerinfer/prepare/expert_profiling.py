@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from powerinfer.config import EngineConfig
     from powerinfer.devices.cpu import CpuExecutor, Routed
+    from powerinfer.experts import ExpertProfile
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.formats.expert_files import TraceWriter
     from powerinfer.prepare.counting import Task
@@ -82,6 +83,10 @@ def profile_experts(
     samples = PreparedFile(SAMPLES, checkpoint, engine.prepared)
     samples_kept = (samples.path, task.rows) if task.rows else None
     if current_file is not None and (trace is None or recorded is not None):
+        if task.rows and not current_file.profile.inside:  # of an earlier version
+            profile_ = _with_neurons(checkpoint, engine.prepared, current_file.profile)
+            write_expert_profile(checkpoint, engine.prepared, profile_, current_file.details)
+            current_file = replace(current_file, profile=profile_)
         return ProfiledExperts(current_file, samples_kept, trace, 0, 0.0)
     begin, computed = time.perf_counter(), 0
     if recorded is None:
@@ -90,7 +95,7 @@ def profile_experts(
     experts = {layer: ffn.n_experts for layer, ffn in checkpoint.config.experts.items()}
     profile_ = count_experts(recorded.selected, experts, recorded.corpora, recorded.corpus_tokens, progress)
     if task.rows:
-        profile_ = with_neurons(profile_, open_samples(checkpoint, engine.prepared), checkpoint.config.experts)
+        profile_ = _with_neurons(checkpoint, engine.prepared, profile_)
     metadata = {"key": task.key, "window": task.windows.size}
     path = write_expert_profile(checkpoint, engine.prepared, profile_, metadata)
     if trace is None:
@@ -99,6 +104,11 @@ def profile_experts(
         samples.remove()  # those of an earlier profile
     file = ExpertProfileFile(profile_, metadata, path)
     return ProfiledExperts(file, samples_kept, trace, computed, time.perf_counter() - begin)
+
+
+def _with_neurons(checkpoint: Checkpoint, prepared: str | None, profile: ExpertProfile) -> ExpertProfile:
+    """The profile with what the samples beside it say of neurons inside experts."""
+    return with_neurons(profile, open_samples(checkpoint, prepared), checkpoint.config.experts)
 
 
 def _current(checkpoint: Checkpoint, prepared: str | None, task: Task) -> ExpertProfileFile | None:
