@@ -356,3 +356,22 @@ def test_an_expert_by_neuron_takes_anothers_slot(
         for name in ("gate", "up", "down"):
             assert torch.equal(getattr(experts, name).data, getattr(expected, name).data)
         assert experts.shared is None or (expected.shared is not None and torch.equal(experts.shared, expected.shared))
+
+
+@pytest.mark.parametrize("factors", [1, 6])
+def test_factors_beside_blocks_come_along(factors: int) -> None:
+    """NVFP4's, one of all experts or one of each, of experts that stream as of those that are uploaded."""
+    rng, about = np.random.default_rng(6), ExpertsConfig(6, 64, RouterConfig(2))
+    tensors = []
+    for shape in ((6, 64, 128), (6, 64, 128), (6, 128, 64)):
+        blocks = rng.integers(0, 256, (int(np.prod(shape)) // 64, 36), np.uint8)
+        blocks[:, :4] = rng.integers(0x10, 0x40, (len(blocks), 4))
+        scales = rng.uniform(0.1, 10, factors).astype(np.float32)
+        tensors.append(RawTensor("NVFP4", shape, blocks.reshape(-1), scales))
+    index = np.array([4, 1, 5], np.int32)
+    parts = [on_device(tensor.subset(index).data) for tensor in tensors]
+    streamed = gpu_experts.from_rows(about, tensors, parts, index)
+    for weight, tensor in zip((streamed.gate, streamed.up, streamed.down), tensors, strict=True):
+        exact = tensor.subset(index).float32().reshape(-1, tensor.shape[2])
+        assert weight is not None
+        assert np.allclose(gpu.values(weight, 0, len(exact)).cpu().numpy(), exact, rtol=1e-6)

@@ -151,8 +151,9 @@ def upload_together(parts: Sequence[tuple[RawTensor, NDArray[np.int32] | None]],
     return weight
 
 
-def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
-    """A weight of a type of `GPU_TYPES` from rows as a file stores them: uint8 on the device."""
+def stored(kind: str, rows: int, k: int, raw: Tensor, factors: Float32 | None = None) -> Weight:
+    """A weight of a type of `GPU_TYPES` from rows as a file stores them: uint8 on the device. factors: of rows of
+    `FACTORED`."""
     import torch
 
     if kind in FLOAT_TYPES:
@@ -162,8 +163,8 @@ def stored(kind: str, rows: int, k: int, raw: Tensor) -> Weight:
         begin, end = CUT[kind]
         header = torch.cat((blocks[..., :begin], blocks[..., end:]), dim=-1).view(rows, -1)
         if kind == FACTORED:
-            ones = torch.ones((rows, 1), dtype=torch.float32, device=raw.device)
-            header = torch.cat((header, ones.view(torch.uint8)), dim=-1)
+            of_rows = torch.from_numpy(np.ones(rows, np.float32) if factors is None else factors).to(raw.device)
+            header = torch.cat((header, of_rows.view(-1, 1).view(torch.uint8)), dim=-1)
         gpu_words.table(kind, raw.device)
         return Weight(kind, rows, k, blocks[..., begin:end].reshape(rows, -1).contiguous(), header)
     if kind == "MXFP4":

@@ -151,8 +151,9 @@ def from_rows(
     as of `resident`, of a type of `GPU_TYPES`; parts: uint8, of each matrix; index: these experts."""
     weights = []
     for tensor, part in zip(tensors, parts, strict=True):
-        _, rows, cols = tensor.shape
-        weights.append(gpu.stored(tensor.type, len(index) * rows, cols, part))
+        n, rows, cols = tensor.shape
+        factors = None if tensor.scales is None else np.repeat(np.resize(tensor.scales, n)[index], rows)
+        weights.append(gpu.stored(tensor.type, len(index) * rows, cols, part, factors))
     return _experts(about, len(index), weights, biases, index)
 
 
