@@ -421,7 +421,7 @@ def test_an_imatrix_of_the_old_form(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_types_of_chosen_matrices(tmp_path: Path) -> None:
     source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
     chosen = ("--tensor-type", r"blk\.1\..*ffn_up=q8_0", "--tensor-type", "ffn=q5_0")
-    assert quantize(source, "Q4_0", "-o", made, "--pure", *chosen) == 0
+    assert quantize(source, "-o", made, "--pure", *chosen, "Q4_0") == 0
     types = {name: tensor.type for name, tensor in read_gguf(made).tensors.items()}
     assert (types["blk.0.ffn_up.weight"], types["blk.1.ffn_up.weight"]) == ("Q5_0", "Q8_0")
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == "Q4_0"

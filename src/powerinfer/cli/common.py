@@ -84,6 +84,8 @@ class Parser(argparse.ArgumentParser):
                 values.model, values.prompt = values.prompt, rest[0]
                 return values
             self._refuse_second_prompt(values, rest)
+        if len(rest) == 1 and getattr(values, "mix", "") is None:
+            values.mix = rest.pop()  # argparse gives an optional word behind flags to nobody
         if rest:
             self.error(f"unexpected: {' '.join(rest)}")
         if getattr(values, "place", None) is not None:

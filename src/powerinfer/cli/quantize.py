@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, Hugging Face folder or name of a model")
     parser.add_argument(
-        "type", metavar="TYPE", nargs="?", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all"
+        "mix", metavar="TYPE", nargs="?", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all"
     )
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the GGUF file to write")
     parser.add_argument(
@@ -73,7 +73,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     _check_flags(args)
     chosen = [_chosen(text) for text in args.tensor_type]
-    mix = None if args.type is None else _mix(args.type.upper(), args.pure)
+    mix = None if args.mix is None else _mix(args.mix.upper(), args.pure)
     target = Path(args.out).expanduser()
     source = model_path(args.model, out, fetch_pinned=False)
     original = _original(source)
@@ -93,7 +93,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         result = write_quantised(original, types, number, target, threads, importance, bar)
     seconds = time.monotonic() - begin
     if narrow:
-        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {args.type}'s")
+        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {args.mix}'s")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
     if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
@@ -101,7 +101,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
     sizes = f"{result.nbytes / 1e6:,.1f} MB from {original.nbytes / 1e6:,.1f} MB"
     out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
-    document = {"path": str(result.path), "bytes": result.nbytes, "type": args.type, "types": result.types}
+    document = {"path": str(result.path), "bytes": result.nbytes, "type": args.mix, "types": result.types}
     document |= {"narrow": narrow, "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
     out.document(document)
     return 0
@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """RequestError for flags that do not go together."""
-    if (args.type is None) == (args.size is None):
+    if (args.mix is None) == (args.size is None):
         raise RequestError("give either TYPE, such as q4_k_m, or --size, such as 8GiB")
     if args.pure and args.size is not None:
         raise RequestError("--pure is for a TYPE: --size chooses several")
