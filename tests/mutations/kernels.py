@@ -13,6 +13,13 @@ MUTATIONS = [
         "tests/test_gpu_kernels.py -k test_halves_have_22_bits",
     ),
     Mutation(
+        "types of few bits have on a GPU the values of the file, in its bytes",
+        "src/powerinfer/kernels/triton_words.py",
+        "return (entries ^ bits * 255) + bits",
+        "return entries ^ bits * 255",
+        "tests/test_gpu_words.py -k 'products and IQ2_XXS'",
+    ),
+    Mutation(
         "what a step uploads is its batch's, whatever shapes came before",
         "src/powerinfer/devices/step_buffers.py",
         "within = positions % cpu.PAGE",
