@@ -16,6 +16,7 @@ from gpu_device import CUDA
 
 def _prepare() -> None:
     from triton import language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from powerinfer.kernels import triton_kernels, triton_words
@@ -77,6 +78,36 @@ def _prepare() -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
         self.numel, self.shape = shaped(tuple(kind.shape) if kind.is_block() else ())
 
+    # Types of blocks are made by the hundred thousand: each shape is made once, so that types are compared by it alone,
+    # and they are named when somebody asks.
+    @cache
+    def block_shape(sizes: tuple[int, ...]) -> tuple[Any, int]:
+        block = object.__new__(tl.core.block_type)
+        plain_block(block, tl.core.int1, list(sizes))
+        return block.shape, block.numel
+
+    plain_block, plain_broadcast = tl.core.block_type.__init__, TritonSemantic.broadcast_impl_value
+
+    def block(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        self.element_ty, (self.shape, self.numel) = element, block_shape(sizes)
+
+    def equal(self: Any, other: Any) -> bool:
+        same_shape = isinstance(other, tl.core.block_type) and other.shape is self.shape
+        return same_shape and self.element_ty == other.element_ty
+
+    def broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
+        if one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape:
+            return one, other
+        return plain_broadcast(self, one, other)
+
+    tl.core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
+    tl.core.block_type.__init__ = block
+    tl.core.block_type.__eq__ = equal
+    TritonSemantic.broadcast_impl_value = broadcast
+    # Of every sum of integers in 64 bits, which it asserts of nothing unless it debugs.
+    assert not interpreter.InterpreterOptions.debug
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *given: None
     tl.core.tensor.__init__ = init
     interpreter._get_np_dtype = np_dtype
     interpreter.GridExecutor.__call__ = launch
