@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,29 @@ def test_rows_of_neurons_that_fire_are_read_and_no_others(tmp_path: Path) -> Non
     assert read == sum(fired[layer] * pitch[layer] for layer in fired)
     assert 0 < read < 0.4 * down and read < first <= down, "half of the neurons of half of the experts, then more"
     assert np.array_equal(one_token(executor), once[0]) and opened_rows(executor) == read, "what was read is kept"
+    executor.close()
+
+
+def test_candidates_of_the_next_layer_are_read_early(tmp_path: Path) -> None:
+    """By its predictor, of what the layer before reads: some of them in vain, which costs bytes and nothing else."""
+    path, found = give_plain_predictors(plain_model(tmp_path, "Q5_0"), threshold=3.0), []
+    for prefetch in (False, True):
+        executor = resting(path, PLAIN_EXPERTS - 1, prefetch=prefetch, predicted=True)
+        found.append((one_token(executor), opened_rows(executor)))
+        executor.close()
+    (right, needed), (early, read) = found
+    assert np.array_equal(early, right) and needed < read < 1.5 * needed
+
+
+@pytest.mark.parametrize("at", [5, 30, 200])
+def test_guesses_that_could_not_be_read_leave_what_is_right(at: int, tmp_path: Path) -> None:
+    path = give_plain_predictors(plain_model(tmp_path, "Q5_0"), threshold=3.0)
+    right, fault = logits(opened_predicted(path), 1), {"fail_at": at, "failures": 2, "error": errno.EIO}
+    executor = resting(path, 3, emulated=fault, predicted=True)
+    for _ in range(3):
+        with suppress(ModelError):
+            assert np.array_equal(logits(executor, 1), right)
+    assert np.array_equal(logits(executor, 1), right)
     executor.close()
 
 

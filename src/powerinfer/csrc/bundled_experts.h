@@ -40,6 +40,9 @@ class BundledExperts : public ExpertStore {
   const std::shared_ptr<NeuronSum> bundled_;
   const int64_t shared_;                              // neurons of the shared expert, behind those of the others
   const std::shared_ptr<const Predictor> predictor_;  // null: gates, or up without these, find what fires
+  const std::vector<int32_t> among_;                  // as of `ExpertMatrices`
+  const int64_t selectable_;                          // neurons of an expert that it selects among
+  const std::vector<Matrix> out_;                     // of each expert, its rows of the predictor's
   bool computes_whole_ = false;
 
  private:
@@ -59,9 +62,6 @@ class BundledExperts : public ExpertStore {
     return experts + (shared_ + neurons - 1) / neurons;
   }  // of neurons with weights of their own
 
-  const std::vector<int32_t> among_;  // as of `ExpertMatrices`
-  const int64_t selectable_;          // neurons of an expert that it selects among
-  const std::vector<Matrix> out_;     // of each expert, its rows of the predictor's
   const int64_t recall_every_;
   const Matrix shared_out_;  // the shared expert's rows of the predictor's
   Ffn::Recall recall_ = {};

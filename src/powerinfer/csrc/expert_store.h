@@ -8,6 +8,7 @@
 #include "ffn.h"
 
 class Experts;
+class ExpertStore;
 class RestingExperts;
 
 inline const Vector NO_BIAS;
@@ -68,6 +69,7 @@ struct ExpertRows {
   std::vector<float> expert_weights;        // weights of bundled experts, [PI_NEURON_TOKENS][groups]
   std::vector<float> guessed;               // logits, [GUESSED][ldl]
   std::vector<uint16_t> fired;              // which neurons of bundled experts fire, a bit each, [rows][ldh / 16]
+  ExpertStore* ahead = nullptr;             // experts of a further layer that the step expects; null: none
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
   // The experts that are computed next, of those that have rows: `active` and `cost`.
@@ -144,6 +146,9 @@ class ExpertStore {
   virtual void end() {}
   virtual void expect(const int32_t* /*experts*/, int64_t /*n*/) {}
   virtual bool foreseeable() const { return false; }
+  // By all threads, once reads of the step's own experts have begun: begins to read, of those that it expects, neurons
+  // that a predictor selects for x, which is near to the layer's input. Whether it did: then nothing is prepared any more.
+  virtual bool foresee(int /*thread*/, const Rows& /*x*/, const Attempt&) { return false; }
   virtual RestingExperts* resting() { return nullptr; }
 
   // Outside of jobs, of rows that are ordered: reads bytes [rows.fetched, last) of the weights that each thread

@@ -251,6 +251,7 @@ void Experts::run(Thread& t, const Step& step) {
     prepare_again();
     w.pool->barrier();
     if (t.id == 0) p.attempt([&] { store_->begin(rows, tokens); });
+    if (t.id == 0) rows.ahead = early ? &after_->store() : nullptr;
     if (t.id == 0 && early) p.attempt([&] { after_->expect_guessed(rows, tokens); });
     if (t.id == 0 && records_) keep(rows, tokens);
   }
@@ -416,6 +417,7 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
       guess(t, rows, in);
       if (thread == 0) failure.attempt([&] { after_->expect_guessed(rows, tokens); });
     }
+    if (thread == 0) rows.ahead = nullptr;
     const PiActs* acts = w.prepare(thread, in, spec_.norm, store_->forms(tokens));
     const auto attempt = [&](const auto& work) { return failure.attempt(work); };
     if (store_->leaves_out(tokens)) {

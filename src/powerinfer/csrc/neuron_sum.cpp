@@ -148,8 +148,10 @@ void NeuronSum::add_in_waves(int thread, const Piece& piece, const PiActs* acts,
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   own.n_taken = n;
   own.begin = own.end = 0;
+  workspace->pool->barrier();  // all have taken theirs
+  if (piece.waves->begin(thread, lists)) acts = workspace->prepare(thread, piece.x, piece.norm, bundles->forms());
   do {
-    workspace->pool->barrier();  // all have taken theirs, or added those of the wave before
+    workspace->pool->barrier();  // all have added those of the wave before
     if (thread == 0) lists.wave.last = !piece.waves->next(lists);
     workspace->pool->barrier();
     add_neurons(workspace->kernels, *bundles, acts, piece.x.tokens, own.taken.data() + own.begin, own.end - own.begin,

@@ -44,10 +44,12 @@ class NeuronSum {
     NeuronSum* neurons;
     const Predictor* predictor;
   };
-  // Neurons whose rows come into memory while others are added: by thread 0, `next` chooses which of `taken` the threads
-  // add now, each the next of its own, which are there until it is called again. False: these are the last.
+  // Neurons whose rows come into memory while others are added: `begin` by all threads, behind a barrier, when all have
+  // taken theirs; whether what was prepared is lost. By thread 0, `next` chooses which of `taken` the threads add now, each
+  // the next of its own, which are there until it is called again. False: these are the last.
   struct Waves {
     virtual ~Waves() = default;
+    virtual bool begin(int /*thread*/, const NeuronLists&) { return false; }
     virtual bool next(NeuronLists& lists) = 0;
   };
   // The input of up to PI_NEURON_TOKENS tokens, and where their sums go.

@@ -21,7 +21,18 @@ RestingNeurons::~RestingNeurons() {
 }
 
 void RestingNeurons::begin(const ExpertRows& rows, int64_t tokens) {
-  wait_for_rows(nullptr);  // of a step that failed: their memory is to be used again
+  // What was guessed, or of a step that failed: of experts that stay it goes on, other memory is to be used again.
+  const bool stay = leaves_out(tokens) && (int64_t)rows.active.size() <= slots_->slots();
+  for (const Coming& each : std::vector<Coming>(coming_)) {
+    const int32_t e = each.expert;
+    if (stay && rows.begin[(size_t)e + 1] > rows.begin[(size_t)e] && (slots_->held(e) || slots_->coming(e))) continue;
+    try {
+      wait_for_rows(&e);
+    } catch (const ReadError&) {
+      if (coming(e)) throw;  // the disk does not answer
+    }
+  }
+  expected_.clear();
   resting_.pinned = nullptr;
   if (!leaves_out(tokens))
     resting_.pinned = [this](int32_t e) {
@@ -31,7 +42,44 @@ void RestingNeurons::begin(const ExpertRows& rows, int64_t tokens) {
 }
 
 void RestingNeurons::expect(const int32_t* expected, int64_t n) {
-  if (coming_.empty()) resting_.expect(expected, n);
+  expected_.clear();
+  if (!coming_.empty()) return;
+  resting_.expect(expected, n);
+  if (!predictor_ || !slots_->reads().direct()) return;  // copies from the system's cache would take the CPU's time
+  expected_.assign(expected, expected + n);
+  std::sort(expected_.begin(), expected_.end());
+  expected_.erase(std::unique(expected_.begin(), expected_.end()), expected_.end());
+}
+
+bool RestingNeurons::foresee(int thread, const Rows& x, const Attempt& attempt) {
+  if (expected_.empty()) return false;
+  Workspace& w = *workspace_;
+  NeuronLists& lists = w.lists();
+  const PiActs* const hidden = predictor_->hide(thread, w, x);
+  int64_t begin, end;  // groups of neurons
+  share((int64_t)expected_.size() * groups_, 1, w.pool->threads(), thread, &begin, &end);
+  for (int64_t at = begin, some; at < end; at += some) {
+    const int64_t g = at % groups_;
+    some = std::min(end - at, groups_ - g);
+    const size_t e = (size_t)expected_[(size_t)(at / groups_)];
+    const int64_t panel = PI_GROUP / PI_LANES, first = (int64_t)e * neurons;
+    w.linear(thread, out_[e], NO_BIAS, hidden, lists.z.data() + first, lists.ldz, x.tokens, false, g * panel,
+             (g + some) * panel);
+    for (int64_t group = g; group < g + some; group++) {
+      uint32_t& needed = needed_[(size_t)((int64_t)e * groups_ + group)] = 0;
+      for (int64_t i = 0; i < x.tokens; i++)
+        for (int64_t j = 0; j < PI_GROUP; j++)
+          needed |= (uint32_t)predictor_->candidate(lists.z[(size_t)(i * lists.ldz + first + group * PI_GROUP + j)])
+                    << j;
+    }
+  }
+  w.pool->barrier();
+  if (thread != 0) return true;
+  attempt([&] {
+    for (const int32_t e : expected_)
+      if (slots_->held(e) || slots_->coming(e)) read_rows(e, false);
+  });
+  return true;
 }
 
 // ---- Rows of neurons ------------------------------------------------------------------------------------------------
@@ -150,9 +198,9 @@ void RestingNeurons::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, b
 // ---- Some neurons ---------------------------------------------------------------------------------------------------
 
 // By thread 0.
-void RestingNeurons::begin_sum(const ExpertRows& rows, const Attempt& attempt) {
+void RestingNeurons::begin_sum(const ExpertRows& rows, const Rows& x, const Attempt& attempt) {
   active_ = rows.active;
-  step_ = {&rows, &attempt, (int64_t)active_.size() <= slots_->slots(), false};
+  step_ = {&rows, &attempt, x, (int64_t)active_.size() <= slots_->slots()};
 }
 
 void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x,
@@ -161,7 +209,7 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   Workspace& w = *workspace_;
   NeuronSum::Piece waves = piece;
   waves.waves = this;
-  if (t.id == 0) begin_sum(rows, attempt);
+  if (t.id == 0) begin_sum(rows, x, attempt);
   if (predictor_) {
     sum_predicted(t, rows, x, waves, top_k, shared);
     if (t.id == 0) slots_->let_go();
@@ -204,7 +252,6 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   }
   w.pool->barrier();  // all have seen that
   if (t.id == 0 && could) rows.compute(active_);
-  if (t.id == 0) step_.begun = true;
   w.pool->barrier();
   list_firing(t.id, rows, nullptr, tokens);
   w.pool->barrier();
@@ -214,14 +261,23 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   bundled_->count_gates((int64_t)rows.active.size() * neurons + shared_);
 }
 
+// Begins to read what the predictor has selected, then what it selects for the next layer.
+bool RestingNeurons::begin(int thread, const NeuronLists& lists) {
+  if (!predictor_) return false;
+  if (thread == 0)
+    (*step_.attempt)([&] {
+      need_listed(lists);
+      for (const int32_t e : active_)
+        if (step_.fits) read_rows(e, false);
+    });
+  ExpertStore* const ahead = step_.rows->ahead;
+  return ahead && ahead->foresee(thread, step_.x, *step_.attempt);
+}
+
 // Where the slots hold all experts of the step, what is there at once, then as rows arrive.
 bool RestingNeurons::next(NeuronLists& lists) {
   bool more = false;
   const bool could = (*step_.attempt)([&] {
-    if (!step_.begun && predictor_) need_listed(lists);
-    for (const int32_t e : active_)
-      if (step_.fits && !step_.begun) read_rows(e, false);
-    step_.begun = true;
     more = take_some(lists);
     if (!step_.fits) {
       slots_->wait();  // else what could not be read at the step's beginning would be tried again unseen

@@ -16,6 +16,7 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   void end() override { resting_.end(); }
   void expect(const int32_t* expected, int64_t n) override;
   bool foreseeable() const override { return resting_.foreseeable(); }
+  bool foresee(int thread, const Rows& x, const Attempt& attempt) override;
   RestingExperts* resting() override { return &resting_; }
   bool fetch(const ExpertRows&, int64_t) const override { return false; }
   void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const NeuronSum::Piece& piece,
@@ -30,10 +31,11 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   struct Summed {  // of a step
     const ExpertRows* rows;
     const Attempt* attempt;
-    bool fits;   // whether all its experts are in memory at once
-    bool begun;  // whether rows of all of them were asked for
+    Rows x;     // the layer's input
+    bool fits;  // whether all its experts are in memory at once
   };
-  void begin_sum(const ExpertRows& rows, const Attempt& attempt);
+  void begin_sum(const ExpertRows& rows, const Rows& x, const Attempt& attempt);
+  bool begin(int thread, const NeuronLists& lists) override;
   void sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                 const Attempt& attempt) override;
   bool next(NeuronLists& lists) override;
@@ -57,4 +59,5 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   std::vector<Coming> coming_;
   Summed step_ = {};
   std::vector<int32_t> active_, chosen_;  // of the step, ascending; of a wave
+  std::vector<int32_t> expected_;         // by the layer before, ascending
 };
