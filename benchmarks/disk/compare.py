@@ -9,10 +9,10 @@ are --rounds rounds; in each every engine runs once, the first one another each 
     powerinfer       with --ram, of --share of the model's file, in a memory cgroup with the same limit: exceeding it
                      means being killed. Without swap, and the page cache counts (lib/memory_limit.py)
     powerinfer-ram   with all of the model in RAM and no limit
-    predicted, predicted-ram    of `relu`: the same two with --selector predicted. The others have --selector auto,
-                     which takes no predictor: its answers are exact
-    exact            of `silent`: as powerinfer, with --selector exact, of whose experts on disk the rows of down of
-                     neurons that fire are read; the others read whole experts
+    predicted, predicted-ram    of `relu`: the same two with --selector predicted, the first of `silent`, too. The
+                     others have --selector auto, which takes no predictor: its answers are exact
+    whole, exact     of `silent`: as powerinfer, which chooses among these by a trial, with --selector all and exact: of
+                     experts on disk all is read, or up, and of down the rows of neurons that fire
     llama.cpp        in the same cgroup; its weights are mapped, and the kernel drops pages where it needs room. They
                      are not repacked for its fastest kernels: that makes a copy of most of the model in memory
     llama.cpp-ram    as it is by default, with no limit
@@ -46,10 +46,10 @@ from benchmarks.lib.jobs import Jobs, Result, opened
 from benchmarks.models import disk_models
 
 OURS, OURS_RAM, PEER, PEER_RAM, DISK = "powerinfer", "powerinfer-ram", "llama.cpp", "llama.cpp-ram", "disk"
-PREDICTED, PREDICTED_RAM, EXACT = "predicted", "predicted-ram", "exact"
-ENGINES = (OURS, OURS_RAM, PREDICTED, PREDICTED_RAM, EXACT, PEER, PEER_RAM, DISK)
-LIMITED = (OURS, PREDICTED, EXACT, PEER)
-ONLY = {PREDICTED: ("relu",), PREDICTED_RAM: ("relu",), EXACT: ("silent",)}
+PREDICTED, PREDICTED_RAM, EXACT, WHOLE = "predicted", "predicted-ram", "exact", "whole"
+ENGINES = (OURS, OURS_RAM, PREDICTED, PREDICTED_RAM, EXACT, WHOLE, PEER, PEER_RAM, DISK)
+LIMITED = (OURS, PREDICTED, EXACT, WHOLE, PEER)
+ONLY = {PREDICTED: ("relu", "silent"), PREDICTED_RAM: ("relu",), EXACT: ("silent",), WHOLE: ("silent",)}
 """Engine -> models, of those that are not for all."""
 PEER_LIMITED = ["--repack", "0", "-lm", "mmap"]
 CONTEXT = 1024
@@ -98,6 +98,9 @@ class Measurement(Jobs):
 
     def exact(self, model: Path, ram: int | None) -> Result:
         return self.ours(model, ram, "exact")
+
+    def whole(self, model: Path, ram: int | None) -> Result:
+        return self.ours(model, ram, "all")
 
     def ours(self, model: Path, ram: int | None, selector: str = "auto") -> Result:
         """Rates of one process. ram: bytes, None: no limit."""
@@ -158,7 +161,8 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
     arguments = measurement.arguments
     model = disk_models.path_of(arguments.models, name)
     run = {OURS: measurement.ours, OURS_RAM: measurement.ours, PEER: measurement.theirs, PEER_RAM: measurement.theirs}
-    run |= {PREDICTED: measurement.predicted, PREDICTED_RAM: measurement.predicted, EXACT: measurement.exact}
+    run |= {PREDICTED: measurement.predicted, PREDICTED_RAM: measurement.predicted}
+    run |= {EXACT: measurement.exact, WHOLE: measurement.whole}
     engines = [engine for engine in arguments.engines if name in ONLY.get(engine, (name,))]
 
     def job(engine: str, share: float | None, number: int) -> tuple[str, Callable[[], Result]]:
@@ -177,7 +181,7 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         yield from in_turn([arguments.share], number, engines)
     for number in range(arguments.sweep_rounds):
         yield from in_turn(arguments.sweep, number, [engine for engine in engines if engine in LIMITED])
-    if PREDICTED in engines:
+    if PREDICTED_RAM in engines:
         key = f"plan-predicted/{name}/{arguments.share:g}"
         yield key, lambda: measurement.plan(model, ram_of(model, arguments.share), "predicted")
     if OURS in arguments.engines:

@@ -13,7 +13,18 @@ from collections.abc import Collection
 from statistics import median
 from typing import Any
 
-from benchmarks.disk.compare import DISK, EXACT, OURS, OURS_RAM, PEER, PEER_RAM, PREDICTED, PREDICTED_RAM, key_of
+from benchmarks.disk.compare import (
+    DISK,
+    EXACT,
+    OURS,
+    OURS_RAM,
+    PEER,
+    PEER_RAM,
+    PREDICTED,
+    PREDICTED_RAM,
+    WHOLE,
+    key_of,
+)
 from benchmarks.lib.cells import fixed, measured, middle, number, percent
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.plots import pyplot, save
@@ -224,7 +235,8 @@ def silent_table(document: dict[str, Any]) -> str:
     name, settings = "silent", document["settings"]
     share, size = settings["share"], document["jobs"][f"make/{name}"]["file_bytes"] / 1e9
     rounds = rounds_of(document, name, share)
-    labels = {OURS: "`auto`: whole experts", EXACT: "`exact`", PEER: "llama.cpp, mmap"}
+    labels = {OURS: "`auto`", WHOLE: "whole experts", EXACT: "`exact`", PREDICTED: "`predicted`"}
+    labels[PEER] = "llama.cpp, mmap"
     runs = {engine: runs_of(document, engine, name, share, rounds) for engine in labels}
     rows = []
     for engine, label in labels.items():

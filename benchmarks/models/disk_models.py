@@ -8,7 +8,7 @@ relu      layers of Bamboo-7B, dReLU: 10 % of the neurons fire, by a power law (
 experts   layers of Qwen3-30B-A3B: 128 experts, 8 a token, used as unevenly as routing.py makes them (SKEW, LOCALITY);
           with a profile of their use over this repository's pages, and a trace of what another text selects
 silent    blocks of Nemotron 3 Nano 30B-A3B: 128 experts without gates, 6 a token and a shared one, 9 % of whose neurons
-          fire (silent_models.py); with the rows of its experts; 2 GB
+          fire (silent_models.py); with predictors and the rows of its experts; 2 GB
 
 All in Q4_0, `silent` in Q5_0. The same names give the same bytes; what exists is kept. --layers N: fewer layers, to try
 things.
@@ -103,6 +103,7 @@ def _silent(path: Path, layers: int, threads: int) -> None:
     if not path.exists():
         sizes = silent_models.cut("nemotron-3-nano-30b-a3b", layers, VOCAB)
         silent_models.write(path, sizes, "q5_0", [silent_models.SILENT])
+        silent_models.write_predictors(path, sizes, [silent_models.SILENT])
     _run(["pack", "-m", str(path), "--threads", str(threads)])
 
 

@@ -134,14 +134,16 @@ def test_jobs_tables_and_plots(
 
 def test_silent_neurons(measured: Callable[..., dict[str, Any]]) -> None:
     document = measured("--names", "silent", "--rounds", 2, "--sweep")
-    assert "exact/silent/0.5/1" in document["jobs"] and "predicted/silent/0.5/0" not in document["jobs"]
+    assert "exact/silent/0.5/1" in document["jobs"] and "predicted-ram/silent/all/0" not in document["jobs"]
     for job in document["jobs"].values():
         job["disturbed"] = False
     text = table.silent_table(document)
     assert "0.42 GB with 0.5 of its bytes as RAM" in text and "4 KiB at random 0.25" in text
     assert [line for line in text.splitlines() if line.startswith("|")][2:] == [
-        "| `auto`: whole experts | 6.00* | 3.0 | 60.0* | 3.0 | 125 | 75 % | 97 % |",
+        "| `auto` | 6.00* | 3.0 | 60.0* | 3.0 | 125 | 75 % | 97 % |",
+        "| whole experts | 6.00* | 3.0 | 60.0* | 3.0 | 125 | 75 % | 97 % |",
         "| `exact` | 12.0* | 6.0 | 120* | 6.0 | 125 | 75 % | 97 % |",
+        "| `predicted` | 12.0* | 6.0 | 120* | 6.0 | 125 | 75 % | 97 % |",
         "| llama.cpp, mmap | 2.00* | | 20.0* | | | | |",
     ]
 
