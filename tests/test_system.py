@@ -42,6 +42,37 @@ def test_a_containers_memory_is_its_limit_less_what_it_uses(files: tuple[str, st
     assert found() == [(3000, 0)]
 
 
+@pytest.mark.parametrize("controllers", ["", "cpu", "cpu,cpuacct", "cpuacct,cpu"])
+def test_cores_that_quotas_are_worth(controllers: str, tmp_path: Path) -> None:
+    """Of cgroups of version 2, and of version 1."""
+    own = tmp_path / "own"
+    own.write_text(f"12:memory:/other\n3:{controllers}:/a/b\n")
+
+    def group(name: str, quota: str, period: int) -> None:
+        folder = tmp_path / ("cpu" if controllers else "") / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if controllers:
+            (folder / "cpu.cfs_quota_us").write_text("-1\n" if quota == "max" else f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+        else:
+            (folder / "cpu.max").write_text(f"{quota} {period}\n")
+
+    def cores() -> int | None:
+        return system._cgroup_cores(tmp_path, own)
+
+    assert cores() is None
+    group("a/b", "max", 100000)
+    assert cores() is None
+    group("a", "350000", 100000)  # what holds for it holds for b
+    assert cores() == 3
+    group("a/b", "5000", 10000)
+    assert cores() == 1
+    own.write_text("no such file")
+    assert cores() is None
+    group("", "200000", 100000)  # as a container sees its own
+    assert cores() == 2
+
+
 def test_what_is_available_is_within_the_containers_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = system.available_memory()
     monkeypatch.setattr(system, "_cgroup_memory", lambda: [(5000, 1000), (9000, 6000)])

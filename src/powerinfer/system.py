@@ -32,12 +32,38 @@ def limited_threads(requested: int) -> tuple[int, str | None]:
     return cores, f"--threads {requested} becomes {cores}, the cores that this process may use"
 
 
-def _cgroup_cores() -> int | None:
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else max(1, int(limit) // int(period))
-    except (OSError, ValueError):
-        return None
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def _containers(controller: str, root: Path, membership: Path) -> list[tuple[bool, Path]]:
+    """(whether it is of version 2, folder) of every container that this process is in: a limit holds for all that is
+    below."""
+    groups = {"": PurePosixPath("/"), controller: PurePosixPath("/")}  # as a container sees its own
+    with suppress(OSError, ValueError):
+        for line in membership.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            for one in groups.keys() & controllers.split(","):
+                groups[one] = PurePosixPath(name)
+    return [
+        (not one, root / one / group.relative_to("/"))
+        for one, path in groups.items()
+        for group in (path, *path.parents)
+    ]
+
+
+def _cgroup_cores(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """Cores that the quotas of this process' containers are worth, of version 2 or 1; None: there is no quota."""
+    cores = []
+    for newer, folder in _containers("cpu", root, membership):
+        with suppress(OSError, ValueError):  # no such group here, or no quota
+            if newer:
+                limit, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                limit, period = (int((folder / f"cpu.cfs_{one}_us").read_text()) for one in ("quota", "period"))
+            if limit > 0 and period > 0:
+                cores.append(max(1, limit // period))
+    return min(cores, default=None)
 
 
 def cpu_name() -> str:
@@ -110,32 +136,21 @@ def container_memory() -> int | None:
     return max(1, min(rooms)) if rooms and (not free or min(rooms) < free + anonymous) else None
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
 def _cgroup_memory(
-    root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup"), *, kinds: Sequence[str] = ("inactive_file",)
+    root: Path = _CGROUPS, membership: Path = _MEMBERSHIP, *, kinds: Sequence[str] = ("inactive_file",)
 ) -> list[tuple[int, int]]:
     """(limit, bytes used that cannot be reclaimed) of every container that limits this process, of version 2 or 1: a
     limit holds for all that is below. kinds: of memory, what can be reclaimed.
     """
-    groups = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}  # as a container sees its own
-    with suppress(OSError, ValueError):
-        for line in membership.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers in groups:
-                groups[controllers] = PurePosixPath(name)
     limits = []
-    for controller, path in groups.items():
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
-        for group in (path, *path.parents):
-            folder = root / controller / group.relative_to("/")
-            with suppress(OSError, ValueError):  # no such group here, or no limit
-                limit, used = (int((folder / one).read_text()) for one in names)
-                stat = {key: value for key, value in map(str.split, (folder / "memory.stat").read_text().splitlines())}
-                cached = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in kinds)
-                if limit < 1 << 60:
-                    limits.append((limit, max(0, used - cached)))
+    for newer, folder in _containers("memory", root, membership):
+        names = ("memory.max", "memory.current") if newer else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        with suppress(OSError, ValueError):  # no such group here, or no limit
+            limit, used = (int((folder / one).read_text()) for one in names)
+            stat = {key: value for key, value in map(str.split, (folder / "memory.stat").read_text().splitlines())}
+            cached = sum(int(stat.get(f"total_{kind}") or stat.get(kind) or 0) for kind in kinds)
+            if limit < 1 << 60:
+                limits.append((limit, max(0, used - cached)))
     return limits
 
 

@@ -143,6 +143,65 @@ void test_late_threads() {
   check.yes(got.placed.load() == (int64_t)number * N, number);
 }
 
+// Phases that take long are divided so whatever the cores do: half of the work in one piece for each thread, half of the
+// rest, and so on.
+void test_sizes() {
+  Check check("pieces become smaller toward the end");
+  for (const int threads : {2, 3, THREADS}) {
+    Pool pool(threads);
+    for (const int64_t n : {1, 7, 100, 10000}) {
+      std::vector<std::atomic<int64_t>> lengths((size_t)n);
+      const auto work = [&](int64_t begin, int64_t end) { lengths[(size_t)begin] = end - begin; };
+      pool.run([&](int) { pool.phase(n, 1, work, true); });
+      int64_t at = 0, before = n, count = 0;
+      for (; at < n && lengths[(size_t)at] > 0; count++) {
+        check.yes(lengths[(size_t)at] <= before, at);
+        before = lengths[(size_t)at];
+        at += before;
+      }
+      check.yes(at == n && lengths[0] == (n + 2 * threads - 1) / (2 * threads), n);
+      check.yes(n < 10000 || (before <= n / (16 * threads) + 1 && count <= 6 * threads), count);
+    }
+  }
+}
+
+// A thread sleeps twice as long for a unit of work as the other one: once that has been noticed it does a third of it.
+// Sleeping threads leave the cores to those of other tests.
+void test_slow_core() {
+  Check check("a core of half the speed is given less work");
+  Pool pool(2);
+  std::atomic<int64_t> done[2];
+  const auto steps = [&](int n) {
+    done[0] = done[1] = 0;
+    for (int i = 0; i < n; i++) {
+      const auto job = [&](int thread) {
+        for (int phase = 0; phase < 2; phase++)
+          pool.phase(64, 1, [&](int64_t begin, int64_t end) {
+            usleep((useconds_t)((end - begin) * (thread ? 40 : 20)));
+            done[thread] += end - begin;
+          });
+      };
+      pool.run_phases([] {}, job, nullptr);
+    }
+    pool.between_jobs([] {});
+    return (double)done[1] / (double)(done[0] + done[1]);
+  };
+  const double give_up = seconds() + 30;
+  double share = steps(4);
+  while (share > 0.42 && seconds() < give_up) share = steps(8);
+  check.yes(share <= 0.42, (int64_t)(100 * share));
+}
+
+void test_places() {
+  Check check("threads begin on one processor of each core first");
+  const auto same = [](const std::vector<int>& got, const std::vector<int>& wanted) { return got == wanted; };
+  check.yes(same(spread_out({{0, 0}, {1, 1}, {2, 2}}, 1), {0, 2}), 0);
+  check.yes(same(spread_out({{0, 0}, {1, 0}, {2, 2}, {3, 2}, {4, 4}, {5, 5}}, 0), {2, 4, 5, 1, 3}), 1);
+  check.yes(same(spread_out({{0, 0}, {1, 1}, {2, 0}, {3, 1}}, 2), {1, 0, 3}), 2);
+  check.yes(same(spread_out({{1, 0}, {3, 2}}, 7), {1, 3}), 3);
+  check.yes(spread_out({}, 0).empty(), 4);
+}
+
 // All threads leave a job behind the same operator, whichever of them sees when that it is to stop.
 void test_stop() {
   Check check("a job that is stopped ends at the same phase for all threads");
@@ -173,6 +232,9 @@ int main() {
   watch_fences();
   for (const int threads : {1, 2, 3, THREADS}) test_steps(threads);
   test_late_threads();
+  test_sizes();
+  test_slow_core();
+  test_places();
   test_stop();
   printf("%d passed, %d failed\n", passed, failed);
   return failed > 0;

@@ -43,10 +43,13 @@ class DeltaNet : public Recurrent {
     return {Vector((size_t)layer_.key_dim, scale / sqrtf(n)), {}, EPSILON / n, false};
   }
 
-  // This thread's share of the heads of queries, keys and values, with the norms of the first two; then of the gates.
-  void mix(Program& p, Workspace& w, int thread, const Step& step) const override {
-    int64_t begin, end;
-    share(2 * key_heads_ + layer_.heads, 1, w.pool->threads(), thread, &begin, &end);
+  void mix(Program& p, Workspace& w, const Step& step) const override {
+    w.pool->phase(2 * key_heads_ + layer_.heads, 1,
+                  [&](int64_t begin, int64_t end) { mix_heads(p, w, step, begin, end); });
+  }
+
+  // Heads of queries and keys, with their norms, and of values, with their gates.
+  void mix_heads(Program& p, Workspace& w, const Step& step, int64_t begin, int64_t end) const {
     for (int64_t h = begin; h < end; h++) {
       const int64_t keys = 2 * key_heads_, dim = h < keys ? layer_.key_dim : layer_.value_dim;
       const int64_t at = h < keys ? h * dim : 2 * keys_ + (h - keys) * dim;
@@ -55,29 +58,29 @@ class DeltaNet : public Recurrent {
         for (int64_t i = run.first; h < keys && i < run.first + run.count; i++)
           (h < key_heads_ ? of_query_ : of_key_).apply(w.kernels, p.qkv + i * p.ldqkv + at, p.qkv + i * p.ldqkv + at);
       }
+      if (h >= keys) make_gates(p, h - keys, step.tokens);
     }
-    gates(p, w, thread, step.tokens);
   }
 
-  // alpha becomes the decay, beta its sigmoid: this thread's share of the tokens' heads.
-  void gates(Program& p, Workspace& w, int thread, int64_t tokens) const {
-    int64_t begin, end;
-    share(tokens * layer_.heads, 1, w.pool->threads(), thread, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t h = i % layer_.heads;
-      float* row = p.qkv + i / layer_.heads * p.ldqkv + layer_.channels + h;
+  // alpha of a head becomes the decay, beta its sigmoid.
+  void make_gates(Program& p, int64_t h, int64_t tokens) const {
+    for (int64_t i = 0; i < tokens; i++) {
+      float* row = p.qkv + i * p.ldqkv + layer_.channels + h;
       const float x = row[0] + dt_bias_[(size_t)h];
       row[0] = expf(decay_[(size_t)h] * (x > 20 ? x : log1pf(expf(x))));
       row[to_beta_] = 1.0f / (1.0f + expf(-row[to_beta_]));
     }
   }
 
-  // This thread's share of the columns of all states.
-  void advance(Program& p, Workspace& w, int thread, const Step& step) const override {
+  void advance(Program& p, Workspace& w, const Step& step) const override {
+    w.pool->phase(layer_.heads * layer_.value_dim, PI_LANES,
+                  [&](int64_t begin, int64_t end) { advance_columns(p, w, step, begin, end); });
+  }
+
+  // Columns [begin, end) of all states.
+  void advance_columns(Program& p, Workspace& w, const Step& step, int64_t begin, int64_t end) const {
     const States& states = *p.states;
     const int64_t columns = layer_.value_dim;
-    int64_t begin, end;
-    share(layer_.heads * columns, PI_LANES, w.pool->threads(), thread, &begin, &end);
     for (int64_t h = begin / columns; h * columns < end; h++) {
       const int64_t c0 = std::max(begin - h * columns, (int64_t)0), c1 = std::min(end - h * columns, columns);
       const int64_t key_head = tiled_ ? h % key_heads_ : h / (layer_.heads / key_heads_);

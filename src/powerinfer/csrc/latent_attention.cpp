@@ -18,8 +18,7 @@ struct HeadRows {
   float* of(int64_t head) const { return data + head * apart; }
 };
 
-// to = each head's matrix . from, by all threads: an even share of the panels of all heads each. then(head, p0, p1) is
-// called when panels [p0, p1) of a head are done.
+// to = each head's matrix . from, in a phase. then(head, p0, p1) is called when panels [p0, p1) of a head are done.
 template <class F>
 void multiply(const Thread& t, const std::vector<Matrix>& matrices, const HeadRows& from, const HeadRows& to,
               int64_t tokens, F then) {
@@ -28,25 +27,26 @@ void multiply(const Thread& t, const std::vector<Matrix>& matrices, const HeadRo
   const int64_t panels = matrices[0].panels, k = matrices[0].k;
   const int form = matrices[0].form();
   PiActs acts = memory.rows(k);
-  int64_t begin, end;
-  share((int64_t)matrices.size() * panels, 1, w.pool->threads(), t.id, &begin, &end);
-  while (begin < end) {
-    const int64_t h = begin / panels, p0 = begin % panels, p1 = std::min(panels, p0 + end - begin);
-    for (int64_t first = 0; first < tokens; first += BLOCK) {
-      const int64_t n = std::min(BLOCK, tokens - first);
-      const float* rows = from.of(h) + first * from.ld;
-      for (int64_t i = 0; i < n && form != PI_FORM_F32; i++) {
-        const PiActs row = pi_acts_from(&acts, i, 0);
-        w.kernels->forms(rows + i * from.ld, k, form, &row);
+  const auto work = [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t h = begin / panels, p0 = begin % panels, p1 = std::min(panels, p0 + end - begin);
+      for (int64_t first = 0; first < tokens; first += BLOCK) {
+        const int64_t n = std::min(BLOCK, tokens - first);
+        const float* rows = from.of(h) + first * from.ld;
+        for (int64_t i = 0; i < n && form != PI_FORM_F32; i++) {
+          const PiActs row = pi_acts_from(&acts, i, 0);
+          w.kernels->forms(rows + i * from.ld, k, form, &row);
+        }
+        PiActs block = acts;
+        block.f = rows;
+        block.ldf = from.ld;
+        w.linear(t.id, matrices[(size_t)h], NONE, &block, to.of(h) + first * to.ld, to.ld, n, false, p0, p1);
       }
-      PiActs block = acts;
-      block.f = rows;
-      block.ldf = from.ld;
-      w.linear(t.id, matrices[(size_t)h], NONE, &block, to.of(h) + first * to.ld, to.ld, n, false, p0, p1);
+      then(h, p0, p1);
+      begin += p1 - p0;
     }
-    then(h, p0, p1);
-    begin += p1 - p0;
-  }
+  };
+  w.pool->phase((int64_t)matrices.size() * panels, 1, work);
 }
 
 class LatentIn : public Op {
@@ -63,16 +63,16 @@ class LatentIn : public Op {
     float* const heads = rows.floats(rows.heads);
     const Matrix& first = in_.q_latent ? *in_.q_latent : *in_.q;
     const PiActs* acts = w.prepare(t.id, p.residual(0, tokens), in_.norm, in_.kv->form() | first.form());
-    w.product(t.id, *in_.kv, acts, tokens, {rows.floats(rows.keys), rows.ldk, false, NONE});
+    float* const latents = rows.floats(rows.q_latents);
+    const Destination keys{rows.floats(rows.keys), rows.ldk, false, NONE}, queries{heads, rows.ldh, false, NONE};
+    w.finish_products(
+        t.id, {{in_.kv.get(), keys}, {&first, in_.q_latent ? Destination{latents, rows.ldq, false, NONE} : queries}},
+        acts, tokens);
     if (in_.q_latent) {
-      float* const latents = rows.floats(rows.q_latents);
-      w.product(t.id, first, acts, tokens, {latents, rows.ldq, false, NONE});
-      w.pool->barrier();
       acts = w.prepare(t.id, {latents, rows.ldq, in_.q->k, tokens}, in_.q_norm, in_.q->form());
+      w.finish_product(t.id, *in_.q, acts, tokens, queries);
     }
-    w.product(t.id, *in_.q, acts, tokens, {heads, rows.ldh, false, NONE});
-    w.pool->barrier();
-    store_keys(t, step);
+    w.pool->phase(tokens, 1, [&](int64_t begin, int64_t end) { store_keys(p, step, begin, end); });
     // Queries for keys of the cache: their first part times the matrix that would make keys from latents.
     const int64_t plain = in_.k_b->k, width = in_.q->rows / heads_;
     multiply(t, k_b_, {heads, rows.ldh, width}, {p.qkv, p.ldqkv, kv_.head_pad}, tokens,
@@ -87,7 +87,6 @@ class LatentIn : public Op {
                  w.kernels->scale(q + kv_.latents, in_.settings.scale, width - plain);
                }
              });
-    w.pool->barrier();
   }
 
  private:
@@ -100,13 +99,10 @@ class LatentIn : public Op {
     p.workspace->kernels->rope(row + kv_.latents, rope->cos + token * half, rope->sin + token * half, half);
   }
 
-  // Tokens are divided among the threads.
-  void store_keys(const Thread& t, const Step& step) const {
-    const Program& p = *t.program;
+  // Of tokens [begin, end).
+  void store_keys(const Program& p, const Step& step, int64_t begin, int64_t end) const {
     const LatentRows& rows = *p.latent_rows;
     const PiKernels* kernels = p.workspace->kernels;
-    int64_t begin, end;
-    share(step.tokens, 1, p.workspace->pool->threads(), t.id, &begin, &end);
     for (const Run& run : step.runs) {
       for (int64_t i = std::max(begin, run.first); i < std::min(end, run.first + run.count); i++) {
         const int64_t position = run.position + i - run.first;
@@ -141,10 +137,8 @@ class LatentOut : public Op {
     float* const values = rows.floats(rows.heads);
     multiply(t, v_b_, {p.attended, p.lda, kv_.latents}, {values, rows.ldh, out_.o->k / heads_}, step.tokens,
              [](int64_t, int64_t, int64_t) {});
-    w.pool->barrier();
     const PiActs* acts = w.prepare(t.id, {values, rows.ldh, out_.o->k, step.tokens}, {}, out_.o->form());
-    w.product(t.id, *out_.o, acts, step.tokens, p.added_to(0, out_.norm, NONE, p.gate));
-    w.pool->barrier();
+    w.finish_product(t.id, *out_.o, acts, step.tokens, p.added_to(0, out_.norm, NONE, p.gate));
     p.add_normalised(out_.norm, p.gate, 0, step.tokens);
   }
 

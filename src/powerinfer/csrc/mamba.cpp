@@ -63,22 +63,16 @@ class Mamba : public Recurrent {
       b[j] = p.qkv + (piece.first - piece.before + j) * p.ldqkv + to_b_ + group * layer_.key_dim;
   }
 
-  // This thread's share of the channels; then of the gates.
-  void mix(Program& p, Workspace& w, int thread, const Step& step) const override {
-    int64_t begin, end;
-    share(layer_.channels, PI_LANES, w.pool->threads(), thread, &begin, &end);
-    if (begin < end)
+  void mix(Program& p, Workspace& w, const Step& step) const override {
+    w.pool->phase(layer_.channels, PI_LANES, [&](int64_t begin, int64_t end) {
       for (const Run& run : step.runs) convolve(p, w, run, begin, end);
-    gates(p, w, thread, step.tokens);
+    });
   }
 
-  // dt becomes the step, beside the decay: this thread's share of the tokens' heads.
-  void gates(Program& p, Workspace& w, int thread, int64_t tokens) const {
-    int64_t begin, end;
-    share(tokens * layer_.heads, 1, w.pool->threads(), thread, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t h = i % layer_.heads;
-      float* row = p.qkv + i / layer_.heads * p.ldqkv + layer_.channels + h;
+  // dt of a head becomes the step, beside the decay.
+  void make_gates(Program& p, int64_t h, int64_t tokens) const {
+    for (int64_t i = 0; i < tokens; i++) {
+      float* row = p.qkv + i * p.ldqkv + layer_.channels + h;
       const float x = row[0] * dt_scale_ + step_bias_[(size_t)h];
       const float step = x > 20 ? x : log1pf(expf(x));
       row[0] = step < least_step_ ? least_step_ : step > most_step_ ? most_step_ : step;
@@ -86,10 +80,8 @@ class Mamba : public Recurrent {
     }
   }
 
-  // C of a token with B of its chunk: this thread's share of the tokens' groups.
-  void score(Program& p, Workspace& w, int thread, const Step& step) const {
-    int64_t begin, end;
-    share(step.tokens * layer_.key_heads, 1, w.pool->threads(), thread, &begin, &end);
+  // C of a token with B of its chunk, of groups [begin, end) of the tokens.
+  void score(Program& p, Workspace& w, const Step& step, int64_t begin, int64_t end) const {
     const float* b[PI_CHUNK];
     for (const Run& run : step.runs)
       visit_pieces(run, [&](const Piece& piece) {
@@ -107,13 +99,14 @@ class Mamba : public Recurrent {
       });
   }
 
-  // Scores, then this thread's share of the heads.
-  void advance(Program& p, Workspace& w, int thread, const Step& step) const override {
-    score(p, w, thread, step);
-    w.pool->barrier();
+  void advance(Program& p, Workspace& w, const Step& step) const override {
+    w.pool->phase(step.tokens * layer_.key_heads, 1,
+                  [&](int64_t begin, int64_t end) { score(p, w, step, begin, end); });
+    w.pool->phase(layer_.heads, 1, [&](int64_t begin, int64_t end) { advance_heads(p, w, step, begin, end); });
+  }
+
+  void advance_heads(Program& p, Workspace& w, const Step& step, int64_t begin, int64_t end) const {
     const States& states = *p.states;
-    int64_t begin, end;
-    share(layer_.heads, 1, w.pool->threads(), thread, &begin, &end);
     PiMamba a;
     a.ld = p.ldqkv;
     a.to_decay = to_decay_;
@@ -121,6 +114,7 @@ class Mamba : public Recurrent {
     a.state_dim = layer_.key_dim;
     for (int64_t h = begin; h < end; h++) {
       const int64_t g = h / (layer_.heads / layer_.key_heads);
+      make_gates(p, h, step.tokens);
       a.d = d_[(size_t)h];
       for (const Run& run : step.runs)
         visit_pieces(run, [&](const Piece& piece) {
@@ -139,11 +133,10 @@ class Mamba : public Recurrent {
     }
   }
 
-  // B of the tokens of a chunk that has begun: this thread's share of the runs' groups. All that read them are done.
-  void keep(Program& p, Workspace& w, int thread, const Step& step) const override {
+  // B of the tokens of a chunk that has begun, of the runs' groups. All that read them are done.
+  int64_t keeps(const Step& step) const override { return (int64_t)step.runs.size() * layer_.key_heads; }
+  void keep(Program& p, const Step& step, int64_t begin, int64_t end) const override {
     const States& states = *p.states;
-    int64_t begin, end;
-    share((int64_t)step.runs.size() * layer_.key_heads, 1, w.pool->threads(), thread, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
       const Run& run = step.runs[(size_t)(i / layer_.key_heads)];
       const int64_t g = i % layer_.key_heads, pending = (run.position + run.count) % PI_CHUNK;

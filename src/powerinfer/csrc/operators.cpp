@@ -124,32 +124,40 @@ class AttentionIn : public Op {
     const Heads all{p.qkv, p.ldqkv, 0, heads + 2 * kv};
     const bool wide = q_wide_ || k_wide_,
                in_memory = in_.q->is_in_memory() && in_.k->is_in_memory() && in_.v->is_in_memory();
-    if (!wide && in_memory) {
+    Pool& pool = *here.w.pool;
+    if (in_memory) {
+      const int64_t pad = kv_.head_pad;
       const auto heads_at = [&](int64_t begin, int64_t end, float* aside) {
-        const int64_t pad = kv_.head_pad;
         return aside ? Heads{aside - begin * pad, (end - begin) * pad, begin, end} : all.part(begin, end);
       };
-      return here.w.pool->phase(
-          all.end, 1, step.tokens * kv_.head_pad,
+      pool.phase(
+          all.end, 1, step.tokens * pad,
           [&](int64_t begin, int64_t end, float* aside) {
             multiply(heads_at(begin, end, aside));
-            turn(heads_at(begin, end, aside));
+            if (!wide) turn(heads_at(begin, end, aside));
           },
-          [&](int64_t begin, int64_t end, float* aside) { store(heads_at(begin, end, aside)); },
+          [&](int64_t begin, int64_t end, float* aside) {
+            const int64_t n = (end - begin) * pad;
+            if (!wide) store(heads_at(begin, end, aside));
+            else if (aside) copy_rows(aside, n, p.qkv + begin * pad, p.ldqkv, n, step.tokens);
+          },
           here.w.deals(step.tokens, *in_.q));
-    }
-    int64_t begin, end;
-    here.share_of(all.end, &begin, &end);
-    multiply(all.part(begin, end));
-    if (wide) {
-      here.barrier();
-      if (q_wide_) normalise_heads(here, in_.q_norm, step.tokens, 0, heads);
-      if (k_wide_) normalise_heads(here, in_.k_norm, step.tokens, heads, kv);
+      if (!wide) return;
+    } else {
+      int64_t begin, end;
+      here.share_of(all.end, &begin, &end);
+      multiply(all.part(begin, end));
       here.barrier();
     }
-    turn(all.part(begin, end));
-    store(all.part(begin, end));
-    here.barrier();
+    if (wide)
+      pool.phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+        if (q_wide_) normalise_heads(here, in_.q_norm, begin, end, 0, heads);
+        if (k_wide_) normalise_heads(here, in_.k_norm, begin, end, heads, kv);
+      });
+    pool.phase(all.end, 1, [&](int64_t begin, int64_t end) {
+      turn(all.part(begin, end));
+      store(all.part(begin, end));
+    });
   }
 
  private:
@@ -169,13 +177,11 @@ class AttentionIn : public Op {
                     e * panels);
   }
 
-  // Normalises heads [first, first + count) of each token as one row; each fills whole lanes. Tokens are divided among
-  // the threads.
-  void normalise_heads(const Here& here, const Norm& norm, int64_t tokens, int64_t first, int64_t count) const {
+  // Normalises heads [first, first + count) of tokens [begin, end), of each as one row; each head fills whole lanes.
+  void normalise_heads(const Here& here, const Norm& norm, int64_t begin, int64_t end, int64_t first,
+                       int64_t count) const {
     const Program& p = here.p;
     const int64_t dim = kv_.head_dim, pad = kv_.head_pad;
-    int64_t begin, end;
-    here.share_of(tokens, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
       float *heads = p.qkv + i * p.ldqkv + first * pad, *row = pad == dim ? heads : here.w.row(here.t.id);
       if (pad != dim)
@@ -336,7 +342,7 @@ class Attention : public Op {
   const Vector sinks_;
 };
 
-// attended *= sigmoid(w . norm(x)); each thread its columns.
+// attended *= sigmoid(w . norm(x))
 class GateAttended : public Op {
  public:
   GateAttended(Norm norm, std::shared_ptr<Matrix> w) : norm_(std::move(norm)), w_(std::move(w)) {}
@@ -345,13 +351,25 @@ class GateAttended : public Op {
     const Here here(t);
     const Program& p = here.p;
     const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), norm_, w_->form());
-    here.product(*w_, acts, p.qkv, p.ldqkv, step.tokens);
-    const Columns mine(*w_, *here.w.pool, t.id);
-    for (int64_t i = 0; i < step.tokens; i++) {
-      float *gate = p.qkv + i * p.ldqkv + mine.c0, *row = p.attended + i * p.lda + mine.c0;
-      here.kernels->activate(PI_SIGMOID, 0, gate, row, mine.lanes());
-      memcpy(row, gate, (size_t)mine.n() * 4);
-    }
+    const auto compute = [&](int64_t p0, int64_t p1, float* aside) {
+      const Columns of(*w_, p0, p1);
+      const int64_t ld = aside ? of.lanes() : p.ldqkv;
+      float* const gate = aside ? aside : p.qkv + of.c0;
+      here.w.linear(t.id, *w_, {}, acts, gate - of.c0, ld, step.tokens, false, p0, p1);
+      for (int64_t i = 0; i < step.tokens; i++)
+        here.kernels->activate(PI_SIGMOID, 0, gate + i * ld, p.attended + i * p.lda + of.c0, of.lanes());
+    };
+    const auto place = [&](int64_t p0, int64_t p1, const float* aside) {
+      const Columns of(*w_, p0, p1);
+      copy_rows(aside ? aside : p.qkv + of.c0, aside ? of.lanes() : p.ldqkv, p.attended + of.c0, p.lda, of.n(),
+                step.tokens);
+    };
+    if (w_->is_in_memory())
+      return here.w.pool->phase(w_->panels, w_->unit(), step.tokens * PI_LANES, compute, place,
+                                here.w.deals(step.tokens, *w_));
+    const Columns own(*w_, *here.w.pool, t.id);
+    compute(own.p0, own.p1, nullptr);
+    place(own.p0, own.p1, nullptr);
     here.barrier();
   }
 

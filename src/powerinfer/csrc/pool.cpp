@@ -10,7 +10,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
 #include <new>
+#include <string>
 
 namespace {
 // At most a millisecond of pauses on any CPU: longer than Python needs between two decode steps.
@@ -20,8 +22,8 @@ constexpr int SPINS_BEFORE_PARKING = 20000;
 // and to wake take longer than most waits; but where threads share cores, spinning takes them from those waited for.
 constexpr int SPINS_BEFORE_YIELDING = 4000, SPINS_WHEN_CROWDED = 200;
 constexpr int64_t STALL_NS = 500'000;
-// A thread that was without its core for as long shares it with a program that computes, for CROWDED_NS from then on:
-// daemons need it for less. A piece that takes as long may have been interrupted, which only the system knows.
+// A thread that was without its core for as long, or so long that others slept, shares it with a program that computes,
+// for CROWDED_NS from then on: daemons need it for less. Only the system knows whether what took as long was interrupted.
 constexpr int64_t PREEMPTED_NS = 1'000'000, CROWDED_NS = 100'000'000;
 // Where cores are not shared, a thread that takes this long to claim its piece has been kept from it.
 constexpr int SPINS_BEFORE_HELPING = 100;
@@ -41,19 +43,30 @@ int64_t now_ns() {
       .count();
 }
 
-// Moves the calling thread off the core that made the pool, to the n-th of the others, and unpins it: threads that spin
-// on one core would each wait for the other's time slice until the scheduler notices.
-void spread_out(int n, int maker) {
+// The processors that this thread may use, and the core of each, as the number of its first processor.
+std::vector<Processor> processors() {
+  cpu_set_t allowed;
+  std::vector<Processor> found;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return found;
+  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology";
+    int core = cpu;
+    std::ifstream(folder + "/thread_siblings_list") >> core;
+    found.push_back({cpu, core});
+  }
+  return found;
+}
+
+// Moves the calling thread to a processor, and unpins it: threads that spin on the core that made the pool would each
+// wait for the other's time slice until the scheduler notices.
+void begin_on(int cpu) {
   cpu_set_t allowed, one;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-    if (!CPU_ISSET(cpu, &allowed) || cpu == maker || n-- > 0) continue;
-    CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
-    sched_setaffinity(0, sizeof one, &one);
-    sched_setaffinity(0, sizeof allowed, &allowed);
-    return;
-  }
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  sched_setaffinity(0, sizeof one, &one);
+  sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
 // In place of a condition variable, which would make threads that wake take its mutex one after another.
@@ -65,9 +78,9 @@ void wake_all(std::atomic<uint32_t>& word) {
 }
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
 
-int64_t times_preempted() {
+int64_t times_switched() {
   struct rusage usage;
-  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw : 0;
+  return getrusage(RUSAGE_THREAD, &usage) == 0 ? usage.ru_nivcsw + usage.ru_nvcsw : 0;
 }
 
 }  // namespace
@@ -78,7 +91,7 @@ struct Pool::ThreadState {
   uint64_t at = 0;                 // its next phase
   int64_t took = 0, took_for = 0;  // its last piece in order, and of how many of n
   uint64_t took_in = 0;            // that phase
-  int64_t preempted = 0;           // how often, when it last looked
+  int64_t switched = 0;            // how often it had lost its core, or waited, when it last looked in this job
 };
 thread_local Pool::ThreadState Pool::thread_;
 
@@ -136,13 +149,28 @@ Pool::Pool(int threads)
   const int64_t since = now_ns();
   for (int i = 0; i < 1000; i++) cpu_relax();
   pause_ps_ = now_ns() - since;
-  const int maker = sched_getcpu();
+  const std::vector<int> places = threads > 1 ? spread_out(processors(), sched_getcpu()) : std::vector<int>();
   for (int t = 1; t < threads; t++) {
-    workers_.emplace_back([this, t, maker] {
-      spread_out(t - 1, maker);
+    const int place = t <= (int)places.size() ? places[(size_t)t - 1] : -1;
+    workers_.emplace_back([this, t, place] {
+      if (place >= 0) begin_on(place);
       work(t);
     });
   }
+}
+
+std::vector<int> spread_out(const std::vector<Processor>& all, int maker) {
+  std::vector<int> first, rest, cores;
+  for (const Processor& one : all)
+    if (one.number == maker) cores.push_back(one.core);
+  for (const Processor& one : all) {
+    if (one.number == maker) continue;
+    const bool taken = std::find(cores.begin(), cores.end(), one.core) != cores.end();
+    (taken ? rest : first).push_back(one.number);
+    if (!taken) cores.push_back(one.core);
+  }
+  first.insert(first.end(), rest.begin(), rest.end());
+  return first;
 }
 
 Pool::~Pool() {
@@ -164,6 +192,7 @@ void Pool::run_on_all(std::function<void(int)> run, const int32_t* stop) {
   thread_.thread = 0;
   thread_.job = &job;
   thread_.at = job.first;
+  thread_.switched = times_switched();
   const int64_t since = now_ns();
   job.run(0);
   job_.store(0);  // who has not entered it by now never will: see work()
@@ -244,6 +273,7 @@ void Pool::finish(uint64_t phase, int64_t pieces) {
   const uint64_t mode = (crowded() ? CROWDED : 0) | (uneven_.load(std::memory_order_relaxed) ? UNEVEN : 0);
   phase_.store((phase + 1) << MODE_BITS | mode);  // sequentially consistent, as what is asked next: see ring()
   if (asleep_.load() == 0) return;
+  look();
   alarm_.fetch_add(1);
   wake_all(alarm_);
 }
@@ -257,15 +287,25 @@ int64_t Pool::wait_for_end(uint64_t phase) {
   }
   const int64_t since = now_ns();
   while (!early && now_ns() - since < STALL_NS) {
-    if (is_over(phase)) return most;
+    if (is_over(phase)) break;
     sched_yield();
   }
-  asleep_.fetch_add(1);
-  for (uint32_t alarm = alarm_.load(); !is_over(phase); alarm = alarm_.load()) wait_while(alarm_, alarm);
-  asleep_.fetch_sub(1);
-  const int64_t now = now_ns(), usual = thread_.took_in == phase ? 2 * thread_.took : 0;
-  if (now - since >= std::max(PREEMPTED_NS, usual)) crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
-  return most + (now - since) * 1000 / std::max(pause_ps_, (int64_t)1);
+  if (!is_over(phase)) {
+    asleep_.fetch_add(1);
+    for (uint32_t alarm = alarm_.load(); !is_over(phase); alarm = alarm_.load()) wait_while(alarm_, alarm);
+    asleep_.fetch_sub(1);
+  }
+  thread_.switched = times_switched();
+  return most + (now_ns() - since) * 1000 / std::max(pause_ps_, (int64_t)1);
+}
+
+// By a thread that took long: whether it had lost its core.
+bool Pool::look() {
+  const int64_t before = thread_.switched;
+  thread_.switched = times_switched();
+  if (thread_.switched == before) return false;
+  crowded_until_.store(now_ns() + CROWDED_NS, std::memory_order_relaxed);
+  return true;
 }
 
 void Pool::go_through(const Phase& phase) {
@@ -346,18 +386,11 @@ void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
     phase.place(phase.place_of, begin, end, aside);
     finish(pieces.number, pieces.count);
   }
-  const int64_t now = now_ns(), took = now - since;
+  const int64_t took = now_ns() - since;
   const bool first = thread_.took_in != pieces.number;
   const int64_t usual = first ? 0 : 2 * thread_.took;
   // Of a phase that takes milliseconds only a piece that follows another one tells.
-  if (took >= PREEMPTED_NS + usual && !(first && phase.dealt)) {
-    const int64_t preempted = times_preempted(), before = thread_.preempted;
-    thread_.preempted = preempted;
-    if (preempted != before) {
-      crowded_until_.store(now + CROWDED_NS, std::memory_order_relaxed);
-      return;
-    }
-  }
+  if (took >= PREEMPTED_NS + usual && !(first && phase.dealt) && look()) return;
   thread_.took = took;
   thread_.took_for = end - begin;
   thread_.took_in = pieces.number;
@@ -396,6 +429,7 @@ void Pool::work(int thread) {
       thread_.thread = thread;
       thread_.job = &job;
       thread_.at = job.first;
+      thread_.switched = times_switched();
       job.run(thread);
     }
     job.inside.fetch_sub(1);

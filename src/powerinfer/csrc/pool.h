@@ -155,6 +155,7 @@ class Pool {
   int64_t wait_for_end(uint64_t phase);  // returns the pauses that it made
   void work(int thread);
   bool crowded();  // a thread has lost its core, not long ago
+  bool look();
   void compare_cores(int64_t took);
   void ring();  // wakes those that are parked
 
@@ -180,6 +181,13 @@ class Pool {
   std::mutex busy_;  // one job at a time, whoever calls
   std::vector<std::thread> workers_;
 };
+
+// The processors that the other threads of a pool begin on, in their order: one of each core, but of that of the one who
+// makes it, before cores that are in use.
+struct Processor {
+  int number, core;
+};
+std::vector<int> spread_out(const std::vector<Processor>& all, int maker);
 
 // The part of n that thread t of `threads` works on, in whole units; always the same split.
 inline void share(int64_t n, int64_t unit, int threads, int t, int64_t* begin, int64_t* end) {

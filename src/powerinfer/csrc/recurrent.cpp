@@ -45,24 +45,25 @@ void Recurrent::run(Thread& t, const Step& step) {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   project(p, w, t.id, step.tokens);
-  w.pool->barrier();
-  mix(p, w, t.id, step);
-  w.pool->barrier();
-  advance(p, w, t.id, step);
-  w.pool->barrier();
-  keep(p, w, t.id, step);
-  finish(p, w, t.id, step.tokens);
-  w.pool->barrier();
+  mix(p, w, step);
+  advance(p, w, step);
+  const int64_t kept = keeps(step);
+  w.pool->phase(kept + step.tokens * out_.parts, 1, [&](int64_t begin, int64_t end) {
+    if (begin < kept) keep(p, step, begin, std::min(end, kept));
+    if (end > kept) finish(p, w, std::max(begin - kept, (int64_t)0), end - kept);
+  });
 }
 
 void Recurrent::project(Program& p, Workspace& w, int thread, int64_t tokens) const {
   int forms = 0;
   for (const InputProduct& one : products_) forms |= one.matrix->form();
   const PiActs* acts = w.prepare(thread, p.residual(0, tokens), spec_.norm, forms);
+  std::vector<Workspace::Product> products;
+  products.reserve(products_.size());
   for (const InputProduct& one : products_)
-    w.product(thread, *one.matrix, acts, tokens,
-              one.gate ? Destination{p.attended + out_.to, p.lda, false, one.bias}
-                       : Destination{p.qkv + one.at, p.ldqkv, false, one.bias});
+    products.push_back({one.matrix.get(), one.gate ? Destination{p.attended + out_.to, p.lda, false, one.bias}
+                                                   : Destination{p.qkv + one.at, p.ldqkv, false, one.bias}});
+  w.finish_products(thread, products, acts, tokens);
 }
 
 void Recurrent::convolve(Program& p, Workspace& w, const Run& run, int64_t begin, int64_t end) const {
@@ -81,10 +82,8 @@ void Recurrent::convolve(Program& p, Workspace& w, const Run& run, int64_t begin
   }
 }
 
-// attended = norm(y * silu(gate)), or another order: this thread's share of the tokens' parts.
-void Recurrent::finish(Program& p, Workspace& w, int thread, int64_t tokens) const {
-  int64_t begin, end;
-  share(tokens * out_.parts, 1, w.pool->threads(), thread, &begin, &end);
+// attended = norm(y * silu(gate)), or another order, of parts [begin, end) of the tokens.
+void Recurrent::finish(Program& p, Workspace& w, int64_t begin, int64_t end) const {
   for (int64_t i = begin; i < end; i++) {
     const int64_t token = i / out_.parts, part = i % out_.parts, at = part * out_.width;
     float* y = p.qkv + token * p.ldqkv + out_.from + at;

@@ -44,12 +44,13 @@ class Recurrent : public Op {
 
  protected:
   Recurrent(RecurrentSpec spec, const States::Layer& layer, std::vector<InputProduct> products, GatedNorm out);
-  // This thread's share of what precedes the states: the convolution, and what the heads' gates become.
-  virtual void mix(Program& p, Workspace& w, int thread, const Step& step) const = 0;
-  // This thread's share of the states: what the heads give takes the place of what they were given.
-  virtual void advance(Program& p, Workspace& w, int thread, const Step& step) const = 0;
-  // This thread's share of what is kept for the next step besides, once all states have gone on.
-  virtual void keep(Program&, Workspace&, int, const Step&) const {}
+  // In phases: what precedes the states, as the convolution.
+  virtual void mix(Program& p, Workspace& w, const Step& step) const = 0;
+  // In phases: the states; what the heads give takes the place of what they were given.
+  virtual void advance(Program& p, Workspace& w, const Step& step) const = 0;
+  // What is kept for the next step besides, once all states have gone on: how many things, and [begin, end) of these.
+  virtual int64_t keeps(const Step&) const { return 0; }
+  virtual void keep(Program&, const Step&, int64_t /*begin*/, int64_t /*end*/) const {}
   // Channels [begin, end) of a run: convolution and activation, in place.
   void convolve(Program& p, Workspace& w, const Run& run, int64_t begin, int64_t end) const;
 
@@ -58,7 +59,7 @@ class Recurrent : public Op {
 
  private:
   void project(Program& p, Workspace& w, int thread, int64_t tokens) const;
-  void finish(Program& p, Workspace& w, int thread, int64_t tokens) const;
+  void finish(Program& p, Workspace& w, int64_t begin, int64_t end) const;
 
   std::vector<InputProduct> products_;
   const GatedNorm out_;
