@@ -56,13 +56,14 @@ PI_INLINE int64_t along(const PiLinear* l, const Panels& w, const PiActs* x, int
   return t;
 }
 
-// All T tokens, P panels at a time. What is left of the panels is computed in the tiles that many tokens need anyway.
-template <class W, int P, int T>
+// All T tokens, P panels at a time. What is left of the panels is computed in the tiles that many tokens need anyway:
+// of two panels unless FEW, when there never are many.
+template <class W, int P, int T, bool FEW>
 PI_INLINE void sweep(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1) {
   constexpr int TOKENS = T >= 8 ? 8 : T >= 4 ? 4 : T >= 2 ? 2 : 1;
   int64_t p = p0;
   for (; p + P <= p1; p += P) tile<W, P, T>(l, panels_at(l, x->k, p, P), x, p, 0);
-  if constexpr (P > 2)
+  if constexpr (P > 2 && !FEW)
     for (; p + 2 <= p1; p += 2) along<W, 2, TOKENS>(l, panels_at(l, x->k, p, 2), x, p, 0, T);
   if constexpr (P > 1)
     for (; p < p1; p++) along<W, 1, TOKENS>(l, panels_at(l, x->k, p), x, p, 0, T);
@@ -87,31 +88,33 @@ PI_INLINE int64_t tokens_at_once(const PiLinear* l, int64_t k, int64_t tile) {
   return some < tile ? tile : some / tile * tile;
 }
 
-// W::sums<P, T>(panels, x, t, sum) sets the sums of P panels by the tokens from t on.
-template <class W, int P, int T>
+// W::sums<P, T>(panels, x, t, sum) sets the sums of P panels by the tokens from t on. FEW: there are at most T.
+template <class W, int P, int T, bool FEW = false>
 void product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens) {
   // Few tokens: the matrix is read once, in four address streams, the best number for one core, or in two if the sums
   // need the registers.
-  if (tokens == 1) return sweep<W, STREAMS, 1>(l, x, p0, p1);
+  if (tokens == 1) return sweep<W, STREAMS, 1, FEW>(l, x, p0, p1);
   if constexpr (T > 1)
-    if (tokens == 2) return sweep<W, T >= 8 ? 4 : T >= 4 ? 2 : P, 2>(l, x, p0, p1);
+    if (tokens == 2) return sweep<W, T >= 8 ? 4 : T >= 4 ? 2 : P, 2, FEW>(l, x, p0, p1);
   if constexpr (T >= 8) {
     switch (tokens) {
-      case 3: return sweep<W, 4, 3>(l, x, p0, p1);
-      case 4: return sweep<W, 4, 4>(l, x, p0, p1);
-      case 5: return sweep<W, 2, 5>(l, x, p0, p1);
-      case 6: return sweep<W, 2, 6>(l, x, p0, p1);
-      case 7: return sweep<W, 2, 7>(l, x, p0, p1);
-      case 8: return sweep<W, 2, 8>(l, x, p0, p1);
+      case 3: return sweep<W, 4, 3, FEW>(l, x, p0, p1);
+      case 4: return sweep<W, 4, 4, FEW>(l, x, p0, p1);
+      case 5: return sweep<W, 2, 5, FEW>(l, x, p0, p1);
+      case 6: return sweep<W, 2, 6, FEW>(l, x, p0, p1);
+      case 7: return sweep<W, 2, 7, FEW>(l, x, p0, p1);
+      case 8: return sweep<W, 2, 8, FEW>(l, x, p0, p1);
     }
   }
-  const int64_t some = tokens_at_once(l, x->k, T);
-  for (int64_t m = 0; m < tokens; m += some) {
-    const int64_t end = m + some < tokens ? m + some : tokens;
-    int64_t p = p0;
-    for (; p + P <= p1; p += P) along<W, P, T>(l, panels_at(l, x->k, p, P), x, p, m, end);
-    if constexpr (P > 1)
-      for (; p < p1; p++) along<W, 1, T>(l, panels_at(l, x->k, p), x, p, m, end);
+  if constexpr (!FEW) {
+    const int64_t some = tokens_at_once(l, x->k, T);
+    for (int64_t m = 0; m < tokens; m += some) {
+      const int64_t end = m + some < tokens ? m + some : tokens;
+      int64_t p = p0;
+      for (; p + P <= p1; p += P) along<W, P, T>(l, panels_at(l, x->k, p, P), x, p, m, end);
+      if constexpr (P > 1)
+        for (; p < p1; p++) along<W, 1, T>(l, panels_at(l, x->k, p), x, p, m, end);
+    }
   }
 }
 

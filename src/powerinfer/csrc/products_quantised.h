@@ -55,10 +55,12 @@ struct Quantised {
 #else
   static constexpr bool PAIRS = false;
 #endif
+  // Codes of two and three bits take most shifts, which take longer by a number than by a constant.
+  static constexpr bool SHIFTS = !W::WIDE && !OF_GRID<W> && W::BLOCK_BYTES <= 192;
   // Whether a block's groups are unrolled: for one and two tokens, and for widened codes. Other tiles have a loop, since
   // there are many of them, and the compiler's time grows with the code.
   template <int P, int T>
-  static constexpr bool UNROLLED = PAIRS || (P == 4 ? T <= 2 : W::WIDE);
+  static constexpr bool UNROLLED = PAIRS || (P == 4 ? T <= 2 || SHIFTS : W::WIDE || (P == 2 && SHIFTS));
 
   template <int P, int T>
   static PI_INLINE_MEMBER void sums(const Panels& w, const PiActs* x, int64_t t0, f32x16 (&sum)[P][T]) {
@@ -207,7 +209,7 @@ struct Quantised {
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   // Codes of a byte each gain less from pieces.
-  if (!l->ahead && tokens < (BYTES<W> ? 3 * WIDE_FROM : WIDE_FROM))
+  if (!l->ahead && tokens < (BYTES<W> ? 4 * WIDE_FROM : WIDE_FROM))
     return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
   linear_in_pieces<W>(l, x, p0, p1, tokens, scratch);
 }
@@ -231,16 +233,17 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
     for (; p < p1; p++) along_tokens(Index<1>{}, p);
 }
 
-// For many tokens a few panels are widened once, then used for all tokens but the last few; those of grids,
-// since look-ups take longest, for fewer tokens and all of them.
+// For many tokens a few panels are widened once, then used for all tokens but the last few; where codes or scales take many
+// operations, for fewer tokens and all of them.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
   constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
   static_assert(P <= 2 && Wide<W>::VECTORS <= 5, "pi_linear_scratch has room for no more");
   if constexpr (BYTES<W>)
     if (l->ahead) return linear_ahead<W>(l, x, p0, p1, tokens);
-  if (tokens < (OF_GRID<W> ? TILE_Q + 1 : WIDE_FROM))
-    return product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, p0, p1, tokens);
+  constexpr bool SOON = OF_GRID<W> || W::HALVES == 2;
+  if (tokens < (SOON ? TILE_Q + 1 : WIDE_FROM))
+    return product<Quantised<W>, TILE_Q_PANELS, TILE_Q, SOON>(l, x, p0, p1, tokens);
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
   auto* const codes = (uint8_t*)scratch;
   auto* const floats = (float*)(codes + P * nb * 512);
@@ -270,11 +273,11 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
       }
       int64_t t = m;
       for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, &acts, p, t);
-      if constexpr (OF_GRID<W>) along<Quantised<Wide<W>>, P, T >= 4 ? 4 : T>(l, w, &acts, p, t, end);
+      if constexpr (SOON) along<Quantised<Wide<W>>, P, T >= 4 ? 4 : T>(l, w, &acts, p, t, end);
       else along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
     }
   }
-  if (whole < p1) product<Quantised<W>, TILE_Q_PANELS, TILE_Q>(l, x, whole, p1, tokens);
+  if (whole < p1) along<Quantised<W>, 1, TILE_Q>(l, panels_at(l, x->k, whole), x, whole, 0, tokens);
 }
 #endif
 

@@ -21,7 +21,7 @@ enum {
   TILE_Q_PANELS = 2,
   TILE_WIDE = 6,
   TILE_WIDE_PANELS = 2,
-  WIDE_FROM = 48,
+  WIDE_FROM = 24,
   TILE_F = 12,
   TILE_F_PANELS = 2,
   TILE_A = 12,
@@ -178,7 +178,7 @@ PI_INLINE f32x16 dot_vbf16(f32x16 acc, const void* w, const void* x) {
 enum {
   TILE_Q = 2,
   TILE_Q_PANELS = 1,
-  WIDE_FROM = 4,
+  WIDE_FROM = 3,
   TILE_PIECE = 6,
   PIECE_BLOCKS = 32,
   FLOATS_FROM = 20,
