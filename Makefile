@@ -130,10 +130,10 @@ test-all:
 check: $(VENV)/stamp-dev
 	@$(MAKE) --no-print-directory --output-sync -j 2 check-types check-text $(VENV)/stamp-collected
 
-check-types:
+check-types: $(VENV)/stamp-dev
 	@$(BIN)/mypy
 
-check-text:
+check-text: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/clang-format --dry-run -Werror src/powerinfer/csrc/*.cpp src/powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
 	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
