@@ -41,6 +41,28 @@ SPLITS = (
 """Ways of splitting words, by the names that llama.cpp knows too."""
 
 
+def _types_of(vocabulary: Vocabulary, pieces: Sequence[str | None]) -> list[int]:
+    """The type of every piece, as GGUF numbers them."""
+    types = [UNUSED if piece is None else NORMAL for piece in pieces]
+    for at in vocabulary.byte_pieces:
+        types[at] = BYTE
+    for token in vocabulary.added:
+        types[token.id] = CONTROL if token.special else USER_DEFINED
+    if not vocabulary.byte_level and vocabulary.unk_id is not None:
+        types[vocabulary.unk_id] = UNKNOWN
+    return types
+
+
+def _special_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """Keys of the tokens that begin and end texts, and of the unknown one."""
+    ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unknown": vocabulary.unk_id}
+    keys = {f"{name}_token_id": at for name, at in ids.items() if at is not None}
+    special = {token.id for token in vocabulary.added if token.special}
+    named = ends_of_generation({token.text: token.id for token in vocabulary.added}, special).values()
+    ends = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
+    return keys | {f"{name}_token_id": at for name, at in zip(("eot", "eom"), ends, strict=False)}
+
+
 def _template_keys(templates: Mapping[str, str]) -> dict[str, Any]:
     """The metadata of chat templates by name."""
     named = {name: source for name, source in templates.items() if name != "default"}
@@ -137,13 +159,7 @@ class AsGGUF(OtherFormat):
         document = json.loads((checkpoint.path / "tokenizer.json").read_bytes())
         self._check_vocabulary(vocabulary, document)
         pieces = [vocabulary.piece(at) for at in range(self.config.vocab_size)]
-        types = [UNUSED if piece is None else NORMAL for piece in pieces]
-        for at in vocabulary.byte_pieces:
-            types[at] = BYTE
-        for token in vocabulary.added:
-            types[token.id] = CONTROL if token.special else USER_DEFINED
-        if not vocabulary.byte_level and vocabulary.unk_id is not None:
-            types[vocabulary.unk_id] = UNKNOWN
+        types = _types_of(vocabulary, pieces)
         merges = [one.split(" ") if isinstance(one, str) else one for one in document["model"]["merges"]]
         keys: dict[str, Any] = {
             "tokens": [piece if piece is not None else f"[PAD{at}]" for at, piece in enumerate(pieces)],
@@ -151,12 +167,7 @@ class AsGGUF(OtherFormat):
             "add_bos_token": vocabulary.add_bos,
             "add_eos_token": vocabulary.add_eos,
         }
-        ids = {"bos": vocabulary.bos_id, "eos": vocabulary.eos_id, "unknown": vocabulary.unk_id}
-        keys |= {f"{name}_token_id": at for name, at in ids.items() if at is not None}
-        special = {token.id for token in vocabulary.added if token.special}
-        named = ends_of_generation({token.text: token.id for token in vocabulary.added}, special).values()
-        ends = sorted(vocabulary.eos_ids - {vocabulary.eos_id}, key=lambda at: (at in named, at))
-        keys |= {f"{name}_token_id": at for name, at in zip(("eot", "eom"), ends, strict=False)}
+        keys |= _special_ids(vocabulary)
         if vocabulary.byte_level:
             keys |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
             ways: list[dict[str, Any]] = [{"pre": split} for split in SPLITS]

@@ -46,8 +46,8 @@ MUTATIONS = [
         "tests/test_hybrid.py -k 'every_split and llama-relu'",
     ),
     Mutation(
-        "wherever experts, or neurons inside them, are placed, streamed, swapped or exchanged from step to step, the answer "
-        "is that of the whole model",
+        "wherever experts, or neurons inside them, are placed, streamed, swapped or exchanged from step to step, the "
+        "answer is that of the whole model",
         "src/powerinfer/hybrid/experts.py",
         "self._slot[expert] = slot\n                self._sums",
         "self._slot[expert] = swaps[0][0]\n                self._sums",

@@ -189,16 +189,16 @@ def _sized(
 
     stored = original.matrices.stored
     kinds = {name: kind for name, (kind, _) in stored.items()}
-    given = {name: kind for name, kind in with_chosen(original.matrices, kinds, chosen).items() if kind != kinds[name]}
+    fixed = {name: kind for name, kind in with_chosen(original.matrices, kinds, chosen).items() if kind != kinds[name]}
     importance = _importance(args, source, original, out)
     assert importance is not None
     with Bar() as bar:
         with _text(args, source, out, bar) as text:
             from powerinfer_train.sensitivity import measure_sensitivity
 
-            found = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
+            losses = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
         threads = config_from(args, EngineConfig).threads or usable_cores()[0]
-        return sized_types(original, args.size, found, given, importance, threads, bar), importance
+        return sized_types(original, args.size, losses, fixed, importance, threads, bar), importance
 
 
 def _mix(name: str, pure: bool) -> Mix:

@@ -83,7 +83,7 @@ def profile_experts(
     samples = PreparedFile(SAMPLES, checkpoint, engine.prepared)
     samples_kept = (samples.path, task.rows) if task.rows else None
     if current_file is not None and (trace is None or recorded is not None):
-        if task.rows and not current_file.profile.inside:  # of an earlier version
+        if task.rows and not current_file.profile.neuron_use:  # of an earlier version
             profile_ = _with_neurons(checkpoint, engine.prepared, current_file.profile)
             write_expert_profile(checkpoint, engine.prepared, profile_, current_file.details)
             current_file = replace(current_file, profile=profile_)
