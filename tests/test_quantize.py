@@ -22,7 +22,7 @@ from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import read_gguf
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.importance import Importance, read_importance
-from powerinfer.formats.mixes import MIXES, Matrices, fitting, target_types, wanted_types
+from powerinfer.formats.mixes import MIXES, ModelMatrices, fitting, target_types, wanted_types
 from powerinfer.formats.quant import block_type, dequantize
 from powerinfer.formats.quant import quantize as quantise_plainly
 from powerinfer.formats.quantised_file import file_size, gguf_original, write_quantised
@@ -193,7 +193,7 @@ def test_the_file_runs(type_name: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def types_of(mix: str, names: dict[str, tuple[int, ...]], weighed: bool = False, **about: Any) -> dict[str, str]:
-    matrices = Matrices({f"{name}.weight": ("F32", shape) for name, shape in names.items()}, layers=8, **about)
+    matrices = ModelMatrices({f"{name}.weight": ("F32", shape) for name, shape in names.items()}, layers=8, **about)
     types = target_types(matrices, wanted_types(matrices, MIXES[mix], weighed))
     return {name.removesuffix(".weight"): kind for name, kind in types.items()}
 

@@ -55,7 +55,7 @@ class Observed(TorchModel):
         counts[expert or 0] += len(rows)
 
     def layer(self, x: Tensor, layer: int) -> Tensor:
-        """What a layer makes of x [windows, tokens, d_model]."""
+        """Output of a layer for x [windows, tokens, d_model]."""
         return self._layer(x, layer, None)
 
 
@@ -88,7 +88,7 @@ def measure_importance(checkpoint: Checkpoint, names: Names, windows: Windows, p
 
 
 def _importance(model: Observed, names: Names, windows: Windows) -> Importance:
-    """By the names of the file; matrices in one tensor have the same inputs."""
+    """Importance by the names of the file; matrices in one tensor have the same inputs."""
     columns, counts = {}, {}
     for canonical, (sums, times) in model.sums.items():
         counts[names(canonical)] = times.numpy()

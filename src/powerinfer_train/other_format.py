@@ -64,20 +64,20 @@ class OtherFormat:
         """A tensor, or its rows as bytes, with the rows in the order of the other format: the two rows of q and k of a
         pair that is rotated are neighbours in one, Llama's GGUF files, and half a head apart in the other."""
         part = canonical.rpartition(".")[2].removesuffix("_bias")
-        if not self._turned or part not in ("q", "k"):
+        if not self._reorders or part not in ("q", "k"):
             return values
         attention = self.config.layers[int(canonical.split(".")[1])].attention
         assert isinstance(attention, AttentionConfig) and attention.rope is not None
         heads = attention.n_heads if part == "q" else attention.n_kv_heads
         half = attention.head_dim // 2
         pairs = (half, 2) if attention.rope.interleaved else (2, half)
-        turned: Rows = values.reshape(heads, *pairs, -1).swapaxes(1, 2).reshape(values.shape)
-        return turned
+        rows: Rows = values.reshape(heads, *pairs, -1).swapaxes(1, 2).reshape(values.shape)
+        return rows
 
     def _check_config(self, read: ModelConfig) -> None:
         """RequestError unless the configuration, as it is read from what was made, is the model's."""
         orders = {rope.interleaved for rope in self.config.ropes}, {rope.interleaved for rope in read.ropes}
-        self._turned = orders[0] != orders[1]
+        self._reorders = orders[0] != orders[1]
         for layer, read_layer in zip(self.config.layers, read.layers, strict=True):
             ropes = layer.attention.rope, read_layer.attention.rope
             if None in ropes:

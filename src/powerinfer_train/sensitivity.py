@@ -125,7 +125,7 @@ class _Noisy:
         return torch.from_numpy(noisy.reshape(tuple(weight.shape)))
 
     def _divergences(self, states: dict[str, Tensor]) -> dict[str, float]:
-        model, found = self._model, {}
+        model, divergences = self._model, {}
 
         def logs(group: str) -> Tensor:
             return model.logits(model.leave(states[group][:, ::_SCORED].contiguous())).log_softmax(-1)
@@ -134,5 +134,5 @@ class _Noisy:
         for group in states.keys() - {""}:
             heads = [group] if group == "head" or (group == "embed" and self._config.tied_embeddings) else []
             with self._having(heads):
-                found[group] = max(0.0, float((exact.exp() * (exact - logs(group))).sum(-1).mean()))
-        return found
+                divergences[group] = max(0.0, float((exact.exp() * (exact - logs(group))).sum(-1).mean()))
+        return divergences

@@ -271,7 +271,7 @@ _WHOLE_NUMBER = {"type": _or_none(int, "whole number")}
 _NUMBER = {"type": _or_none(float, "number")}
 
 SIZE_FLAG: dict[str, Any] = {"type": _or_none(_size, A_SIZE), "metavar": "SIZE"}
-"""How a flag of a size in bytes is read."""
+"""Reader of a flag of a size in bytes."""
 
 # The annotation of a field decides how its flag reads.
 _READERS: dict[str, dict[str, Any]] = {

@@ -122,7 +122,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _importance(args: argparse.Namespace, source: Path, original: Original, out: Output) -> Importance | None:
-    """How errors are weighed."""
+    """Weights of the errors."""
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.importance import read_importance, write_importance
 
@@ -196,9 +196,9 @@ def _sized(
         with _text(args, source, out, bar) as text:
             from powerinfer_train.sensitivity import measure_sensitivity
 
-            losses = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
+            sensitivities = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
         threads = config_from(args, EngineConfig).threads or usable_cores()[0]
-        return sized_types(original, args.size, losses, fixed, importance, threads, bar), importance
+        return sized_types(original, args.size, sensitivities, fixed, importance, threads, bar), importance
 
 
 def _mix(name: str, pure: bool) -> Mix:

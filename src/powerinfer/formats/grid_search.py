@@ -50,8 +50,8 @@ def to_grid(values: Float32, weights: Float32 | None, kind: GridType) -> Bytes:
     """Blocks of values [n, 256]; weights: of the errors."""
     out = []
     for start in range(0, len(values), _BLOCKS):
-        some = slice(start, start + _BLOCKS)
-        out.append(_to_grid(values[some], None if weights is None else weights[some], kind))
+        part = slice(start, start + _BLOCKS)
+        out.append(_to_grid(values[part], None if weights is None else weights[part], kind))
     return np.concatenate(out)
 
 
@@ -64,7 +64,7 @@ def _to_grid(values: Float32, weights: Float32 | None, kind: GridType) -> Bytes:
     scales = search.best_scales(_free_scales(parts, w, _levels(kind.name))).reshape(blocks, -1)
     peaks = scales.max(axis=1)
     scale = _half(peaks / np.float32(kind.unit * (1 + 2 * _TOP)))
-    best = _Found(blocks, scales.shape[1], values.shape[1] // entries.shape[1])
+    best = _BestBlocks(blocks, scales.shape[1], values.shape[1] // entries.shape[1])
     for _ in range(1 + _ROUNDS):
         units = scale * np.float32(kind.unit)
         inverse = np.divide(1, units, out=np.zeros_like(units), where=units > 0)
@@ -157,7 +157,7 @@ class _Search:
         return scales
 
 
-class _Found:
+class _BestBlocks:
     """The best of each block so far."""
 
     def __init__(self, blocks: int, parts: int, vectors: int) -> None:

@@ -42,8 +42,8 @@ class Importance:
         return rows
 
     def shares(self, name: str, shape: tuple[int, ...]) -> Float32 | None:
-        """Of the tokens that the matrices of a tensor got, the share of each, as a multiple of the mean; None where
-        nothing is known, or all are one."""
+        """Shares of the tokens that each matrix of a tensor got, as multiples of the mean; None where nothing is known,
+        or all are one."""
         counts = self.counts.get(name)
         if counts is None or len(counts) == 1 or not counts.sum() or len(counts) != math.prod(shape[:-2]):
             return None

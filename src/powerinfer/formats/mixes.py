@@ -18,7 +18,7 @@ from powerinfer.formats.quant import block_type, can_dequantize
 
 
 @dataclass(frozen=True)
-class Matrices:
+class ModelMatrices:
     """Tensors of a model as their types are chosen. stored: (type, shape) by the file's name; layers: their number, of
     experts: of a layer's; grouped: at least 4 query heads share keys and values; large: it is one of 80 layers with
     such heads."""
@@ -63,7 +63,7 @@ class _Place:
 
     number: int
     count: int
-    of: Matrices
+    of: ModelMatrices
     weighed: bool
 
 
@@ -137,7 +137,7 @@ _EIGHT_SMALL = {"key": "Q4_K", "out": "Q5_K"}
 
 
 def _small_rules(value: str, down: str, out: str | None) -> tuple[Rule, ...]:
-    """Of mixes of less than 3 bits."""
+    """Rules of mixes of less than 3 bits."""
     rules: tuple[Rule, ...] = (
         ("value", "Q4_K", _grouped_or_experts), ("value", value, _always), ("down", down, _eighth),
     )  # fmt: skip
@@ -242,7 +242,7 @@ _NARROW = {
 """The types of matrices whose rows are not whole blocks of 256; of IQ types it is IQ4_NL."""
 
 
-def wanted_types(matrices: Matrices, mix: Mix, weighed: bool = False) -> dict[str, str]:
+def wanted_types(matrices: ModelMatrices, mix: Mix, weighed: bool = False) -> dict[str, str]:
     """The type of each tensor in the new file, if all rows were whole blocks. weighed: errors are."""
     types = {name: kind for name, (kind, _) in matrices.stored.items()}
     coarse = block_type(mix.type).block > 1
@@ -262,12 +262,12 @@ def wanted_types(matrices: Matrices, mix: Mix, weighed: bool = False) -> dict[st
             types[name] = mix.experts
         else:
             place = (numbers[kind], values) if kind == "value" else (_layer(name), matrices.layers)
-            types[name] = _by_rules(mix, kind, _Place(*place, matrices, weighed))
+            types[name] = _ruled_type(mix, kind, _Place(*place, matrices, weighed))
         numbers[kind] += 1
     return types
 
 
-def _by_rules(mix: Mix, kind: str, place: _Place) -> str:
+def _ruled_type(mix: Mix, kind: str, place: _Place) -> str:
     if place.of.experts == 8 and mix.eight is not None and kind in mix.eight:
         return mix.eight[kind]
     target = next((target for of, target, holds in mix.rules if of == kind and holds(place)), mix.type)
@@ -279,13 +279,13 @@ def _layer(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def target_types(matrices: Matrices, wanted: Mapping[str, str]) -> dict[str, str]:
+def target_types(matrices: ModelMatrices, wanted: Mapping[str, str]) -> dict[str, str]:
     """The type of each tensor in the new file: the wanted one, or what its rows can be."""
     types = {}
     for name, target in wanted.items():
         cols = matrices.stored[name][1][-1]
-        whole = cols % block_type(target).block == 0
-        types[name] = fitting("Q6_K" if matrices.is_head(name) and not whole else target, cols)
+        narrow = cols % block_type(target).block > 0
+        types[name] = fitting("Q6_K" if matrices.is_head(name) and narrow else target, cols)
     return types
 
 
@@ -298,7 +298,7 @@ def fitting(target: str, cols: int) -> str:
     return "F16"
 
 
-def with_chosen(matrices: Matrices, types: Mapping[str, str], chosen: Sequence[tuple[str, str]]) -> dict[str, str]:
+def with_chosen(matrices: ModelMatrices, types: Mapping[str, str], chosen: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The types, and of matrices that regular expressions find in their names others: the first (expression, type)
     that does counts. RequestError for one that finds none."""
     changed = dict(types)

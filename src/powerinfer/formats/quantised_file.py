@@ -24,7 +24,7 @@ from powerinfer.formats.gguf import GGUFFile, encoded, header_bytes, metadata_by
 from powerinfer.formats.gguf_model import with_scales
 from powerinfer.formats.importance import Importance
 from powerinfer.formats.mapped import MappedFile, shown
-from powerinfer.formats.mixes import Matrices
+from powerinfer.formats.mixes import ModelMatrices
 from powerinfer.formats.quant import Bytes, block_type
 from powerinfer.formats.scale_search import searched
 from powerinfer.formats.tensors import RawTensor
@@ -42,7 +42,7 @@ class Original:
 
     path: Path
     metadata: Mapping[str, bytes]
-    matrices: Matrices
+    matrices: ModelMatrices
     take: Callable[[str], RawTensor]
     files: Sequence[MappedFile]
     is_gguf: bool
@@ -68,7 +68,7 @@ def gguf_original(gguf: GGUFFile) -> Original:
     return Original(gguf.path, metadata, matrices, tensors.__getitem__, gguf.files, is_gguf=True)
 
 
-def describe(stored: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, Any]) -> Matrices:
+def describe(stored: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, Any]) -> ModelMatrices:
     """Tensors of a model of that metadata."""
 
     def number(key: str) -> int:
@@ -78,7 +78,7 @@ def describe(stored: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
 
     layers, heads, of_keys = (number(key) for key in ("block_count", "attention.head_count", "attention.head_count_kv"))
     grouped = of_keys > 0 and heads // of_keys >= 4
-    return Matrices(stored, layers, number("expert_count"), grouped, layers == 80 and heads != of_keys)
+    return ModelMatrices(stored, layers, number("expert_count"), grouped, layers == 80 and heads != of_keys)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Quantiser:
     done: int = 0
 
     def data(self, name: str, pool: Executor) -> Bytes:
-        """Those of a tensor."""
+        """Bytes of one tensor."""
         total = sum(prod(shape) for _, shape in self.original.matrices.stored.values())
         for file in self.original.files:
             file.check()  # a page of a file that was cut short must not be touched
@@ -225,14 +225,14 @@ def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterat
     PowerInferError if it cannot be written, or another process is writing it.
     """
     part = path.with_name(f"{path.name}.{key}.part")
-    kept = False
+    resumable = False
     try:
         for other in path.parent.glob(f"{_escaped(path.name)}.*.part"):
             if other != part:
                 _remove_abandoned(other)
         with part.open("r+b" if part.exists() else "w+b") as file:
             if not _locked(file):
-                kept = True
+                resumable = True
                 raise PowerInferError(f"another process is writing {path}")
             done = _done(file, header)
             free = shutil.disk_usage(path.parent).free + os.fstat(file.fileno()).st_size
@@ -249,12 +249,12 @@ def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterat
             os.fsync(file.fileno())
             os.replace(part, path)
     except KeyboardInterrupt:
-        kept = True
+        resumable = True
         raise
     except OSError as error:
         raise PowerInferError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
-        if not kept:
+        if not resumable:
             with suppress(OSError):
                 part.unlink()
 

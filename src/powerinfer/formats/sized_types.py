@@ -66,13 +66,13 @@ def sized_types(
     by_name: dict[str, list[_Choice]] = {}
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for name, found in zip(names, pool.map(choices, names), strict=True):
-                by_name[name] = found
+            for name, steps_of in zip(names, pool.map(choices, names), strict=True):
+                by_name[name] = steps_of
                 progress("measuring errors of types", len(by_name), len(names))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    types |= {name: found[0].type for name, found in by_name.items()}
+    types |= {name: steps_of[0].type for name, steps_of in by_name.items()}
     least = file_size(original, types, importance)
     if least > size:
         raise RequestError(f"--size {size}: the smallest file of this model takes {least} bytes, {least / 1e6:,.1f} MB")
@@ -101,22 +101,22 @@ def _error_shares(original: Original, name: str, importance: Importance | None) 
     shares = None if importance is None else importance.shares(name, shape)
     if shares is not None:
         counted = counted * np.repeat(shares, rows // len(shares))[at][:, None]
-    whole = float((counted * x**2).sum()) or 1.0
+    square = float((counted * x**2).sum()) or 1.0
     errors = {kind: dequantize(searched(x, kind, weights), kind) - x for kind in kinds}
-    return {kind: float((counted * error**2).sum()) / whole for kind, error in errors.items()}
+    return {kind: float((counted * error**2).sum()) / square for kind, error in errors.items()}
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Those on the lower hull, by size: each step gains less of a byte than the one before."""
+    """Choices on the lower hull, by size: each step gains less of a byte than the one before."""
     hull: list[_Choice] = []
-    for one in sorted(choices, key=lambda one: (one.nbytes, one.loss)):
-        if hull and one.loss >= hull[-1].loss:
+    for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.loss)):
+        if hull and choice.loss >= hull[-1].loss:
             continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], one):
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], choice):
             hull.pop()
-        if hull and one.nbytes == hull[-1].nbytes:
+        if hull and choice.nbytes == hull[-1].nbytes:
             hull.pop()
-        hull.append(one)
+        hull.append(choice)
     return hull
 
 
@@ -128,18 +128,18 @@ def _gain(before: _Choice, after: _Choice) -> float:
 def _spend(by_name: Mapping[str, Sequence[_Choice]], room: int) -> dict[str, str]:
     """Types of the matrices with so many bytes more than the smallest ones take."""
     places = dict.fromkeys(by_name, 0)
-    steps = [(-_gain(*found[:2]), name) for name, found in by_name.items() if len(found) > 1]
+    steps = [(-_gain(*steps_of[:2]), name) for name, steps_of in by_name.items() if len(steps_of) > 1]
     heapq.heapify(steps)
     while steps:
         _, name = heapq.heappop(steps)
-        found, at = by_name[name], places[name]
-        more = found[at + 1].nbytes - found[at].nbytes
+        steps_of, at = by_name[name], places[name]
+        more = steps_of[at + 1].nbytes - steps_of[at].nbytes
         if more > room:
             continue
         room -= more
         places[name] = at + 1
-        if at + 2 < len(found):
-            heapq.heappush(steps, (-_gain(found[at + 1], found[at + 2]), name))
+        if at + 2 < len(steps_of):
+            heapq.heappush(steps, (-_gain(steps_of[at + 1], steps_of[at + 2]), name))
     return {name: by_name[name][at].type for name, at in places.items()}
 
 
