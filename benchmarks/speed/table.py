@@ -164,18 +164,18 @@ def benchmark_table() -> str:
     return paragraphs(*parts)
 
 
-def experts_table() -> str | None:
-    """Of models of experts: the speed of both engines, and how much of the memory bandwidth decode uses. A table for
-    each machine, the newest first."""
-    left, tables = of_kind("experts"), []
+def bandwidth_table(kind: str) -> str | None:
+    """Of results of a kind, say models of experts: the speed of both engines, and how much of the memory bandwidth
+    decode uses. A table for each machine, the newest first."""
+    left, tables = of_kind(kind), []
     while left:
         cpu = left[-1]["cpu"]
-        tables.append(_experts_on([one for one in left if one["cpu"] == cpu]))
+        tables.append(_bandwidths_on([one for one in left if one["cpu"] == cpu]))
         left = [one for one in left if one["cpu"] != cpu]
     return "\n".join(tables) or None
 
 
-def _experts_on(documents: list[dict[str, Any]]) -> str:
+def _bandwidths_on(documents: list[dict[str, Any]]) -> str:
     """documents: of one machine, oldest first."""
     document = merged(documents, "speed", "model", "threads")
     assert document is not None
@@ -197,7 +197,8 @@ def _experts_on(documents: list[dict[str, Any]]) -> str:
 PAGES = {
     ROOT / "docs/benchmarks.md": lambda: {
         "benchmark table": benchmark_table(),
-        "expert figures": experts_table(),
+        "expert figures": bandwidth_table("experts"),
+        "few bits table": bandwidth_table("few-bits"),
         "processors table": processors_table(),
     },
     ROOT / "README.md": lambda: {"speed table": short_table(newest_speed())},

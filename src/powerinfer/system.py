@@ -43,11 +43,11 @@ def _containers(controller: str, root: Path, membership: Path) -> list[tuple[boo
     with suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            for one in groups.keys() & controllers.split(","):
-                groups[one] = PurePosixPath(name)
+            for member in groups.keys() & controllers.split(","):
+                groups[member] = PurePosixPath(name)
     return [
-        (not one, root / one / group.relative_to("/"))
-        for one, path in groups.items()
+        (not member, root / member / group.relative_to("/"))
+        for member, path in groups.items()
         for group in (path, *path.parents)
     ]
 

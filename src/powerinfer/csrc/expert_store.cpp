@@ -39,14 +39,14 @@ ExpertRows::ExpertRows(const Sizes& s, int threads)
 }
 
 const std::vector<ExpertRows::Active>& ExpertRows::copy(int thread) const {
-  std::vector<Active>& own = copies_[(size_t)thread];
+  std::vector<Active>& copy = copies_[(size_t)thread];
   const size_t n = std::min(active.size(), (size_t)sizes.experts);
-  own.resize(n);
+  copy.resize(n);
   for (size_t i = 0; i < n; i++) {
     const auto e = (size_t)active.data()[i];
-    own[i] = {e, begin[e], cost[i + 1] - cost[i] - ROW_COSTS, cost[i]};
+    copy[i] = {e, begin[e], cost[i + 1] - cost[i] - ROW_COSTS, cost[i]};
   }
-  return own;
+  return copy;
 }
 
 void ExpertRows::compute(const std::vector<int32_t>& experts) {
@@ -109,7 +109,7 @@ void ExpertStore::gather_rows(const ExpertRows& rows, const PiActs* acts, const 
 
 ExpertStore::Work::Work(const std::vector<ExpertRows::Active>& active, int64_t panels, int64_t unit)
     : active(active), panels(panels), unit(unit), units((panels + unit - 1) / unit) {
-  for (const ExpertRows::Active& one : active) most_rows = std::max(most_rows, one.n);
+  for (const ExpertRows::Active& run : active) most_rows = std::max(most_rows, run.n);
   if (!active.empty()) all = (active.back().before + active.back().cost()) * units;
 }
 

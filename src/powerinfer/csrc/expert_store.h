@@ -185,14 +185,14 @@ class ExpertStore {
     // Calls f(block) for what begins in [from, to).
     template <class F>
     void visit(int64_t from, int64_t to, const F& f) const {
-      for (const ExpertRows::Active& one : active) {
+      for (const ExpertRows::Active& run : active) {
         const auto first = [&](int64_t cost) {  // the unit that begins there or next
-          const int64_t before = one.before * units;
+          const int64_t before = run.before * units;
           return std::min(
-              std::clamp((std::max(cost, before) - before + one.cost() - 1) / one.cost(), (int64_t)0, units) * unit,
+              std::clamp((std::max(cost, before) - before + run.cost() - 1) / run.cost(), (int64_t)0, units) * unit,
               panels);
         };
-        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) f(Block{one.expert, one.first, one.n, p0, p1});
+        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) f(Block{run.expert, run.first, run.n, p0, p1});
       }
     }
     const std::vector<ExpertRows::Active>& active;

@@ -25,12 +25,12 @@ Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores
 // The neurons of all experts that a predictor selects among.
 static int64_t check_among(const ExpertMatrices& all) {
   if (all.among.empty()) return all.experts * all.neurons;
-  const int64_t rows = (int64_t)all.among.size(), each = rows / all.experts;
-  check(rows == all.experts * each && each % PI_GROUP == 0,
+  const int64_t rows = (int64_t)all.among.size(), of_expert = rows / all.experts;
+  check(rows == all.experts * of_expert && of_expert % PI_GROUP == 0,
         "a predictor selects among whole groups, as many of each expert");
   for (int64_t row = 0; row < rows; row++) {
     const int32_t neuron = all.among[(size_t)row];
-    const int32_t before = row % each ? all.among[(size_t)row - 1] : -1;
+    const int32_t before = row % of_expert ? all.among[(size_t)row - 1] : -1;
     check(neuron > before && neuron < all.neurons, "the neurons that a predictor selects among must ascend");
   }
   return rows;

@@ -46,26 +46,26 @@ int64_t now_ns() {
 // The processors that this thread may use, and the core of each, as the number of its first processor.
 std::vector<Processor> processors() {
   cpu_set_t allowed;
-  std::vector<Processor> found;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return found;
+  std::vector<Processor> processors;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return processors;
   for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
     if (!CPU_ISSET(cpu, &allowed)) continue;
     const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology";
     int core = cpu;
     std::ifstream(folder + "/thread_siblings_list") >> core;
-    found.push_back({cpu, core});
+    processors.push_back({cpu, core});
   }
-  return found;
+  return processors;
 }
 
 // Moves the calling thread to a processor, and unpins it: threads that spin on the core that made the pool would each
 // wait for the other's time slice until the scheduler notices.
 void begin_on(int cpu) {
-  cpu_set_t allowed, one;
+  cpu_set_t allowed, place;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  CPU_ZERO(&one);
-  CPU_SET(cpu, &one);
-  sched_setaffinity(0, sizeof one, &one);
+  CPU_ZERO(&place);
+  CPU_SET(cpu, &place);
+  sched_setaffinity(0, sizeof place, &place);
   sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
@@ -161,13 +161,13 @@ Pool::Pool(int threads)
 
 std::vector<int> spread_out(const std::vector<Processor>& all, int maker) {
   std::vector<int> first, rest, cores;
-  for (const Processor& one : all)
-    if (one.number == maker) cores.push_back(one.core);
-  for (const Processor& one : all) {
-    if (one.number == maker) continue;
-    const bool taken = std::find(cores.begin(), cores.end(), one.core) != cores.end();
-    (taken ? rest : first).push_back(one.number);
-    if (!taken) cores.push_back(one.core);
+  for (const Processor& processor : all)
+    if (processor.number == maker) cores.push_back(processor.core);
+  for (const Processor& processor : all) {
+    if (processor.number == maker) continue;
+    const bool used = std::find(cores.begin(), cores.end(), processor.core) != cores.end();
+    (used ? rest : first).push_back(processor.number);
+    if (!used) cores.push_back(processor.core);
   }
   first.insert(first.end(), rest.begin(), rest.end());
   return first;
@@ -319,7 +319,7 @@ void Pool::go_through(const Phase& phase) {
 
 void Pool::take_own(const Phase& phase, uint64_t number) {
   const int64_t units = std::max((phase.n + phase.unit - 1) / phase.unit, (int64_t)1);
-  const int64_t count = std::min(units, (int64_t)threads_), own = thread_.thread;
+  const int64_t count = std::min(units, (int64_t)threads_), seat = thread_.thread;
   const auto claim = [&](int64_t i) {
     std::atomic<uint64_t>& claimed = seats_[(size_t)i].claimed;
     uint64_t had = claimed.load(std::memory_order_relaxed);
@@ -330,14 +330,14 @@ void Pool::take_own(const Phase& phase, uint64_t number) {
     phase.place(phase.place_of, begin, end, nullptr);
     finish(number, count);
   };
-  if (own < count) claim(own);
+  if (seat < count) claim(seat);
   int64_t pauses = 0;
   for (; pauses < SPINS_BEFORE_HELPING && !is_over(number); pauses++) cpu_relax();
   if (!is_over(number)) {
-    for (int64_t i = 1; i <= count; i++) claim((own + count - i) % count);  // of others
+    for (int64_t i = 1; i <= count; i++) claim((seat + count - i) % count);  // of others
     pauses += wait_for_end(number);
   }
-  std::atomic<int64_t>& waited = seats_[(size_t)own].waited;
+  std::atomic<int64_t>& waited = seats_[(size_t)seat].waited;
   waited.store(waited.load(std::memory_order_relaxed) + pauses, std::memory_order_relaxed);
 }
 

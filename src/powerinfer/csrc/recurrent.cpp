@@ -47,10 +47,10 @@ void Recurrent::run(Thread& t, const Step& step) {
   project(p, w, t.id, step.tokens);
   mix(p, w, step);
   advance(p, w, step);
-  const int64_t kept = keeps(step);
-  w.pool->phase(kept + step.tokens * out_.parts, 1, [&](int64_t begin, int64_t end) {
-    if (begin < kept) keep(p, step, begin, std::min(end, kept));
-    if (end > kept) finish(p, w, std::max(begin - kept, (int64_t)0), end - kept);
+  const int64_t keeping = keeps(step);
+  w.pool->phase(keeping + step.tokens * out_.parts, 1, [&](int64_t begin, int64_t end) {
+    if (begin < keeping) keep(p, step, begin, std::min(end, keeping));
+    if (end > keeping) finish(p, w, std::max(begin - keeping, (int64_t)0), end - keeping);
   });
 }
 

@@ -23,8 +23,8 @@ RestingNeurons::~RestingNeurons() {
 void RestingNeurons::begin(const ExpertRows& rows, int64_t tokens) {
   // What was guessed, or of a step that failed: of experts that stay it goes on, other memory is to be used again.
   const bool stay = leaves_out(tokens) && (int64_t)rows.active.size() <= slots_->slots();
-  for (const Coming& each : std::vector<Coming>(coming_)) {
-    const int32_t e = each.expert;
+  for (const Coming& item : std::vector<Coming>(coming_)) {
+    const int32_t e = item.expert;
     if (stay && rows.begin[(size_t)e + 1] > rows.begin[(size_t)e] && (slots_->held(e) || slots_->coming(e))) continue;
     try {
       wait_for_rows(&e);
@@ -58,14 +58,14 @@ bool RestingNeurons::foresee(int thread, const Rows& x, const Attempt& attempt) 
   const PiActs* const hidden = predictor_->hide(thread, w, x);
   int64_t begin, end;  // groups of neurons
   share((int64_t)expected_.size() * groups_, 1, w.pool->threads(), thread, &begin, &end);
-  for (int64_t at = begin, some; at < end; at += some) {
+  for (int64_t at = begin, count; at < end; at += count) {
     const int64_t g = at % groups_;
-    some = std::min(end - at, groups_ - g);
+    count = std::min(end - at, groups_ - g);
     const size_t e = (size_t)expected_[(size_t)(at / groups_)];
     const int64_t panel = PI_GROUP / PI_LANES, first = (int64_t)e * neurons;
     w.linear(thread, out_[e], NO_BIAS, hidden, lists.z.data() + first, lists.ldz, x.tokens, false, g * panel,
-             (g + some) * panel);
-    for (int64_t group = g; group < g + some; group++) {
+             (g + count) * panel);
+    for (int64_t group = g; group < g + count; group++) {
       uint32_t& needed = needed_[(size_t)((int64_t)e * groups_ + group)] = 0;
       for (int64_t i = 0; i < x.tokens; i++)
         for (int64_t j = 0; j < PI_GROUP; j++)
@@ -158,7 +158,7 @@ void RestingNeurons::read_rows(int32_t e, bool all) {
 }
 
 bool RestingNeurons::coming(int32_t e) const {
-  return std::any_of(coming_.begin(), coming_.end(), [e](const Coming& each) { return each.expert == e; });
+  return std::any_of(coming_.begin(), coming_.end(), [e](const Coming& item) { return item.expert == e; });
 }
 
 // Waits for the rows of an expert; null: for all. ReadError: they are not there.

@@ -197,42 +197,42 @@ void Workspace::finish_product(int thread, const Matrix& w, const PiActs* acts, 
 void Workspace::finish_products(int thread, const std::vector<Product>& products, const PiActs* acts, int64_t tokens) {
   bool in_memory = true, dealt = false;
   int64_t panels = 0, unit = 1;
-  for (const Product& one : products) {
-    in_memory = in_memory && one.matrix->is_in_memory();
-    dealt = dealt || deals(tokens, *one.matrix);
-    panels += one.matrix->panels;
-    unit = one.matrix->unit(unit);
+  for (const Product& item : products) {
+    in_memory = in_memory && item.matrix->is_in_memory();
+    dealt = dealt || deals(tokens, *item.matrix);
+    panels += item.matrix->panels;
+    unit = item.matrix->unit(unit);
   }
   if (!in_memory) {
-    for (const Product& one : products) product(thread, *one.matrix, acts, tokens, one.to);
+    for (const Product& item : products) product(thread, *item.matrix, acts, tokens, item.to);
     return pool->barrier();
   }
   // Calls f(product, first panel, last panel, its memory aside) for panels of all, one matrix behind the other.
   const auto visit = [&](int64_t p0, int64_t p1, float* aside, const auto& f) {
     int64_t before = 0;
-    for (const Product& one : products) {
-      const int64_t first = std::max(p0 - before, (int64_t)0), last = std::min(p1 - before, one.matrix->panels);
-      if (first < last) f(one, first, last, aside);
+    for (const Product& item : products) {
+      const int64_t first = std::max(p0 - before, (int64_t)0), last = std::min(p1 - before, item.matrix->panels);
+      if (first < last) f(item, first, last, aside);
       if (first < last && aside) aside += (last - first) * PI_LANES * tokens;
-      before += one.matrix->panels;
+      before += item.matrix->panels;
     }
   };
   pool->phase(
       panels, dealt ? std::max(unit, DEALT) : unit, tokens * PI_LANES,
       [&](int64_t p0, int64_t p1, float* aside) {
-        visit(p0, p1, aside, [&](const Product& one, int64_t first, int64_t last, float* memory) {
-          const Destination& to = one.to;
+        visit(p0, p1, aside, [&](const Product& item, int64_t first, int64_t last, float* memory) {
+          const Destination& to = item.to;
           const int64_t n = (last - first) * PI_LANES, ld = memory ? n : to.ld;
           if (memory && to.add) copy_rows(to.out + first * PI_LANES, to.ld, memory, n, n, tokens);
           float* const out = memory ? memory - first * PI_LANES : to.out;
-          linear(thread, *one.matrix, to.bias, acts, out, ld, tokens, to.add, first, last);
+          linear(thread, *item.matrix, to.bias, acts, out, ld, tokens, to.add, first, last);
         });
       },
       [&](int64_t p0, int64_t p1, float* aside) {
         if (!aside) return;
-        visit(p0, p1, aside, [&](const Product& one, int64_t first, int64_t last, const float* memory) {
+        visit(p0, p1, aside, [&](const Product& item, int64_t first, int64_t last, const float* memory) {
           const int64_t n = (last - first) * PI_LANES;
-          copy_rows(memory, n, one.to.out + first * PI_LANES, one.to.ld, n, tokens);
+          copy_rows(memory, n, item.to.out + first * PI_LANES, item.to.ld, n, tokens);
         });
       },
       dealt);
