@@ -523,6 +523,24 @@ def test_bytes_are_spent_where_they_gain_most(tmp_path: Path) -> None:
         sized_types(original, 20_000, {}, {}, None, 1)
 
 
+def test_a_file_of_another_alignment_is_within_its_size(tmp_path: Path) -> None:
+    rng, keys = np.random.default_rng(5), {"architecture": "llama", "alignment": 4096}
+    builder = Builder(alignment=4096).fields(keys, "general.")
+    for name in ("attn_q", "attn_k", "attn_v"):
+        builder.tensor(f"blk.0.{name}.weight", rng.standard_normal((70, 96)).astype(np.float32))
+    original, sensitivities = gguf_original(read_gguf(builder.write(tmp_path / "a.gguf"))), {"blk.0.attn_v.weight": 8.0}
+    least = file_size(original, dict.fromkeys(original.shapes, "Q4_0"))
+    for more in (417, 833, 1249):
+        types = sized_types(original, least + more, sensitivities, {}, None, 1)
+        assert least <= file_size(original, types) <= least + more
+
+
+def test_a_name_of_many_digits(tmp_path: Path) -> None:
+    builder = Builder().fields({"architecture": "llama"}, "general.")
+    builder.tensor(f"blk.{'9' * 5000}.ffn_down.weight", np.ones((2, 32), np.float32))
+    assert quantize(builder.write(tmp_path / "a.gguf"), "q4_0", "-o", tmp_path / "b.gguf") == 0
+
+
 def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
     text = tmp_path / "text.txt"
@@ -534,8 +552,15 @@ def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture
         assert len([kind for kind in document["types"] if kind != "F32"]) > 1
     with LLM(made, threads=1) as llm:
         assert len(llm.generate("abc", llm.default_params(temperature=0.0, max_tokens=4)).token_ids) == 4
+    assert quantize(source, "q8_0", "-o", made, "--force") == 0
+    chosen = ("--tensor-type", "ffn_down=q8_0", "--tensor-type", "attn_q=q4_k")  # as it is; of rows that are narrower
+    assert quantize(made, "-o", tmp_path / "c.gguf", "--size", "60KB", "--corpus", text, *chosen) == 0
+    types = {name: tensor.type for name, tensor in read_gguf(tmp_path / "c.gguf").tensors.items()}
+    assert (types["blk.1.ffn_down.weight"], types["blk.1.attn_q.weight"]) == ("Q8_0", "Q5_0")
+    assert "2 matrices have another type" in capsys.readouterr().err
     for args, says in (
         (("-o", made), "give either TYPE"),
+        (("q4_0", "-o", made, "--corpus", text, "--save-imatrix", made, "--force"), "give two names"),
         (("q4_0", "-o", made, "--size", "1MB"), "give either TYPE"),
         (("-o", made, "--size", "1MB", "--pure"), "--pure is for a TYPE"),
         (("-o", made, "--size", "1MB", "--imatrix", text, "--save-imatrix", made), "--save-imatrix writes"),

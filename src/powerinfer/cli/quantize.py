@@ -84,16 +84,19 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         importance = _importance(args, source, original, out)
         wanted = with_chosen(matrices, wanted_types(matrices, mix, importance is not None), chosen)
         types, number = target_types(matrices, wanted), mix.number
-        narrow = sum(types[one] != wanted[one] for one in types)
     else:
-        types, importance = _sized(args, source, original, chosen, out)
-        number, narrow = main_number(types, original.shapes), 0
+        wanted = with_chosen(matrices, dict.fromkeys(matrices.stored, ""), chosen)
+        wanted = {name: kind for name, kind in wanted.items() if kind}
+        types, importance = _sized(args, source, original, target_types(matrices, wanted), out)
+        number = main_number(types, original.shapes)
+    narrow = sum(types[one] != wanted[one] for one in wanted)
     begin = time.monotonic()
     with Bar() as bar:
         result = write_quantised(original, types, number, target, threads, importance, bar)
     seconds = time.monotonic() - begin
     if narrow:
-        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {args.mix}'s")
+        whose = args.mix or "the chosen type"
+        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {whose}'s")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
     if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
@@ -117,8 +120,14 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError("--imatrix and --corpus both say how errors are weighed: give one of them")
     if args.save_imatrix is not None and (args.imatrix is not None or not (args.corpus or args.size)):
         raise RequestError("--save-imatrix writes what a text gives: give --corpus, too")
+    if args.save_imatrix is not None and _expanded(args.save_imatrix) == _expanded(args.out):
+        raise RequestError(f"--out and --save-imatrix are both {args.out}: give two names")
     if args.tokens < 1:
         raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
+
+
+def _expanded(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 def _importance(args: argparse.Namespace, source: Path, original: Original, out: Output) -> Importance | None:
@@ -179,17 +188,13 @@ def _text(args: argparse.Namespace, source: Path, out: Output, progress: Progres
 
 
 def _sized(
-    args: argparse.Namespace, source: Path, original: Original, chosen: list[tuple[str, str]], out: Output
+    args: argparse.Namespace, source: Path, original: Original, chosen: dict[str, str], out: Output
 ) -> tuple[dict[str, str], Importance]:
-    """(the types of a file of --size, how errors are weighed)."""
+    """(the types of a file of --size, how errors are weighed). chosen: types that are given, by name."""
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.mixes import with_chosen
     from powerinfer.formats.sized_types import sized_types
     from powerinfer.system import usable_cores
 
-    stored = original.matrices.stored
-    kinds = {name: kind for name, (kind, _) in stored.items()}
-    fixed = {name: kind for name, kind in with_chosen(original.matrices, kinds, chosen).items() if kind != kinds[name]}
     importance = _importance(args, source, original, out)
     assert importance is not None
     with Bar() as bar:
@@ -198,7 +203,7 @@ def _sized(
 
             sensitivities = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
         threads = config_from(args, EngineConfig).threads or usable_cores()[0]
-        return sized_types(original, args.size, sensitivities, fixed, importance, threads, bar), importance
+        return sized_types(original, args.size, sensitivities, chosen, importance, threads, bar), importance
 
 
 def _mix(name: str, pure: bool) -> Mix:

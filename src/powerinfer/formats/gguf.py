@@ -223,14 +223,19 @@ def _text(text: str) -> bytes:
 _Tensors = Sequence[tuple[str, str, tuple[int, ...]]]
 
 
+def stored_alignment(metadata: Mapping[str, bytes]) -> int:
+    """The alignment of the tensors of a file with metadata as `metadata_bytes` gives it."""
+    stated = metadata.get("general.alignment")
+    return int.from_bytes(stated[_U32.size :], "little") if stated else _DEFAULT_ALIGNMENT
+
+
 def header_bytes(metadata: Mapping[str, bytes], tensors: _Tensors) -> tuple[bytes, list[int]]:
     """(the beginning of a file up to its data, where each tensor begins in the data).
 
     metadata: as `metadata_bytes` gives it; tensors: (name, type, shape) of each, which follow one another in this
     order, at multiples of the file's alignment.
     """
-    stated = metadata.get("general.alignment")
-    alignment = int.from_bytes(stated[_U32.size :], "little") if stated else _DEFAULT_ALIGNMENT
+    alignment = stored_alignment(metadata)
     parts = [b"GGUF", _U32.pack(3), _U64.pack(len(tensors)), _U64.pack(len(metadata))]
     for key, value in metadata.items():
         parts += [_text(key), value]

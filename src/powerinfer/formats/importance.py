@@ -5,8 +5,10 @@ quantised weights are weighed. Read from files of llama.cpp's `llama-imatrix`, a
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +135,8 @@ def _read_old(path: Path, shapes: Shapes) -> dict[str, tuple[Float32, Float32]]:
 
 
 def write_importance(path: Path, importance: Importance, window: int) -> None:
-    """Write it as an imatrix file that llama.cpp reads, too. window: tokens of a piece of the text."""
+    """Write it as an imatrix file that llama.cpp reads, too, which has its name when it is whole. window: tokens of a
+    piece of the text. OSError if that fails."""
     entries, data = [], []
     for name, columns in importance.columns.items():
         counts = importance.counts[name][:, None]
@@ -147,5 +150,13 @@ def write_importance(path: Path, importance: Importance, window: int) -> None:
         "imatrix.chunk_count": encoded(max(1, tokens // window)),
         "imatrix.chunk_size": encoded(window),
     }
-    with path.open("wb") as to:
-        write_gguf(to, metadata, entries, data)
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as to:
+            write_gguf(to, metadata, entries, data)
+            to.flush()
+            os.fsync(to.fileno())
+        os.replace(part, path)
+    finally:
+        with suppress(OSError):
+            part.unlink()

@@ -275,7 +275,7 @@ def _ruled_type(mix: Mix, kind: str, place: _Place) -> str:
 
 
 def _layer(name: str) -> int:
-    match = re.match(r"blk\.(\d+)\.", name)
+    match = re.match(r"blk\.(\d{1,9})\.", name)
     return int(match[1]) if match else -1
 
 

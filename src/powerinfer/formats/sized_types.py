@@ -17,6 +17,7 @@ from math import prod
 import numpy as np
 
 from powerinfer.errors import RequestError
+from powerinfer.formats.gguf import stored_alignment
 from powerinfer.formats.importance import Importance
 from powerinfer.formats.mixes import MIXES
 from powerinfer.formats.quant import block_type, dequantize
@@ -29,7 +30,6 @@ NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types that are chosen from, of matrices whose rows are whole blocks of 256, and of others."""
 
 _SAMPLE = 1 << 15  # elements of a matrix on which errors are measured
-_ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ def sized_types(
     stored = original.matrices.stored
     types = {name: kind for name, (kind, _) in stored.items()} | dict(chosen)
     names = [name for name in original.matrices.names() if name not in chosen]
+    alignment = stored_alignment(original.metadata)
     usual = float(np.mean(list(sensitivities.values()))) if sensitivities else 1.0
 
     def choices(name: str) -> list[_Choice]:
         shares = _error_shares(original, name, importance)
         factor = sensitivities.get(name, usual)
-        return _hull([_Choice(kind, _nbytes(stored[name][1], kind), factor * share) for kind, share in shares.items()])
+        losses = {kind: factor * share for kind, share in shares.items()}
+        return _hull([_Choice(kind, _nbytes(stored[name][1], kind, alignment), loss) for kind, loss in losses.items()])
 
     by_name: dict[str, list[_Choice]] = {}
     with ThreadPoolExecutor(threads) as pool:
@@ -76,12 +78,12 @@ def sized_types(
     least = file_size(original, types, importance)
     if least > size:
         raise RequestError(f"--size {size}: the smallest file of this model takes {least} bytes, {least / 1e6:,.1f} MB")
-    return types | _spend(by_name, size - least)
+    return types | _spend(by_name, size - least - (-least % alignment))  # as if the last one were padded, too
 
 
-def _nbytes(shape: tuple[int, ...], kind: str) -> int:
+def _nbytes(shape: tuple[int, ...], kind: str, alignment: int) -> int:
     nbytes = prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // alignment) * alignment
 
 
 def _error_shares(original: Original, name: str, importance: Importance | None) -> dict[str, float]:
