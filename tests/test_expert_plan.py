@@ -128,6 +128,17 @@ def test_ram_holds_all_of_divided_experts() -> None:
     assert not less.claims.inside and less.fits
 
 
+@pytest.mark.parametrize("hot", [None, 0.3])
+def test_buffers_for_long_prompts_give_way_to_experts_in_ram(hot: float | None) -> None:
+    """Whether or not it would be faster to divide these."""
+    request = divisible(2 * GIB, hot)
+    whole = make_plan(replace(request, model=replace(request.model, inside={})))
+    assert whole.claims.staging > 0
+    ram = sum(whole.claims.cpu.values()) + budget.staged_in_ram(whole.claims.staging) - 1
+    less = make_plan(replace(request, ram=ram))
+    assert less.fits and less.claims.staging == 0 <= less.claims.cpu_left and not less.claims.inside
+
+
 @pytest.mark.parametrize("name", MOE)
 def test_more_memory_holds_more_experts_and_is_faster(name: str) -> None:
     config = cut(name)

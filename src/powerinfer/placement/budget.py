@@ -545,7 +545,7 @@ def _claim_experts(
     staging = _expert_staging(model, work, own, room)
     if _may_divide(model, work, own):
         made = claims(staging, True)
-        if not made.inside or (made.cpu_left >= 0 and made.gpu_left >= 0):
+        if made.cpu_left >= 0 and (made.gpu_left >= 0 or not made.inside):
             return made
     made = claims(staging, False)
     return made if made.cpu_left >= 0 else claims(0, False)
