@@ -62,16 +62,16 @@ def pack_experts(
     with write_expert_rows(checkpoint, prepared, layouts, predicted) as write:
         for layer, layout in layouts.items():
             n, groups = config.experts[layer].n_experts, n_groups(config.experts[layer].size)
-            up, down = (
-                checkpoint.take(f"layers.{layer}.experts_{name}").data.reshape(n, rows, -1)
-                for name, rows in (("up", config.experts[layer].size), ("down", layout.d_model))
-            )
+            down = checkpoint.take(f"layers.{layer}.experts_down").data.reshape(n, layout.d_model, -1)
+            up = None  # not read: of a folder it would be a copy
+            if predicted:
+                up = checkpoint.take(f"layers.{layer}.experts_up").data.reshape(n, config.experts[layer].size, -1)
             step = max(1, _AT_ONCE // (groups * layout.group_bytes))
             space = np.zeros((step * groups, layout.group_bytes), np.uint8)
             for first in range(0, n, step):
                 part = down[first : first + step]
                 rows = space[: len(part) * groups]
-                put_rows(layout, rows, up[first : first + step] if predicted else None, part, cores)
+                put_rows(layout, rows, None if up is None else up[first : first + step], part, cores)
                 write(layer, first, rows)
                 done += len(part)
                 progress("packing experts", done, total)
