@@ -535,6 +535,14 @@ def test_a_file_of_another_alignment_is_within_its_size(tmp_path: Path) -> None:
         assert least <= file_size(original, types) <= least + more
 
 
+def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf")
+    original = gguf_original(read_gguf(path))
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ModelError):
+        sized_types(original, 1 << 20, {}, {}, None, 1)
+
+
 def test_a_name_of_many_digits(tmp_path: Path) -> None:
     builder = Builder().fields({"architecture": "llama"}, "general.")
     builder.tensor(f"blk.{'9' * 5000}.ffn_down.weight", np.ones((2, 32), np.float32))
@@ -561,6 +569,7 @@ def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture
     for args, says in (
         (("-o", made), "give either TYPE"),
         (("q4_0", "-o", made, "--corpus", text, "--save-imatrix", made, "--force"), "give two names"),
+        (("q4_0", "-o", made, "--corpus", text, "--save-imatrix", tmp_path, "--force"), "a folder: --save-imatrix"),
         (("q4_0", "-o", made, "--size", "1MB"), "give either TYPE"),
         (("-o", made, "--size", "1MB", "--pure"), "--pure is for a TYPE"),
         (("-o", made, "--size", "1MB", "--imatrix", text, "--save-imatrix", made), "--save-imatrix writes"),

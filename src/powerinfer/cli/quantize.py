@@ -66,27 +66,26 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     import time
 
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.mixes import target_types, wanted_types, with_chosen
+    from powerinfer.formats.mixes import chosen_types, target_types, wanted_types
     from powerinfer.formats.quantised_file import write_quantised
     from powerinfer.formats.sized_types import main_number
     from powerinfer.system import usable_cores
 
     _check_flags(args)
-    chosen = [_chosen(text) for text in args.tensor_type]
+    patterns = [_chosen(text) for text in args.tensor_type]
     mix = None if args.mix is None else _mix(args.mix.upper(), args.pure)
     target = Path(args.out).expanduser()
     source = model_path(args.model, out, fetch_pinned=False)
     original = _original(source)
-    _check_target(target, [file.path for file in original.files], args.force)
+    _check_target(target, [file.path for file in original.files], args.force, "--out")
     threads = config_from(args, EngineConfig).threads or usable_cores()[0]
     matrices = original.matrices
+    wanted = chosen_types(matrices, patterns)
     if mix is not None:
         importance = _importance(args, source, original, out)
-        wanted = with_chosen(matrices, wanted_types(matrices, mix, importance is not None), chosen)
+        wanted = wanted_types(matrices, mix, importance is not None) | wanted
         types, number = target_types(matrices, wanted), mix.number
     else:
-        wanted = with_chosen(matrices, dict.fromkeys(matrices.stored, ""), chosen)
-        wanted = {name: kind for name, kind in wanted.items() if kind}
         types, importance = _sized(args, source, original, target_types(matrices, wanted), out)
         number = main_number(types, original.shapes)
     narrow = sum(types[one] != wanted[one] for one in wanted)
@@ -141,7 +140,7 @@ def _importance(args: argparse.Namespace, source: Path, original: Original, out:
         return None
     path = None if args.save_imatrix is None else Path(args.save_imatrix).expanduser()
     if path is not None:
-        _check_target(path, [file.path for file in original.files], args.force)
+        _check_target(path, [file.path for file in original.files], args.force, "--save-imatrix")
     with Bar() as bar, _text(args, source, out, bar) as text:
         from powerinfer_train.activations import measure_importance
 
@@ -250,15 +249,17 @@ def _original(source: Path) -> Original:
     return gguf_original(gguf)
 
 
-def _check_target(target: Path, sources: list[Path], force: bool) -> None:
-    """RequestError for a file that must not be written."""
+def _check_target(target: Path, sources: list[Path], force: bool, flag: str) -> None:
+    """RequestError for a file that must not, or cannot, be written; before anything is computed for it."""
     if target.is_dir():
-        raise RequestError(f"{target} is a folder: --out takes the name of a file")
+        raise RequestError(f"{target} is a folder: {flag} takes the name of a file")
+    if not target.parent.is_dir():
+        raise RequestError(f"cannot write {target}: there is no folder {target.parent}")
     if not target.exists():
         return
     if not target.is_file():
-        raise RequestError(f"{target} is not a file: --out takes the name of a file")
+        raise RequestError(f"{target} is not a file: {flag} takes the name of a file")
     if any(target.samefile(source) for source in sources):
-        raise RequestError(f"{target} is the model itself, which stays as it is: give another --out")
+        raise RequestError(f"{target} is the model itself, which stays as it is: give another {flag}")
     if not force:
         raise RequestError(f"{target} is there already; --force replaces it")

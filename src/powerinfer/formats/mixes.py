@@ -298,19 +298,18 @@ def fitting(target: str, cols: int) -> str:
     return "F16"
 
 
-def with_chosen(matrices: ModelMatrices, types: Mapping[str, str], chosen: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The types, and of matrices that regular expressions find in their names others: the first (expression, type)
-    that does counts. RequestError for one that finds none."""
-    changed = dict(types)
-    used = set()
+def chosen_types(matrices: ModelMatrices, chosen: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The types of matrices in whose names regular expressions are found: the first (expression, type) that is counts.
+    RequestError for one that is found in none."""
+    types, used = {}, set()
     for name in matrices.names():
         for pattern, kind in chosen:
             if re.search(pattern, name):
-                changed[name] = kind
+                types[name] = kind
                 used.add(pattern)
                 break
     for pattern, _ in chosen:
         if pattern not in used and not any(re.search(pattern, name) for name in matrices.names()):
             more = ": GGUF has the experts of a layer in one tensor, of one type" if "exp" in pattern else ""
             raise RequestError(f"--tensor-type {shown(pattern)} finds no matrix of the model{more}")
-    return changed
+    return types

@@ -91,6 +91,8 @@ def _error_shares(original: Original, name: str, importance: Importance | None) 
     _, shape = original.matrices.stored[name]
     cols, rows = shape[-1], prod(shape[:-1])
     kinds = [kind for kind in (WIDE if cols % 256 == 0 else NARROW) if cols % block_type(kind).block == 0] or ["F16"]
+    for file in original.files:
+        file.check()  # a page of a file that was cut short must not be touched
     tensor = original.take(name)
     count = min(rows, max(8, _SAMPLE // cols))
     at = [(2 * number + 1) * rows // (2 * count) for number in range(count)]
