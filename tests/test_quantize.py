@@ -295,8 +295,9 @@ def test_what_is_not_a_file_is_not_replaced(tmp_path: Path, capsys: pytest.Captu
     assert "is not a file: --out" in capsys.readouterr().err and pipe.is_fifo()
 
 
+@pytest.mark.parametrize("signal", [KeyboardInterrupt(), SystemExit(143)], ids=["Ctrl-C", "SIGTERM"])
 def test_an_interrupted_run_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    signal: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, made = write(tmp_path / "a.gguf"), tmp_path / "b.gguf"
     assert quantize(source, "Q4_0", "-o", tmp_path / "c.gguf") == 0
@@ -305,14 +306,18 @@ def test_an_interrupted_run_is_resumed(
     def stopped(values: np.ndarray, type_name: str, importance: None) -> np.ndarray:
         calls.append(type_name)
         if len(calls) == 4:
-            raise KeyboardInterrupt
+            raise signal
         return searched(values, type_name)
 
     for type_name in ("Q8_0", "Q4_0"):  # what the second run finds is of another result, and goes
         calls.clear()
         with monkeypatch.context() as patch:
             patch.setattr(quantised_file, "searched", stopped)
-            assert quantize(source, type_name, "-o", made) == 130
+            if isinstance(signal, SystemExit):
+                with pytest.raises(SystemExit):
+                    quantize(source, type_name, "-o", made)
+            else:
+                assert quantize(source, type_name, "-o", made) == 130
         (part,) = tmp_path.glob("b.gguf.*.part")
         assert not made.exists() and part.read_bytes()[:4] == b"PART"
         capsys.readouterr()

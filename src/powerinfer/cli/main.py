@@ -200,7 +200,7 @@ def _limit_threads(verb: str, args: Namespace, out: Output) -> None:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    """SIGTERM ends like Ctrl-C: incomplete files are removed."""
+    """SIGTERM ends like Ctrl-C: incomplete files are removed, or kept where the next run goes on with them."""
     raise SystemExit(TERMINATED)
 
 

@@ -129,7 +129,7 @@ def write_quantised(
                     if unsynced >= _SYNC_EVERY:
                         _count_done(to, at + 1)
                         unsynced = 0
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
                 pool.shutdown(cancel_futures=True)
                 _count_done(to, at)
                 raise
@@ -248,7 +248,7 @@ def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterat
             os.pwrite(file.fileno(), header[: _COUNT_AT + 8], 0)
             os.fsync(file.fileno())
             os.replace(part, path)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         resumable = True
         raise
     except OSError as error:
