@@ -264,6 +264,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ((source, "Q8_0", "-o", made, "--force", "--tensor-type", "attn=q4"), "no type q4; did you mean Q4_"),
         ((source, "Q8_0", "-o", made, "--force", "--tensor-type", r"exps\.3=q4_0"), "has the experts of a layer in"),
         ((source, "Q8_0", "-o", tmp_path / "no" / "c.gguf"), "cannot write"),
+        ((source, "Q8_0", "-o", tmp_path / "c.gguf", "--threads", "-1"), "threads must be between 0"),
         ((made, "Q8_0", "-o", tmp_path / "c.gguf"), "not a GGUF file"),
     ):
         assert quantize(*args) in (1, 2), args

@@ -69,16 +69,16 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.formats.mixes import chosen_types, target_types, wanted_types
     from powerinfer.formats.quantised_file import write_quantised
     from powerinfer.formats.sized_types import main_number
-    from powerinfer.system import usable_cores
+    from powerinfer.kernels.cpu import choose_threads
 
     _check_flags(args)
+    threads, _ = choose_threads(config_from(args, EngineConfig).threads)
     patterns = [_chosen(text) for text in args.tensor_type]
     mix = None if args.mix is None else _mix(args.mix.upper(), args.pure)
     target = Path(args.out).expanduser()
     source = model_path(args.model, out, fetch_pinned=False)
     original = _original(source)
     _check_target(target, [file.path for file in original.files], args.force, "--out")
-    threads = config_from(args, EngineConfig).threads or usable_cores()[0]
     matrices = original.matrices
     wanted = chosen_types(matrices, patterns)
     if mix is not None:
@@ -94,8 +94,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         result = write_quantised(original, types, number, target, threads, importance, bar)
     seconds = time.monotonic() - begin
     if narrow:
+        which = "1 matrix has another type: its" if narrow == 1 else f"{narrow} matrices have another type: their"
         whose = args.mix or "the chosen type"
-        out.note(f"{narrow} matrices have another type: their rows are not whole blocks of {whose}'s")
+        out.note(f"{which} rows are not whole blocks of {whose}'s")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
     if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
@@ -192,7 +193,7 @@ def _sized(
     """(the types of a file of --size, how errors are weighed). chosen: types that are given, by name."""
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.sized_types import sized_types
-    from powerinfer.system import usable_cores
+    from powerinfer.kernels.cpu import choose_threads
 
     importance = _importance(args, source, original, out)
     assert importance is not None
@@ -201,7 +202,7 @@ def _sized(
             from powerinfer_train.sensitivity import measure_sensitivity
 
             sensitivities = measure_sensitivity(text.checkpoint, text.names, text.windows, importance, bar)
-        threads = config_from(args, EngineConfig).threads or usable_cores()[0]
+        threads, _ = choose_threads(config_from(args, EngineConfig).threads)
         return sized_types(original, args.size, sensitivities, chosen, importance, threads, bar), importance
 
 

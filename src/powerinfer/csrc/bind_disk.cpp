@@ -13,12 +13,12 @@ void bind_read_error(nb::module_& m) {
   const nb::object type = nb::steal(PyErr_NewException(name.c_str(), PyExc_OSError, nullptr));
   m.attr("ReadError") = type;
   nb::register_exception_translator(
-      [](const std::exception_ptr& thrown, void* known) {
+      [](const std::exception_ptr& thrown, void* type) {
         try {
           std::rethrow_exception(thrown);
         } catch (const ReadError& error) {
           const nb::object text = nb::steal(PyUnicode_DecodeFSDefault(error.what()));
-          PyErr_SetObject((PyObject*)known, text.ptr());
+          PyErr_SetObject((PyObject*)type, text.ptr());
         }
       },
       type.ptr());
