@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.mixes import Mix
     from powerinfer.formats.quantised_file import Original
     from powerinfer.formats.source import Names
-    from powerinfer.prepare.corpus import Windows
+    from powerinfer.prepare.corpus import Corpus, Windows
     from powerinfer.progress import Progress
 
 
@@ -154,6 +154,21 @@ def _importance(args: argparse.Namespace, source: Path, original: Original, out:
     return importance
 
 
+def _unmeasured(args: argparse.Namespace, original: Original) -> Importance:
+    """What a file will say of importance, before a text is computed."""
+    from powerinfer.formats.importance import Importance, read_importance
+
+    if args.imatrix is not None:
+        return read_importance(Path(args.imatrix).expanduser(), original.shapes, original.path)
+    return Importance(", ".join(corpus.name for corpus in _corpora(args)), {}, {})
+
+
+def _corpora(args: argparse.Namespace) -> list[Corpus]:
+    from powerinfer.prepare.corpus import open_corpora
+
+    return open_corpora([] if args.corpus in ([], ["-"]) else args.corpus)
+
+
 @dataclass(frozen=True)
 class _Text:
     """A model and a text to compute with it."""
@@ -169,18 +184,17 @@ def _text(args: argparse.Namespace, source: Path, out: Output, progress: Progres
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.formats.gguf import read_gguf
     from powerinfer.formats.gguf_model import NAMES, names_of
-    from powerinfer.prepare.corpus import open_corpora, read_windows
+    from powerinfer.prepare.corpus import read_windows
     from powerinfer.prepare.profiling import WINDOW
     from powerinfer.prepare.training import need_torch, torch_threads
     from powerinfer.text.model_text import chat_template_of, tokenizer_of
 
     need_torch()
     checkpoint = open_checkpoint(source)
-    corpora = open_corpora([] if args.corpus in ([], ["-"]) else args.corpus)
     window = min(WINDOW, checkpoint.config.context_length)
     limit = max(args.tokens, window)
     template = chat_template_of(checkpoint)
-    windows = read_windows(corpora, tokenizer_of(checkpoint), window, limit, progress, template, out.note)
+    windows = read_windows(_corpora(args), tokenizer_of(checkpoint), window, limit, progress, template, out.note)
     is_gguf = checkpoint.source == "gguf"
     names = names_of(read_gguf(checkpoint.path), checkpoint.config) if is_gguf else NAMES
     with torch_threads(config_from(args, EngineConfig).threads or 0):
@@ -192,9 +206,10 @@ def _sized(
 ) -> tuple[dict[str, str], Importance]:
     """(the types of a file of --size, how errors are weighed). chosen: types that are given, by name."""
     from powerinfer.cli.progress import Bar
-    from powerinfer.formats.sized_types import sized_types
+    from powerinfer.formats.sized_types import check_size, sized_types
     from powerinfer.kernels.cpu import choose_threads
 
+    check_size(original, args.size, chosen, _unmeasured(args, original))
     importance = _importance(args, source, original, out)
     assert importance is not None
     with Bar() as bar:

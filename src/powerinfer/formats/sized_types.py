@@ -75,10 +75,29 @@ def sized_types(
             pool.shutdown(cancel_futures=True)
             raise
     types |= {name: steps_of[0].type for name, steps_of in by_name.items()}
+    least = check_size(original, size, chosen, importance)
+    return types | _spend(by_name, size - least - (-least % alignment))  # as if the last one were padded, too
+
+
+def check_size(original: Original, size: int, chosen: Mapping[str, str], importance: Importance | None) -> int:
+    """The bytes of the smallest file, for which nothing is measured. RequestError if they are more than `size`."""
+    types = {name: kind for name, (kind, _) in original.matrices.stored.items()} | dict(chosen)
+    alignment = stored_alignment(original.metadata)
+    for name in original.matrices.names():
+        if name not in chosen:
+            shape = original.matrices.stored[name][1]
+            nbytes = {kind: _nbytes(shape, kind, alignment) for kind in _kinds(shape)}
+            types[name] = min(nbytes, key=nbytes.__getitem__)
     least = file_size(original, types, importance)
     if least > size:
         raise RequestError(f"--size {size}: the smallest file of this model takes {least} bytes, {least / 1e6:,.1f} MB")
-    return types | _spend(by_name, size - least - (-least % alignment))  # as if the last one were padded, too
+    return least
+
+
+def _kinds(shape: tuple[int, ...]) -> list[str]:
+    """Types that a matrix may have."""
+    cols = shape[-1]
+    return [kind for kind in (WIDE if cols % 256 == 0 else NARROW) if cols % block_type(kind).block == 0] or ["F16"]
 
 
 def _nbytes(shape: tuple[int, ...], kind: str, alignment: int) -> int:
@@ -90,7 +109,7 @@ def _error_shares(original: Original, name: str, importance: Importance | None) 
     """Errors of a matrix in the types that it may have, as shares of its weights; experts count by their use."""
     _, shape = original.matrices.stored[name]
     cols, rows = shape[-1], prod(shape[:-1])
-    kinds = [kind for kind in (WIDE if cols % 256 == 0 else NARROW) if cols % block_type(kind).block == 0] or ["F16"]
+    kinds = _kinds(shape)
     for file in original.files:
         file.check()  # a page of a file that was cut short must not be touched
     tensor = original.take(name)
