@@ -94,9 +94,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         result = write_quantised(original, types, number, target, threads, importance, bar)
     seconds = time.monotonic() - begin
     if narrow:
-        which = "1 matrix has another type: its" if narrow == 1 else f"{narrow} matrices have another type: their"
-        whose = args.mix or "the chosen type"
-        out.note(f"{which} rows are not whole blocks of {whose}'s")
+        line = "1 matrix has another type: its" if narrow == 1 else f"{narrow} matrices have another type: their"
+        out.note(f"{line} rows are not whole blocks of {args.mix or 'the chosen type'}'s")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
     if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
@@ -155,7 +154,7 @@ def _importance(args: argparse.Namespace, source: Path, original: Original, out:
 
 
 def _unmeasured(args: argparse.Namespace, original: Original) -> Importance:
-    """What a file will say of importance, before a text is computed."""
+    """Importance as a file will name it, before a text is computed."""
     from powerinfer.formats.importance import Importance, read_importance
 
     if args.imatrix is not None:
