@@ -740,7 +740,7 @@ def test_a_load_divides_experts_as_planned(
     layer = next(iter(checkpoint.config.experts))
     room = replace(engine, vram=every - 2 * model.expert_bytes(layer)[0])
     resolved = resolve(open_checkpoint(path), room)
-    inside = resolved.placement.inside
+    inside = resolved.placement.hot_neurons
     assert inside and resolved.placement.experts is not None
     executor, sparsity = load_resolved(resolved, list)
     try:

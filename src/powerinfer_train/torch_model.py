@@ -282,7 +282,7 @@ class TorchModel:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """What the last layer gives -> what the head reads."""
+        """The last layer's output -> the head's input."""
         x = self._norm(x, "final_norm")
         return self.linear(x, "project_out").float() if self.config.embed_dim else x
 

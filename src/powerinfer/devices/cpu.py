@@ -839,7 +839,7 @@ class CpuExecutor:
     def _expert_predictor(
         self, config: ExpertsConfig, weights: Selecting, place: SharedPlace
     ) -> _native.Predictor | None:
-        """What selects among the neurons of experts without gates, and of a shared one, if it has bundles."""
+        """A predictor of the neurons of experts without gates, and of a shared one, if it has bundles."""
         settings, inner, outer = weights
         n_rows = min(outer.shape[0], config.n_experts * config.size + (config.shared_size if place else 0))
         outer_rows = RawTensor(outer.type, (n_rows, outer.shape[1]), outer.rows()[:n_rows].reshape(-1))

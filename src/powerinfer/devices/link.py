@@ -233,7 +233,7 @@ class Link:
         return x, numbers.view(np.int32).reshape(shape), weights.view(np.float32).reshape(shape), out
 
     def received_hidden(self, tokens: int, rank: int) -> Float32 | None:
-        """What a predictor of that rank has made of the layer's input, float32 [tokens, rank]; None: for no rank, and
+        """Products of a predictor of that rank with the layer's input, float32 [tokens, rank]; None: for no rank, and
         for many tokens."""
         if not rank or tokens > NEURON_TOKENS:
             return None

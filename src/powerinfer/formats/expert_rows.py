@@ -58,7 +58,7 @@ class _RowsHeader:
 
 
 @dataclass(frozen=True)
-class _BundlesHeader(_RowsHeader):
+class _PairsHeader(_RowsHeader):
     """The same with up."""
 
     up_types: list[str]
@@ -98,7 +98,7 @@ def _header(config: ModelConfig, layouts: Mapping[int, BundleLayout], predicted:
     experts, neurons = [one.n_experts for one in ffns], [one.size for one in ffns]
     of_rows = config.d_model, list(layouts), experts, neurons, downs
     ups = [layout.gate_type for layout in layouts.values()]
-    return _BundlesHeader(*of_rows, ups) if predicted else _RowsHeader(*of_rows)
+    return _PairsHeader(*of_rows, ups) if predicted else _RowsHeader(*of_rows)
 
 
 def open_expert_rows(

@@ -38,7 +38,7 @@ def open_tier(resolved: Resolved, say: Say) -> DiskTier | None:
 
 
 def first_layers_tier(resolved: Resolved, slots: Mapping[int, int]) -> DiskTier:
-    """That of layers of which nothing but experts is on disk. slots: by layer the number of those in RAM."""
+    """Description of layers of which nothing but experts is on disk. slots: by layer the number of those in RAM."""
     plan, files = resolved.placement.disk, _files(resolved)
     assert plan is not None
     on_disk, reads = _opened(resolved, OnDisk(experts=slots), files, _direct(resolved, plan, files)[0])
@@ -56,14 +56,14 @@ def _rows(resolved: Resolved) -> Mapping[int, ExpertRows] | None:
 
 
 def _opened(
-    resolved: Resolved, about: OnDisk, files: Sequence[MappedFile], direct: bool
+    resolved: Resolved, rests: OnDisk, files: Sequence[MappedFile], direct: bool
 ) -> tuple[OnDisk, Reads]:
-    """What is on disk, with the policy of its memory, and the reads of its files."""
+    """The disk tier: what is on disk, with the policy of its memory, and the reads of its files."""
     policy, in_rows = resolved.engine.disk_policy, resolved.selection.expert_rows is not None
-    frequencies = _frequencies(resolved) if about.experts else None
-    on_disk = replace(about, direct=direct, policy=policy, neuron_policy=policy, frequencies=frequencies)
+    frequencies = _frequencies(resolved) if rests.experts else None
+    on_disk = replace(rests, direct=direct, policy=policy, neuron_policy=policy, frequencies=frequencies)
     reads = read_files(files, direct)
-    if reads.direct and (about.neurons or in_rows) and (gap := _gap(resolved)) is not None:
+    if reads.direct and (rests.neurons or in_rows) and (gap := _gap(resolved)) is not None:
         reads.gap = gap
     return on_disk, reads
 

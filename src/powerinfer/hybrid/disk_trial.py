@@ -35,12 +35,12 @@ SLOTS = 4
 """Experts of a layer in memory, as multiples of those of a token: more would take long to fill."""
 
 
-def disk_trial(whole: Resolved, exact: Resolved) -> Trial[TimedLayers]:
+def disk_trial(dense: Resolved, exact: Resolved) -> Trial[TimedLayers]:
     """The trial of a model that is placed in both ways, with experts on disk."""
-    checkpoint, engine, rows = whole.checkpoint, whole.engine, exact.selection.expert_rows
+    checkpoint, engine, rows = dense.checkpoint, dense.engine, exact.selection.expert_rows
     assert rows is not None
     key = conditions(checkpoint, engine, replace(exact.selection, files=(rows.path,)))
-    slots = [_slots(resolved) for resolved in (whole, exact)]
+    slots = [_slots(resolved) for resolved in (dense, exact)]
     return Trial(SUBJECT, checkpoint, engine, key | {"slots": str(slots), "disk": engine.disk})
 
 
@@ -49,16 +49,16 @@ def fits(result: TimedLayers) -> bool:
     return result == UNMEASURED or result.fits(1, WAYS[1:], [1])
 
 
-def measured(whole: Resolved, exact: Resolved, sample: Sequence[int]) -> TimedLayers:
+def measured(dense: Resolved, exact: Resolved, sample: Sequence[int]) -> TimedLayers:
     """Seconds of a token's experts, with reading them."""
-    dense, rows = (_seconds(resolved, sample) for resolved in (whole, exact))
-    way: Way = "exact" if rows < GAIN * dense else "dense"
-    seconds: dict[Way, float] = dict(zip(WAYS, (round(value, 9) for value in (dense, rows)), strict=True))
+    all_read, rows = (_seconds(resolved, sample) for resolved in (dense, exact))
+    way: Way = "exact" if rows < GAIN * all_read else "dense"
+    seconds: dict[Way, float] = dict(zip(WAYS, (round(value, 9) for value in (all_read, rows)), strict=True))
     return TimedLayers([TimedLayer({"1": way}, seconds)])
 
 
 def _slots(resolved: Resolved) -> dict[int, int]:
-    """By layer the number of experts in memory."""
+    """Numbers of experts in memory, by layer."""
     disk, experts = resolved.placement.disk, resolved.checkpoint.config.experts
     assert disk is not None
     of_layers = islice(disk.about.experts.items(), 2)

@@ -94,8 +94,8 @@ def _on_disk(resolved: Resolved) -> tuple[Resolved, Resolved] | None:
     prepared = PreparedFile(EXPERT_ROWS, checkpoint, engine.prepared).exists()
     if resolved.device.gpu is not None or not prepared or obstacle(checkpoint, engine) is not None:
         return None
-    whole = place_in_ram(resolved)
-    if whole.placement.disk is None or not whole.placement.disk.about.experts:
+    dense = place_in_ram(resolved)
+    if dense.placement.disk is None or not dense.placement.disk.about.experts:
         return None
     selection = select(checkpoint, replace(engine, selector="exact"))
     try:
@@ -103,32 +103,32 @@ def _on_disk(resolved: Resolved) -> tuple[Resolved, Resolved] | None:
     except RequestError:  # it takes a little more memory
         return None
     in_rows = exact.placement.disk is not None and exact.placement.disk.about.experts
-    return (whole, exact) if in_rows else None
+    return (dense, exact) if in_rows else None
 
 
-def _read_as_chosen(whole: Resolved, exact: Resolved) -> Resolved | None:
-    """What an earlier trial of reading experts chose; None: there was none."""
+def _read_as_chosen(dense: Resolved, exact: Resolved) -> Resolved | None:
+    """The choice of an earlier trial of reading experts; None: there was none."""
     from powerinfer.hybrid.disk_trial import disk_trial, fits
 
-    outcome = disk_trial(whole, exact).find(fits)
-    return None if outcome is None else _read_as(whole, exact, outcome)
+    outcome = disk_trial(dense, exact).find(fits)
+    return None if outcome is None else _read_as(dense, exact, outcome)
 
 
-def _tried_on_disk(whole: Resolved, exact: Resolved, loading: Loading) -> Resolved:
+def _tried_on_disk(dense: Resolved, exact: Resolved, loading: Loading) -> Resolved:
     from powerinfer.hybrid.disk_trial import disk_trial, measured
 
     loading.progress("trial of experts on disk", 0, 1)
     text = loading.sample()
-    outcome = disk_trial(whole, exact).run(lambda: measured(whole, exact, text))
+    outcome = disk_trial(dense, exact).run(lambda: measured(dense, exact, text))
     loading.progress("trial of experts on disk", 1, 1)
-    return _read_as(whole, exact, outcome)
+    return _read_as(dense, exact, outcome)
 
 
-def _read_as(whole: Resolved, exact: Resolved, outcome: Outcome[TimedLayers]) -> Resolved:
+def _read_as(dense: Resolved, exact: Resolved, outcome: Outcome[TimedLayers]) -> Resolved:
     from powerinfer.sparsity.expert_trial import selection_of
 
     selection = selection_of(outcome)
-    way = exact if selection.in_experts else whole
+    way = exact if selection.in_experts else dense
     return _with_reason(way, selection.reason)
 
 

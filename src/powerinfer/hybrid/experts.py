@@ -287,13 +287,13 @@ class HybridExperts(HybridTerms):
         n, size, rank = cold.shape
         rows = cold.data.reshape(n, size, -1)
         rows = rows if among is None else np.take_along_axis(rows, among[:, :, None], axis=1)
-        own = RawTensor(outer.type, (n * rows.shape[1], rank), rows.reshape(-1))
+        outer_rows = RawTensor(outer.type, (n * rows.shape[1], rank), rows.reshape(-1))
         if self.config.latents:
             self._inner = self._inner or gpu.upload(inner, self._layers.device)
-            return (settings, None, own), None
+            return (settings, None, outer_rows), None
         if weights.norm is None:
             raise RequestError("--selector predicted: beside a GPU it needs an RMS norm before experts: use exact")
-        return (settings, inner, own), weights.norm
+        return (settings, inner, outer_rows), weights.norm
 
     def _publish(self) -> None:
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
@@ -707,9 +707,9 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor:
 
 def complement(inside: Indices, size: int) -> Indices:
     """The other neurons of experts that have `size`, ascending, int32. inside: some of each, int32 [experts, some]."""
-    others = np.ones((len(inside), size), np.bool_)
-    np.put_along_axis(others, inside, False, axis=1)
-    return np.nonzero(others)[1].reshape(len(inside), -1).astype(np.int32)
+    cold = np.ones((len(inside), size), np.bool_)
+    np.put_along_axis(cold, inside, False, axis=1)
+    return np.nonzero(cold)[1].reshape(len(inside), -1).astype(np.int32)
 
 
 def _rows_of(tensor: RawTensor, index: Indices) -> RawTensor:

@@ -394,7 +394,7 @@ def _split_of_experts(
     experts = resolved.placement.experts
     assert experts is not None
     hot_whole = not resolved.selection.on_gpu
-    inside = resolved.placement.inside
+    inside = resolved.placement.hot_neurons
     split = ExpertSplit(experts, resolved.engine.adjust, _stage(resolved), copier, hot_whole, inside)
     try:
         executor = load_split(resolved, split, loading.progress, say=loading.say)

@@ -87,7 +87,7 @@ class Placement:
         return tuple(hot(layer, n) for layer, n in enumerate(self.plan.claims.slots))
 
     @property
-    def inside(self) -> dict[int, Indices]:
+    def hot_neurons(self) -> dict[int, Indices]:
         """The neurons of each expert on the GPU, int32 [experts, some], ascending, of layers that are divided by these:
         those that fire most often."""
         if self.plan is None:

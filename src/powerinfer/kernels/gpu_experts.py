@@ -86,7 +86,7 @@ def _put_down(experts: Experts, slot: int, tensor: RawTensor, neurons: Indices |
     stored, device = tensor.gathered().rows(), experts.down.data.device
     to = experts.down.data[slot * experts.size : (slot + 1) * experts.size]
     groups = size // BUNDLE_GROUP
-    own_rows = slice(None) if neurons is None else torch.from_numpy(neurons.astype(np.int64)).to(device)
+    row_index = slice(None) if neurons is None else torch.from_numpy(neurons.astype(np.int64)).to(device)
     for first, last in gpu.pieces(-(-d_model // 32), 32 * size, TURNED):
         begin, end = 32 * first, min(32 * last, d_model)
         rows = end - begin
@@ -95,10 +95,10 @@ def _put_down(experts: Experts, slot: int, tensor: RawTensor, neurons: Indices |
         if experts.shared is not None and own.scales is not None:
             experts.shared[slot * groups : (slot + 1) * groups, begin:end].copy_(own.scales.T)
         if own.type != "Q4_0":
-            to[:, begin:end].copy_(own.data.T[own_rows])
+            to[:, begin:end].copy_(own.data.T[row_index])
             continue
         pairs = own.data.view(rows, groups, 16)
-        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T[own_rows]
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).view(rows, size).T[row_index]
         low, high = codes.reshape(experts.size, rows // 32, 2, 16).unbind(dim=2)
         to[:, begin // 2 : end // 2].copy_((low | high << 4).view(experts.size, rows // 2))
 
@@ -157,11 +157,11 @@ def from_rows(
     return _experts(about, len(index), weights, biases, index)
 
 
-def _slots(tensor: RawTensor, index: Indices, device: Any, some: Indices | None = None) -> Weight:
+def _slots(tensor: RawTensor, index: Indices, device: Any, among: Indices | None = None) -> Weight:
     """some: of each matrix the rows to be here, None: all."""
     n, rows, cols = tensor.shape
-    own = np.arange(rows, dtype=np.int32) if some is None else some[index]
-    row_map: Indices = (index[:, None] * rows + own).reshape(-1).astype(np.int32)
+    neurons = np.arange(rows, dtype=np.int32) if among is None else among[index]
+    row_map: Indices = (index[:, None] * rows + neurons).reshape(-1).astype(np.int32)
     return gpu.upload(dataclasses.replace(tensor, shape=(n * rows, cols)), device, row_map)
 
 

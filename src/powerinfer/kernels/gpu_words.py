@@ -153,8 +153,8 @@ def _numbers(kind: str, codes: Tensor) -> tuple[Tensor, Tensor]:
         pairs = _words(codes, 4).view(-1, 8, 2)
         return _split_words(pairs[..., 0], 8, 255), _even(_split_words(pairs[..., 1], 7, 127))
     if kind == "IQ2_XS":
-        both = _words(codes, 2)
-        return both & 511, _even(both >> 9)
+        paired = _words(codes, 2)
+        return paired & 511, _even(paired >> 9)
     low = codes[:, :32].long()
     if kind == "IQ2_S":
         return low | _fields(codes[:, 64:], 1, 2, 3).long() << 8, codes[:, 32:64].long()

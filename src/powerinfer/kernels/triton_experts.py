@@ -546,9 +546,9 @@ def _grouped_across_kernel(
                     if GROUPS:
                         of = tl.load(group + row + r).to(tl.int64)
                         d_at = shared + of[:, None, None] * d + first[None]
-                        mine = (needed > 0)[:, None, None] & valid[None]
-                        low *= 0.0625 * tl.load(d_at, mask=mine, other=0).to(tl.float32)
-                        high *= 0.0625 * tl.load(d_at + 16, mask=mine, other=0).to(tl.float32)
+                        loads = (needed > 0)[:, None, None] & valid[None]
+                        low *= 0.0625 * tl.load(d_at, mask=loads, other=0).to(tl.float32)
+                        high *= 0.0625 * tl.load(d_at + 16, mask=loads, other=0).to(tl.float32)
                     else:
                         d_at = shared + row // 32 * d + first
                         low *= 0.0625 * tl.load(d_at, mask=valid, other=0).to(tl.float32)[None]

@@ -229,8 +229,8 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
     elif slots is not None and any(map(model.expert_predictor, range(layers))):
-        there = {layer: slots[layer] + (layer in division.inside) for layer in range(layers)}
-        held["predictor"] = sum(model.gpu_expert_predictor(layer, n) for layer, n in there.items())
+        on_gpus = {layer: slots[layer] + (layer in division.inside) for layer in range(layers)}
+        held["predictor"] = sum(model.gpu_expert_predictor(layer, n) for layer, n in on_gpus.items())
     kept = model.ffn if slots is None else model.beside
     whole = sum(_stored(kept[layer]) for layer in range(layers) if dense or model.whole_ffn(layer))
     if dense or whole:
@@ -529,8 +529,8 @@ def _claim_experts(
         if not work.moves:
             found = slots_in_least_time(about, seconds, nbytes, rest)
             if divides:
-                taken = sum(float(seconds[layer][n]) for layer, n in found.items())
-                found, inside = _divided(model, devices, work, about, sync, rest, taken) or (found, inside)
+                time = sum(float(seconds[layer][n]) for layer, n in found.items())
+                found, inside = _divided(model, devices, work, about, sync, rest, time) or (found, inside)
         elif frequencies is None:
             found = slots_evenly({layer: model.n_experts[layer] for layer in own}, nbytes, rest)
         else:
@@ -544,11 +544,11 @@ def _claim_experts(
 
     staging = _expert_staging(model, work, own, room)
     if _may_divide(model, work, own):
-        made = claims(staging, True)
-        if made.cpu_left >= 0 and (made.gpu_left >= 0 or not made.inside):
-            return made
-    made = claims(staging, False)
-    return made if made.cpu_left >= 0 else claims(0, False)
+        result = claims(staging, True)
+        if result.cpu_left >= 0 and (result.gpu_left >= 0 or not result.inside):
+            return result
+    result = claims(staging, False)
+    return result if result.cpu_left >= 0 else claims(0, False)
 
 
 def _may_divide(model: Model, work: Workload, layers: Sequence[int]) -> bool:
@@ -560,28 +560,28 @@ def _divided(
     model: Model,
     devices: tuple[Device, Device],
     work: Workload,
-    about: Frequencies,
+    frequencies: Frequencies,
     sync: float,
     room: int,
-    taken: float,
+    time: float,
 ) -> tuple[dict[int, int], dict[int, int]] | None:
     """Layers of which the GPU has all experts, with their number, and others of which it has the busiest neurons of
     each expert, with theirs, within `room` bytes; None where that takes more than `DIVIDED` of the time of whole
-    experts, `taken` seconds. devices: CPU and GPU; about: how often the layers' experts are selected."""
-    batch, size = work.batch, {layer: model.config.experts[layer].size for layer in about}
-    needed = {layer: float(any_of(each, batch).sum()) for layer, each in about.items()}
-    times = {layer: divided_seconds(*devices, model, layer, batch, needed[layer], sync) for layer in about}
+    experts, `time` seconds. devices: CPU and GPU; frequencies: how often the layers' experts are selected."""
+    batch, size = work.batch, {layer: model.config.experts[layer].size for layer in frequencies}
+    needed = {layer: float(any_of(each, batch).sum()) for layer, each in frequencies.items()}
+    times = {layer: divided_seconds(*devices, model, layer, batch, needed[layer], sync) for layer in frequencies}
     seconds = {layer: np.maximum(each[:, 0], each[:, 1] + each[:, 2]) for layer, each in times.items()}
-    shared = {layer: model.hot_bytes(layer, 0)[0] for layer in about}
-    nbytes = {layer: model.hot_bytes(layer, BUNDLE_GROUP)[0] - shared[layer] for layer in about}
-    fires = {layer: model.inside[layer].fires.reshape(-1, BUNDLE_GROUP).sum(axis=1) for layer in about}
+    shared = {layer: model.hot_bytes(layer, 0)[0] for layer in frequencies}
+    nbytes = {layer: model.hot_bytes(layer, BUNDLE_GROUP)[0] - shared[layer] for layer in frequencies}
+    fires = {layer: model.inside[layer].fires.reshape(-1, BUNDLE_GROUP).sum(axis=1) for layer in frequencies}
     left = room - sum(shared.values())
-    groups = slots_in_least_time(fires, seconds, nbytes, left) if left > 0 else dict.fromkeys(about, 0)
+    groups = slots_in_least_time(fires, seconds, nbytes, left) if left > 0 else dict.fromkeys(frequencies, 0)
     hot = {layer: n * BUNDLE_GROUP for layer, n in groups.items()}
-    if sum(float(seconds[layer][n]) for layer, n in groups.items()) > DIVIDED * taken:
+    if sum(float(seconds[layer][n]) for layer, n in groups.items()) > DIVIDED * time:
         return None
-    whole = {layer: len(about[layer]) for layer, n in hot.items() if n == size[layer]}
-    return whole, {layer: n for layer, n in hot.items() if 0 < n < size[layer]}
+    all_neurons = {layer: len(frequencies[layer]) for layer, n in hot.items() if n == size[layer]}
+    return all_neurons, {layer: n for layer, n in hot.items() if 0 < n < size[layer]}
 
 
 def _alike(model: Model, layer: int) -> NDArray[np.float64]:

@@ -308,10 +308,10 @@ def experts_read(n: int, top_k: int, slots: int, batch: int, frequency: Float64 
 
 
 def divided_read(model: Model, layer: int, inside: int, batch: int, frequency: Float64) -> ExpertsRead:
-    """What a step needs of a layer of which the GPU has that many neurons of each expert, the busiest."""
-    about = model.config.experts[layer]
+    """Needs of a step of a layer of which the GPU has that many neurons of each expert, the busiest."""
+    experts = model.config.experts[layer]
     needed, fires = float(any_of(frequency, batch).sum()), model.inside[layer].fires
-    share = inside / about.size
+    share = inside / experts.size
     hits = float(fires[:inside].sum() / max(fires.sum(), 1e-30))
     return ExpertsRead(needed * share, needed * (1 - share), 1.0, hits, inside)
 
@@ -321,21 +321,21 @@ def divided_seconds(
 ) -> Float64:
     """[groups + 1, 3]: times of the GPU, the CPU and their exchange for a layer's FFN in a step, by how many groups of
     neurons of each expert are on the GPU, the busiest. needed: experts that the step needs."""
-    about, ends = model.config.experts[layer], np.arange(0, model.config.experts[layer].size + 1, BUNDLE_GROUP)
+    experts, ends = model.config.experts[layer], np.arange(0, model.config.experts[layer].size + 1, BUNDLE_GROUP)
     fires = model.inside[layer].fires
     fires = np.minimum(1.0, fires * model.firing / max(float(fires.mean()), 1e-30))  # as whole experts are counted
     selects = np.minimum(1.0, model.selected[layer] * fires)
-    until = [np.concatenate([[0.0], np.cumsum(any_of(each, batch))])[ends] / about.size for each in (selects, fires)]
+    until = [np.concatenate([[0.0], np.cumsum(any_of(each, batch))])[ends] / experts.size for each in (selects, fires)]
     (inner, outer), rows = model.expert_predictor(layer), model.neurons_inside(layer, True)
-    every, hot = about.n_experts * about.size, ends / about.size
-    of_rows = every / rows * needed / about.n_experts
+    neurons, hot = experts.n_experts * experts.size, ends / experts.size
+    of_rows = neurons / rows * needed / experts.n_experts
     seconds = np.zeros((len(ends), 3))
     for at, device in enumerate((gpu, cpu)):
         panels = device is cpu
-        own = [each if device is gpu else each[-1] - each for each in until]
-        shares = np.array([model.read_share(layer, *pair) for pair in zip(*own, strict=True)])
+        counts = [each if device is gpu else each[-1] - each for each in until]
+        shares = np.array([model.read_share(layer, *pair) for pair in zip(*counts, strict=True)])
         part = hot if device is gpu else 1 - hot
-        weights = needed / about.n_experts * shares * matrix_seconds(device, model.experts[layer], panels)
+        weights = needed / experts.n_experts * shares * matrix_seconds(device, model.experts[layer], panels)
         predictor = of_rows * part * matrix_seconds(device, (outer,), panels)
         first = model.ram_expert_predictor(layer) if panels else (inner,)
         seconds[:, at] = weights + predictor + (part > 0) * matrix_seconds(device, first, panels)
@@ -399,8 +399,8 @@ def split_experts(
             share = model.config.layers[layer].ffn.share_read(batch)
         times[0, layer] = share * beside + 1e-6 * gpu.op_us
         if read is not None and read.inside:
-            each = divided_seconds(cpu, gpu, model, layer, batch, read.hot + read.cold, sync)
-            times[:, layer] = each[read.inside // BUNDLE_GROUP][:, None]
+            divided = divided_seconds(cpu, gpu, model, layer, batch, read.hot + read.cold, sync)
+            times[:, layer] = divided[read.inside // BUNDLE_GROUP][:, None]
         elif read is not None:
             n = model.n_experts[layer]
             of_gpu, more = _experts_seconds(gpu, model, layer, batch, False)

@@ -232,21 +232,21 @@ class _Steps:
         the disk less time, in place of down the rows that fire, or of both those that a predictor selects."""
         model, n = self._model, self._model.n_experts[layer]
 
-        def whole(matrices: Sequence[Matrix]) -> tuple[float, float]:
+        def reading(matrices: Sequence[Matrix]) -> tuple[float, float]:
             sizes = [one.file / n for one in matrices]
             return sum(sizes), sum(self._disk.seconds(int(nbytes) + BLOCK) for nbytes in sizes)
 
-        every = whole(model.experts[layer])
+        total = reading(model.experts[layer])
         if not model.in_rows or layer not in resting_layers(model.config):
-            return every
+            return total
         ffn, (up, down) = model.config.experts[layer], model.experts[layer]
         width, predicted = ffn.row_width(model.config.d_model), len(model.expert_predictor(layer)) > 0
         layout = (expert_layout if predicted else plain_layout)(width, up.type, down.type)
         share = min(1.0, model.firing * (model.selected[layer] if predicted else 1))
         rows = ffn.size * (1 - (1 - share) ** self._batch)
-        nbytes, seconds = whole([] if predicted else [up])
-        some = nbytes + rows * layout.pitch, seconds + rows * self._disk.seconds(layout.pitch + BLOCK)
-        return some if some[1] < every[1] else every
+        nbytes, seconds = reading([] if predicted else [up])
+        partial = nbytes + rows * layout.pitch, seconds + rows * self._disk.seconds(layout.pitch + BLOCK)
+        return partial if partial[1] < total[1] else total
 
     def _needed(self, layer: int, tokens: int) -> float:
         """Of a layer's experts, how many a step of that many tokens needs."""

@@ -606,19 +606,19 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
         return lacking
     plan = _solved(request, claims)
     if claims.inside:
-        return _beside_whole(plan)
+        return _compare_undivided(plan)
     return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
 
 
-def _beside_whole(plan: Plan) -> Plan:
+def _compare_undivided(plan: Plan) -> Plan:
     """A plan that divides experts, with what it predicts of whole ones in the same memory."""
     request = plan.request
-    whole = _split_plan(replace(request, model=replace(request.model, inside={})))
-    if isinstance(whole, RequestError):
+    undivided = _split_plan(replace(request, model=replace(request.model, inside={})))
+    if isinstance(undivided, RequestError):
         return plan
-    speeds = (f"{request.batch / one.choice.seconds:.4g}" for one in (plan, whole))
-    said = "predicted are {} tokens/s, and {} with whole experts in the same memory".format(*speeds)
-    return replace(plan, reasons=(*plan.reasons, said))
+    speeds = (f"{request.batch / one.choice.seconds:.4g}" for one in (plan, undivided))
+    note = "predicted are {} tokens/s, and {} with whole experts in the same memory".format(*speeds)
+    return replace(plan, reasons=(*plan.reasons, note))
 
 
 def _with_slots(plan: Plan) -> Plan:
@@ -1186,8 +1186,8 @@ def _what_is_read(request: PlanRequest, claims: Claims) -> str:
             others = f"; of the others RAM holds {sum(claims.disk.about.experts.values())} at a time"
         inside = claims.inside.values()
         if inside:
-            each = f"{min(inside)} to {max(inside)}" if min(inside) < max(inside) else f"{min(inside)}"
-            others = f", and of each expert of {len(inside)} layers the {each} neurons that fire most often"
+            count = f"{min(inside)} to {max(inside)}" if min(inside) < max(inside) else f"{min(inside)}"
+            others = f", and of each expert of {len(inside)} layers the {count} neurons that fire most often"
         return f"{hot} of {every} experts are on the GPU{others}, {100 * hits:.0f} % of what tokens select ({known})"
     return f"of {', '.join(titles)}, a step reads {gib(int(read))} of {gib(whole)} in RAM"
 

@@ -152,19 +152,19 @@ class Model:
         """Bytes of all of a layer's experts on a GPU that has `hot` neurons of each, whole groups, and in RAM, which
         has all: with their rows of a predictor, each on one side. 0: what the groups of neurons share."""
         *first, down = self.experts[layer]
-        about, (_, outer) = self.config.experts[layer], self.expert_predictor(layer)
-        every, outer_rows = about.n_experts * about.size, self.neurons_inside(layer, True)
-        some = about.n_experts * hot
-        shared = 2 * about.row_width(self.config.d_model) * every // BUNDLE_GROUP
-        shared, numbers = (shared, 4 * some) if down.gpu_type in gpu.SHARING else (0, 0)
+        experts, (_, outer) = self.config.experts[layer], self.expert_predictor(layer)
+        neurons, outer_rows = experts.n_experts * experts.size, self.neurons_inside(layer, True)
+        hot_rows = experts.n_experts * hot
+        shared = 2 * experts.row_width(self.config.d_model) * neurons // BUNDLE_GROUP
+        shared, numbers = (shared, 4 * hot_rows) if down.gpu_type in gpu.SHARING else (0, 0)
         rows = sum(one.stored for one in first) + down.stored - shared
-        on_gpu = rows * some // every + outer.stored * some // outer_rows + shared + numbers
-        return on_gpu, about.n_experts * self.expert_bytes(layer)[1] - outer.panels * some // outer_rows
+        on_gpu = rows * hot_rows // neurons + outer.stored * hot_rows // outer_rows + shared + numbers
+        return on_gpu, experts.n_experts * self.expert_bytes(layer)[1] - outer.panels * hot_rows // outer_rows
 
     def may_divide(self, layer: int) -> bool:
         """Whether a GPU can have some neurons of each of a layer's experts, and it is known how often they fire."""
-        about = self.config.layers[layer].ffn
-        return layer in self.inside and self.selects_on_gpu(layer) and isinstance(about, ExpertsConfig)
+        ffn = self.config.layers[layer].ffn
+        return layer in self.inside and self.selects_on_gpu(layer) and isinstance(ffn, ExpertsConfig)
 
     def expert_predictor(self, layer: int) -> tuple[Matrix, ...]:
         """The predictor among the neurons of a layer's experts, in and out; () without one."""
@@ -184,8 +184,8 @@ class Model:
         return inner.stored * hides + outer.stored * shared // neurons
 
     def ram_expert_predictor(self, layer: int) -> tuple[Matrix, ...]:
-        """What the CPU has of it for experts of a layer that a GPU has, but for the rows that lie with them: nothing
-        where these read latents, for which the GPU computes that."""
+        """Parts of it that the CPU has for experts of a layer that a GPU has, but for the rows that lie with them:
+        nothing where these read latents, for which the GPU computes that."""
         return () if self.config.experts[layer].latents else self.expert_predictor(layer)[:1]
 
     def selects_on_gpu(self, layer: int) -> bool:

@@ -78,9 +78,9 @@ def with_neurons(profile: ExpertProfile, samples: SamplesFile, experts: Mapping[
     return replace(profile, layers=tuple(map(counted, profile.layers)))
 
 
-def _fired(samples: SamplesFile, layer: int, about: ExpertsConfig) -> tuple[Counts, Counts]:
+def _fired(samples: SamplesFile, layer: int, experts: ExpertsConfig) -> tuple[Counts, Counts]:
     """int64 [experts], the samples that selected each, and [experts, neurons], for how many of these each fired."""
-    selected, n, size = samples.selected[layer], about.n_experts, about.size
+    selected, n, size = samples.selected[layer], experts.n_experts, experts.size
     bits = samples.layers[layer][1][:, : selected.shape[1] * size // 8]
     sampled, fired = np.zeros(n, np.int64), np.zeros((n, size), np.int64)
     for first in range(0, len(selected), PIECE):
@@ -88,8 +88,8 @@ def _fired(samples: SamplesFile, layer: int, about: ExpertsConfig) -> tuple[Coun
         rows = bits[first : first + PIECE].reshape(len(chosen), size // 8)
         sampled += np.bincount(chosen, minlength=n)
         for expert in np.unique(chosen):
-            own = np.unpackbits(rows[chosen == expert], axis=1, bitorder="little")
-            fired[expert] += own.sum(axis=0, dtype=np.int64)
+            active = np.unpackbits(rows[chosen == expert], axis=1, bitorder="little")
+            fired[expert] += active.sum(axis=0, dtype=np.int64)
     return sampled, fired
 
 

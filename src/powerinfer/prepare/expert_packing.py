@@ -32,9 +32,9 @@ def applies(checkpoint: Checkpoint) -> bool:
 
 def predicts(checkpoint: Checkpoint, prepared: str | None) -> bool:
     """Whether a predictor selects among these neurons, in types whose rows can be packed with up."""
-    known = checkpoint.predictor_threshold is not None or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
+    predicts = checkpoint.predictor_threshold is not None or PreparedFile(PREDICTOR, checkpoint, prepared).exists()
     config = checkpoint.config
-    return known and config.unpredicted_reason is None and types_problem(config, checkpoint.taken_type, True) is None
+    return predicts and config.unpredicted_reason is None and types_problem(config, checkpoint.taken_type, True) is None
 
 
 def pack_experts(
