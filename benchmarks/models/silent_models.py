@@ -129,8 +129,9 @@ class Sizes:
         }
 
 
-def cut(name: str, layers: int | None = None, vocab: int | None = None) -> Sizes:
-    """The first blocks of a published shape. ValueError for another family, or a wrong number of blocks."""
+def cut(name: str, layers: int | None = None, vocab: int | None = None, blocks: str | None = None) -> Sizes:
+    """The first blocks of a published shape, or blocks of its sizes by their letters. ValueError for another family, a
+    wrong number of blocks or an unknown letter."""
     known = json.loads(Path(placed.__file__).with_suffix(".json").read_text(encoding="utf-8"))["shapes"]
     if name not in known:
         raise ValueError(f"there is no shape {name} in {placed.__name__}")
@@ -138,6 +139,10 @@ def cut(name: str, layers: int | None = None, vocab: int | None = None) -> Sizes
     pattern = str(document.get("hybrid_override_pattern", ""))
     if document["model_type"] != "nemotron_h" or document.get("moe_latent_size"):
         raise ValueError(f"{name} is not made here: only nemotron_h without latent experts")
+    if blocks is not None:
+        if not blocks or not set(blocks) <= set(pattern):
+            raise ValueError(f"--blocks must be letters of {pattern}")
+        return Sizes(document, blocks, vocab or int(document.get("vocab_size", 131072)))
     if layers is not None and not 1 <= layers <= len(pattern):
         raise ValueError(f"--layers must be from 1 to {len(pattern)}")
     pattern = pattern[:layers]
@@ -402,6 +407,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="NAME.gguf, or a folder")
     parser.add_argument("--shape", default="nemotron-3-nano-30b-a3b", help="a published shape of nemotron_h")
     parser.add_argument("--layers", type=int, metavar="N", help="blocks; default: all")
+    parser.add_argument("--blocks", metavar="LETTERS", help="in place of --layers; MMM*MMM is Mamba2 beside one attention")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
     parser.add_argument("--type", choices=TYPES, default="q5_0", help="of the blocks' matrices")
     parser.add_argument("--predictor", action="store_true", help="write predictors, too")
@@ -414,7 +420,7 @@ def main() -> None:
             raise ValueError("--silent must be between 0 and 1")
         if not 0 < arguments.recall < 1:
             raise ValueError("--recall must be between 0 and 1")
-        sizes = cut(arguments.shape, arguments.layers, arguments.vocab)
+        sizes = cut(arguments.shape, arguments.layers, arguments.vocab, arguments.blocks)
         Values(sizes, silent)
     except ValueError as error:
         parser.error(str(error))
