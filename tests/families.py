@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": dict(ffn_dim=88, word_embed_proj_dim=64),
     "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
     "nemotron": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE),
+    "jais2": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=PLAIN_ROPE),
 }
 # Sizes of latent attention that fill no lanes.
 LATENT: dict[str, Any] = dict(
@@ -362,6 +363,14 @@ CASES = [
         "nemotron",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
         {"hidden_act": "relu"},
+    ),
+    Case("jais2", "jais2", {}, {"layer_norm_eps": 1e-2}),
+    Case(
+        "jais2-no-biases",
+        "jais2",
+        {"attention_bias": False, "mlp_bias": False, "head_dim": 24, "tie_word_embeddings": True},
+        {"hidden_act": "relu"},
+        ("folder",),  # llama.cpp's has all of them
     ),
     Case(
         "gemma3",
@@ -1111,6 +1120,9 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
+        elif architecture == "jais2":
+            writer.add_layer_norm_eps(config.layer_norm_eps)
+            writer.add_rope_dimension_count(head_dim)
         else:
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         if case.kind in WITH_STATES:
