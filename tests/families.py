@@ -163,6 +163,7 @@ MODULES |= {f"{name}_text": f"transformers.models.{name}.modeling_{name}" for na
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
 OWN_FFN = {
     "sparsellama": ("SparseLlamaForCausalLM", "llama"),
+    "llama_sparse_relu": ("SparseLlamaForCausalLM", "llama"),
     "bamboo": ("BambooForCausalLM", "mistral"),
     "turbomixtral": ("MixtralForCausalLM", "mixtral"),
 }
@@ -319,6 +320,7 @@ CASES = [
         ("folder", "gguf"),
         {"hidden_act": "fatrelu", "hidden_act_param": 0.25},
     ),
+    Case("sparselm-relu", "llama_sparse_relu", {"hidden_act": "relu"}, {"hidden_act": "silu"}, FOLDERS),
     Case("turbosparse", "bamboo", {"sliding_window": None}, {"up_rectified": False}, ("folder", "gguf")),
     Case("opt", "opt", {"tie_word_embeddings": True}, {"activation_function": "silu"}, ("folder", "gguf")),
     Case(
@@ -647,7 +649,7 @@ def rectified_experts(experts: Any, x: Any, selected: Any, weights: Any) -> Any:
 def build(case: Case, config: Any) -> Any:
     """The model of `transformers`, its FFN exchanged where that is all the family differs in."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    if case.kind in OWN_FFN:
+    if case.kind in OWN_FFN and case.kind != "llama_sparse_relu":
         for layer in model.model.layers:
             if case.kind == "sparsellama":  # FATReLU: what does not exceed the threshold is zero
                 layer.mlp.act_fn = torch.nn.Threshold(config.hidden_act_param, 0.0)
@@ -747,7 +749,11 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
     if case.kind in OWN_FFN:
         kind = case.base if case.kind == "turbomixtral" else case.kind
         config |= {"architectures": [OWN_FFN[case.kind][0]], "model_type": kind}
-        config["hidden_act"] = {"sparsellama": "fatrelu", "turbomixtral": "drelu"}.get(case.kind, "relu")
+        acts = {"sparsellama": "fatrelu", "turbomixtral": "drelu", "llama_sparse_relu": "silu"}
+        config["hidden_act"] = acts.get(case.kind, "relu")
+    if case.kind == "llama_sparse_relu":  # whose training has other settings than Llama
+        config |= {"sparsity_new_intermediate_size": config["intermediate_size"], "intermediate_size": 40}
+        config |= {"sparsity_gated_mlp": True, "sparsity_use_hybrid_kernel": False, "sparsity_l1_coeff": 3e-4}
     if version4 and case.kind == "nemotron_h":  # as its files are
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
         types = config.pop("layers_block_type")

@@ -31,6 +31,7 @@ from powerinfer_train.recipes import StoredTypes
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "arcee": "arcee",
     "gemma3_text": "gemma3", "granite": "granite", "olmo2": "olmo2", "olmoe": "olmoe",
+    "llama_sparse_relu": "llama",
 }  # fmt: skip
 """Architecture in GGUF by family of folders."""
 

@@ -113,6 +113,8 @@ def _family(fields: Fields) -> Folder:
         names = ", ".join(sorted(FOLDERS))
         raise fields.bad("architectures", f"is {shown(name or classes)}, which is not supported (only {names})")
     family = CLASSES[name]
+    if type(kind) is str and kind in FOLDERS and name in FOLDERS[kind].classes:  # two families call theirs alike
+        family = FOLDERS[kind]
     if kind not in (None, family.model_type):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
     return family

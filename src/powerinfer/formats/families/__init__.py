@@ -16,7 +16,7 @@ FOLDERS: dict[str, Folder] = {family.model_type: family for file in _FILES for f
 """Families by `model_type`, which is `ModelConfig.architecture` of a folder."""
 
 CLASSES: dict[str, Folder] = {name: family for family in FOLDERS.values() for name in family.classes}
-"""Families by the class in a folder's `architectures`."""
+"""Families by the class in a folder's `architectures`; of two that call it alike, the last in the file."""
 
 GGUFS: dict[str, Gguf] = {family.architecture: family for file in _FILES for family in getattr(file, "GGUFS", ())}
 """Families by `general.architecture`, which is `ModelConfig.architecture` of a GGUF file."""
