@@ -33,6 +33,7 @@ gguf = pytest.importorskip("gguf")
 
 import mamba_files  # noqa: E402
 import openelm  # noqa: E402, F401
+import renamed_families  # noqa: E402
 import smallthinker  # noqa: E402, F401
 
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -117,6 +118,22 @@ FAMILIES |= {
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
     ),
     "smallthinker": dict(num_hidden_layers=5),
+    "minicpm": LLAMA | dict(
+        embedding_multiplier=12.0, residual_multiplier=1.4 / math.sqrt(3), attention_multiplier=0.25,
+        logits_scaling=4.0,
+    ),
+    "dots1": LLAMA | dict(
+        n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, n_shared_experts=2, norm_topk_prob=True,
+        first_k_dense_replace=1, routed_scaling_factor=1.7,
+    ),
+    "bailing_moe": LLAMA | dict(
+        n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, routed_scaling_factor=1.7, n_group=4,
+        topk_group=2, use_qk_norm=True, attention_bias=False, rope_parameters=HALF_ROPE,
+    ),
+    "bailing_moe_1": LLAMA | dict(
+        num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=80,
+        embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.25, logits_scaling=1.0,
+    ),
     "smollm3": LLAMA | dict(num_hidden_layers=5),
     "glm4": LLAMA | dict(rope_parameters=HALF_ROPE),
     "ernie4_5_moe": LLAMA | dict(
@@ -189,6 +206,9 @@ ON_CPU_ALONE = (
     "qwen3_5_moe_text",
     "minimax_m2",
     "ernie4_5_moe",
+    "dots1",
+    "bailing_moe",
+    "bailing_moe_1",
     "nemotron-h-experts",
     "nemotron-h-latents",
     "granite-h-experts",
@@ -212,7 +232,7 @@ class Case:
     @property
     def base(self) -> str:
         """The kind in `transformers`."""
-        return OWN_FFN[self.kind][1] if self.kind in OWN_FFN else self.kind
+        return OWN_FFN[self.kind][1] if self.kind in OWN_FFN else renamed_families.BASES.get(self.kind, self.kind)
 
     def config(self, **changes: Any) -> Any:
         settings = SIZES | FAMILIES.get(self.kind, FAMILIES.get(self.base, LLAMA)) | self.settings | changes
@@ -244,6 +264,11 @@ LONGROPE = HALF_ROPE | {
     "short_factor": FACTORS[0],
     "long_factor": FACTORS[1],
 }
+EIGHT_FACTORS = np.random.default_rng(3).uniform(1.0, 40.0, (2, 8)).round(3).tolist()
+EIGHT_LONGROPE = rope(
+    rope_type="longrope", short_factor=EIGHT_FACTORS[0], long_factor=EIGHT_FACTORS[1],
+    original_max_position_embeddings=CONTEXT,
+)  # fmt: skip
 LONGROPE_KEYS = {
     "rope.dimension_count": 12,
     "rope.scaling.attn_factor": math.sqrt(1 + math.log(2) / math.log(64)),
@@ -255,6 +280,7 @@ YARN_KEYS = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 32,
 }
+MINICPM_KEYS = {"embedding_scale": 12.0, "residual_scale": 1.4 / math.sqrt(3), "logit_scale": 4.0}
 GRANITE_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention.scale": 0.3, "logit_scale": 5.0}
 CASES = [
     Case("llama2", "llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-2}),
@@ -525,6 +551,28 @@ CASES = [
     Case("granite", "granite", {"tie_word_embeddings": True}, {"residual_multiplier": 0.61}, metadata=GRANITE_KEYS),
     Case("granite-biases", "granite", {"attention_bias": True, "mlp_bias": True}, {"logits_scaling": 5.1}, FOLDERS),
     Case("granite-relu", "granite", {"hidden_act": "relu"}, {"embedding_multiplier": 3.1}, FOLDERS),
+    Case(
+        "minicpm",
+        "minicpm",
+        {"rope_parameters": EIGHT_LONGROPE},
+        {"rope_parameters": EIGHT_LONGROPE | {"short_factor": EIGHT_FACTORS[1]}},
+        ("folder", "gguf"),
+        MINICPM_KEYS | {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": CONTEXT},
+    ),
+    Case(
+        "minicpm-2b",
+        "minicpm",
+        {"logits_scaling": 64 / 256, "tie_word_embeddings": True},
+        {"embedding_multiplier": 12.1},
+        ("folder", "gguf"),  # the first files state no factors
+    ),
+    Case("dots1", "dots1", {}, {"routed_scaling_factor": 1.6}),
+    Case(
+        "dots1-window", "dots1", {"sliding_window": 20, "max_window_layers": 1, "attention_bias": True},
+        {"sliding_window": 20, "max_window_layers": 2}, ("folder",),
+    ),
+    Case("ling-2", "bailing_moe", {}, {"topk_group": 3}, ("folder", "gguf")),
+    Case("ling-1", "bailing_moe_1", {}, {"num_experts_per_tok": 2}, ("folder", "gguf")),
     Case("granite-moe", "granitemoe", {}, {"attention_multiplier": 0.31}, metadata=GRANITE_KEYS),
     Case("granite-moe-shared", "granitemoeshared", {}, {"num_experts_per_tok": 2}, metadata=GRANITE_KEYS),
     Case(
@@ -771,6 +819,8 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
         config.pop("layer_types", None)
         config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))
+    if case.kind in renamed_families.RENAME:
+        renamed_families.rename(case.kind, folder)
     return folder
 
 
@@ -969,7 +1019,7 @@ def gguf_tensors(
         second = architecture in ("gemma3", "olmo2", "glm4moe", "seed_oss", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
-        pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3")
+        pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3", "minicpm", "bailingmoe")
         if architecture in pairs and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
@@ -1036,7 +1086,7 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type in ("qwen2_moe", *WITH_STATES):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", "dots1"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -1085,7 +1135,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
     others |= dict.fromkeys(LATENTS, "deepseek2")
     others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
-    others["ernie4_5_moe"] = "ernie4_5-moe"
+    others |= {"ernie4_5_moe": "ernie4_5-moe", "bailing_moe": "bailingmoe2", "bailing_moe_1": "bailingmoe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -1133,7 +1183,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         if case.kind in WITH_STATES:
             add_states(writer, config)
-        if architecture in ("glm4", "glm4moe", "minimax-m2"):
+        if architecture in ("glm4", "glm4moe", "minimax-m2", "bailingmoe2"):
             writer.add_rope_dimension_count(head_dim // 2)
         if architecture in ("llama", "arcee", "smollm3"):
             writer.add_vocab_size(config.vocab_size)
@@ -1217,7 +1267,7 @@ def case_layouts() -> list[Any]:
     return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
 
 
-TURNED = ("llama", "sparsellama", "bamboo", "granite", "arcee", "smollm3", "falcon")
+TURNED = ("llama", "sparsellama", "bamboo", "granite", "arcee", "smollm3", "falcon", "minicpm")
 """Kinds whose GGUF files have rows of queries and keys in another order, which a device undoes."""
 
 

@@ -23,7 +23,7 @@ import torch
 from shared import Arrays, folder_of, shared
 
 LIBRARIES = ("torch", "transformers", "gguf", "numpy", "safetensors", "huggingface-hub")
-SOURCES = ("shared.py", "truth.py", "families.py", "openelm.py", "smallthinker.py")
+SOURCES = ("shared.py", "truth.py", "families.py", "openelm.py", "renamed_families.py", "smallthinker.py")
 
 
 def entries() -> Path:

@@ -149,6 +149,7 @@ class Gguf:
     full_every is set, unless single_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file has none,
     None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
+    missing_scales: those that hold where it does not, by the width and the number of layers, None: 1;
     score_scale: that of attention's scores where no key states it, from the heads of each layer;
     sinks: as in `AttentionConfig`; experts: how they are selected where the file does not say (it does say how many),
     None: the family has none; early_router: as in `ExpertsConfig`;
@@ -180,6 +181,7 @@ class Gguf:
     epsilon: float | None = None
     scaled: bool = False
     scales: bool = False
+    missing_scales: Callable[[int, int], Mapping[str, float]] | None = None
     score_scale: Callable[[Fields, Sequence[AttentionConfig]], float | None] | None = None
     sinks: bool = False
     fused: tuple[Fused, ...] = ()

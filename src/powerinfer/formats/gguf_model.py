@@ -7,7 +7,7 @@ any unused tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -308,7 +308,11 @@ _READ_ELSEWHERE = ("general.", "tokenizer.", "split.", "quantize.")
 def _factor(fields: Fields, family: Gguf, of: str) -> float:
     if not family.scales:
         return 1.0
-    return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, 1.0))
+    missing: Mapping[str, float] = {}
+    if family.missing_scales is not None:
+        sizes = ("embedding_length", layout.MAX_WIDTH), ("block_count", layout.MAX_LAYERS)
+        missing = family.missing_scales(*(fields.integer(key, 1, high) for key, high in sizes))
+    return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, missing.get(of, 1.0)))
 
 
 def _all_layers(
