@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
         "placement",
         "placement.aims_table",
         "placement.cards_table",
+        "placement.families_table",
         "placement.predictions_table",
         "serving",
         "sparse",

@@ -407,7 +407,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="NAME.gguf, or a folder")
     parser.add_argument("--shape", default="nemotron-3-nano-30b-a3b", help="a published shape of nemotron_h")
     parser.add_argument("--layers", type=int, metavar="N", help="blocks; default: all")
-    parser.add_argument("--blocks", metavar="LETTERS", help="in place of --layers; MMM*MMM is Mamba2 beside one attention")
+    parser.add_argument("--blocks", metavar="LETTERS", help="in place of --layers, say MMM*MMM")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the shape's own")
     parser.add_argument("--type", choices=TYPES, default="q5_0", help="of the blocks' matrices")
     parser.add_argument("--predictor", action="store_true", help="write predictors, too")

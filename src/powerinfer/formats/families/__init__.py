@@ -10,13 +10,18 @@ from pkgutil import iter_modules
 
 from powerinfer.formats.family import Folder, Gguf
 
-_FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+FILES = {file.name: import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)}
+"""The modules by the names of their files."""
 
-FOLDERS: dict[str, Folder] = {family.model_type: family for file in _FILES for family in getattr(file, "FOLDERS", ())}
+FOLDERS: dict[str, Folder] = {
+    family.model_type: family for file in FILES.values() for family in getattr(file, "FOLDERS", ())
+}
 """Families by `model_type`, which is `ModelConfig.architecture` of a folder."""
 
 CLASSES: dict[str, Folder] = {name: family for family in FOLDERS.values() for name in family.classes}
 """Families by the class in a folder's `architectures`; of two that call it alike, the last in the file."""
 
-GGUFS: dict[str, Gguf] = {family.architecture: family for file in _FILES for family in getattr(file, "GGUFS", ())}
+GGUFS: dict[str, Gguf] = {
+    family.architecture: family for file in FILES.values() for family in getattr(file, "GGUFS", ())
+}
 """Families by `general.architecture`, which is `ModelConfig.architecture` of a GGUF file."""
