@@ -283,7 +283,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.rotate_and_store(q, k, k, numbers, rotation, (cache, cache), numbers.long(), norms)
         sinks = None if normed else torch.empty(q.shape[1])
         contexts = gpu.Contexts(torch.empty(4, 64, dtype=torch.int32), numbers, numbers)
-        settings = AttentionConfig(heads, kv_heads, dim, scale=0.1)
+        growth = {"query_growth": 0.1, "query_interval": 8192} if normed else {}
+        settings = AttentionConfig(heads, kv_heads, dim, scale=0.1, **growth)
         gpu.attention(q, (cache, cache), contexts, settings, sinks, for_codes=True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
     of_latent = LatentAttentionConfig(heads, latents, plain, n, plain, RopeConfig(dim=n), 0.1)

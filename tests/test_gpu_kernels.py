@@ -519,6 +519,18 @@ def cached(kv_type: str, values: torch.Tensor) -> gpu.Cached:
     return gpu.Cached(values.to(torch.float16 if kv_type == "f16" else torch.float32))
 
 
+GROWTH: dict[str, Any] = {"query_growth": 0.4, "query_interval": 9, "query_offset": 1}
+"""Settings by which queries grow with their positions."""
+
+
+def query_factors(positions: list[int], growth: dict[str, Any]) -> Any:
+    """Factors of the queries at some positions, float32."""
+    if not growth:
+        return np.ones(len(positions), np.float32)
+    intervals = np.floor((np.array(positions) + growth["query_offset"]) / growth["query_interval"])
+    return (1 + growth["query_growth"] * np.log(1 + intervals)).astype(np.float32)
+
+
 @dataclass
 class Sequence:
     pages: list[int]
@@ -555,6 +567,7 @@ def test_attention(
     heads, kv_heads, dim = sizes
     q = floats(10, 4 + many, heads, dim)
     beside = floats(14, heads) if sinks else None
+    growth = GROWTH if split else {}
     for kv_type in kv_types.split() if by_interpreter() else ("f32", "f16", "q8_0"):
         caches = [reference.kv_rounded(floats(seed, 8, gpu.PAGE, kv_heads, dim), kv_type) for seed in (11, 12)]
         table, rows, positions = np.full((3, 3), -1, np.int32), [], []
@@ -564,12 +577,13 @@ def test_attention(
             at, n = len(rows), len(one.positions)
             rows += [i] * n
             positions += one.positions
-            mine = (q[at : at + n], *caches, np.array(one.pages), np.array(one.positions, np.int32))
+            grown = q[at : at + n] * query_factors(one.positions, growth)[:, None, None]
+            mine = (grown, *caches, np.array(one.pages), np.array(one.positions, np.int32))
             want.append(reference.attention(*mine, window=window or 0, sinks=beside))
             # A score's error is that of a sum of dim products; weights change by as much, relatively, and the rest
             # rounds once for every position.
             eps = 2**-10 if many > 8 and kv_type != "f32" else EPS  # prompts meet an F16 cache in F16
-            score = np.abs(q[at : at + n]).sum(axis=2).max() * np.abs(caches[0]).max() / np.sqrt(dim)
+            score = np.abs(grown).sum(axis=2).max() * np.abs(caches[0]).max() / np.sqrt(dim)
             longest = max(one.positions) + 1
             bound.append(
                 2
@@ -587,7 +601,7 @@ def test_attention(
         for part in parts:  # a page of nobody
             (part.data if part.scales is None else part.scales)[0] = torch.nan
         contexts = gpu.Contexts(on_device(table), *step)
-        settings = AttentionConfig(heads, kv_heads, dim, window=window)
+        settings = AttentionConfig(heads, kv_heads, dim, window=window, **growth)
         given = extra, (parts[0], parts[1]), contexts, settings, None if beside is None else on_device(beside)
         got = gpu.attention(*given).view(extra.shape)
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))

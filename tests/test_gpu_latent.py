@@ -9,6 +9,7 @@ import torch
 from gpu_device import EPS, device_name, sum_error
 from stored_weights import stored_evenly
 from test_gpu_kernels import (  # noqa: F401
+    GROWTH,
     assert_close,
     by_interpreter,
     cached,
@@ -17,6 +18,7 @@ from test_gpu_kernels import (  # noqa: F401
     held,
     kernels,
     on_device,
+    query_factors,
     unwritten,
 )
 
@@ -140,7 +142,7 @@ def test_attention_over_latents(
     several = [([5, 2, 7], [70]), ([1], [0, 1, 2]), ([3, 6], [*range(31, 31 + many)])]
     (heads, latents, n), tokens = sizes, 4 + many
     q, turned = floats(10, heads, tokens, latents), floats(11, tokens, heads, 3 + n)
-    scale = 0.7 / np.sqrt(latents)
+    scale, growth = 0.7 / np.sqrt(latents), GROWTH if split else {}
     table, rows, positions = np.full((3, 3), -1, np.int32), [], []
     for i, (pages, places) in enumerate(several):
         table[i, : len(pages)] = pages
@@ -156,6 +158,7 @@ def test_attention_over_latents(
         for t, (row, position) in enumerate(zip(rows, positions, strict=True)):
             seen = keys[table[row][table[row] >= 0], :, 0].reshape(-1, latents + n)[: position + 1].astype(np.float64)
             own = np.concatenate([q[:, t], turned[t, :, 3:]], axis=1).astype(np.float64) * scale
+            own *= query_factors([position], growth)
             scores = own @ seen.T
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             want[:, t] = (weights / weights.sum(axis=1, keepdims=True)) @ seen[:, :latents]
@@ -174,7 +177,7 @@ def test_attention_over_latents(
         extra = on_device(np.concatenate([q, floats(13, heads, 1, latents)], axis=1))
         tails = on_device(np.concatenate([turned, floats(14, 1, heads, 3 + n)]))[..., 3:]
         contexts = gpu.Contexts(on_device(table), *step)
-        settings = LatentAttentionConfig(heads, latents, latents, n, latents, RopeConfig(dim=n), scale)
+        settings = LatentAttentionConfig(heads, latents, latents, n, latents, RopeConfig(dim=n), scale, **growth)
         got = gpu_latent.attention(extra, tails, cache, contexts, settings)
         assert_close(got[:, :-1], want, np.broadcast_to(bound, want.shape))
         assert (got[:, -1] == 0).all()

@@ -735,6 +735,9 @@ def test_wrong_wiring_is_refused() -> None:
         wrong = np.ones(9, np.float32) if name.endswith("bias") else _native.Norm(np.ones(9, np.float32), 1e-5)
         with pytest.raises(ValueError, match=r"wrong length|another length"):
             program.attention_input(0, HEADS, norm, q, k, v, **{name: wrong})
+    for wrong in (replace(HEADS, query_interval=0), replace(HEADS, query_offset=-1)):
+        with pytest.raises(ValueError, match="positions"):
+            program.attention_input(0, wrong, norm, q, k, v)
     for layer in (2, -1):
         with pytest.raises(ValueError, match="layer"):
             program.attention(layer, HEADS)

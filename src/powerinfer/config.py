@@ -179,6 +179,11 @@ class AttentionConfig:
     qk_norm: str | None = None  # RMS norm of q and k: "head": of each head; "width": over all heads together
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
+    # A query at position p is multiplied by 1 + query_growth * log(1 + floor((p + query_offset) / query_interval)). Not
+    # shown: fingerprints hash what is, and theirs stay.
+    query_growth: float = field(default=0.0, repr=False)
+    query_interval: int = field(default=1, repr=False)
+    query_offset: int = field(default=0, repr=False)
 
     @property
     def score_scale(self) -> float:
@@ -224,6 +229,8 @@ class AttentionConfig:
             return f"norms of q and k {self.qk_norm!r} are unknown"
         if self.scale == 0:
             return "a scale of the scores of 0"
+        if problem := _query_problem(self):
+            return problem
         return None if self.rope is None else self.rope.problem(self.head_dim)
 
 
@@ -246,6 +253,9 @@ class LatentAttentionConfig:
     scale: float  # of the scores
     q_latents: int | None = None
     norm_eps: float = 1e-6  # of the norms of latents
+    query_growth: float = field(default=0.0, repr=False)  # as in AttentionConfig
+    query_interval: int = field(default=1, repr=False)
+    query_offset: int = field(default=0, repr=False)
 
     @property
     def n_kv_heads(self) -> int:
@@ -295,7 +305,14 @@ class LatentAttentionConfig:
     def problem(self) -> str | None:
         if self.value_dim % 16:
             return f"heads whose values have {self.value_dim} dimensions, no multiple of 16, are not supported"
-        return self.rope.problem(self.rope_dim)
+        return _query_problem(self) or self.rope.problem(self.rope_dim)
+
+
+def _query_problem(attention: AttentionConfig | LatentAttentionConfig) -> str | None:
+    """Settings by which queries cannot grow with their positions; None: they can, or do not."""
+    if attention.query_interval < 1 or attention.query_offset < 0:
+        return f"queries that grow every {attention.query_interval} positions, from {attention.query_offset} on"
+    return f"queries that grow by {attention.query_growth:g}" if attention.query_growth < 0 else None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from powerinfer.config import LatentAttentionConfig
+from powerinfer.kernels.torch_attention import grown
 
 if TYPE_CHECKING:
     from powerinfer_train.torch_model import TorchModel
@@ -36,6 +37,7 @@ def attend_latents(model: TorchModel, x: Tensor, name: str, config: LatentAttent
     k = torch.cat((k, shared), -1)
     # with values as wide as keys, torch needs neither scores nor weights of all pairs at once
     v = functional.pad(v, (0, max(0, config.query_dim - config.value_dim)))
+    q = grown(q, torch.arange(q.shape[1], device=q.device)[:, None, None], config)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=config.scale)
     mixed = mixed[..., : config.value_dim]

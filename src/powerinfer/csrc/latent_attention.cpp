@@ -79,12 +79,12 @@ class LatentIn : public Op {
              [&](int64_t h, int64_t p0, int64_t p1) {
                for (int64_t i = 0; i < tokens; i++) {
                  float* q = p.qkv + i * p.ldqkv + h * kv_.head_pad;
-                 w.kernels->scale(q + p0 * PI_LANES, in_.settings.scale,
-                                  std::min(p1 * PI_LANES, kv_.latents) - p0 * PI_LANES);
+                 const float scale = query_scale(in_.settings, step.position[i]);
+                 w.kernels->scale(q + p0 * PI_LANES, scale, std::min(p1 * PI_LANES, kv_.latents) - p0 * PI_LANES);
                  if (p1 < k_b_[0].panels) continue;  // the last panel may reach into what follows
                  memcpy(q + kv_.latents, heads + i * rows.ldh + h * width + plain, (size_t)(width - plain) * 4);
                  rotate(p, q, i);
-                 w.kernels->scale(q + kv_.latents, in_.settings.scale, width - plain);
+                 w.kernels->scale(q + kv_.latents, scale, width - plain);
                }
              });
   }
@@ -176,6 +176,7 @@ void Program::latent_input(LatentInput in) {
   check_norm(in.q_norm, in.q_latent ? in.q->k : 0, "the norm of the latents of q");
   check_norm(in.kv_norm, own.latents, "the norm of the latents");
   check_rope(in.rope, rotated);
+  check_settings(in.settings);
   workspace->reserve(sizes.max_tokens, in.q->k);
   reserve_latents(in.q_latent ? in.q_latent->rows : 0, in.q->rows, own.head_dim, in.k_b->k);
   std::vector<std::shared_ptr<Matrix>> matrices = {in.q_latent, in.q, in.kv};

@@ -87,6 +87,12 @@ void Program::embed(EmbedInput in) {
 
 // ---- Attention ------------------------------------------------------------------------------------------------------
 
+float query_scale(const PiAttentionSettings& settings, int64_t position) {
+  if (!settings.query_growth) return settings.scale;
+  const int64_t intervals = (position + settings.query_offset) / settings.query_interval;
+  return settings.scale * (float)(1 + settings.query_growth * log1p((double)intervals));
+}
+
 namespace {
 
 class AttentionIn : public Op {
@@ -116,7 +122,7 @@ class AttentionIn : public Op {
         for (int64_t i = 0; i < run.count; i++) work(run, i);
     };
     const auto turn = [&](const Heads& of) {
-      per_token([&](const Run& run, int64_t i) { turn_heads(here, run.first + i, of); });
+      per_token([&](const Run& run, int64_t i) { turn_heads(here, run.first + i, run.position + i, of); });
     };
     const auto store = [&](const Heads& of) {
       per_token([&](const Run& run, int64_t i) { store_heads(here, run, i, of); });
@@ -193,11 +199,12 @@ class AttentionIn : public Op {
   }
 
   // A token's heads of q and k normalised and rotated, those of q scaled.
-  void turn_heads(const Here& here, int64_t token, const Heads& of) const {
+  void turn_heads(const Here& here, int64_t token, int64_t position, const Heads& of) const {
     const Program& p = here.p;
     const int64_t heads = heads_, dim = kv_.head_dim;
     const Program::Rope* rope = p.rope(in_.rope);
     const int64_t half = rope ? (int64_t)rope->frequencies.size() : 0;
+    const float scale = query_scale(in_.settings, position);
     const auto turn = [&](const Norm& norm, bool wide, float* x) {
       if (norm && !wide) norm.apply(here.kernels, x, x);
       if (rope) here.kernels->rope(x, rope->cos + token * half, rope->sin + token * half, half);
@@ -205,7 +212,7 @@ class AttentionIn : public Op {
     for (int64_t h = of.begin; h < std::min(of.end, heads + kv_.kv_heads); h++) {
       float* x = of.rows + token * of.ld + h * kv_.head_pad;
       turn(h < heads ? in_.q_norm : in_.k_norm, h < heads ? q_wide_ : k_wide_, x);
-      if (h < heads) here.kernels->scale(x, in_.settings.scale, dim);
+      if (h < heads) here.kernels->scale(x, scale, dim);
     }
   }
 
@@ -419,6 +426,7 @@ void Program::attention_input(AttentionInput in) {
   check_heads(in.q_norm, heads, "the norm of q");
   check_heads(in.k_norm, own.kv_heads, "the norm of k");
   check_rope(in.rope, own.head_dim);
+  check_settings(in.settings);
   if (!in.settings.scale) in.settings.scale = 1.0f / sqrtf((float)own.head_dim);
   std::vector<std::shared_ptr<Matrix>> matrices = {in.q, in.k, in.v};
   add(std::make_shared<AttentionIn>(std::move(in), heads, own), std::move(matrices));
@@ -426,7 +434,7 @@ void Program::attention_input(AttentionInput in) {
 
 void Program::attention(int layer, PiAttentionSettings settings, Vector sinks) {
   check_layer(layer);
-  check(settings.window >= 0, "a negative window");
+  check_settings(settings);
   check(cache->layers[(size_t)layer].kv_heads > 0, "the layer keeps no keys and values");
   const int64_t heads = sizes.heads[(size_t)layer];
   check(sinks.empty() || (int64_t)sinks.size() == heads, "there are not as many sinks as heads");

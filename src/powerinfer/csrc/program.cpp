@@ -142,6 +142,11 @@ void Program::check_rope(int table, int64_t dims) const {
         "more rotary frequencies than a head has pairs");
 }
 
+void Program::check_settings(const PiAttentionSettings& settings) {
+  check(settings.window >= 0, "a negative window");
+  check(settings.query_interval > 0 && settings.query_offset >= 0, "positions that queries cannot grow with");
+}
+
 void Program::rotate(const Step& step, int64_t begin, int64_t end) {
   for (const Rope& rope : ropes_) {
     const int64_t half = (int64_t)rope.frequencies.size();

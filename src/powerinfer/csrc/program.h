@@ -48,6 +48,9 @@ struct Step {
   std::vector<Run> runs;
 };
 
+// The factor of the queries at a position: the scale of the scores, and what grows with the position.
+float query_scale(const PiAttentionSettings& settings, int64_t position);
+
 class Program;
 
 struct Thread {
@@ -239,6 +242,7 @@ class Program {
   void reserve_expert_rows(int64_t experts, int64_t top_k, int64_t neurons, int64_t bundled = 0);
   void check_layer(int layer) const;
   void check_rope(int table, int64_t dims) const;
+  static void check_settings(const PiAttentionSettings& settings);
   void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);
 
   std::shared_ptr<const Norm> final_norm_;  // null: there is no head

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import LatentAttentionConfig
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, torch_attention
 from powerinfer.kernels.gpu_types import FEW, PAGE, Cached, Contexts, Weight
 
 if TYPE_CHECKING:
@@ -102,9 +102,11 @@ def attention(
             continue
         last = int(positions[tokens].max()) + 1
         keys = cache.values(table[row, : -(-last // PAGE)].long()).flatten(0, 2)[:last]  # [last, latents + n]
+        places = positions[tokens].long()[:, None]
         scores = torch.matmul(q[:, tokens], keys[:, :latents].T)
         scores += torch.einsum("thn,sn->hts", turned[tokens], keys[:, latents:])
-        hidden = torch.arange(last, device=q.device) > positions[tokens].long()[:, None]
+        scores = torch_attention.grown(scores, places, settings)  # which are sums of a query's numbers
+        hidden = torch.arange(last, device=q.device) > places
         scores.mul_(settings.scale).masked_fill_(hidden, -torch.inf)
         out[:, tokens] = torch.matmul(scores.softmax(dim=-1), keys[:, :latents])
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from powerinfer.config import AttentionConfig
+from powerinfer.config import AttentionConfig, LatentAttentionConfig
 from powerinfer.kernels.gpu_types import PAGE, Cached, Contexts
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def attend_pages(
         last = int(positions.max()) + 1
         pages = contexts.pages[row, : -(-last // PAGE)].long()
         keys, values = (part.values(pages).flatten(0, 1)[:last] for part in cache)  # [last, kv_heads, dim]
-        grouped = q[tokens].view(len(tokens), kv_heads, heads // kv_heads, -1)
+        queries = grown(q[tokens], positions[:, None, None], settings)
+        grouped = queries.view(len(tokens), kv_heads, heads // kv_heads, -1)
         scores = torch.einsum("tghd,sgd->tghs", grouped, keys) * settings.score_scale
         mask = visible(positions, torch.arange(last, device=q.device), settings)
         scores.masked_fill_(~mask[:, None, None, :], -torch.inf)
@@ -48,6 +49,7 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, s
     from torch.nn import functional
 
     tokens, grouped = q.shape[2], settings.n_heads != settings.n_kv_heads
+    q = grown(q, torch.arange(tokens, device=q.device)[:, None], settings)
     windowed = settings.window is not None and settings.window < tokens
     if sinks is None and not windowed:
         mixed: Tensor = functional.scaled_dot_product_attention(
@@ -63,6 +65,17 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, s
     scores = (q @ k.transpose(-1, -2)).float() * settings.score_scale
     scores = scores.masked_fill(~mask, float("-inf"))
     return _weights(scores, sinks[:, None, None]).to(v.dtype) @ v
+
+
+def grown(q: Tensor, positions: Tensor, settings: AttentionConfig | LatentAttentionConfig) -> Tensor:
+    """Queries times what they grow by with their positions (`AttentionConfig.query_growth`).
+
+    positions: not negative, broadcast to the queries.
+    """
+    if not settings.query_growth:
+        return q
+    intervals = (positions + settings.query_offset) // settings.query_interval
+    return q * (1 + settings.query_growth * intervals.to(q.dtype).log1p())
 
 
 def visible(positions: Tensor, places: Tensor, settings: AttentionConfig) -> Tensor:

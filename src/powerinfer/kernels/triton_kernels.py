@@ -42,7 +42,7 @@ from powerinfer.kernels.triton_words import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.config import AttentionConfig
+    from powerinfer.config import AttentionConfig, LatentAttentionConfig
     from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, Weight
 
 
@@ -1448,13 +1448,19 @@ def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.co
     return y.to(tl.float16 if HALF else tl.float32)
 
 
+@triton.jit
+def query_growth(position, growth, interval, offset):
+    """Factors of the queries at some positions, -1: of nothing (`AttentionConfig.query_growth`)."""
+    return 1 + growth * tl.log(1 + ((tl.maximum(position, 0) + offset) // interval).to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
-    dims, pages, per, window, scale, q_token, q_head, sinks,
-    SINKS: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
-    M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks,
+    GROWN: tl.constexpr, SINKS: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
@@ -1471,6 +1477,8 @@ def _attention_kernel(
     row = tl.load(rows + token, mask=live, other=0)
     real = (dim < dims)[None, :]
     at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
+    if GROWN:
+        scale *= query_growth(position, growth, interval, offset)[:, None]
     query = (tl.load(q + at, mask=live[:, None] & real, other=0) * scale).to(NARROW)
     acc = tl.zeros((M, BLOCK), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
@@ -1547,6 +1555,11 @@ def _join_kernel(
         put_codes(made, at // heads, tl.reshape(y, (BLOCK // 32, 32)), b, each * 32 < dims, heads * dims, BLOCK // 32)
 
 
+def growth_of(settings: AttentionConfig | LatentAttentionConfig) -> tuple[float, int, int]:
+    """Arguments of `query_growth`."""
+    return settings.query_growth, settings.query_interval, settings.query_offset
+
+
 def attention(
     q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
     sinks: Tensor | None = None, for_codes: bool = False,
@@ -1577,10 +1590,11 @@ def attention(
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
-        settings.window or 1 << 30, settings.score_scale, q.stride(0), q.stride(1), either(sinks, q),
-        SINKS=sinks is not None, CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile,
-        M=max(16, tile * padded), BLOCK=block,
-        SPLIT=splits > 1, KIND=kind, HALF=half, PRECISION=precision(q), num_warps=4,
+        settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
+        either(sinks, q),
+        GROWN=settings.query_growth != 0, SINKS=sinks is not None, CODED=made is not None and splits == 1, GROUP=group,
+        GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, KIND=kind,
+        HALF=half, PRECISION=precision(q), num_warps=4,
         enable_fp_fusion=made is None or splits > 1, launch_pdl=early(q),
     )  # fmt: skip
     if splits > 1:

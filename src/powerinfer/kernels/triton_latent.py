@@ -22,10 +22,12 @@ from powerinfer.kernels.triton_kernels import (
     context_splits,
     either,
     for_rows,
+    growth_of,
     half,
     in_turn,
     precision,
     processors,
+    query_growth,
     row_dots,
     row_width,
     scales_of,
@@ -182,10 +184,10 @@ def _latents(
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _latent_kernel(
     q, turned, cache, scales, table, rows, positions, out, peaks, sums, tokens, heads, latents, dims, pages, per, scale,
-    q_head, of_token, of_head,
-    HEADS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
-    PLACES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    growth, interval, offset, q_head, of_token, of_head,
+    GROWN: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, PLACES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with HEADS heads of each, against one split of their contexts: online softmax."""
     NARROW: tl.constexpr = tl.float16 if PARTS else tl.float32
@@ -195,6 +197,8 @@ def _latent_kernel(
     live = (m // HEADS < TILE) & (token < tokens) & (head < heads)
     position = tl.load(positions + token, mask=live, other=-1)
     row = tl.load(rows + token, mask=live, other=0)
+    if GROWN:
+        scale *= query_growth(position, growth, interval, offset)[:, None]
     q_at = q + (head.to(tl.int64) * q_head + token.to(tl.int64) * latents)[:, None]
     at = turned + (token.to(tl.int64) * of_token + head * of_head)[:, None] + turn[None, :]
     tail = tl.load(at, mask=live[:, None] & (turn < dims - latents)[None, :], other=0) * scale
@@ -299,8 +303,8 @@ def attention(
     block = max(32, int(triton.next_power_of_2(latents)))
     _latent_kernel[(*grid, splits)](
         q, turned, cache.data, either(cache.scales, cache.data), *contexts, parts, peaks, sums, tokens, heads, latents,
-        dims, pages, per, settings.scale, q.stride(0), turned.stride(0), turned.stride(1),
-        HEADS=own, TILE=tile, M=max(16, tile * own), BLOCK=block,
+        dims, pages, per, settings.scale, *growth_of(settings), q.stride(0), turned.stride(0), turned.stride(1),
+        GROWN=settings.query_growth != 0, HEADS=own, TILE=tile, M=max(16, tile * own), BLOCK=block,
         TURNED=max(16, triton.next_power_of_2(dims - latents)), PLACES=PLACES[parts_of], CHUNK=min(CHUNK, block),
         SPLIT=splits > 1, KIND=kind, PARTS=parts_of, PRECISION=precision(q), num_warps=WARPS[parts_of],
     )  # fmt: skip
