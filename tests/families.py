@@ -31,6 +31,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
+import lfm2_files  # noqa: E402
 import mamba_files  # noqa: E402
 import openelm  # noqa: E402, F401
 import renamed_families  # noqa: E402
@@ -165,6 +166,15 @@ FAMILIES |= {
         rope_parameters=PLAIN_ROPE,
     ),
     "mamba2": dict(num_heads=4, head_dim=32, n_groups=2, state_size=16, layer_norm_epsilon=1e-5),
+    "lfm2": dict(
+        num_key_value_heads=2, norm_eps=1e-5, intermediate_size=132, block_multiple_of=8, rope_parameters=PLAIN_ROPE,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
+    "lfm2_moe": dict(
+        num_key_value_heads=2, norm_eps=1e-5, intermediate_size=88, moe_intermediate_size=40, num_experts=6,
+        num_experts_per_tok=3, num_dense_layers=1, rope_parameters=PLAIN_ROPE,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
     "openelm": dict(
         num_query_heads=[4, 2, 6], num_kv_heads=[2, 1, 3], head_dim=16, ffn_multipliers=[0.5, 2.0, 1.3],
         tie_word_embeddings=True,
@@ -212,6 +222,7 @@ ON_CPU_ALONE = (
     "nemotron-h-experts",
     "nemotron-h-latents",
     "granite-h-experts",
+    "lfm2_moe",
 )
 """The kinds, and cases of kinds, that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")
@@ -676,6 +687,15 @@ CASES = [
         ("gguf",),
     ),
     Case("mamba2", "mamba2", {}, {"layer_norm_epsilon": 1e-2}, ("folder", "gguf")),
+    Case("lfm2", "lfm2", {"tie_word_embeddings": True}, {"norm_eps": 1e-2}),
+    Case(
+        "lfm2-biases",
+        "lfm2",
+        {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "num_attention_heads": 2},
+        {"norm_eps": 1e-2},
+        ("folder",),
+    ),
+    Case("lfm2-moe", "lfm2_moe", {}, {"num_experts_per_tok": 2}, ("folder", "gguf")),
 ]
 
 
@@ -726,7 +746,7 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
             if case.kind == "gpt_oss" and name.endswith("gate_up_proj"):
                 parameter *= 6  # beyond the limits of its activation
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
@@ -816,7 +836,11 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
         if "partial_rotary_factor" in parameters:
             config["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
         config["rope_scaling"] = None if parameters["rope_type"] == "default" else parameters
-        config.pop("layer_types", None)
+        types = config.pop("layer_types", None)
+        if case.kind == "lfm2":  # as its first files are
+            config["full_attn_idxs"] = [at for at, one in enumerate(types) if one != "conv"]
+            older = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+            config |= {old: config.pop(new) for old, new in older.items()}
         config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))
     if case.kind in renamed_families.RENAME:
@@ -1128,8 +1152,9 @@ def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
-    if case.kind in mamba_files.SAVE:
-        return mamba_files.SAVE[case.kind](config, model, path)
+    own_files = mamba_files.SAVE | lfm2_files.SAVE
+    if case.kind in own_files:
+        return own_files[case.kind](config, model, path)
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}

@@ -512,6 +512,36 @@ def mamba_gguf(pattern: str = "M-*M", latents: int = 0) -> Builder:
     return builder
 
 
+def conv_gguf(pattern: str = "C*C") -> Builder:
+    """A tiny model of LFM2's kind: C, short convolutions, and *, attention, as its pattern has them."""
+    builder = tiny_gguf("lfm2").put("lfm2.block_count", U32, len(pattern)).drop("lfm2.attention.head_count_kv")
+    builder.tensors = []
+    kv_heads = [KV_HEADS * (one == "*") for one in pattern]
+    builder.fields({"attention.head_count_kv": kv_heads, "shortconv.l_cache": 3}, "lfm2.")
+    own: dict[str, dict[str, tuple[int, ...]]] = {
+        "C": {
+            "shortconv.in_proj.weight": (3 * D, D), "shortconv.conv.weight": (D, 3),
+            "shortconv.out_proj.weight": (D, D),
+        },
+        "*": {
+            "attn_q.weight": (HEADS * HEAD_DIM, D), "attn_k.weight": (KV_HEADS * HEAD_DIM, D),
+            "attn_v.weight": (KV_HEADS * HEAD_DIM, D), "attn_output.weight": (D, HEADS * HEAD_DIM),
+            "attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,),
+        },
+    }  # fmt: skip
+    both = {"ffn_gate.weight": (FF, D), "ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)}
+    both |= {"attn_norm.weight": (D,), "ffn_norm.weight": (D,)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "token_embd_norm.weight": (D,)}
+    for layer, part in enumerate(pattern):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in (own[part] | both).items()}
+    rng = np.random.default_rng(7)
+    for name, shape in shapes.items():
+        drawn = rng.standard_normal(shape).astype(np.float32)
+        made = drawn / np.float32(shape[-1] ** 0.5) if len(shape) > 1 else 1 + drawn / 10
+        builder.tensor(name, made.astype(np.float32))
+    return builder
+
+
 LATENTS, ROTATED, UNROTATED, HEAD_VALUES = 32, 8, 32, 16  # of latent attention
 
 

@@ -89,9 +89,20 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         Mamba2Config,
         RopeConfig,
         RouterConfig,
+        ShortConvConfig,
     )
     from powerinfer.formats.weight_types import FLOAT_TYPES
-    from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_experts, gpu_latent, gpu_mamba, gpu_states, triton_kernels
+    from powerinfer.kernels import (
+        cpu,
+        gpu,
+        gpu_delta,
+        gpu_experts,
+        gpu_latent,
+        gpu_mamba,
+        gpu_short_conv,
+        gpu_states,
+        triton_kernels,
+    )
     from powerinfer.neurons import BundleLayout
 
     class Device:
@@ -266,6 +277,12 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             x = torch.empty(tokens, mixer.width + mixer.channels + heads)
             runs, rows = torch.empty(2, 4, dtype=torch.int32), torch.empty(tokens, dtype=torch.int32)
             gpu_mamba.mamba(gpu_mamba.Mamba(mixer, *vectors, own_norm, 1e-6), x, states, runs, rows)
+    short = ShortConvConfig(2048, 3)
+    (states,) = gpu_states.new_states([short], 2, "cpu")
+    for tokens in (4, 64) if whole else ():
+        conv = gpu_short_conv.ShortConv(short, torch.empty(3, short.size), None)
+        runs, rows = torch.empty(2, 4, dtype=torch.int32), torch.empty(tokens, dtype=torch.int32)
+        gpu_short_conv.short_conv(conv, torch.empty(tokens, 3 * short.size), states, runs, rows)
     steps = (  # of a few tokens and of a prompt, with norms of the heads or without, with sinks where there are none
         (64, "f16", 64, False), (64, "f32", 64, True), (64, "f16", 256, False), (4, "q8_0", 64, True),
         (4, "f16", 64, True), (64, "q8_0", 64, False), (4, "f16", 256, True),

@@ -1,4 +1,4 @@
-"""Layers with states, of Gated DeltaNet and of Mamba2: answers with and without kept states, and the states' slots."""
+"""Layers with states (Gated DeltaNet, Mamba2, short convolutions): answers with and without kept states, and slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import delta_gguf, mamba_gguf
+from model_files import conv_gguf, delta_gguf, mamba_gguf
 from state_steps import CONTEXT, answers, executor, step, texts
 
 from benchmarks.models.gguf_writer import U32
@@ -17,6 +17,7 @@ from powerinfer.runtime import state_cache
 MODELS = {
     "delta": lambda: delta_gguf().put("qwen35.context_length", U32, CONTEXT),
     "mamba": lambda: mamba_gguf().put("nemotron_h.context_length", U32, CONTEXT),
+    "conv": lambda: conv_gguf().put("lfm2.context_length", U32, CONTEXT),
 }
 
 

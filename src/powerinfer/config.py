@@ -356,7 +356,7 @@ class StateKind(Uncached):
 
     A head's state is a matrix [value_dim, key_dim], which a rule changes by a value and a key and reads by a query.
     Value heads share keys and queries. A causal convolution over the last `taps` tokens precedes the rule; behind it is
-    the activation, one of MIXED_ACTIVATIONS.
+    the activation, one of MIXED_ACTIVATIONS, "": none.
     """
 
     kind: ClassVar[str]  # for people
@@ -398,9 +398,10 @@ class StateKind(Uncached):
             return f"{self.n_value_heads} heads of {self.kind} cannot share {self.n_key_heads} {self.shared} evenly"
         if self.key_dim % 16 or self.value_dim % 16:
             return f"heads of {self.kind} of {self.value_dim} and {self.key_dim} dimensions are no multiples of 16"
-        if not 2 <= self.taps <= 8:
-            return f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
-        return None
+        return self._problem_of_taps()
+
+    def _problem_of_taps(self) -> str | None:
+        return None if 2 <= self.taps <= 8 else f"a convolution over {self.taps} tokens; only 2 to 8 are supported"
 
 
 @dataclass(frozen=True)
@@ -512,6 +513,66 @@ class Mamba2Config(StateKind):
         if not 0 <= self.step_limits[0] < self.step_limits[1]:
             return f"steps of Mamba2 from {self.step_limits[0]:g} to {self.step_limits[1]:g}"
         return None
+
+
+@dataclass(frozen=True)
+class ShortConvConfig(StateKind):
+    """A gated short convolution (LFM2): of the products b, c and x with the layer's input, each of `size` numbers, it
+    gives c * convolution(b * x). Its state is the last inputs of the convolution; there are no keys, and `size` numbers
+    count as heads of 16. bias: of the products, the convolution and the output projection.
+    """
+
+    kind = "short convolution"
+    activation = ""
+
+    size: int
+    taps: int
+    bias: bool = False
+
+    @property
+    def n_heads(self) -> int:
+        return self.size // 16
+
+    @property
+    def head_dim(self) -> int:
+        return 16
+
+    @property
+    def n_key_heads(self) -> int:
+        return 0
+
+    @property
+    def key_dim(self) -> int:
+        return 0
+
+    @property
+    def n_value_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def title(self) -> str:
+        return f"gated convolution over {self.taps} tokens"
+
+    def row_bytes(self) -> int:
+        """Bytes of x and b."""
+        return 4 * 2 * self.size
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        for name in "bcx":
+            yield from _matrix(f"short_{name}", self.size, d_model, self.bias)
+        yield "short_conv", (self.size, self.taps)
+        if self.bias:
+            yield "short_conv_bias", (self.size,)
+        yield from _matrix("short_o", d_model, self.size, self.bias)
+
+    def problem(self) -> str | None:
+        if self.size % 16:
+            return f"a short convolution of {self.size} channels, no multiple of 16, is not supported"
+        return self._problem_of_taps()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from powerinfer.config import (
     Mamba2Config,
     ModelConfig,
     ParallelConfig,
+    ShortConvConfig,
     SparsifyConfig,
 )
 from powerinfer.errors import ModelError, RequestError
@@ -21,7 +22,7 @@ from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES
 
-UNTRAINED = Mamba2Config, ParallelConfig
+UNTRAINED = Mamba2Config, ParallelConfig, ShortConvConfig
 """Kinds of attention without a backward pass in torch_model.py."""
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
@@ -205,7 +206,7 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
     """RequestError if the recipe is not for that model, or the model cannot be trained."""
     recipe = RECIPES[name]
     if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
-        raise RequestError("models with Mamba2 are not trained so far: take one of attention or Gated DeltaNet")
+        raise RequestError("models with Mamba2 or short convolutions are not trained so far: take one of attention or Gated DeltaNet")
     for layer in config.layers:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:

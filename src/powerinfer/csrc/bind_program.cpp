@@ -7,6 +7,7 @@
 #include "latent_attention.h"
 #include "levels.h"
 #include "mamba.h"
+#include "short_conv.h"
 #include "predictor.h"
 #include "program.h"
 #include "watch.h"
@@ -215,6 +216,26 @@ void bind_operators(nb::class_<Program>& program) {
           "where `gated`; activation: behind the convolution, silu, relu or relu2; at: where in a row of what is "
           "attended.")
       .def(
+          "short_conv",
+          [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
+             std::vector<std::optional<Floats>> biases, Floats2 taps, std::optional<Floats> taps_bias) {
+            require(matrices.size() == 3 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
+                    "a short convolution has three matrices");
+            require(biases.size() == 3, "a short convolution has three biases");
+            Vector all(taps.data(), taps.data() + taps.size());
+            p.short_conv({{layer, state, norm_of(norm), std::move(all), vector_of(taps_bias), NO_ACTIVATION},
+                          matrices[0],
+                          matrices[1],
+                          matrices[2],
+                          vector_of(biases[0]),
+                          vector_of(biases[1]),
+                          vector_of(biases[2])});
+          },
+          "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "biases"_a, "taps"_a, "taps_bias"_a.none(),
+          "attended = third * convolution(first * second), of three products with norm(x).\n\n"
+          "layer, state: of the cache and of the states; matrices, biases: of the products; taps: of the convolution,\n"
+          "[taps, channels], and its bias.")
+      .def(
           "gate_attended",
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {
             p.gate_attended(layer, norm_of(norm), std::move(w));
@@ -336,8 +357,9 @@ void bind_states(nb::module_& m) {
             std::vector<States::Layer> all;
             for (const auto& [taps, key_heads, key_dim, heads, value_dim, chunked] : layers) {
               require(taps >= 2 && taps <= PI_MOST_TAPS, "a convolution has between 2 and 8 taps");
-              require(key_heads > 0 && heads > 0, "states need heads");
-              require(key_dim > 0 && value_dim > 0 && key_dim % PI_LANES == 0 && value_dim % PI_LANES == 0,
+              const bool keyless = !key_heads && !key_dim && !chunked;
+              require((key_heads > 0 || keyless) && heads > 0, "states need heads");
+              require((key_dim > 0 || keyless) && value_dim > 0 && key_dim % PI_LANES == 0 && value_dim % PI_LANES == 0,
                       "heads of states must have multiples of 16 dimensions");
               all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, key_heads, heads, key_dim,
                              value_dim, chunked});
@@ -348,7 +370,7 @@ void bind_states(nb::module_& m) {
           "layers"_a, "slots"_a,
           "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions, whether it "
           "is\n"
-          "Mamba2, whose groups are key heads) of each on the CPU.")
+          "Mamba2, whose groups are key heads) of each on the CPU; without keys, a short convolution.")
       .def_ro("slots", &States::slots)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }

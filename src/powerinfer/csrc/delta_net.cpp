@@ -114,7 +114,7 @@ void Program::delta_net(DeltaNetSpec spec) {
   check_layer(spec.layer);
   const States::Layer& layer = states_layer(*this, spec.state);
   const int64_t values = layer.heads * layer.value_dim;
-  check(!layer.chunked, "the layer of the states is not one of Gated DeltaNet");
+  check(!layer.chunked && layer.key_heads, "the layer of the states is not one of Gated DeltaNet");
   check(spec.key_heads > 0 && layer.heads % spec.key_heads == 0, "key heads cannot be shared by value heads evenly");
   check(layer.channels == 2 * spec.key_heads * layer.key_dim + values,
         "the convolution has another number of channels than q, k and v together");

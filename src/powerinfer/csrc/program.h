@@ -84,6 +84,7 @@ struct Sizes {
 class States;
 struct DeltaNetSpec;
 struct MambaSpec;
+struct ShortConvSpec;
 
 struct EmbedInput {
   std::shared_ptr<Table> table, positions;  // positions may be null: nothing is added
@@ -138,8 +139,9 @@ class Program {
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
   // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
   void attention(int layer, PiAttentionSettings settings, Vector sinks = {});
-  void delta_net(DeltaNetSpec spec);  // attended = Gated DeltaNet of norm(x), see delta_net.h
-  void mamba(MambaSpec spec);         // attended = Mamba2 of norm(x), see mamba.h
+  void delta_net(DeltaNetSpec spec);    // attended = Gated DeltaNet of norm(x), see delta_net.h
+  void mamba(MambaSpec spec);           // attended = Mamba2 of norm(x), see mamba.h
+  void short_conv(ShortConvSpec spec);  // attended = a gated short convolution of norm(x), see short_conv.h
   void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);  // attended *= sigmoid(w . norm(x))
   // x += norm(w . reads(attended)); at: where in the row, 0: what attention gives, else what another operator has put
   // there.

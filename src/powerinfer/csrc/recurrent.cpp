@@ -47,8 +47,9 @@ void Recurrent::run(Thread& t, const Step& step) {
   project(p, w, t.id, step.tokens);
   mix(p, w, step);
   advance(p, w, step);
-  const int64_t keeping = keeps(step);
-  w.pool->phase(keeping + step.tokens * out_.parts, 1, [&](int64_t begin, int64_t end) {
+  const int64_t keeping = keeps(step), parts = step.tokens * out_.parts;
+  if (keeping + parts == 0) return;
+  w.pool->phase(keeping + parts, 1, [&](int64_t begin, int64_t end) {
     if (begin < keeping) keep(p, step, begin, std::min(end, keeping));
     if (end > keeping) finish(p, w, std::max(begin - keeping, (int64_t)0), end - keeping);
   });
@@ -76,7 +77,7 @@ void Recurrent::convolve(Program& p, Workspace& w, const Run& run, int64_t begin
     const int64_t tokens = std::min(run.count - i, TILE);
     w.kernels->convolve(x, p.ldqkv, tokens, spec_.taps.data() + begin, bias, layer_.channels, layer_.tokens + 1, from,
                         to, layer_.channels, end - begin);
-    for (int64_t t = 0; t < tokens; t++)
+    for (int64_t t = 0; t < tokens && spec_.activation != NO_ACTIVATION; t++)
       w.kernels->activate(spec_.activation, 0, x + t * p.ldqkv, nullptr, end - begin);
     from = to;
   }

@@ -1,4 +1,4 @@
-// What layers that keep a state for each sequence share (Gated DeltaNet, Mamba2): products with the layer's input, a
+// What layers that keep a state for each sequence share (Gated DeltaNet, Mamba2, short convolutions): products with the layer's input, a
 // short causal convolution, and a norm with a gate around the rule by which a layer's states go on.
 #pragma once
 #include <memory>
@@ -9,13 +9,15 @@
 
 enum class GateNorm { PRODUCT, BEFORE, NONE };  // of the product with the gate, of what the gate multiplies, none
 
+constexpr int NO_ACTIVATION = -1;
+
 struct RecurrentSpec {
   int layer;         // of the cache
   size_t state;      // layer of the states
   Norm norm;         // of the layer's input
   Vector taps;       // [taps][channels] of the convolution
   Vector taps_bias;  // may be empty
-  int activation;    // PiAct, behind the convolution
+  int activation;    // PiAct, behind the convolution; NO_ACTIVATION: none
 };
 
 // A product with the layer's input, whose rows go to `qkv` from column `at` on, or, of the gate, to `attended`.
@@ -27,7 +29,7 @@ struct InputProduct {
   const char* name;
 };
 
-// Of what a layer gives, in `parts` equal parts of `width`: columns of `qkv` from `from` on, whose gate is in `attended`
+// Of what a layer gives, in `parts` equal parts of `width` (0: nothing is left to do): columns of `qkv` from `from` on, whose gate is in `attended`
 // from column `to` on. norms: of each part, or of all parts one.
 struct GatedNorm {
   GateNorm kind;

@@ -12,6 +12,7 @@ States::States(std::vector<Layer> l, int64_t n) : layers(std::move(l)), slots(n)
 }
 
 int64_t States::row(const Layer& layer) {
+  if (!layer.key_heads) return 2 * layer.channels;  // what is multiplied with each other
   const int64_t scores = layer.chunked ? layer.key_heads * PI_CHUNK : 0;
   return layer.channels + 2 * pi_round_up(layer.heads, PI_LANES) + scores;
 }

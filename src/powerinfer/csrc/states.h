@@ -1,4 +1,4 @@
-// The states of sequences, of layers that keep one for each sequence: Gated DeltaNet, Mamba2.
+// The states of sequences, of layers that keep one for each sequence: Gated DeltaNet, Mamba2, short convolutions.
 #pragma once
 #include <memory>
 #include <vector>
@@ -11,7 +11,8 @@
 class States {
  public:
   struct Layer {
-    // tokens: taps - 1; key_heads: the groups of Mamba2, whose state_dim is key_dim, and whose head_dim is value_dim
+    // tokens: taps - 1; key_heads: the groups of Mamba2, whose state_dim is key_dim, and whose head_dim is value_dim; a
+    // layer of short convolutions has no keys, and its channels as heads
     int64_t tokens, channels, key_heads, heads, key_dim, value_dim;
     bool chunked;  // Mamba2
     int64_t convolution() const { return tokens * channels; }

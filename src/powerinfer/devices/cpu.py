@@ -434,6 +434,23 @@ class CpuExecutor:
             settings.activation, self._mamba_offset(layer),
         )  # fmt: skip
 
+    def short_conv(
+        self,
+        layer: int,
+        norm: _native.Norm | None,
+        matrices: Sequence[_native.Matrix],
+        *,
+        biases: Sequence[Float32 | None],
+        taps: Float32,
+        taps_bias: Float32 | None,
+    ) -> None:
+        """attended = a gated short convolution of norm(x), with the state of each sequence.
+
+        matrices, biases: of x, b and c. taps: float32 [taps, channels] of the convolution, and its bias, or None.
+        """
+        place, state = layer - self.first_layer, self._state_layer(layer)
+        self._program.short_conv(place, state, norm, matrices, biases, taps, taps_bias)
+
     def latent_attention(
         self,
         layer: int,

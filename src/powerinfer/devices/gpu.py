@@ -25,6 +25,7 @@ from powerinfer.config import (
     ModelConfig,
     ParallelConfig,
     RopeConfig,
+    ShortConvConfig,
 )
 from powerinfer.devices.batch import Batch, StoppedError
 from powerinfer.devices.choices import Choice
@@ -51,7 +52,7 @@ from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_mamba, gpu_states
+from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_mamba, gpu_short_conv, gpu_states
 from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 
 if TYPE_CHECKING:
@@ -384,6 +385,29 @@ class GpuLayers:
                 step.attended = gpu_mamba.mamba(net, *of_step)
 
         self._add(layer, "mamba", run)
+
+    def short_conv(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        matrices: Sequence[StoredMatrix],
+        *,
+        biases: Sequence[Float32 | None],
+        taps: Float32,
+        taps_bias: Float32 | None,
+    ) -> None:
+        """Wire as `CpuExecutor.short_conv` does."""
+        settings = self._config.layers[layer].attention
+        assert isinstance(settings, ShortConvConfig)
+        products, states = self._upload("attention", *matrices, biases=biases), self._states[layer]
+        net = gpu_short_conv.ShortConv(settings, self._vector(taps), self._optional_vector(taps_bias))
+
+        def run(step: Step) -> None:
+            assert step.runs is not None
+            of_step = products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
+            step.attended = gpu_short_conv.short_conv(net, *of_step)
+
+        self._add(layer, "short_conv", run)
 
     def project(
         self,

@@ -2,8 +2,8 @@
 
 A product of many tokens costs a GPU little more than bringing the matrix there, and the CPU hundreds of times what
 reading it costs. So from some number of tokens on (`Stage.least`) a step leaves the CPU where an operator streams, and
-comes back behind it; operators that follow each other stay on the GPU. Where attention does not stream (latents, Gated
-DeltaNet), each FFN does by itself:
+comes back behind it; operators that follow each other stay on the GPU. Where attention does not stream (latents, layers
+with states), each FFN does by itself:
 
     CPU   attention .. |                             | attention ..
     GPU                | x, FFN with its matrices, x |
@@ -213,6 +213,10 @@ class StreamedLayers:
     def mamba(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
         """Wire on the CPU."""
         self._cpu.mamba(layer, _cpu_norm(norm), [one.cpu for one in matrices], **more)
+
+    def short_conv(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
+        """Wire on the CPU."""
+        self._cpu.short_conv(layer, _cpu_norm(norm), [one.cpu for one in matrices], **more)
 
     def project(
         self,

@@ -156,8 +156,8 @@ class Gguf:
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
-    positions are not rotated in any layer.
-    names: of a layer's tensors, where the family calls them otherwise.
+    positions are not rotated in any layer. short_conv: layers without heads for keys and values are `ShortConvConfig`.
+    names: of tensors, where the family calls them otherwise.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
     """
@@ -191,6 +191,7 @@ class Gguf:
     tiled: bool = False
     latent: bool = False
     mamba: bool = False
+    short_conv: bool = False
     separate: bool = False
     beside: bool = False
     unrotated: bool = False

@@ -31,6 +31,7 @@ from powerinfer.config import (
     ParallelConfig,
     RopeConfig,
     RouterConfig,
+    ShortConvConfig,
 )
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
@@ -100,6 +101,9 @@ NAMES = Names(
         "mamba_step": "ssm_dt",
         **{f"mamba_{name}": f"ssm_{name}" for name in ("a", "d", "norm")},
         "mamba_o": "ssm_out",
+        **dict.fromkeys(("short_b", "short_c", "short_x"), "shortconv.in_proj"),
+        "short_conv": "shortconv.conv",
+        "short_o": "shortconv.out_proj",
         "latent_in": "ffn_latent_down",
         "latent_out": "ffn_latent_up",
     },
@@ -192,10 +196,11 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
         combined = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
         inner |= dict.fromkeys(one.parts, combined.get(one.parts) or inner[one.parts[-1]])
     family = GGUFS[config.architecture]
-    inner |= family.names
+    outer = {name: family.names.get(name, own) for name, own in NAMES.outer.items()}
+    inner |= {name: own for name, own in family.names.items() if name not in outer}
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
-    return replace(NAMES, inner=inner)
+    return replace(NAMES, outer=outer, inner=inner)
 
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -205,12 +210,14 @@ def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     experts = [Fused(_GATE_UP, n) for n in counts[:1] if _somewhere(file, _GATE_UP_EXPERTS)]
     if family.delta:
         return [*_fused_delta(file, config), *experts]
-    mamba = [Fused(("mamba_z", "mamba_xbc", "mamba_dt"))] * bool(config.states)
+    of_states = ("short_b", "short_c", "short_x") if family.short_conv else ("mamba_z", "mamba_xbc", "mamba_dt")
+    inputs = [Fused(of_states)] * bool(config.states)
     if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
         return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True), *experts]
-    together = _somewhere(file, "attn_qkv") if family.mamba else "blk.0.attn_qkv.weight" in file.tensors
+    anywhere = family.mamba or family.short_conv
+    together = _somewhere(file, "attn_qkv") if anywhere else "blk.0.attn_qkv.weight" in file.tensors
     qkv = [_QKV] if together else []
-    return [*qkv, *family.fused, *experts, *mamba]
+    return [*qkv, *family.fused, *experts, *inputs]
 
 
 def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -320,8 +327,8 @@ def _all_layers(
 ) -> tuple[LayerConfig, ...]:
     if family.latent:
         return _latent_layers(file, fields, family, n_layers)
-    if family.mamba:
-        return _mamba_layers(file, fields, family, d_model, n_layers)
+    if family.mamba or family.short_conv:
+        return _state_layers(file, fields, family, d_model, n_layers)
     return _layers(file, fields, family, _heads(fields, d_model, n_layers))
 
 
@@ -416,10 +423,11 @@ def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[A
     return [delta if keeps else own for own, keeps in zip(gated, recurrent[: len(heads)], strict=True)]
 
 
-def _mamba_layers(
+def _state_layers(
     file: GGUFFile, fields: Fields, family: Gguf, d_model: int, n_layers: int
 ) -> tuple[LayerConfig, ...]:
-    """The layers of a model with Mamba2 where there are no heads for keys and values, and attention elsewhere."""
+    """The layers of a model with Mamba2, or short convolutions, where there are no heads for keys and values, and
+    attention elsewhere."""
     kv_heads = [0] * n_layers
     if fields.has("attention.head_count_kv"):
         kv_heads = _block_numbers(fields, "attention.head_count_kv", n_layers, layout.MAX_HEADS)
@@ -431,18 +439,26 @@ def _mamba_layers(
         rope = None
     qkv_bias, o_bias = (_is_biased(file, name) for name in ("attn_q", "attn_output"))
     scale = _scale(fields, family, [])
-    plain = AttentionConfig(n_heads, 1, head_dim, rope, qkv_bias=qkv_bias, o_bias=o_bias, scale=scale)
-    mamba = _mamba(file, fields) if family.beside or not all(kv_heads) else None
+    plain = AttentionConfig(
+        n_heads, 1, head_dim, rope, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=family.qk_norm, scale=scale
+    )
+    mixer: Mamba2Config | ShortConvConfig | None = None
+    if family.beside or not all(kv_heads):
+        mixer = _short_conv(fields, d_model) if family.short_conv else _mamba(file, fields)
     if fields.integer("block_count", 1, layout.MAX_LAYERS) > n_layers:
         fields.notes.append(NO_MTP)
     layers = []
     for kv, ffn in zip(kv_heads, _ffns(file, fields, family, n_layers), strict=True):
-        attention: AttentionKind = replace(plain, n_kv_heads=kv) if mamba is None or kv else mamba
-        if family.beside and mamba is not None and isinstance(attention, AttentionConfig):
-            attention = ParallelConfig(attention, mamba)
+        attention: AttentionKind = replace(plain, n_kv_heads=kv) if mixer is None or kv else mixer
+        if family.beside and isinstance(mixer, Mamba2Config) and isinstance(attention, AttentionConfig):
+            attention = ParallelConfig(attention, mixer)
         alone = family.separate and not isinstance(ffn, NoFfn)
         layers.append(LayerConfig(NoAttention() if alone else attention, ffn))
     return tuple(layers)
+
+
+def _short_conv(fields: Fields, d_model: int) -> ShortConvConfig:
+    return ShortConvConfig(d_model, fields.integer("shortconv.l_cache", 1, layout.MAX_HEAD_DIM))
 
 
 def _mamba(file: GGUFFile, fields: Fields) -> Mamba2Config:

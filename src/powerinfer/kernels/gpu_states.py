@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import StateKind
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_types import DeltaNet, Mamba, States
+from powerinfer.kernels.gpu_types import DeltaNet, Mamba, ShortConv, States
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,9 @@ def new_states(kinds: Sequence[StateKind], slots: int, device: Any) -> list[Stat
     return [States(*pair) for pair in zip(views[::2], views[1::2], strict=True)]
 
 
-def scan(net: DeltaNet | Mamba, inputs: Tensor, states: States, runs: Tensor, rows: Tensor, rule: Rule) -> Tensor:
+def scan(
+    net: DeltaNet | Mamba | ShortConv, inputs: Tensor, states: States, runs: Tensor, rows: Tensor, rule: Rule
+) -> Tensor:
     """Run T tokens, one after another. Returns what the heads give, float32 [T, heads, value_dim]; the states change.
 
     inputs: of the convolution, float32 [T, channels]; runs, rows: as of `gpu_delta.delta_net`.
@@ -63,7 +65,7 @@ def scan(net: DeltaNet | Mamba, inputs: Tensor, states: States, runs: Tensor, ro
         mixed = (net.taps * window).sum(dim=0)
         if net.conv_bias is not None:
             mixed = mixed + net.conv_bias
-        heads, out[t] = rule(t, gpu.activated(mixed, kind.activation), heads)
+        heads, out[t] = rule(t, gpu.activated(mixed, kind.activation) if kind.activation else mixed, heads)
         states.window.index_copy_(0, of_token[t, 3:], window[None, 1:])
         states.heads.index_copy_(0, of_token[t, 3:], heads[None])
     return out

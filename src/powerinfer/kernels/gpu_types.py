@@ -15,7 +15,7 @@ from powerinfer.formats.weight_types import FLOAT_TYPES, GPU_TYPES, WEIGHT_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.config import DeltaNetConfig, Mamba2Config
+    from powerinfer.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 
 PAGE = 32
 """Tokens of a page of the KV cache."""
@@ -269,10 +269,20 @@ class Mamba:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ShortConv:
+    """A layer of short convolutions beside its matrices. taps: float32 [taps, channels]; conv_bias: float32 [channels]
+    or None."""
+
+    about: ShortConvConfig
+    taps: Tensor
+    conv_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class States:
     """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs
     for the last tokens; heads: float32 [slots, heads, n, m], a matrix for each: of Gated DeltaNet [value_dim,
-    key_dim], of Mamba2 [head_dim, state_dim]."""
+    key_dim], of Mamba2 [head_dim, state_dim], of short convolutions without elements."""
 
     window: Tensor
     heads: Tensor

@@ -1,4 +1,5 @@
-"""Triton kernels that layers with states share (`triton_delta`, `triton_mamba`); see `triton_kernels` for the rules.
+"""Triton kernels that layers with states share (`triton_delta`, `triton_mamba`, `triton_short_conv`); see
+`triton_kernels` for the rules.
 
 `runs` has for each sequence: first token, number of tokens, slot read (negative: none), slot written.
 """
@@ -19,14 +20,25 @@ CHANNELS = 256  # of the convolution, whose inputs a program keeps
 
 
 @triton.jit
+def _inputs_at(at, there, channels, PAIRED: tl.constexpr):
+    """Inputs of a convolution: numbers, PAIRED: each times the one that lies `channels` behind it."""
+    x = tl.load(at, mask=there, other=0)
+    if PAIRED:
+        x *= tl.load(at + channels, mask=there, other=0)
+    return x
+
+
+@triton.jit
 def keep_inputs(
-    inputs, stride, window, first, count, read, write, c, channels, TAPS: tl.constexpr, PAD: tl.constexpr
+    inputs, stride, window, first, count, read, write, c, channels, TAPS: tl.constexpr, PAD: tl.constexpr,
+    PAIRED: tl.constexpr = False,
 ):  # fmt: skip
     """The slot that a sequence writes gets the convolution's inputs for its last tokens, of channels c."""
     j = tl.arange(0, PAD)
     there = (j < TAPS - 1)[:, None] & (c < channels)[None, :] & (count > 0)
     back = (count - (TAPS - 1) + j)[:, None]
-    new = tl.load(inputs + (first + back).to(tl.int64) * stride + c[None, :], mask=there & (back >= 0), other=0)
+    at = inputs + (first + back).to(tl.int64) * stride + c[None, :]
+    new = _inputs_at(at, there & (back >= 0), channels, PAIRED)
     place = read.to(tl.int64) * (TAPS - 1) + back + TAPS - 1
     old = tl.load(window + place * channels + c[None, :], mask=there & (back < 0) & (read >= 0), other=0)
     tl.debug_barrier()  # every thread has read what another one overwrites
@@ -35,17 +47,22 @@ def keep_inputs(
 
 
 @triton.jit(do_not_specialize_on_alignment=["runs"])
-def _keep_kernel(inputs, stride, window, runs, channels, TAPS: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr):
+def _keep_kernel(
+    inputs, stride, window, runs, channels,
+    TAPS: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
     """`keep_inputs` of some channels of a sequence."""
     follow()
     of_run, c = runs + tl.program_id(0) * 4, tl.program_id(1) * C + tl.arange(0, C)
     first, count, read, write = tl.load(of_run), tl.load(of_run + 1), tl.load(of_run + 2), tl.load(of_run + 3)
-    keep_inputs(inputs, stride, window, first, count, read, write, c, channels, TAPS, PAD)
+    keep_inputs(inputs, stride, window, first, count, read, write, c, channels, TAPS, PAD, PAIRED)
 
 
 @triton.jit
 def activated(x, ACT: tl.constexpr):
     """The activation behind a convolution."""
+    if ACT == "":
+        return x
     if ACT == "silu":
         return x / (1 + tl.exp(-x))
     x = tl.where(x < 0, 0.0, x)  # NaN stays
@@ -57,13 +74,13 @@ def activated(x, ACT: tl.constexpr):
 @triton.jit
 def convolved(
     inputs, stride, taps, bias, window, t, first, read, c, live, channels,
-    BIASED: tl.constexpr, TAPS: tl.constexpr, ACT: tl.constexpr,
+    BIASED: tl.constexpr, TAPS: tl.constexpr, ACT: tl.constexpr, PAIRED: tl.constexpr = False,
 ):  # fmt: skip
     """Convolution, bias and activation for channels c of token t, where `live`."""
     x = tl.load(bias + c, mask=live, other=0) if BIASED else tl.zeros(c.shape, tl.float32)
     for j in tl.static_range(TAPS):
         back = t - (TAPS - 1) + j
-        now = tl.load(inputs + back.to(tl.int64) * stride + c, mask=live & (back >= first), other=0)
+        now = _inputs_at(inputs + back.to(tl.int64) * stride + c, live & (back >= first), channels, PAIRED)
         place = read.to(tl.int64) * (TAPS - 1) + back - first + TAPS - 1
         old = tl.load(window + place * channels + c, mask=live & (back < first) & (read >= 0), other=0)
         x += tl.load(taps + j * channels + c, mask=live, other=0) * tl.where(back >= first, now, old)
@@ -102,12 +119,15 @@ def _gated_norm_kernel(
     tl.store(at, x, mask=here)
 
 
-def keep_window(inputs: Tensor, stride: int, window: Tensor, runs: Tensor, taps: int) -> None:
-    """The slots that a step writes get the convolution's inputs for the last tokens of its sequences."""
+def keep_window(
+    inputs: Tensor, stride: int, window: Tensor, runs: Tensor, taps: int, *, paired: bool = False
+) -> None:
+    """The slots that a step writes get the convolution's inputs for the last tokens of its sequences; paired: which are
+    products of two columns."""
     channels = window.shape[-1]
     _keep_kernel[(len(runs), triton.cdiv(channels, CHANNELS))](
         inputs, stride, window, runs, channels, TAPS=taps, PAD=triton.next_power_of_2(taps - 1), C=CHANNELS,
-        num_warps=4, launch_pdl=early(inputs),
+        PAIRED=paired, num_warps=4, launch_pdl=early(inputs),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from powerinfer.config import (
     NoAttention,
     NoFfn,
     ParallelConfig,
+    ShortConvConfig,
 )
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.cpu_ffn import Weights
@@ -32,6 +33,7 @@ from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
 from powerinfer.models.mamba import add_nothing, attend_beside, project_both, project_mamba, remember_mamba
+from powerinfer.models.short_conv import convolve, project_convolved
 from powerinfer.neurons import FfnVectors, Indices
 from powerinfer.progress import Progress
 
@@ -80,6 +82,7 @@ ATTENTIONS: dict[type, AttentionWiring] = {
     LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
     Mamba2Config: AttentionWiring(remember_mamba, project_mamba),
     ParallelConfig: AttentionWiring(attend_beside, project_both),
+    ShortConvConfig: AttentionWiring(convolve, project_convolved),
     NoAttention: AttentionWiring(add_nothing, add_nothing),
 }
 """How each kind of attention is wired, by the class of `LayerConfig.attention`."""

@@ -90,6 +90,16 @@ class Builder(Protocol[Matrix, Norm]):
         of_heads: Sequence[NDArray[np.float32]],
         out_norm: Vector,
     ) -> None: ...
+    def short_conv(
+        self,
+        layer: int,
+        norm: Norm | None,
+        matrices: Sequence[Matrix],
+        *,
+        biases: Sequence[Vector],
+        taps: NDArray[np.float32],
+        taps_bias: Vector,
+    ) -> None: ...
     def project(
         self,
         layer: int,

@@ -242,6 +242,9 @@ class Recorder:
     def mamba(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
         self.add("attention", layer, *matrices)
 
+    def short_conv(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
+        self.add("attention", layer, *matrices)
+
     def project(
         self,
         layer: int,

@@ -47,6 +47,7 @@ from powerinfer.config import (
     NoAttention,
     NoFfn,
     ParallelConfig,
+    ShortConvConfig,
     StateKind,
 )
 from powerinfer.hardware.description import Device, Disk
@@ -198,6 +199,8 @@ def matrix_seconds(device: Device, matrices: tuple[Matrix, ...], panels: bool) -
 
 def _further(attention: AttentionKind) -> int:
     """Launches of a kind of attention on a GPU beyond those of input, attention and projection."""
+    if isinstance(attention, ShortConvConfig):
+        return 0
     if isinstance(attention, StateKind):
         return 3  # convolution, what it keeps, the norm with its gate
     if isinstance(attention, ParallelConfig):

@@ -24,6 +24,7 @@ from powerinfer.config import (
     Mamba2Config,
     ModelConfig,
     ParallelConfig,
+    ShortConvConfig,
 )
 from powerinfer.devices.cpu_experts import SharedPlace, expert_layout, plain_layout, shared_place, types_problem
 from powerinfer.devices.recording import RECORDED_BYTES
@@ -635,6 +636,8 @@ def _gpu_row(about: AttentionKind) -> int:
     elif isinstance(about, Mamba2Config):  # likewise
         products = about.channels + about.width + about.n_heads
         row = products + max(products, about.channels + about.width + gpu.SCAN_CHUNK * about.n_groups)
+    elif isinstance(about, ShortConvConfig):
+        row = 6 * about.size  # likewise: what is passed on is less
     elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
         row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
         row += 2 * ((about.q_latents or 0) + about.head_dim)
