@@ -280,11 +280,12 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/powerinfer-benchmarks")
     parser.add_argument("--text", type=Path, help="another text than wikitext-2 raw test")
     parser.add_argument("--without-powerinfer", action="store_true", help="only llama.cpp and the reference")
+    parser.add_argument("--kind", default="quality", help="of the result; default, of which tables are made: quality")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "quality.json")
     arguments = parser.parse_args()
 
     text = arguments.text or wikitext(arguments.cache)
-    document: dict[str, Any] = {"kind": "quality", "text": text.name, **machine.description(), "models": []}
+    document: dict[str, Any] = {"kind": arguments.kind, "text": text.name, **machine.description(), "models": []}
     for kind in arguments.types:
         with contextlib.ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.models)))
