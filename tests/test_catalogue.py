@@ -133,7 +133,7 @@ def test_a_model_that_cannot_fit_is_refused_with_one_that_does(machine: SimpleNa
 
 
 def test_the_nearest_model_is_of_the_same_kind() -> None:
-    assert nearest(26, True, Memory(32 * GB)) == "qwen3-30b-a3b"
+    assert nearest(26, True, Memory(32 * GB)) == "lfm2-24b-a2b"
     assert nearest(30, False, Memory(32 * GB)) == "qwen3-32b"
     assert nearest(30, False, Memory(16 * GB)) == nearest(None, False, Memory(16 * GB)) == "qwen3-14b"
     assert nearest(30, True, Memory(3 * GB)) == "smollm2-360m", "where no mixture of experts fits, another model"
@@ -185,9 +185,9 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
 @pytest.mark.parametrize(
     ("name", "family", "instead"),
     [
-        ("gemma-4-26b-a4b", "Gemma 4", "qwen3-30b-a3b is, and fits this machine"),
+        ("gemma-4-26b-a4b", "Gemma 4", "lfm2-24b-a2b is, and fits this machine"),
         ("gemma4:e4b", "Gemma 4", "qwen3-4b is, and fits this machine"),
-        ("lfm2", "LFM2", "`powerinfer pull --names` lists what is"),
+        ("rwkv7", "RWKV", "`powerinfer pull --names` lists what is"),
         ("ministral-3:8b", "Ministral 3", "qwen3-8b is, and fits this machine"),
         ("hunyuan-7b", "Hunyuan", "qwen2.5-7b is, and fits this machine"),
         ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
@@ -305,7 +305,7 @@ def test_the_end_of_a_pull_is_how_to_run_it(
     ("gguf", "config", "family"),
     [
         ({"architecture": "gemma4", "total": 1}, None, "Gemma 4"),
-        (None, {"model_type": "lfm2"}, "LFM2"),
+        (None, {"model_type": "rwkv7"}, "RWKV"),
         ({"architecture": "qwen3"}, {"model_type": "qwen3"}, None),
         ({"architecture": ["gemma4"]}, {"model_type": {}}, None),
         (None, None, None),

@@ -31,7 +31,9 @@ LAZY = {
 }
 # Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
 # derived, at the top.
-KERNELS = ("bundles", "delta", "experts", "fused", "kernels", "latent", "mamba", "neurons", "short_conv", "states", "words")
+KERNELS = (
+    "bundles", "delta", "experts", "fused", "kernels", "latent", "mamba", "neurons", "short_conv", "states", "words",
+)  # fmt: skip
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
     "powerinfer_train.activations",

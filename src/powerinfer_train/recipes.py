@@ -206,7 +206,8 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
     """RequestError if the recipe is not for that model, or the model cannot be trained."""
     recipe = RECIPES[name]
     if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
-        raise RequestError("models with Mamba2 or short convolutions are not trained so far: take one of attention or Gated DeltaNet")
+        reason = "models with Mamba2 or short convolutions are not trained so far"
+        raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
     for layer in config.layers:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:
