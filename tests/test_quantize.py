@@ -115,6 +115,19 @@ def test_importance_moves_the_error_away_from_columns_that_matter(type_name: str
     assert errors(x, even).sum() < errors(x, weighted).sum()
 
 
+def test_importance_is_relative() -> None:
+    """Numbers of an imatrix however large or small give the same blocks; where all of a block are 0, those of none."""
+    x = np.random.default_rng(5).standard_normal((2, 256)).astype(np.float32)
+    importance = np.random.default_rng(6).uniform(0.01, 1, x.shape).astype(np.float32)
+    for type_name in SEARCHED:
+        expected = searched(x, type_name, importance)
+        assert dequantize(expected, type_name).any(axis=1).all()
+        for power in (127, 60, -60, -110):
+            assert np.array_equal(searched(x, type_name, np.ldexp(importance, power)), expected), (type_name, power)
+        nothing = searched(x, type_name, np.zeros_like(x))
+        assert np.array_equal(nothing, searched(x, type_name, np.ones_like(x))), type_name
+
+
 # Root mean square errors of standard normal numbers that llama.cpp's types have, about: without importance.
 OF_NORMAL = {
     "TQ1_0": 0.44, "TQ2_0": 0.44, "MXFP4": 0.115, "NVFP4": 0.088, "IQ3_S": 0.135, "IQ3_XXS": 0.185, "IQ2_S": 0.245,

@@ -547,6 +547,15 @@ WRITTEN = ("F32", "F16", "BF16", *SEARCHED)
 """The types that matrices can have."""
 
 
+def _of_blocks(importance: Float32, size: int) -> Float32:
+    """Weights of the elements of blocks, the largest of each between 1/2 and 1, so that their sums and products neither
+    overflow nor vanish; where all are 0 they count the same."""
+    weights = np.ascontiguousarray(importance, np.float32).reshape(-1, size)
+    peaks = weights.max(axis=1, keepdims=True)
+    scaled: Float32 = np.ldexp(weights, -np.frexp(peaks)[1])
+    return np.where(peaks > 0, scaled, np.float32(1))
+
+
 def searched(values: Float32, type_name: str, importance: Weights = None) -> Bytes:
     """Rows in a type: float32 [rows, cols] -> uint8 [rows, row_bytes], the squared error as small as the search finds.
 
@@ -569,7 +578,7 @@ def searched(values: Float32, type_name: str, importance: Weights = None) -> Byt
             part = np.ascontiguousarray(values[start : start + step], np.float32)
             weights = None
             if importance is not None:
-                weights = np.ascontiguousarray(importance[start : start + step]).reshape(-1, kind.block)
+                weights = _of_blocks(importance[start : start + step], kind.block)
             blocks = _WRITERS[type_name](part.reshape(-1, kind.block), weights)
             out[start : start + step] = blocks.reshape(len(part), -1)
     return out

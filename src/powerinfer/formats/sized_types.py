@@ -124,6 +124,7 @@ def _error_shares(original: Original, name: str, importance: Importance | None) 
     shares = None if importance is None else importance.shares(name, shape)
     if shares is not None:
         counted = counted * np.repeat(shares, rows // len(shares))[at][:, None]
+    counted = np.ldexp(counted, -np.frexp(counted.max())[1])  # no sum overflows
     square = float((counted * x**2).sum()) or 1.0
     errors = {kind: dequantize(searched(x, kind, weights), kind) - x for kind in kinds}
     return {kind: float((counted * error**2).sum()) / square for kind, error in errors.items()}
