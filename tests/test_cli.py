@@ -134,6 +134,7 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
         (["run", "hi", "--logprobs", "2"], "--logprobs are written with --json alone"),
         (["run", "hi", "-m", "/nowhere/model.gguf"], "no file or folder /nowhere/model.gguf"),
         (["run", "hi", "-m", "owner/name"], "powerinfer pull owner/name"),
+        (["inspect", "--context", "-1"], "context must be a whole number of at least 0, not -1"),
         (["inspect", "-m", "smollm2-135m-instruc"], "did you mean smollm2-135m-instruct?"),
         (["bench", "--repeat", "0"], "--repeat"),
         (

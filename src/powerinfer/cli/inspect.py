@@ -53,8 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
+    from powerinfer.runtime.options import engine_config
 
-    engine = config_from(args, EngineConfig)
+    engine = engine_config(dataclasses.asdict(config_from(args, EngineConfig)))
     with Bar() as bar:
         checkpoint = open_model(args.model, engine, out, bar)
         document = describe(checkpoint)

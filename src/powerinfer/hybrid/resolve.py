@@ -22,6 +22,9 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
+    most = checkpoint.config.context_length
+    if engine.context > most:
+        raise RequestError(f"a context of {engine.context} tokens is more than the model's {most}; 0 is all of it")
     if engine.ram is not None:
         from powerinfer.placement.budget import check_ram
 

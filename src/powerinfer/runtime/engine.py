@@ -134,7 +134,6 @@ class LLM:
 
         path = resolve_model(model, say=_to_stderr, progress=progress)
         checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=progress)
-        _check_context(engine, checkpoint.config)
         if check is not None:
             check(checkpoint)
         tokenizer = tokenizer_of(checkpoint)
@@ -524,9 +523,3 @@ def _first(events: SimpleQueue[StreamEvent | None], request: Request, progress: 
             return event
         progress("reading the prompt", min(request.computed, request.n_prompt - 1), request.n_prompt)
     return events.get()
-
-
-def _check_context(engine: EngineConfig, config: ModelConfig) -> None:
-    if engine.context > config.context_length:
-        most = config.context_length
-        raise RequestError(f"a context of {engine.context} tokens is more than the model's {most}; 0 is all of it")
