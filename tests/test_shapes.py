@@ -18,6 +18,8 @@ from powerinfer.formats.bundle_file import open_bundles
 from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.catalogue import catalogue
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.layout import is_matrix, is_router
+from powerinfer.formats.mixes import MIXES, ModelMatrices, target_types, wanted_types
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import NATIVE_TYPES
@@ -113,6 +115,28 @@ def test_types() -> None:
     assert (quantised.gate_type, quantised.down_type) == ("Q4_0", "Q4_0X32"), "as pack makes them"
     odd = described_model(changed(config, d_model=4100, head_dim=100, n_heads=41, n_kv_heads=41), "q4_0")
     assert odd.bundle.gate_type == "F16" and not odd.predictors, "rows that are not whole blocks"
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "llama-3.3-70b", "mixtral-8x7b"])
+def test_mixes_of_few_bits_are_those_of_files(name: str) -> None:
+    config = find_shape(name).config
+    names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "head": "output", "embed": "token_embd"}
+    in_file = {}
+    for tensor, shape in shapes.shapes(config):
+        outer, _, rest = tensor.partition(".")
+        number, _, matrix = rest.partition(".")
+        role = matrix.removeprefix("experts_")
+        of_layer = f"blk.{number}.{names.get(role, 'ffn_' + role)}"
+        if is_matrix(tensor, shape) and not is_router(tensor):
+            in_file[tensor] = (of_layer if outer == "layers" else names[tensor]) + ".weight", shape
+    stored = {file: ("F16", shape) for file, shape in in_file.values()}
+    experts = 8 if name == "mixtral-8x7b" else 0
+    matrices = ModelMatrices(stored, config.n_layers, experts, name != "llama-7b", name == "llama-3.3-70b")
+    for dtype in ("iq3_m", "iq3_xxs", "iq2_m", "iq2_xs", "iq2_xxs", "tq2_0", "nvfp4"):
+        types = target_types(matrices, wanted_types(matrices, MIXES[dtype.upper()], weighed=True))
+        planned = stored_types(config, dtype)
+        for tensor, (file, _) in in_file.items():
+            assert planned[tensor] == types[file], (dtype, tensor)
 
 
 @pytest.mark.parametrize(("name", "share"), [("opt-66b", 0.0488), ("llama-70b", 0.0808), ("opt-30b", 0.0709)])

@@ -215,8 +215,13 @@ MIXES = {
 }  # fmt: skip
 """Mixes that a model can be quantised to, by name."""
 
-FILE_TYPES = {mix.number: name for name, mix in MIXES.items() if name != "MXFP4_MOE"}
-FILE_TYPES |= {0: "F32", 24: "IQ1_S", 31: "IQ1_M"}
+ONLY_READ = {
+    name: Mix(number, name, _small_rules("Q2_K", "Q2_K", "IQ2_XXS"), "Q5_K", "Q2_K", eight=_EIGHT_SMALL)
+    for name, number in (("IQ1_S", 24), ("IQ1_M", 31))
+}
+"""Mixes of files that others make."""
+
+FILE_TYPES = {mix.number: name for name, mix in (MIXES | ONLY_READ).items() if name != "MXFP4_MOE"} | {0: "F32"}
 """Names of mixes by the number in general.file_type of a GGUF file, llama.cpp's enumeration."""
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -272,6 +277,12 @@ def _ruled_type(mix: Mix, kind: str, place: _Place) -> str:
         return mix.eight[kind]
     target = next((target for of, target, holds in mix.rules if of == kind and holds(place)), mix.type)
     return "Q5_K" if kind == "value" and place.of.large and target in ("Q3_K", "Q4_K") else target
+
+
+def weighed_type(mix: Mix, kind: str, layer: int, matrices: ModelMatrices) -> str:
+    """The type of a layer's matrix where errors are weighed. kind: "value", "key", "query", "out", "gate", "up", "down",
+    or "" of another."""
+    return _ruled_type(mix, kind, _Place(layer, matrices.layers, matrices, True))
 
 
 def _layer(name: str) -> int:

@@ -9,8 +9,14 @@ from __future__ import annotations
 from powerinfer.config import AttentionKind, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.formats.mapped import shown
+from powerinfer.formats.mixes import MIXES, ONLY_READ, Mix, ModelMatrices, fitting, weighed_type
 from powerinfer.formats.quant import block_type
 
+_FEW_BITS = {
+    name.lower(): mix
+    for name, mix in (MIXES | ONLY_READ).items()
+    if mix.type.startswith(("IQ1", "IQ2", "IQ3", "TQ", "NVFP4"))
+}
 DTYPES = {
     **{name.lower(): name for name in ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")},
     **dict.fromkeys(("q2_k",), "Q2_K"),
@@ -18,6 +24,7 @@ DTYPES = {
     **dict.fromkeys(("q4_k_s", "q4_k_m"), "Q4_K"),
     **dict.fromkeys(("q5_k_s", "q5_k_m"), "Q5_K"),
     **{"q6_k": "Q6_K", "iq4_xs": "IQ4_XS", "iq4_nl": "IQ4_NL"},
+    **{name: mix.type for name, mix in _FEW_BITS.items()},
 }
 """Weight types of a model that is only described, and the type of most of its matrices; all of them are native."""
 
@@ -27,6 +34,7 @@ _SMALLER_BLOCKS = {
     **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"},
 }
 _OF_VALUES = ("v", "delta_q", "delta_k", "delta_v")  # llama.cpp has DeltaNet's three in one matrix
+_KINDS = {"k": "key", "q": "query", "o": "out", "gate": "gate", "up": "up", "down": "down"}
 _IN_ONE = ("phi3",)  # whose files have q, k and v in one matrix
 _OF_ONE = {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}
 _EIGHT = 8  # Mixtral's experts
@@ -54,6 +62,8 @@ def usual_dtype(config: ModelConfig) -> str:
 
 def stored_type(config: ModelConfig, dtype: str, tensor: str, cols: int) -> str:
     """The type of a matrix in a file of this type, one of `DTYPES`."""
+    if dtype in _FEW_BITS:
+        return fitting(_of_few_bits(config, _FEW_BITS[dtype], tensor), cols)
     base = DTYPES[dtype]
     if base == "MXFP4" and config.experts and ".experts_" not in tensor:
         base = "Q8_0"  # as in published files
@@ -61,6 +71,24 @@ def stored_type(config: ModelConfig, dtype: str, tensor: str, cols: int) -> str:
     if cols % block_type(chosen).block:
         chosen = _SMALLER_BLOCKS.get(chosen, "F16")
     return "F16" if cols % block_type(chosen).block else chosen
+
+
+def _of_few_bits(config: ModelConfig, mix: Mix, tensor: str) -> str:
+    """The type of a matrix, which is quantised with an imatrix, if its rows are whole blocks."""
+    if tensor == "head" or (tensor == "embed" and config.tied_embeddings):
+        return mix.head
+    if tensor == "embed":
+        return mix.embedding or mix.type
+    outer, _, rest = tensor.partition(".")
+    if outer != "layers":
+        return mix.type
+    number, _, name = rest.partition(".")
+    attention = config.layers[int(number)].attention
+    grouped = bool(attention.n_kv_heads) and attention.n_heads // attention.n_kv_heads >= 4
+    large = config.n_layers == _LARGE and not config.experts
+    kind = "value" if name in _OF_VALUES else _KINDS.get(name.rpartition("_")[2], "")
+    matrices = ModelMatrices({}, config.n_layers, _n_experts(config), grouped, large)
+    return weighed_type(mix, kind, int(number), matrices)
 
 
 def _mixed(config: ModelConfig, dtype: str, base: str, tensor: str) -> str:
