@@ -62,13 +62,14 @@ void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
                               const Attempt&) {
   if (predictor_) return sum_predicted(t, rows, x, piece, top_k, shared);
   const int64_t tokens = piece.x.tokens;
+  NeuronSum::Piece counted = piece;
+  counted.first_rows = (int64_t)rows.active.size() * neurons + shared_;
   const PiActs inputs = tokens == 1 ? *acts : gather(t.id, rows, acts, d_model, forms_);
   begin_list(t.id);
   if (shared_) list_shared(t, rows, acts, tokens, shared);
   list_firing(t.id, rows, &inputs, tokens);
   workspace_->pool->barrier();
-  bundled_->sum_listed(t.id, piece, acts, rows.floats(rows.activations), experts * neurons + shared_, nullptr);
-  if (t.id == 0) bundled_->count_gates((int64_t)rows.active.size() * neurons + shared_);
+  bundled_->sum_listed(t.id, counted, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
 }
 
 // Lists neurons of this thread's share of the active experts, by the products of `matrices` with `inputs`, of rows or of a
@@ -159,8 +160,9 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
   if (!predictor_) {
     list_shared(t, rows, acts, tokens, shared);
     workspace_->pool->barrier();
-    sum.sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr);
-    if (t.id == 0) sum.count_gates(n);
+    NeuronSum::Piece counted = piece;
+    counted.first_rows = n;
+    sum.sum_listed(t.id, counted, acts, p.gate, p.ldh, false);
     return acts;
   }
   list_predicted_shared(t.id, predictor_->hide(t.id, *workspace_, piece.x), tokens);
@@ -169,7 +171,7 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
   const int of_sample = sampled ? shared.neurons->forms() : 0;
   acts = workspace_->prepare(t.id, piece.x, piece.norm, sum.bundles->forms() | forms | of_sample);
   if (sampled) sample_shared(t, acts, tokens, shared);
-  sum.sum_listed(t.id, piece, acts, nullptr, 0, predictor_.get());
+  sum.sum_listed(t.id, piece, acts, nullptr, 0, true);
   if (t.id == 0) predictor_rows_ += n;
   return acts;
 }
@@ -178,6 +180,7 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
 void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
                                    const SharedExpert& shared) {
   const bool sampled = samples();
+  const int64_t selected_among = (int64_t)rows.active.size() * selectable_ + shared_;
   weigh(t, rows, x.tokens, top_k);
   const PiActs* const hidden =
       shared.bundled ? predictor_->hidden(t.id, *workspace_, x.tokens) : predictor_->hide(t.id, *workspace_, x);
@@ -187,14 +190,8 @@ void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, N
   if (sampled && shared_) sample_shared(t, acts, x.tokens, shared);
   if (sampled) sample(t, rows, acts, x.tokens);
   piece.groups = {rows.expert_weights.data(), groups(), neurons};
-  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, nullptr);
-  if (t.id != 0) return;
-  predictor_rows_ += (int64_t)rows.active.size() * selectable_ + shared_;
-  recall_.tokens += sampled ? x.tokens : 0;
-  for (Ffn::Recall& recall : sampled_) {
-    recall_.active += recall.active, recall_.found += recall.found;
-    recall = {};
-  }
+  if (t.id == 0) predictor_rows_ += selected_among;
+  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, false);
 }
 
 // The weights of this thread's tokens for each expert.
@@ -247,7 +244,7 @@ void BundledExperts::list_predicted_shared(int thread, const PiActs* hidden, int
   int32_t* const listed = own.listed.data() + own.n;
   const int64_t more = workspace_->kernels->neurons.keep(
       z + mine.c0, lists.ldz, tokens, mine.n(), 0, predictor_->limit(), (int32_t)(first + mine.c0), listed, own.counts);
-  if (tokens > 1 && shared_) predictor_->mark(lists, listed, more, tokens);  // else where it is summed
+  if (tokens > 1) predictor_->mark(lists, listed, more, tokens);
   own.n += more;
 }
 
@@ -265,7 +262,7 @@ void BundledExperts::sample_shared(Thread& t, const PiActs* acts, int64_t tokens
     }
 }
 
-// The same of the other experts: computes them whole.
+// The same of the other experts: computes them whole. Ends with a barrier.
 void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens) {
   const NeuronLists& lists = workspace_->lists();
   Ffn::Recall& recall = sampled_[(size_t)t.id];
@@ -283,6 +280,13 @@ void BundledExperts::sample(Thread& t, const ExpertRows& rows, const PiActs* act
       }
     }
   });
+  workspace_->pool->barrier();
+  if (t.id != 0) return;
+  recall_.tokens += tokens;
+  for (Ffn::Recall& of_thread : sampled_) {
+    recall_.active += of_thread.active, recall_.found += of_thread.found;
+    of_thread = {};
+  }
 }
 
 ExpertStore::Counts BundledExperts::counts() const { return {bundled_->stats_of_job(), recall_, predictor_rows_}; }

@@ -185,7 +185,9 @@ struct Work {
   // Makes pairs of the selected cells, if they are few.
   bool take_selected(const Firing& f) {
     int64_t cells = 0;
-    for (int64_t j = 0; j < n; j++) cells += __builtin_popcount(block.tokens_of[j] = f.selected_by[block.index[j]]);
+    const uint32_t all = UINT32_MAX >> (PI_NEURON_TOKENS - tokens);  // who is late may read what is of another step
+    for (int64_t j = 0; j < n; j++)
+      cells += __builtin_popcount(block.tokens_of[j] = f.selected_by[block.index[j]] & all);
     if (!few(cells)) return false;
     list_pairs();
     return true;

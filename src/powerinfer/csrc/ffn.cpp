@@ -177,7 +177,11 @@ void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
   NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
   list_firing(t, dense_->activate(t, acts, tokens), tokens, bundled_->threshold, own.counts);
   w.pool->barrier();
-  if (!many(w.lists(), tokens)) return bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr);
+  if (!many(w.lists(), tokens)) {
+    bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, false);
+    if (falls_back()) w.pool->barrier();  // who is late has yet to look at the lists
+    return;
+  }
   const Columns mine = dense_->multiply_up(t, acts, tokens, bundled_->threshold, own.done);
   if (dense_->drops_products()) {
     int64_t counts[PI_NEURON_TOKENS];  // not the share's: candidates are those whose gates fire
@@ -185,8 +189,10 @@ void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
     list_firing(t, mine, tokens, 0.0f, counts);
     w.pool->barrier();
     if (!many(w.lists(), tokens)) {
-      if (t.id == 0) bundled_->count_up(dense_->neurons());
-      return bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, nullptr, true);
+      NeuronSum::Piece rest = piece;
+      rest.up_rows = dense_->neurons();
+      bundled_->sum_listed(t.id, rest, acts, p.gate, p.ldh, false, true);
+      return w.pool->barrier();
     }
   }
   own.done.down = mine.n();
@@ -227,14 +233,11 @@ void Ffn::predicted(Thread& t, const NeuronSum::Piece& piece) {
   const PiActs* acts =
       w.prepare(t.id, piece.x, spec_.norm, bundled_->bundles->forms() | (sampled ? dense_->forms() : 0));
   if (sampled) sample(t, acts, piece.x.tokens);
-  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, predictor_.get());
-  if (sampled && t.id == 0) {
-    recall_.tokens += piece.x.tokens;
-    for (const Recall& one : sampled_) recall_.active += one.active, recall_.found += one.found;
-  }
+  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, true);
+  if (predictor_->floor > 0) w.pool->barrier();  // who is late has yet to look at the counts
 }
 
-// How many of the neurons that fire the predictor selected: computes all gates densely.
+// How many of the neurons that fire the predictor selected: computes all gates densely. Ends with a barrier.
 void Ffn::sample(Thread& t, const PiActs* acts, int64_t tokens) {
   const Program& p = *t.program;
   const NeuronLists& lists = p.workspace->lists();
@@ -248,4 +251,8 @@ void Ffn::sample(Thread& t, const PiActs* acts, int64_t tokens) {
       own.found += h[j] != 0.0f && predictor_->candidate(z[j]);
     }
   }
+  p.workspace->pool->barrier();
+  if (t.id != 0) return;
+  recall_.tokens += tokens;
+  for (const Recall& one : sampled_) recall_.active += one.active, recall_.found += one.found;
 }

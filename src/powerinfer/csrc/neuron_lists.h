@@ -1,6 +1,7 @@
-// Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer, then sums an
-// even part of all that are listed. One set of buffers serves all layers.
+// Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer; then all that are
+// listed are divided evenly into parts, each of which has a sum of its own. One set of buffers serves all layers.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -23,7 +24,8 @@ class NeuronLists {
     std::vector<int32_t> taken;                          // what it sums of the lists of all threads
     int64_t n_taken, begin, end;                         // the number of these; which of them are in the current wave
     int32_t next() const { return taken[(size_t)end]; }  // behind the current wave
-    Vector sums;                                         // what its neurons add, [tokens][lds]
+    int first_part;                                      // where it has parts of its own: these,
+    std::vector<int64_t> part_ends;                      // and where each ends in `taken`
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
   std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each
@@ -42,7 +44,22 @@ class NeuronLists {
   void reserve_h(int64_t tokens) {
     if ((int64_t)h.size() < tokens * ldz) h.resize((size_t)(tokens * ldz));
   }
-  // Makes `taken` of the thread, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns its
-  // length.
-  int64_t take(int thread, bool whole_groups);
+  // How many parts there are: as many for each thread, more than one where many neurons are listed. Then a thread that
+  // has lost its core holds up a small one.
+  int parts() const;
+  // The neurons of part i, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns their
+  // number.
+  int64_t take(int i, int parts, bool whole_groups, int32_t* to) const;
+  // The same of all parts of a thread, to `taken`.
+  int64_t take_parts(int thread, int parts, bool whole_groups);
+  // What the neurons of part i add, [tokens][lds]; behind it the work that this took.
+  int64_t part_floats(int64_t tokens) const { return tokens * lds + PI_LANES; }
+  float* part(int i, int64_t tokens) const { return (float*)sums_.data() + i * part_floats(tokens); }
+  NeuronCounts& done(float* part, int64_t tokens) const { return *(NeuronCounts*)(part + tokens * lds); }
+  void clear_part(float* part, int64_t tokens) const { std::fill(part, part + part_floats(tokens), 0.0f); }
+
+ private:
+  static_assert(sizeof(NeuronCounts) <= PI_LANES * sizeof(float));
+  std::vector<int64_t> numbers_listed() const;
+  Mapping sums_;  // of all parts; memory that nobody used is none
 };

@@ -81,7 +81,7 @@ void NeuronSum::sum_selected(int thread, const Piece& piece) {
   const PiActs* acts = workspace->prepare(thread, piece.x, piece.norm, bundles->forms());
   list_selected(thread, piece);
   workspace->pool->barrier();
-  sum_listed(thread, piece, acts, nullptr, 0, nullptr);
+  sum_listed(thread, piece, acts, nullptr, 0, false);
 }
 
 // Lists the neurons of this thread's share that any token selects, and the tokens that do.
@@ -117,36 +117,77 @@ void NeuronSum::list_selected(int thread, const Piece& piece) {
 }
 
 void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
-                           const Predictor* predictor, bool multiplied) {
+                           bool predicted, bool multiplied) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
-  const int64_t tokens = piece.x.tokens, n = lists.take(thread, pi_across(bundles->down.type) >= 0);
+  const int64_t tokens = piece.x.tokens;
+  const int parts = lists.parts();
   // With one token, every listed neuron is selected by it.
-  const bool some = tokens > 1 && (predictor || piece.selected || piece.weight || piece.groups.of);
-  if (some && predictor) predictor->mark(lists, own.taken.data(), n, tokens);
-  std::fill(own.sums.begin(), own.sums.begin() + tokens * lists.lds, 0.0f);
-  own.done = {};
+  const bool some = tokens > 1 && (predicted || piece.selected || piece.weight || piece.groups.of);
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
   const float limit = multiplied ? 0.0f : threshold;  // which is of activations
   const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, limit, piece.groups, multiplied};
-  if (bundles->slots) add_from_disk(thread, piece, acts, firing, n, fired);
-  else if (piece.waves) add_in_waves(thread, piece, acts, firing, n, fired);
-  else
-    add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data(), n, firing, own.block, own.sums.data(),
-                lists.lds, own.done, fired);
+  const bool phases = !bundles->slots && !piece.waves;
+  if (phases) {
+    add_parts(thread, acts, tokens, firing, parts, fired);
+    return add_sums(piece, parts, true);
+  }
+  lists.take_parts(thread, parts, add_across());
+  for (size_t i = 0; i < own.part_ends.size(); i++)
+    lists.clear_part(lists.part(own.first_part + (int)i, tokens), tokens);
+  own.done = {};
+  if (bundles->slots) add_from_disk(thread, piece, acts, firing, fired);
+  else add_in_waves(thread, piece, acts, firing, fired);
   workspace->pool->barrier();
-  add_sums(thread, piece);
   if (thread == 0 && bundles->slots) bundles->slots->settle();
-  if (thread == 0 && piece.counted) count(tokens);
+  add_sums(piece, parts, false);
   workspace->pool->barrier();
 }
 
-// In the order in which they are added if all are there.
-void NeuronSum::add_in_waves(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t n,
-                             int64_t* fired) {
+// Each part to a sum of its own, in a phase. Which neurons fire is counted as they are added: then each part is by one
+// thread.
+void NeuronSum::add_parts(int thread, const PiActs* acts, int64_t tokens, const Firing& firing, int parts,
+                          int64_t* fired) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
-  own.n_taken = n;
+  const int64_t floats = lists.part_floats(tokens);
+  const PiActs in =
+      firing.multiplied || workspace->pool->is_late() ? *acts : with_lanes(*bundles, *acts, tokens, own.block);
+  workspace->pool->phase(
+      parts, 1, fired ? 0 : floats,
+      [&](int64_t begin, int64_t end, float* aside) {
+        for (int64_t i = begin; i < end; i++) {
+          float* const sums = aside ? aside + (i - begin) * floats : lists.part((int)i, tokens);
+          lists.clear_part(sums, tokens);
+          const int64_t n = lists.take((int)i, parts, add_across(), own.taken.data());
+          if (workspace->pool->is_void()) return;
+          add_neurons(workspace->kernels, *bundles, &in, tokens, own.taken.data(), n, firing, own.block, sums,
+                      lists.lds, lists.done(sums, tokens), fired);
+        }
+      },
+      [&](int64_t begin, int64_t end, const float* aside) {
+        if (aside) std::copy_n(aside, (end - begin) * floats, lists.part((int)begin, tokens));
+      });
+}
+
+// Of what this thread has taken, the neurons of the wave, each to the sum of its part.
+void NeuronSum::add_taken(int thread, const PiActs* acts, int64_t tokens, const Firing& firing, int64_t* fired) {
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  int64_t begin = own.begin;
+  for (size_t i = 0; i < own.part_ends.size(); i++) {
+    const int64_t end = std::min(own.end, own.part_ends[i]);
+    if (begin >= end) continue;
+    add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data() + begin, end - begin, firing, own.block,
+                lists.part(own.first_part + (int)i, tokens), lists.lds, own.done, fired);
+    begin = end;
+  }
+}
+
+// In the order in which they are added if all are there.
+void NeuronSum::add_in_waves(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t* fired) {
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
   own.begin = own.end = 0;
   workspace->pool->barrier();  // all have taken theirs
   if (piece.waves->begin(thread, lists)) acts = workspace->prepare(thread, piece.x, piece.norm, bundles->forms());
@@ -154,8 +195,7 @@ void NeuronSum::add_in_waves(int thread, const Piece& piece, const PiActs* acts,
     workspace->pool->barrier();  // all have added those of the wave before
     if (thread == 0) lists.wave.last = !piece.waves->next(lists);
     workspace->pool->barrier();
-    add_neurons(workspace->kernels, *bundles, acts, piece.x.tokens, own.taken.data() + own.begin, own.end - own.begin,
-                firing, own.block, own.sums.data(), lists.lds, own.done, fired);
+    add_taken(thread, acts, piece.x.tokens, firing, fired);
   } while (!lists.wave.last);
 }
 
@@ -167,8 +207,7 @@ int64_t NeuronSum::least_slots(const Pool& pool, int64_t neurons) {
   return std::min(neurons, pool.threads() * (int64_t)(2 * PI_GROUP));
 }
 
-void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts, Firing firing, int64_t n,
-                              int64_t* fired) {
+void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts, Firing firing, int64_t* fired) {
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   NeuronLists::Wave& wave = lists.wave;
@@ -193,11 +232,9 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
     workspace->pool->barrier();
   };
   if (bundles->own_firsts && !firing.known) {  // what does not fire is not read
-    n = activate_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, own.taken.data(), n, firing, own.block, h,
-                         ldh, own.done);
+    own.n_taken = activate_taken(thread, in, piece.x.tokens, firing, h, ldh);
     firing = {h, ldh, nullptr, 0.0f};
   }
-  own.n_taken = n;
   own.end = 0;
   bool first = true;
   do {
@@ -222,9 +259,24 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
       multiply(0);
       multiply(1);
     }
-    add_neurons(workspace->kernels, *bundles, &in, piece.x.tokens, own.taken.data() + own.begin, own.end - own.begin,
-                all_there ? firing : multiplied, own.block, own.sums.data(), lists.lds, own.done, fired);
+    add_taken(thread, &in, piece.x.tokens, all_there ? firing : multiplied, fired);
   } while (!wave.last);
+}
+
+// Activations of what this thread has taken, to h; of each part it keeps those that fire. Returns their number.
+int64_t NeuronSum::activate_taken(int thread, const PiActs& acts, int64_t tokens, const Firing& firing, float* h,
+                                  int64_t ldh) {
+  NeuronLists::Share& own = workspace->lists().shares[(size_t)thread];
+  int64_t n = 0, begin = 0;
+  for (int64_t& end : own.part_ends) {
+    int32_t* const part = own.taken.data() + begin;
+    const int64_t left = activate_neurons(workspace->kernels, *bundles, &acts, tokens, part, end - begin, firing,
+                                          own.block, h, ldh, own.done);
+    std::copy_n(part, left, own.taken.data() + n);
+    begin = end;
+    end = n += left;
+  }
+  return n;
 }
 
 // Which of the guessed neurons the step needs: those that any thread has taken.
@@ -287,37 +339,58 @@ void NeuronSum::next_wave(bool counted) {
   for (auto& done : wave.done) done.store(0, std::memory_order_relaxed);
 }
 
-// Adds the sums of all threads to the output, in the order of the threads.
-void NeuronSum::add_sums(int thread, const Piece& piece) {
-  NeuronLists& lists = workspace->lists();
-  int64_t c0, c1;
-  share(bundles->up.k, PI_LANES, workspace->pool->threads(), thread, &c0, &c1);
-  for (int64_t i = 0; i < piece.x.tokens; i++) {
-    float *sum = lists.shares[0].sums.data() + i * lists.lds, *out = piece.to.out + i * piece.to.ld;
-    for (size_t other = 1; other < lists.shares.size(); other++) {
-      const float* more = lists.shares[other].sums.data() + i * lists.lds;
-      for (int64_t c = c0; c < c1; c++) sum[c] += more[c];
+// Adds the sums of all parts to the output, in the order of the parts, in a phase. phases: as in `sum_listed`.
+void NeuronSum::add_sums(const Piece& piece, int parts, bool phases) {
+  const NeuronLists& lists = workspace->lists();
+  const int64_t tokens = piece.x.tokens;
+  const Destination& to = piece.to;
+  enum { SOME = 128 };  // columns, whose sum stays in the L1 cache
+  const auto add = [&](int64_t i, int64_t c, int64_t n, float* out) {
+    float sum[SOME];
+    std::copy_n(lists.part(0, tokens) + i * lists.lds + c, n, sum);
+    for (int part = 1; part < parts; part++) {
+      const float* const more = lists.part(part, tokens) + i * lists.lds + c;
+      for (int64_t j = 0; j < n; j++) sum[j] += more[j];
     }
     if (piece.weight)
-      for (int64_t c = c0; c < c1; c++) sum[c] *= piece.weight[i];
-    if (!piece.to.bias.empty())
-      for (int64_t c = c0; c < c1; c++) sum[c] += piece.to.bias[(size_t)c];
-    if (!piece.to.add) std::fill(out + c0, out + c1, 0.0f);
-    for (int64_t c = c0; c < c1; c++) out[c] += sum[c];
-  }
+      for (int64_t j = 0; j < n; j++) sum[j] *= piece.weight[i];
+    if (!to.bias.empty())
+      for (int64_t j = 0; j < n; j++) sum[j] += to.bias[(size_t)(c + j)];
+    const float* const before = to.out + i * to.ld + c;
+    for (int64_t j = 0; j < n; j++) out[j] = (to.add ? before[j] : 0.0f) + sum[j];
+  };
+  workspace->pool->phase(
+      bundles->up.k, PI_LANES, tokens,
+      [&](int64_t c0, int64_t c1, float* aside) {
+        for (int64_t i = 0; i < tokens; i++)
+          for (int64_t c = c0; c < c1; c += SOME)
+            add(i, c, std::min(c1 - c, (int64_t)SOME), aside ? aside + i * (c1 - c0) + c - c0 : to.out + i * to.ld + c);
+      },
+      [&](int64_t c0, int64_t c1, const float* aside) {
+        if (aside) copy_rows(aside, c1 - c0, to.out + c0, to.ld, c1 - c0, tokens);
+        if (c0 != 0 || !piece.counted) return;
+        stats_.first_rows += piece.first_rows;
+        stats_.up_rows += piece.up_rows;
+        count(tokens, phases ? parts : 0);
+      });
 }
 
-void NeuronSum::count(int64_t tokens) {
+void NeuronSum::count(int64_t tokens, int parts) {
+  const NeuronLists& lists = workspace->lists();
+  const auto add = [&](const NeuronCounts& done) {
+    stats_.active += done.active;
+    stats_.first_rows += done.first;
+    stats_.up_rows += done.up;
+    stats_.down_rows += done.down;
+    stats_.shared_scales += done.shared;
+  };
   stats_.steps++;
   stats_.tokens += tokens;
-  for (const NeuronLists::Share& share : workspace->lists().shares) {
+  for (const NeuronLists::Share& share : lists.shares) {
     for (int64_t i = 0; i < tokens; i++) stats_.candidates += share.counts[i];
-    stats_.active += share.done.active;
-    stats_.first_rows += share.done.first;
-    stats_.up_rows += share.done.up;
-    stats_.down_rows += share.done.down;
-    stats_.shared_scales += share.done.shared;
+    if (!parts) add(share.done);
   }
+  for (int i = 0; i < parts; i++) add(lists.done(lists.part(i, tokens), tokens));
 }
 
 NeuronStats NeuronSum::stats() const {

@@ -255,6 +255,11 @@ bool Pool::is_late() const {
   return threads_ > 1 && is_over(thread_.at);
 }
 
+bool Pool::is_void() const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return is_over(thread_.at - 1);
+}
+
 bool Pool::stopped() const { return thread_.job->stopped_at.load(std::memory_order_relaxed) < thread_.at; }
 
 void Pool::barrier() {

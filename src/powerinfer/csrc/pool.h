@@ -103,6 +103,8 @@ class Pool {
   }
   // Whether the next phase of this thread is over: it need not prepare for it.
   bool is_late() const;
+  // The same of the phase whose compute() calls it: if not, what was read before is what the phase was to read.
+  bool is_void() const;
   // Whether *stop was not 0 when a phase ended that this thread has behind it: the same for all threads.
   bool stopped() const;
   // From here until let_park() is called as often, threads spin until the next job, however late; parked ones wake.

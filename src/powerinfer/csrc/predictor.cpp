@@ -22,7 +22,7 @@ void Predictor::check_sizes(int64_t d_model, int64_t neurons, bool reads_hidden)
 
 void Predictor::select(int thread, Workspace& w, const Rows& x) const {
   guess(thread, w, x);
-  list(thread, w, x.tokens, w.lists().shares[(size_t)thread].counts);
+  list_marked(thread, w, x.tokens);
   w.pool->barrier();
   reach_floor(thread, w, x.tokens);
 }
@@ -68,6 +68,13 @@ void Predictor::list(int thread, Workspace& w, int64_t tokens, int64_t* counts) 
                                   own.listed.data(), counts);
 }
 
+void Predictor::list_marked(int thread, Workspace& w, int64_t tokens) const {
+  NeuronLists& s = w.lists();
+  NeuronLists::Share& own = s.shares[(size_t)thread];
+  list(thread, w, tokens, own.counts);
+  if (tokens > 1) mark(s, own.listed.data(), own.n, tokens);
+}
+
 void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t tokens) const {
   for (int64_t j = 0; j < n; j++) s.selected_by[(size_t)of[j]] = 0;
   for (int64_t i = 0; i < tokens; i++) {
@@ -101,6 +108,6 @@ void Predictor::reach_floor(int thread, Workspace& w, int64_t tokens) const {
     }
   }
   w.pool->barrier();
-  list(thread, w, tokens, s.shares[(size_t)thread].counts);
+  list_marked(thread, w, tokens);
   w.pool->barrier();
 }

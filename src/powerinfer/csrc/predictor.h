@@ -15,7 +15,7 @@ class Predictor {
   int64_t rank() const { return out->k; }
 
   // For the threads of a job, and up to PI_NEURON_TOKENS tokens.
-  // Each thread lists the candidates among its neurons; ends with a barrier.
+  // Each thread lists the candidates among its neurons, and of several tokens those that select each; ends with a barrier.
   void select(int thread, Workspace& w, const Rows& x) const;
   // The first half of that: relu(in . x) in the form that `out` takes.
   const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
@@ -37,6 +37,7 @@ class Predictor {
  private:
   void guess(int thread, Workspace& w, const Rows& x) const;
   void list(int thread, Workspace& w, int64_t tokens, int64_t* counts) const;
+  void list_marked(int thread, Workspace& w, int64_t tokens) const;
   void reach_floor(int thread, Workspace& w, int64_t tokens) const;
 
   float above_;

@@ -255,10 +255,9 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   w.pool->barrier();
   list_firing(t.id, rows, nullptr, tokens);
   w.pool->barrier();
-  bundled_->sum_listed(t.id, waves, acts, rows.floats(rows.activations), experts * neurons + shared_, nullptr);
-  if (t.id != 0) return;
-  slots_->let_go();
-  bundled_->count_gates((int64_t)rows.active.size() * neurons + shared_);
+  waves.first_rows = (int64_t)rows.active.size() * neurons + shared_;
+  bundled_->sum_listed(t.id, waves, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
+  if (t.id == 0) slots_->let_go();
 }
 
 // Begins to read what the predictor has selected, then what it selects for the next layer.
