@@ -136,7 +136,7 @@ def test_the_nearest_model_is_of_the_same_kind() -> None:
     assert nearest(26, True, Memory(32 * GB)) == "lfm2-24b-a2b"
     assert nearest(30, False, Memory(32 * GB)) == "qwen3-32b"
     assert nearest(30, False, Memory(16 * GB)) == nearest(None, False, Memory(16 * GB)) == "qwen3-14b"
-    assert nearest(30, True, Memory(3 * GB)) == "smollm2-360m", "where no mixture of experts fits, another model"
+    assert nearest(30, True, Memory(3 * GB)) == "lfm2-350m", "where no mixture of experts fits, another model"
     assert nearest(None, False, Memory(GB)) is None
 
 
