@@ -695,7 +695,7 @@ CASES = [
         {"norm_eps": 1e-2},
         ("folder",),
     ),
-    Case("lfm2-moe", "lfm2_moe", {}, {"num_experts_per_tok": 2}, ("folder", "gguf")),
+    Case("lfm2-moe", "lfm2_moe", {"tie_word_embeddings": True}, {"num_experts_per_tok": 2}, ("folder", "gguf")),
 ]
 
 
