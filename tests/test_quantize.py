@@ -289,6 +289,20 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
 
 
+def test_ternary_types_of_a_model_that_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(8)
+    for name, values in (
+        ("normal", rng.standard_normal((8, 256))),
+        ("ternary", 0.5 * rng.integers(-1, 2, (8, 256))),
+    ):
+        builder = tiny_gguf()
+        builder.tensor("blk.0.ffn_wide.weight", values.astype(np.float32))
+        (tmp_path / f"{name}.gguf").write_bytes(builder.encode())
+        assert quantize(tmp_path / f"{name}.gguf", "TQ2_0", "-o", tmp_path / f"{name}-tq2_0.gguf") == 0
+        said = "matrices of three values lose 19% of their weights' squares" in capsys.readouterr().err
+        assert said == (name == "normal")
+
+
 def test_a_weight_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = weights("llama")["layers.1.up"].copy()
     values[3, 4] = np.nan

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from powerinfer.prepare.corpus import Corpus, Windows
     from powerinfer.progress import Progress
 
+_MOST_TERNARY_LOSS = 0.05
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, Hugging Face folder or name of a model")
@@ -68,7 +70,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.mixes import chosen_types, target_types, wanted_types
     from powerinfer.formats.quantised_file import write_quantised
-    from powerinfer.formats.sized_types import main_number
+    from powerinfer.formats.sized_types import main_number, ternary_loss
     from powerinfer.kernels.cpu import choose_threads
 
     _check_flags(args)
@@ -89,6 +91,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         types, importance = _sized(args, source, original, target_types(matrices, wanted), out)
         number = main_number(types, original.shapes)
     narrow = sum(types[one] != wanted[one] for one in wanted)
+    lost = ternary_loss(original, types)
+    if lost > _MOST_TERNARY_LOSS:
+        out.note(
+            f"matrices of three values lose {lost:.0%} of their weights' squares: a model that was not trained for that "
+            "gives no sensible answers"
+        )
     begin = time.monotonic()
     with Bar() as bar:
         result = write_quantised(original, types, number, target, threads, importance, bar)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
-from powerinfer.errors import RequestError
+from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.gguf import stored_alignment
 from powerinfer.formats.importance import Importance
 from powerinfer.formats.mixes import MIXES
-from powerinfer.formats.quant import block_type, dequantize
+from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.quantised_file import Original, file_size
 from powerinfer.formats.scale_search import searched
 from powerinfer.progress import Progress, silent
@@ -29,6 +30,7 @@ WIDE = ("IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K",
 NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types that are chosen from, of matrices whose rows are whole blocks of 256, and of others."""
 
+_TERNARY = ("TQ1_0", "TQ2_0")
 _SAMPLE = 1 << 15  # elements of a matrix on which errors are measured
 
 
@@ -108,14 +110,8 @@ def _nbytes(shape: tuple[int, ...], kind: str, alignment: int) -> int:
 def _error_shares(original: Original, name: str, importance: Importance | None) -> dict[str, float]:
     """Errors of a matrix in the types that it may have, as shares of its weights; experts count by their use."""
     _, shape = original.matrices.stored[name]
-    cols, rows = shape[-1], prod(shape[:-1])
-    kinds = _kinds(shape)
-    for file in original.files:
-        file.check()  # a page of a file that was cut short must not be touched
-    tensor = original.take(name)
-    count = min(rows, max(8, _SAMPLE // cols))
-    at = [(2 * number + 1) * rows // (2 * count) for number in range(count)]
-    x = np.concatenate([tensor.values(row, row + 1) for row in at])
+    rows, kinds = prod(shape[:-1]), _kinds(shape)
+    x, at = _sample(original, name)
     weights = None
     if importance is not None:
         parts = [importance.rows(name, shape, row, row + 1) for row in at]
@@ -128,6 +124,31 @@ def _error_shares(original: Original, name: str, importance: Importance | None) 
     square = float((counted * x**2).sum()) or 1.0
     errors = {kind: dequantize(searched(x, kind, weights), kind) - x for kind in kinds}
     return {kind: float((counted * error**2).sum()) / square for kind, error in errors.items()}
+
+
+def _sample(original: Original, name: str) -> tuple[Float32, list[int]]:
+    """(some rows of a matrix, their numbers)."""
+    _, shape = original.matrices.stored[name]
+    cols, rows = shape[-1], prod(shape[:-1])
+    for file in original.files:
+        file.check()  # a page of a file that was cut short must not be touched
+    tensor = original.take(name)
+    count = min(rows, max(8, _SAMPLE // cols))
+    at = [(2 * number + 1) * rows // (2 * count) for number in range(count)]
+    return np.concatenate([tensor.values(row, row + 1) for row in at]), at
+
+
+def ternary_loss(original: Original, types: Mapping[str, str]) -> float:
+    """The error of a matrix that becomes ternary, as a share of its weights' squares: the middle one of a few; 0 where
+    none does."""
+    names = [name for name in original.matrices.names() if types[name] in _TERNARY]
+    losses = []
+    for name in names[:: max(1, len(names) // 4)]:
+        x, _ = _sample(original, name)
+        with suppress(ModelError):  # who writes the file names the matrix
+            error = dequantize(searched(x, types[name]), types[name]) - x
+            losses.append(float((error**2).sum()) / (float((x**2).sum()) or 1.0))
+    return sorted(losses)[len(losses) // 2] if losses else 0.0
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
