@@ -94,8 +94,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     lost = ternary_loss(original, types)
     if lost > _MOST_TERNARY_LOSS:
         out.note(
-            f"matrices of three values lose {lost:.0%} of their weights' squares: a model that was not trained for that "
-            "gives no sensible answers"
+            f"matrices of three values lose {lost:.0%} of their weights' squares: a model that was not trained for "
+            "that gives no sensible answers"
         )
     begin = time.monotonic()
     with Bar() as bar:

@@ -280,8 +280,8 @@ def _ruled_type(mix: Mix, kind: str, place: _Place) -> str:
 
 
 def weighed_type(mix: Mix, kind: str, layer: int, matrices: ModelMatrices) -> str:
-    """The type of a layer's matrix where errors are weighed. kind: "value", "key", "query", "out", "gate", "up", "down",
-    or "" of another."""
+    """The type of a layer's matrix where errors are weighed. kind: "value", "key", "query", "out", "gate", "up" or
+    "down", "" of another."""
     return _ruled_type(mix, kind, _Place(layer, matrices.layers, matrices, True))
 
 
