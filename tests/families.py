@@ -112,6 +112,7 @@ FAMILIES |= {
     "qwen3_next": DELTA | dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40),
     "deepseek_v2": LATENT | dict(q_lora_rank=None, n_shared_experts=2, topk_method="greedy"),
     "deepseek_v3": LATENT | dict(q_lora_rank=20, n_group=1, topk_group=1),
+    "mistral4": LATENT | dict(q_lora_rank=20, n_shared_experts=2),
     "glm4_moe_lite": LATENT | dict(q_lora_rank=20, mlp_layer_types=["dense", "sparse", "sparse"]),
     "granite": LLAMA | GRANITE,
     "granitemoe": LLAMA | GRANITE | dict(num_local_experts=6, num_experts_per_tok=3),
@@ -211,6 +212,7 @@ ON_CPU_ALONE = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "mistral4",
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_moe_text",
@@ -268,6 +270,7 @@ LLAMA3 = rope(
     original_max_position_embeddings=64,
 )
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+GROWN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 FACTORS = np.random.default_rng(2).uniform(1.0, 40.0, (2, 6)).round(3).tolist()
 LONGROPE = HALF_ROPE | {
     "rope_type": "longrope",
@@ -319,6 +322,14 @@ CASES = [
         "mistral",
         {"sliding_window": None, "head_dim": 32},
         {"rope_parameters": rope(rope_theta=20000.0)},
+    ),
+    Case(
+        "ministral3",
+        "ministral3",
+        {"rope_parameters": GROWN, "head_dim": 32},
+        {"rope_parameters": GROWN | {"llama_4_scaling_beta": 0.3}},
+        ("folder", "gguf"),
+        YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.4},
     ),
     Case(
         "smollm2",
@@ -540,6 +551,24 @@ CASES = [
     ),
     Case("deepseek-v3", "deepseek_v3", {"n_group": 4, "topk_group": 2}, {"topk_group": 3}, WITH_KV_B),
     Case("glm4-moe-lite", "glm4_moe_lite", {}, {"routed_scaling_factor": 1.6}),
+    Case(
+        "mistral4",
+        "mistral4",
+        {"rope_parameters": GROWN},
+        {"rope_parameters": GROWN | {"llama_4_scaling_beta": 0.3}},
+        ("folder", "gguf"),
+        YARN_KEYS | {
+            "rope.scaling.yarn_log_multiplier": 0.1, "attention.temperature_scale": 0.4,
+            "attention.temperature_length": 32,
+        },
+    ),
+    Case(
+        "mistral4-groups",
+        "mistral4",
+        {"rope_parameters": GROWN, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None},
+        {"rope_parameters": GROWN, "n_group": 4, "topk_group": 3},
+        ("folder",),
+    ),
     Case("deepseek-v3-halves", "deepseek_v3", {"rope_interleave": False}, {"rope_interleave": True}, FOLDERS),
     Case(
         "kimi-k2",
@@ -716,6 +745,8 @@ def rectified_experts(experts: Any, x: Any, selected: Any, weights: Any) -> Any:
 
 def build(case: Case, config: Any) -> Any:
     """The model of `transformers`, its FFN exchanged where that is all the family differs in."""
+    if case.kind == "mistral4":  # which the list of classes lacks
+        return transformers.Mistral4ForCausalLM._from_config(config, attn_implementation="eager").eval()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     if case.kind in OWN_FFN and case.kind != "llama_sparse_relu":
         for layer in model.model.layers:
@@ -1043,7 +1074,7 @@ def gguf_tensors(
         second = architecture in ("gemma3", "olmo2", "glm4moe", "seed_oss", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
-        pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3", "minicpm", "bailingmoe")
+        pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3", "minicpm", "bailingmoe", "mistral3")
         if architecture in pairs and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
@@ -1085,7 +1116,7 @@ def add_states(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 
-LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 USED = ("num_experts_per_tok", "moe_num_active_primary_experts", "moe_k")
 COUNTS = ("moe_num_primary_experts", "moe_num_experts", "num_local_experts", "num_experts", "n_routed_experts")
 
@@ -1119,16 +1150,16 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
     if config.model_type in LATENTS:
-        sigmoid = config.model_type != "deepseek_v2"
+        sigmoid = config.model_type not in ("deepseek_v2", "mistral4")
         types = gguf.ExpertGatingFuncType
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(1)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         if config.model_type != "glm4_moe_lite":  # as the first of its files
             writer.add_expert_gating_func(types.SIGMOID if sigmoid else types.SOFTMAX)
-        if sigmoid:
+        if sigmoid or config.model_type == "mistral4":
             writer.add_expert_weights_norm(config.norm_topk_prob)
-        if sigmoid or config.topk_method != "greedy":
+        if sigmoid or getattr(config, "topk_method", "greedy") != "greedy":
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)
 
@@ -1158,9 +1189,10 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
-    others |= dict.fromkeys(LATENTS, "deepseek2")
+    others |= dict.fromkeys(LATENTS, "deepseek2") | {"mistral4": "mistral4"}
     others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
     others |= {"ernie4_5_moe": "ernie4_5-moe", "bailing_moe": "bailingmoe2", "bailing_moe_1": "bailingmoe"}
+    others["ministral3"] = "mistral3"
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -1183,7 +1215,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     elif opt:
         kv_heads = config.num_attention_heads
-    elif architecture == "deepseek2":
+    elif case.kind in LATENTS:
         kv_heads = add_latents(writer, config, kv_b)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
@@ -1292,7 +1324,7 @@ def case_layouts() -> list[Any]:
     return [pytest.param(case, layout, id=f"{case.name}-{layout}") for case in CASES for layout in case.layouts]
 
 
-TURNED = ("llama", "sparsellama", "bamboo", "granite", "arcee", "smollm3", "falcon", "minicpm")
+TURNED = ("llama", "sparsellama", "bamboo", "granite", "arcee", "smollm3", "falcon", "minicpm", "ministral3")
 """Kinds whose GGUF files have rows of queries and keys in another order, which a device undoes."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -210,6 +211,32 @@ def test_of_a_model_for_pictures_the_text_is_read(tmp_path: Path) -> None:
         found.append(run_chunks(executor, tokens, [TOKENS], scattered_pages(executor, 1)[0]))
         executor.close()
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("mistral-head-dim", "language_model."), ("ministral3", "model.language_model."), ("mistral4", "language_model.")],
+)
+def test_the_text_within_a_model_for_pictures_is_of_its_own_family(name: str, prefix: str, tmp_path: Path) -> None:
+    """As Mistral publishes them, under the names of either version of `transformers`."""
+    from safetensors.numpy import load_file, save_file
+
+    plain, whole = Truth(case_named(name)).save("folder", tmp_path / "plain"), tmp_path / "whole"
+    stored = {key: tensor for part in plain.glob("*.safetensors") for key, tensor in load_file(part).items()}
+    inner = {key.replace("model.", prefix, 1) if "model.l" in prefix else prefix + key: stored[key] for key in stored}
+    begin = prefix.removesuffix("language_model.")
+    pictures = {f"{begin}{key}.weight": np.ones(8, np.float32) for key in ("vision_tower.a", "multi_modal_projector.b")}
+    whole.mkdir()
+    save_file(inner | pictures, whole / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    del text["architectures"]
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (whole / "config.json").write_text(json.dumps(outer))
+    found, expected = open_checkpoint(whole), open_checkpoint(plain)
+    assert found.notes[0] == "only text is read: the part for pictures is left out"
+    assert replace(found.config, name="") == replace(expected.config, name="")
+    for tensor in ("embed", "head", "layers.0.attn_norm", "layers.1.o"):
+        assert np.array_equal(found.take(tensor).float32(), expected.take(tensor).float32())
 
 
 def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:

@@ -188,7 +188,6 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
         ("gemma-4-26b-a4b", "Gemma 4", "lfm2-24b-a2b is, and fits this machine"),
         ("gemma4:e4b", "Gemma 4", "qwen3-4b is, and fits this machine"),
         ("rwkv7", "RWKV", "`powerinfer pull --names` lists what is"),
-        ("ministral-3:8b", "Ministral 3", "qwen3-8b is, and fits this machine"),
         ("hunyuan-7b", "Hunyuan", "qwen2.5-7b is, and fits this machine"),
         ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
     ],

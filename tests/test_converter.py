@@ -20,7 +20,17 @@ if "POWERINFER_CONVERTER" not in os.environ:
     pytest.skip("make test-converter runs this", allow_module_level=True)
 families = pytest.importorskip("families")
 
-from families import CASES, TOKENS, YARN, Case, case_named, open_executor, run_chunks, scattered_pages  # noqa: E402
+from families import (  # noqa: E402
+    CASES,
+    GROWN,
+    TOKENS,
+    YARN,
+    Case,
+    case_named,
+    open_executor,
+    run_chunks,
+    scattered_pages,
+)
 from truth import Truth  # noqa: E402
 
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -37,6 +47,7 @@ REFUSED = {
 LEFT_OUT = (
     "nemotron-biases",  # rotates hidden_size / num_attention_heads / 2 dimensions, whatever head_dim is
     *("nemotron-h", "nemotron-h-biases"),  # takes each for one with experts, whose keys transformers gives to all
+    "mistral4",  # does not say how queries grow
     "ernie-moe",  # takes intermediate_size / num_key_value_heads for the size of the shared experts
 )
 
@@ -53,6 +64,7 @@ class Job(NamedTuple):
 MORE = [
     Case("qwen3-attention-factor", "qwen3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, {}),
     Case("olmo2-attention-factor", "olmo2", {"rope_parameters": YARN | {"attention_factor": 1.1386294361}}, {}),
+    Case("mistral4-even", "mistral4", {"rope_parameters": GROWN | {"llama_4_scaling_beta": 0.0}}, {}),
     Case("ernie-moe-as-published", "ernie4_5_moe", {"intermediate_size": 160}, {}),
 ]
 JOBS = [
@@ -123,6 +135,10 @@ def published(folder: Path) -> Path:
         config["layer_types"] = [types[kind] for kind in config["layer_types"]]
     if config["model_type"] == "falcon_h1":
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if config["model_type"] in ("ministral3", "mistral4"):  # parts of models that read pictures
+        del config["architectures"]
+        whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+        config = whole | {"text_config": config, "vocab_size": config["vocab_size"]}
     path.write_text(json.dumps(config))
     tokens = {"model": {"vocab": {str(at): at for at in range(config["vocab_size"])}}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokens))  # of which Gemma's counts the tokens

@@ -25,7 +25,8 @@ def main() -> None:
     def convert(folder: str, file: str, options: dict[str, Any]) -> None:
         settings = base.ModelBase.load_hparams(Path(folder), False)
         chosen = get_model_class(base.get_model_architecture(settings, base.ModelType.TEXT))
-        chosen.set_vocab = chosen._set_vocab_none
+        for kind in (chosen, *(inner for inner in vars(chosen).values() if isinstance(inner, type))):
+            kind.set_vocab = chosen._set_vocab_none  # of those within, too, which it may hand over to
         if chosen.supports_mtp_export:
             chosen.no_mtp = True
         chosen(Path(folder), base.gguf.LlamaFileType.ALL_F32, Path(file), **options).write()

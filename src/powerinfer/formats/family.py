@@ -86,10 +86,11 @@ class Folder:
     by the usual name. read: makes the configuration from one without layers, None: `read_plain`, which goes by:
     kv_heads_stated: the number of key-value heads has no usable default; other_head_dim: the class has a `head_dim`;
     partial: default share of a head that is rotated, None: the whole head is, always; theta: default of the rotary
-    embedding's base; interleaved: as in `RopeConfig`; biases: keys of the biases of q, k and v, and of that of o, None:
-    there are none; qk_norm: as in `AttentionConfig`; windows: the sliding window of each layer, None: there are none;
-    gated, activations: of FFNs; mlp_bias: FFNs may have biases; mixed_act: the family has MIXED_ACT; ffns: the FFN of
-    each layer, None: they are alike and dense; norms: as in `LayerConfig`; norm: as in `ModelConfig`.
+    embedding's base; interleaved: as in `RopeConfig`; grown: `rope_parameters` say how queries grow with their
+    positions (`AttentionConfig.query_growth`); biases: keys of the biases of q, k and v, and of that of o, None: there
+    are none; qk_norm: as in `AttentionConfig`; windows: the sliding window of each layer, None: there are none; gated,
+    activations: of FFNs; mlp_bias: FFNs may have biases; mixed_act: the family has MIXED_ACT; ffns: the FFN of each
+    layer, None: they are alike and dense; norms: as in `LayerConfig`; norm: as in `ModelConfig`.
 
     Reading tensors. names, fused: as the files have them; find_names: in place of `names` where that depends on the
     model. rename: changes names of the file in place, and gives notes; make: takes tensors out and gives, by canonical
@@ -112,6 +113,7 @@ class Folder:
     partial: float | None = None
     theta: float = 10000.0
     interleaved: bool = False
+    grown: bool = False
     biases: tuple[str | None, str | None] = ("attention_bias", "attention_bias")
     qk_norm: str | None = None
     windows: Callable[[Fields, int], list[int | None]] | None = None
@@ -148,6 +150,8 @@ class Gguf:
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
     full_every is set, unless single_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file has none,
     None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is about; growth: the settings by
+    which queries grow with their positions, None: they do not.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     missing_scales: those that hold where it does not, by the width and the number of layers, None: 1;
     score_scale: that of attention's scores where no key states it, from the heads of each layer;
@@ -180,6 +184,8 @@ class Gguf:
     positions: str = "rope"
     epsilon: float | None = None
     scaled: bool = False
+    multiplied: bool = False
+    growth: Callable[[Fields], dict[str, Any]] | None = None
     scales: bool = False
     missing_scales: Callable[[int, int], Mapping[str, float]] | None = None
     score_scale: Callable[[Fields, Sequence[AttentionConfig]], float | None] | None = None

@@ -87,9 +87,11 @@ def _text_part(metadata: dict[str, Any]) -> dict[str, Any]:
     """The configuration of what reads text, in a model that also reads pictures."""
     classes, text = metadata.get("architectures"), metadata.get("text_config")
     name = classes[0] if type(classes) is list and len(classes) == 1 and type(classes[0]) is str else ""
-    family = next((family for family in FOLDERS.values() if name and family.vision_class == name), None)
-    if family is None or type(text) is not dict:
+    families = [family for family in FOLDERS.values() if name and family.vision_class == name]
+    if not families or type(text) is not dict:
         return metadata
+    kind = text.get("model_type")
+    family = next((one for one in families if kind in (one.model_type, *one.other_types)), families[0])
     outer = {key: metadata[key] for key in ("tie_word_embeddings", "quantization_config") if key in metadata}
     return text | outer | {"architectures": [family.classes[0]]}
 

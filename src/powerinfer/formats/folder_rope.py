@@ -41,6 +41,9 @@ def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: Attent
     if family.vision_class:  # places in a picture; a text has one position in all three dimensions
         for key in ("mrope_section", "mrope_interleaved"):
             rope.get(key, None)
+    if family.grown:  # the second says again what stands outside, or nothing
+        for key in ("llama_4_scaling_beta", "max_position_embeddings"):
+            rope.get(key, None)
     dim = _rotated(fields, rope, heads.head_dim, family.partial)
     theta = fields.number("rope_theta", 1.0001, layout.MAX_THETA, family.theta)
     plain = RopeConfig(rope.number("rope_theta", 1.0001, layout.MAX_THETA, theta), dim, family.interleaved)
@@ -53,6 +56,14 @@ def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: Attent
     if unread:
         raise rope.bad(shown(unread[0])[1:-1], f"is set, which this engine does not support for type {kind}")
     return result
+
+
+def read_growth(fields: Fields) -> dict[str, Any]:
+    """Settings of attention by which queries grow with their positions."""
+    rope = _rope_values(fields)
+    growth = rope.number("llama_4_scaling_beta", 0, layout.MAX_SCALE)
+    interval = rope.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT)
+    return {"query_growth": growth, "query_interval": interval}
 
 
 def _rope_values(fields: Fields) -> Fields:
@@ -155,9 +166,17 @@ def _yarn_gain(factor: float, scale: float = 1.0) -> float:
     return 1 + 0.1 * scale * math.log(max(factor, 1))
 
 
-def read_latent_rope(family: Folder, fields: Fields, config: ModelConfig, dim: int) -> tuple[RopeConfig, float]:
-    """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about."""
-    rope = read_rope(family, fields, config, AttentionConfig(1, 1, dim))
+def read_latent_rope(
+    family: Folder, fields: Fields, config: ModelConfig, plain: int, rotated: int
+) -> tuple[RopeConfig, float]:
+    """(rotary embedding, factor of attention's scores), which YaRN's `mscale` and `mscale_all_dim` are about.
+
+    plain, rotated: dimensions of a head, of which the files of some families state the share that is rotated, too.
+    """
+    stated = family.partial is not None
+    rope = read_rope(family, fields, config, AttentionConfig(1, 1, plain + rotated if stated else rotated))
+    if rope.dim != rotated:
+        raise fields.bad("qk_rope_head_dim", f"is {rotated}, but partial_rotary_factor says {rope.dim}")
     if rope.scaling != "yarn":
         return rope, 1.0
     scale = _rope_values(fields).number("mscale_all_dim", 0, layout.MAX_SCALE, 0.0)

@@ -361,6 +361,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         "qk_norm": qk_norm,
         "scale": _scale(fields, family, heads),
         "sinks": family.sinks,
+        **({} if family.growth is None else family.growth(fields)),
     }
     plain = [
         replace(heads_, rope=of_layer, window=window, **shared)
@@ -516,6 +517,7 @@ def _latent_layers(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) 
         gain * query**-0.5,
         fields.integer("attention.q_lora_rank", 0, layout.MAX_WIDTH, 0) or None,
         _epsilon(fields, family),
+        **({} if family.growth is None else family.growth(fields)),
     )
     return tuple(LayerConfig(attention, ffn) for ffn in _ffns(file, fields, family, n_layers))
 
@@ -703,6 +705,9 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
     divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
     plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
+    multiplier = 0.0
+    if family.multiplied:
+        multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0, layout.MAX_SCALE, 0.0)
     kind, factor, original, gain = _rope_scaling(fields)
     if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
         raise ModelError(f"{fields.source}: has both rope_freqs.weight and RoPE scaling {kind!r}")
@@ -715,6 +720,7 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
     if short or long or kind == "longrope":
         raise ModelError(f"{fields.source}: has not both rope_factors_short.weight and rope_factors_long.weight")
     if kind == "yarn":
+        gain /= 1 + 0.1 * multiplier * math.log(max(factor, 1))
         return replace(
             plain, scaling="yarn", factor=factor, original_context_length=original, **_yarn(fields, factor, gain)
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from powerinfer.config import LatentAttentionConfig, ModelConfig
 from powerinfer.formats import layout
 from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_DEFAULTS, UNNORMALISED, Folder, Gguf
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import add_layers, read_deepseek_experts
-from powerinfer.formats.folder_rope import read_latent_rope
+from powerinfer.formats.folder_rope import read_growth, read_latent_rope
 from powerinfer.formats.source import Fused, Names
 
 
@@ -29,7 +30,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         dims("qk_rope_head_dim", 64),
     )
     plain = dims("qk_nope_head_dim", 128)
-    rope, gain = read_latent_rope(family, fields, config, rotated)
+    rope, gain = read_latent_rope(family, fields, config, plain, rotated)
     attention = LatentAttentionConfig(
         heads,
         latents,
@@ -39,23 +40,44 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         rope,
         gain * (plain + rotated) ** -0.5,
         fields.integer("q_lora_rank", 1, layout.MAX_WIDTH, None),
+        **(read_growth(fields) if family.grown else {}),
     )
     assert family.ffns is not None
     return add_layers(family, config, [attention] * n_layers, family.ffns(family, fields, n_layers))
 
 
-def _read_v3(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+def read_v3(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """V3's files say in which order elements are rotated."""
     family = replace(family, interleaved=fields.flag("rope_interleave", False))
     return _read(family, fields, config, n_layers)
 
 
-def _fused(config: ModelConfig, names: Names) -> list[Fused]:
+def _read_gguf_growth(fields: Fields) -> dict[str, Any]:
+    """Settings of attention by which queries grow, as of Mistral Large 3."""
+    growth = fields.number("attention.temperature_scale", 0, layout.MAX_SCALE, 0.0)
+    if not growth:
+        return {}
+    interval = fields.integer("attention.temperature_length", 1, layout.MAX_CONTEXT)
+    return {"query_growth": growth, "query_interval": interval}
+
+
+def fuse_latents(config: ModelConfig, names: Names) -> list[Fused]:
+    """Matrices that make keys and values of heads from latents are one."""
     return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads, flat=True)]
 
 
+LATENT_NAMES = EXPERTS_NAMES.extended(
+    GLM_EXPERTS
+    | {
+        "q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "q_b": "self_attn.q_b_proj",
+        "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_a_norm": "self_attn.kv_a_layernorm",
+        **dict.fromkeys(("k_b_rows", "v_b"), "self_attn.kv_b_proj"),
+    }
+)  # fmt: skip
+"""Names with latent attention, and experts as DeepSeek has them."""
+
 _V3 = Folder(
-    "deepseek_v3", ("DeepseekV3ForCausalLM",), _read_v3, other_types=("kimi_k2",), replaces_code=True,
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), read_v3, other_types=("kimi_k2",), replaces_code=True,
     defaults=LLAMA_DEFAULTS | {
         "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
         "num_attention_heads": 128, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "q_lora_rank": 1536,
@@ -63,15 +85,8 @@ _V3 = Folder(
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "rope_interleave": True,
     },
     ffns=read_deepseek_experts,
-    names=EXPERTS_NAMES.extended(
-        GLM_EXPERTS
-        | {
-            "q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "q_b": "self_attn.q_b_proj",
-            "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_a_norm": "self_attn.kv_a_layernorm",
-            **dict.fromkeys(("k_b_rows", "v_b"), "self_attn.kv_b_proj"),
-        }
-    ),
-    fused=_fused,
+    names=LATENT_NAMES,
+    fused=fuse_latents,
 )  # fmt: skip
 
 FOLDERS = (
@@ -97,4 +112,7 @@ FOLDERS = (
         },
     ),
 )  # fmt: skip
-GGUFS = (Gguf("deepseek2", "silu", interleaved=True, experts=UNNORMALISED, latent=True),)
+LATENT_GGUF = Gguf(
+    "deepseek2", "silu", interleaved=True, experts=UNNORMALISED, latent=True, growth=_read_gguf_growth
+)  # fmt: skip
+GGUFS = (LATENT_GGUF,)

@@ -14,6 +14,7 @@ from powerinfer.formats.folder_parts import (
     read_plain,
     read_window,
     read_window_by_type,
+    rename_text,
 )
 
 MIXTRAL_NAMES = {"router": "block_sparse_moe.gate"} | {
@@ -34,7 +35,8 @@ def _read_sparselm(family: Folder, fields: Fields, config: ModelConfig, n_layers
 FOLDERS = (
     Folder("llama", ("LlamaForCausalLM",), defaults=LLAMA_DEFAULTS, mlp_bias=True),
     Folder(
-        "mistral", ("MistralForCausalLM",), defaults=LLAMA_DEFAULTS | {"sliding_window": 4096}, kv_heads_stated=True,
+        "mistral", ("MistralForCausalLM",), vision_class="Mistral3ForConditionalGeneration", rename=rename_text,
+        defaults=LLAMA_DEFAULTS | {"sliding_window": 4096}, kv_heads_stated=True,
         biases=(None, None), windows=read_window_by_type,
     ),
     Folder(
