@@ -5,6 +5,7 @@ Import it before a kernel runs; on a GPU, where kernels are compiled, it does no
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import cache
 from importlib.util import find_spec
@@ -101,6 +102,51 @@ def _prepare() -> None:
             return one, other
         return plain_broadcast(self, one, other)
 
+    # Operands that agree are most, and so are a block and a number: what that becomes is made once.
+    plain_check, made = TritonSemantic.binary_op_type_checking_impl, dict[Any, Any]()
+    Tensor = tl.core.tensor
+
+    def check(self: Any, left: Any, right: Any, *given: Any, **named: Any) -> tuple[Any, Any]:
+        """As it is, with fewer questions."""
+        if type(left) is Tensor and type(right) is Tensor:
+            same = left.shape is right.shape and left.dtype == right.dtype
+            divides = named or any(given[3:])  # float16 becomes float32 then
+            if same and not divides and not left.dtype.is_ptr():
+                return left, right
+        elif type(left) is Tensor or type(right) is Tensor:
+            first = type(left) is Tensor
+            block, number = (left, right) if first else (right, left)
+            key = (type(number), number, block.dtype.name, id(block.shape), first, given, *named.items())
+            if key in made:
+                return (block, made[key]) if first else (made[key], block)
+            checked = plain_check(self, left, right, *given, **named)
+            if checked[not first] is block:
+                made[key] = checked[first]
+                made[key].handle.data.flags.writeable = False
+            return checked
+        return plain_check(self, left, right, *given, **named)
+
+    plain_unwrap, constexpr = tl.core._unwrap_if_constexpr, tl.core.constexpr
+    several = frozenset((list, tuple, tl.core.tuple))
+
+    def unwrap(given: Any) -> Any:
+        """As it is, with fewer questions."""
+        kind = type(given)
+        return given.value if kind is constexpr else plain_unwrap(given) if kind in several else given
+
+    @cache
+    def builtins_of(package: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        """As it is, but members are looked for once."""
+        for name, member in builtins_of(package):
+            if getattr(package, name) is member:
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    TritonSemantic.binary_op_type_checking_impl = check
+    tl.core._unwrap_if_constexpr = unwrap
+    interpreter._patch_builtin = patch_builtin
     tl.core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
     tl.core.block_type.__init__ = block
     tl.core.block_type.__eq__ = equal
