@@ -529,6 +529,45 @@ def test_unigram_ids_are_those_of_sentencepiece() -> None:
     assert tokenizer.encode("x</s>", special=True)[-2:] == [2, 2], "the text's own, and the one the model wants"
 
 
+@cache
+def merged_model() -> Any:
+    """A tokenizer of the kind of Gemma 4: merges of whole texts, with "▁" for a space."""
+    from tokenizers import Tokenizer as Native
+    from tokenizers import models, normalizers, trainers
+
+    native = Native(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    native.normalizer = normalizers.Replace(" ", "▁")
+    first = ["<unk>", "<bos>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts = [line for text in CORPUS for line in text.splitlines()]
+    native.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=700, special_tokens=first, show_progress=False))
+    return native
+
+
+def merged_metadata() -> dict[str, Any]:
+    model = json.loads(merged_model().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    return {
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+    }  # fmt: skip
+
+
+def test_merged_bpe_ids_are_those_of_the_tokenizers_library() -> None:
+    reference, tokenizer = merged_model(), tokenizer_from_gguf(merged_metadata())
+    reference.encode_special_tokens = True
+    for text in [*CORPUS, *HARD]:
+        text = valid(text)
+        if "<0x" in text or "<unk>" in text:  # there special tokens, here bytes and an unknown piece
+            continue
+        assert tokenizer.encode(text, special=False, add_bos=False) == reference.encode(text).ids, text[:80]
+    assert tokenizer.encode("x")[0] == 1, "whatever the file says"
+    text = "  two  spaces\n\n\tü 日本 "
+    assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+
+
 def test_scores_without_ties_merge_by_score() -> None:
     """Worked by hand: "abc" with ab (-1) before bc (-2); then abc is reached by ab + c alone."""
     pieces = ["<unk>", "a", "b", "c", "bc", "ab", "abc", "▁"]

@@ -31,6 +31,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer that a GGUF file's `tokenizer.*` keys describe; ModelError if they are malformed or unknown."""
     model = metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _gguf_byte_level, "llama": _gguf_scored, "t5": _gguf_unigram, "unigram": _gguf_unigram}
+    makers["gemma4"] = _gguf_merged
     if not isinstance(model, str):
         raise ModelError("the GGUF file has no tokenizer (key tokenizer.ggml.model)")
     if model not in makers:
@@ -191,9 +192,7 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
             f"pre-tokenizer {name[:40]!r} (tokenizer.ggml.pre) is not supported: how this model splits text into words "
             "is not known here; use its Hugging Face folder, whose tokenizer.json says it"
         )
-    pre, merges = PRE_TOKENIZERS[name], gguf.strings("merges")
-    if "\n".join(merges).count(" ") != len(merges):
-        raise ModelError("tokenizer.ggml.merges must hold two pieces with one space between them in every entry")
+    pre, merges = PRE_TOKENIZERS[name], _merges(gguf)
     vocabulary = gguf.vocabulary(
         byte_level=True, add_bos=gguf.flag("add_bos_token", pre.add_bos), add_eos=gguf.flag("add_eos_token", False)
     )
@@ -216,6 +215,37 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
         return bpe.SmallByteBPE(gguf.vocab, merges, words, pre.ignore_merges).encode
 
     return Tokenizer(_with_bos(gguf, vocabulary), build, small)
+
+
+def _merges(gguf: _GGUF) -> list[str]:
+    merges = gguf.strings("merges")
+    if "\n".join(merges).count(" ") != len(merges):
+        raise ModelError("tokenizer.ggml.merges must hold two pieces with one space between them in every entry")
+    return merges
+
+
+def _gguf_merged(gguf: _GGUF) -> Tokenizer:
+    """Merges of whole texts, with "▁" for a space: what Gemma 4 has. A text begins with bos, whatever the file says."""
+    merges = _merges(gguf)
+    vocabulary = gguf.vocabulary(
+        byte_level=False,
+        byte_pieces=_byte_pieces(gguf),
+        strip_space=False,
+        add_bos=gguf.ids["bos"] is not None,
+        add_eos=gguf.flag("add_eos_token", False),
+    )
+
+    def build() -> Engine:
+        from tokenizers import Tokenizer, models, normalizers
+
+        pairs: Any = [tuple(entry.split(" ")) for entry in merges]
+        unknown = None if vocabulary.unk_id is None else gguf.names[vocabulary.unk_id]
+        fallback = bool(vocabulary.byte_pieces)
+        engine = Tokenizer(models.BPE(gguf.vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+        engine.normalizer = normalizers.Replace(" ", "▁")
+        return _with_added(engine, vocabulary)
+
+    return Tokenizer(_with_bos(gguf, vocabulary), build)
 
 
 def _gguf_scored(gguf: _GGUF) -> Tokenizer:
