@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from powerinfer.errors import RequestError
+from powerinfer.errors import ModelError, RequestError
 from powerinfer.hybrid.in_ram import place_in_ram, shortened
 from powerinfer.hybrid.resolved import Resolved, model_of, ram_bytes
 from powerinfer.sparsity.selection import select, tried_inside
@@ -34,7 +34,8 @@ def place_as_chosen(resolved: Resolved) -> Resolved:
     if problem is not None:
         return place_in_ram(_with_reason(resolved, problem))
     if (ways := _on_disk(resolved)) is not None:
-        return _read_as_chosen(*ways) or ways[0]
+        dense, exact = ways
+        return dense if exact is None else _read_as_chosen(dense, exact) or dense
     outcome = _earlier(expert_trial(resolved.checkpoint, resolved.engine), resolved)
     if outcome is not None:
         return place_in_ram(_chosen(resolved, outcome))
@@ -62,7 +63,8 @@ def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     if not _undecided(resolved):
         return resolved
     if (ways := _on_disk(resolved)) is not None:
-        return _read_as_chosen(*ways) or _tried_on_disk(*ways, loading)
+        dense, exact = ways
+        return dense if exact is None else _read_as_chosen(dense, exact) or _tried_on_disk(dense, exact, loading)
     if _problem(resolved) is not None:
         return resolved
     from powerinfer.hybrid.expert_policy import with_policy
@@ -84,9 +86,9 @@ def with_choice(resolved: Resolved, loading: Loading) -> Resolved:
     return place_in_ram(chosen) if resolved.device.gpu is None else with_policy(chosen)
 
 
-def _on_disk(resolved: Resolved) -> tuple[Resolved, Resolved] | None:
-    """The same on the CPU alone with whole experts, and with rows of them; None where that is not to be tried, no rows
-    are prepared, or no experts rest on disk."""
+def _on_disk(resolved: Resolved) -> tuple[Resolved, Resolved | None] | None:
+    """The same on the CPU alone with whole experts, and with rows of them, None: the file with these is not the
+    model's; None where that is not to be tried, no rows are prepared, or no experts rest on disk."""
     from powerinfer.formats.prepared import EXPERT_ROWS, PreparedFile
     from powerinfer.sparsity.expert_trial import obstacle
 
@@ -97,7 +99,10 @@ def _on_disk(resolved: Resolved) -> tuple[Resolved, Resolved] | None:
     dense = place_in_ram(resolved)
     if dense.placement.disk is None or not dense.placement.disk.about.experts:
         return None
-    selection = select(checkpoint, replace(engine, selector="exact"))
+    try:
+        selection = select(checkpoint, replace(engine, selector="exact"))
+    except ModelError as error:
+        return _with_reason(dense, f"experts are read whole: {error}"), None
     try:
         exact = place_in_ram(replace(resolved, selection=selection))
     except RequestError:  # it takes a little more memory
