@@ -408,6 +408,12 @@ def test_sizes() -> None:
     assert {text: read_size(text) for text in given} == given
 
 
+@pytest.mark.parametrize("command", ["profile", "train"])
+def test_threads_are_checked_before_a_model_is_fetched(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "-m", "no-such-model", "--threads", "-1"]) == 2
+    assert "threads must be between 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("size", "meant"), [("8", "8GiB"), ("1.5", "1.5GiB"), ("512", "512MiB"), ("8589934592", "8589934592B")]
 )

@@ -53,10 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
+    from powerinfer.kernels.cpu import choose_threads
     from powerinfer.prepare import profiling
 
     options, engine = config_from(args, ProfileConfig), config_from(args, EngineConfig)
     profiling.check(options)
+    choose_threads(engine.threads)  # what is wrong with them is said before a model is fetched
     checkpoint = open_model(args.model, engine, out)
     if checkpoint.config.experts:
         return _experts(args, options, engine, checkpoint, out)

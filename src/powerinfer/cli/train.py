@@ -32,9 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
+    from powerinfer.kernels.cpu import choose_threads
     from powerinfer.prepare.training import current, describe, train
 
     engine, config = config_from(args, EngineConfig), config_from(args, TrainConfig)
+    choose_threads(engine.threads)  # what is wrong with them is said before a model is fetched
     checkpoint = open_model(args.model, engine, out)
     file = None if args.force else current(checkpoint, engine.prepared, config)
     trained = None
