@@ -142,10 +142,12 @@ def slots_by_frequency(frequencies: Frequencies, nbytes: Mapping[int, int], budg
     slots = dict.fromkeys(frequencies, 0)
     if not slots:
         return slots
-    layers = np.concatenate([np.full(len(each), layer) for layer, each in frequencies.items()])
-    worth = np.concatenate([each / nbytes[layer] for layer, each in frequencies.items()])
-    ranked = layers[np.lexsort((layers, -worth))]
-    fit = int(np.searchsorted(np.cumsum([nbytes[layer] for layer in ranked.tolist()]), budget, side="right"))
+    lengths = [len(each) for each in frequencies.values()]
+    layers = np.repeat(list(frequencies), lengths)
+    sizes = np.repeat([nbytes[layer] for layer in frequencies], lengths)
+    order = np.lexsort((layers, -np.concatenate(list(frequencies.values())) / sizes))
+    ranked = layers[order]
+    fit = int(np.searchsorted(np.cumsum(sizes[order]), budget, side="right"))
     for layer, n in zip(*np.unique(ranked[:fit], return_counts=True), strict=True):
         slots[int(layer)] = int(n)
     budget -= sum(n * nbytes[layer] for layer, n in slots.items())
