@@ -34,6 +34,9 @@ PI_INLINE void put(const PiLinear* l, int64_t p0, int64_t t0, const f32x16 (&sum
 template <class W, int P, int T>
 void tile(const PiLinear* l, const Panels& w, const PiActs* x, int64_t p0, int64_t t0) {
   f32x16 sum[P][T];
+  if constexpr (P * T >= 8)  // stores that wait for their line hold up those of the next tile
+    for (int t = 0; t < T; t++)
+      for (int p = 0; p < P; p++) fetch_line((const uint8_t*)(l->out + (t0 + t) * l->ldo + (p0 + p) * 16));
   W::template sums<P, T>(w, x, t0, sum);
   put(l, p0, t0, sum);
 }

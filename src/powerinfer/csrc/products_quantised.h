@@ -9,6 +9,7 @@
 
 namespace {
 
+// An integer sum begins so low that the codes may be above their value.
 template <class W>
 PI_INLINE i32x16 start(int32_t sum) {
   if constexpr (SIGNS_APART<W>) return i_set(0);
@@ -17,12 +18,24 @@ PI_INLINE i32x16 start(int32_t sum) {
 }
 
 // Panels that many tokens are multiplied with: codes widened to a byte each, and scales, where making them takes several
-// operations (K-quants, grids), to floats: d of each row, then m or the factors of both halves, and their minima.
+// operations (K-quants, grids), to floats: d of each row, then the factors of both halves, and the minima. Where codes
+// times these factors fit a byte they are multiplied with them, exactly, and the block has no halves any more.
+//
+// Sums of halves begin with FIRST besides, whose float's last bit is worth 1, so that their bits are those of FIRST plus
+// the sum: less FIRST times the half's factor their product is exact, by one instruction in place of two.
 template <class W>
 struct Wide : W {
   static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1 || W::HALVES == 2 || OF_GRID<W>;
-  static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL;
-  static constexpr int VECTORS = W::HALVES == 2 ? 3 + MINIMA<W> : 2;  // floats of a row and block
+  static constexpr bool PRODUCTS = BYTE_PRODUCTS<W> != 0, BOTH_SIGNS = W::SIGNED || (PRODUCTS && W::OFFSET > 0);
+  static constexpr bool SIGNED = BOTH_SIGNS && (BYTES<W> || SIGNED_ABOVE == 0);
+  static constexpr int ABOVE = BOTH_SIGNS ? SIGNED_ABOVE : 0, OFFSET = BOTH_SIGNS ? ABOVE : W::OFFSET;
+  static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL, HALVES = PRODUCTS ? 1 : W::HALVES;
+  static constexpr bool FROM_FIRST = HALVES == 2 && FUSED;
+  static constexpr int FIRST = 3 << 22, FIRST_BITS = 0x4b400000;  // between 2^23 and 2^24; as a float
+  // Floats of a row and block, and which of them the minima are.
+  static constexpr int MINIMA_AT = 1 + (HALVES == 2 ? 2 + FROM_FIRST : 0), VECTORS = MINIMA_AT + MINIMA<W>;
+  // Whether a sum's start is made once for all panels.
+  static constexpr bool STARTS = !BYTES<W> && (OFFSET > 0 || FROM_FIRST);
   template <int upper, int i, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
     return WQ8_0::group<upper, i>(codes, b, j);
@@ -31,20 +44,50 @@ struct Wide : W {
     return f_load((const float*)scales + (b * VECTORS + vector) * 16);
   }
   static PI_INLINE_MEMBER Scales scales(const uint8_t* scales, int64_t b) {
-    if constexpr (FLOATS) return {floats(scales, b, 0), MINIMA<W> == 1 ? floats(scales, b, 1) : f_zero()};
+    if constexpr (FLOATS) return {floats(scales, b, 0), MINIMA<W> == 1 ? floats(scales, b, MINIMA_AT) : f_zero()};
     else return W::scales(scales, b);
   }
   static PI_INLINE_MEMBER f32x16 half(const uint8_t* scales, int64_t b, int h) { return floats(scales, b, 1 + h); }
-  static PI_INLINE_MEMBER f32x16 minimum(const uint8_t* scales, int64_t b, int h) { return floats(scales, b, 3 + h); }
+  static PI_INLINE_MEMBER f32x16 less_first(const uint8_t* scales, int64_t b) { return floats(scales, b, 3); }
+  static PI_INLINE_MEMBER f32x16 minimum(const uint8_t* scales, int64_t b, int h) {
+    return floats(scales, b, MINIMA_AT + h);
+  }
 };
+template <class W>
+constexpr int MINIMA<Wide<W>> = MINIMA<W>;
 
 template <class W>
 void widen_scales(const uint8_t* scales, int64_t nb, float* out) {
-  for (int64_t b = 0; b < nb; b++, out += Wide<W>::VECTORS * 16) {
+  using To = Wide<W>;
+  for (int64_t b = 0; b < nb; b++, out += To::VECTORS * 16) {
     const Scales f = W::scales(scales, b);
-    f_store(out, f.d);
-    store_rest<W>(scales, b, f, out + 16);
+    f_store(out, BYTE_PRODUCTS<W> < 0 ? f_sub(f_zero(), f.d) : f.d);
+    if constexpr (To::HALVES == 2) {
+      for (int h = 0; h < 2; h++) f_store(out + 16 + 16 * h, W::half(scales, b, h));
+      if constexpr (To::FROM_FIRST) f_store(out + 48, f_mul(f_set(-To::FIRST), W::half(scales, b, 0)));
+    }
+    if constexpr (MINIMA<W> == 1) f_store(out + To::MINIMA_AT * 16, f.m);
+    if constexpr (MINIMA<W> == 2)
+      for (int h = 0; h < 2; h++) f_store(out + (To::MINIMA_AT + h) * 16, W::minimum(scales, b, h));
   }
+}
+
+// What the sums of a row of activations begin with, for each block or half.
+template <class W>
+void set_starts(const int16_t* s, int64_t nb, int32_t* out) {
+  using To = Wide<W>;
+  if constexpr (To::HALVES == 2) {
+    for (int64_t i = 0; i < 2 * nb; i++)
+      out[i] = (To::FROM_FIRST && i % 2 == 0 ? To::FIRST_BITS : 0) - To::OFFSET * s[i];
+  } else {
+    for (int64_t b = 0; b < nb; b++) out[b] = -To::OFFSET * (s[2 * b] + s[2 * b + 1]);
+  }
+}
+
+template <class W>
+constexpr bool has_starts() {
+  if constexpr (W::WIDE) return W::STARTS;
+  else return false;
 }
 
 template <class W>
@@ -55,8 +98,11 @@ struct Quantised {
 #else
   static constexpr bool PAIRS = false;
 #endif
-  // Codes of two and three bits take most shifts, which take longer by a number than by a constant.
-  static constexpr bool SHIFTS = !W::WIDE && !OF_GRID<W> && W::BLOCK_BYTES <= 192;
+  // Of widened codes.
+  static constexpr bool STARTS = has_starts<W>(), FROM_FIRST = STARTS && W::HALVES == 2 && FUSED;
+  // Codes of two and three bits take most shifts, which take longer by a number than by a constant; NVFP4's do, too.
+  static constexpr bool SHIFTS =
+      !W::WIDE && !OF_GRID<W> && (W::BLOCK_BYTES <= 192 || (W::HALVES == 2 && W::UNROLL == 1));
   // Whether a block's groups are unrolled: for one and two tokens, and for widened codes. Other tiles have a loop, since
   // there are many of them, and the compiler's time grows with the code.
   template <int P, int T>
@@ -91,7 +137,7 @@ struct Quantised {
         if constexpr (!W::WIDE) {
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) fetch_line(w.scales + p * w.scales_stride + soon * W::SCALE_BYTES + jump);
-        } else if (w.ahead) {
+        } else if (BYTES<W> && w.ahead) {
           for (int p = 0; p < P; p++) ask(w.ahead[p], b);
         }
         f32x16 value[P][T];
@@ -100,7 +146,9 @@ struct Quantised {
           [[maybe_unused]] u8x64 pairs[P][T];
 #pragma GCC unroll 16
           for (int t = 0; t < T; t++) {
-            i32x16 first = start<W>(W::HALVES == 2 ? s[t][2 * b + h.value] : s[t][2 * b] + s[t][2 * b + 1]);
+            i32x16 first;
+            if constexpr (STARTS) first = i_set(x->starts[((t0 + t) * nb + b) * W::HALVES + h.value]);
+            else first = start<W>(W::HALVES == 2 ? s[t][2 * b + h.value] : s[t][2 * b] + s[t][2 * b + 1]);
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) acc[p][t] = first;
           }
@@ -175,10 +223,14 @@ struct Quantised {
 #pragma GCC unroll 16
           for (int p = 0; p < P; p++) {
             if constexpr (W::HALVES == 2) {
-              f32x16 f = W::half(w.scales + p * w.scales_stride, b, h.value);
+              const uint8_t* const scales = w.scales + p * w.scales_stride;
+              const f32x16 f = W::half(scales, b, h.value);
 #pragma GCC unroll 16
-              for (int t = 0; t < T; t++)
-                value[p][t] = h.value ? f_fma(i_float(acc[p][t]), f, value[p][t]) : f_mul(i_float(acc[p][t]), f);
+              for (int t = 0; t < T; t++) {
+                if constexpr (h.value) value[p][t] = f_fma(i_float(acc[p][t]), f, value[p][t]);
+                else if constexpr (FROM_FIRST) value[p][t] = f_fma(f_bits(acc[p][t]), f, W::less_first(scales, b));
+                else value[p][t] = f_mul(i_float(acc[p][t]), f);
+              }
             } else {
 #pragma GCC unroll 16
               for (int t = 0; t < T; t++) value[p][t] = i_float(acc[p][t]);
@@ -233,48 +285,73 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
     for (; p < p1; p++) along_tokens(Index<1>{}, p);
 }
 
-// For many tokens a few panels are widened once, then used for all tokens but the last few; where codes or scales take many
-// operations, for fewer tokens and all of them.
+// The panels of a group as they are in memory, widened.
+template <class W>
+void widen_panels(const Panels& own, int64_t panels, int64_t nb, uint8_t* codes, float* floats) {
+  using To = Wide<W>;
+  for (int64_t i = 0; i < panels; i++) {
+    const uint8_t *from = own.codes + i * own.codes_stride, *scales = own.scales + i * own.scales_stride;
+    if constexpr (To::PRODUCTS) widen_products<W>(from, scales, nb, codes + i * nb * 512, To::ABOVE);
+    else if constexpr (!BYTES<W>) widen<W>(from, nb, codes + i * nb * 512, -To::ABOVE);
+    if constexpr (To::FLOATS) widen_scales<W>(scales, nb, floats + i * nb * To::VECTORS * 16);
+  }
+}
+
+// For many tokens some panels are widened once, then used for all tokens but the last few; where codes or scales take many
+// operations, for fewer tokens and all of them. Of tokens whose activations do not fit into the L2 cache together some are
+// multiplied with all of these panels, then the next.
 template <class W>
 void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t tokens, void* scratch) {
-  constexpr int P = TILE_WIDE_PANELS, T = TILE_WIDE;
-  static_assert(P <= 2 && Wide<W>::VECTORS <= 5, "pi_linear_scratch has room for no more");
+  using To = Wide<W>;
+  constexpr int P = TILE_WIDE_PANELS, T = To::HALVES == 2 ? TILE_HALVES : TILE_WIDE;
+  static_assert(P <= 2 && To::VECTORS <= 5 && !(To::STARTS && MINIMA<W> == 2),
+                "pi_linear_scratch has no room for more");
   if constexpr (BYTES<W>)
     if (l->ahead) return linear_ahead<W>(l, x, p0, p1, tokens);
   constexpr bool SOON = OF_GRID<W> || W::HALVES == 2;
   if (tokens < (SOON ? TILE_Q + 1 : WIDE_FROM))
     return product<Quantised<W>, TILE_Q_PANELS, TILE_Q, SOON>(l, x, p0, p1, tokens);
   const int64_t nb = x->k / 32, some = tokens_at_once(l, x->k, T), whole = p0 + (p1 - p0) / P * P;
+  const int64_t most = tokens > some ? pi_wide_panels(x->k) : P, floats_of_panel = nb * To::VECTORS * 16;
   auto* const codes = (uint8_t*)scratch;
-  auto* const floats = (float*)(codes + P * nb * 512);
-  const int64_t floats_of_panel = nb * Wide<W>::VECTORS * 16;
+  auto* const floats = (float*)(codes + most * nb * 512);
+  float* const sums = floats + most * floats_of_panel;
   PiActs acts = *x;
-  for (int64_t m = 0; m < tokens; m += some) {
-    const int64_t end = m + some < tokens ? m + some : tokens;
-    if constexpr (MINIMA<W> == 2) {
-      float* const sums = floats + P * floats_of_panel;
-      for (int64_t t = m; t < end; t++)
-        for (int64_t i = 0; i < 2 * nb; i++) sums[(t - m) * 2 * nb + i] = half_sum(x->d + t * nb, x->s + t * 2 * nb, i);
-      acts.sh = sums - m * 2 * nb;
+  // What the sums of tokens [m, end) have for all panels.
+  const auto prepare = [&](int64_t m, int64_t end) {
+    for (int64_t t = m; t < end; t++) {
+      const int16_t* const s = x->s + t * 2 * nb;
+      if constexpr (To::STARTS) set_starts<W>(s, nb, (int32_t*)sums + (t - m) * To::HALVES * nb);
+      if constexpr (MINIMA<W> == 2)
+        for (int64_t i = 0; i < 2 * nb; i++) sums[(t - m) * 2 * nb + i] = half_sum(x->d + t * nb, s, i);
     }
-    for (int64_t p = p0; p < whole; p += P) {
-      const Panels own = panels_at(l, x->k, p, P);
-      Panels w = own;
-      if constexpr (!BYTES<W>) {
-        for (int i = 0; i < P; i++) widen<W>(own.codes + i * own.codes_stride, nb, codes + i * nb * 512, 0);
-        w.codes = codes;
-        w.codes_stride = nb * 512;
+    acts.starts = (const int32_t*)sums - m * To::HALVES * nb;
+    acts.sh = sums - m * 2 * nb;
+  };
+  for (int64_t g = p0; g < whole; g += most) {
+    const int64_t end_of_group = whole - g < most ? whole : g + most;
+    widen_panels<W>(panels_at(l, x->k, g), end_of_group - g, nb, codes, floats);
+    for (int64_t m = 0; m < tokens; m += some) {
+      const int64_t end = m + some < tokens ? m + some : tokens;
+      if (g == p0 || some < tokens) prepare(m, end);
+      for (int64_t p = g; p < end_of_group; p += P) {
+        const Panels own = panels_at(l, x->k, p, P);
+        Panels w = own;
+        if constexpr (!BYTES<W>) {
+          w.codes = codes + (p - g) * nb * 512;
+          w.codes_stride = nb * 512;
+        }
+        if constexpr (To::FLOATS) {
+          w.scales = (const uint8_t*)(floats + (p - g) * floats_of_panel);
+          w.scales_stride = floats_of_panel * 4;
+        }
+        int64_t t = m;
+        if constexpr (T == 5)  // some tiles of four, so that none of two or one is left
+          for (; (end - t) % 5 && end - t >= 8; t += 4) tile<Quantised<To>, P, 4>(l, w, &acts, p, t);
+        for (; t + T <= end; t += T) tile<Quantised<To>, P, T>(l, w, &acts, p, t);
+        if constexpr (SOON) along<Quantised<To>, P, T >= 4 ? 4 : T>(l, w, &acts, p, t, end);
+        else along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
       }
-      if constexpr (Wide<W>::FLOATS) {
-        for (int i = 0; i < P; i++)
-          widen_scales<W>(own.scales + i * own.scales_stride, nb, floats + i * floats_of_panel);
-        w.scales = (const uint8_t*)floats;
-        w.scales_stride = floats_of_panel * 4;
-      }
-      int64_t t = m;
-      for (; t + T <= end; t += T) tile<Quantised<Wide<W>>, P, T>(l, w, &acts, p, t);
-      if constexpr (SOON) along<Quantised<Wide<W>>, P, T >= 4 ? 4 : T>(l, w, &acts, p, t, end);
-      else along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
     }
   }
   if (whole < p1) along<Quantised<W>, 1, TILE_Q>(l, panels_at(l, x->k, whole), x, whole, 0, tokens);

@@ -19,7 +19,8 @@ __attribute__((always_inline)) inline void unroll(F&& f) {
 // block's number modulo UNROLL. scales() gives the factor of the block and, with MIN, what is added per unit of
 // activation. Signed codes have OFFSET added, which the integer sum subtracts again, or are SIGNED bytes. MOST: the largest
 // code, as an unsigned byte. HALVES 2: each 16 k have a factor of their own, half() (Q6_K), and with MIN a minimum(), what
-// is added per unit of their activation (Q2_K).
+// is added per unit of their activation (Q2_K). BYTE_PRODUCTS: codes less OFFSET times the factor() of their half, a whole
+// number, fit signed bytes; -1: negated they do.
 
 // Minima of a block.
 template <class W>
@@ -127,13 +128,15 @@ struct WQ6_K {
   static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
     return {f_load_f16(meta + b / 8 * 288), f_zero()};
   }
-  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) {
-    return i_float(i_load_s8(meta + b / 8 * 288 + 32 + b % 8 * 32 + 16 * h));
+  static PI_INLINE_MEMBER i32x16 factor(const uint8_t* meta, int64_t b, int h) {
+    return i_load_s8(meta + b / 8 * 288 + 32 + b % 8 * 32 + 16 * h);
   }
+  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) { return i_float(factor(meta, b, h)); }
 };
 
 struct WQ3_K : WQ6_K {
   static constexpr int MOST = 7, OFFSET = 4, UNROLL = 1, BLOCK_BYTES = 192;
+  static constexpr int BYTE_PRODUCTS = -1;  // -4 times -32 does not fit
   template <int upper, int, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
     return three_bits(codes + b * 192, plus<4 * upper>(j));
@@ -154,6 +157,7 @@ struct WQ3_K : WQ6_K {
 
 struct WQ2_K {
   static constexpr int MOST = 3, OFFSET = 0, UNROLL = 1, HALVES = 2, BLOCK_BYTES = 128, SCALE_BYTES = 40;
+  static constexpr int BYTE_PRODUCTS = 1;
   static constexpr bool SIGNED = false, MIN = true, WIDE = false;
   template <int upper, int, class J>
   static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
@@ -165,9 +169,8 @@ struct WQ2_K {
   static PI_INLINE_MEMBER i32x16 nibbles(const uint8_t* meta, int64_t b, int h) {
     return i_load_u8(meta + b / 8 * 320 + 64 + b % 8 * 32 + 16 * h);
   }
-  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) {
-    return i_float(i_low4(nibbles(meta, b, h)));
-  }
+  static PI_INLINE_MEMBER i32x16 factor(const uint8_t* meta, int64_t b, int h) { return i_low4(nibbles(meta, b, h)); }
+  static PI_INLINE_MEMBER f32x16 half(const uint8_t* meta, int64_t b, int h) { return i_float(factor(meta, b, h)); }
   static PI_INLINE_MEMBER f32x16 minimum(const uint8_t* meta, int64_t b, int h) {
     const f32x16 dmin = f_load_f16(meta + b / 8 * 320 + 32);
     return f_mul(f_sub(f_zero(), dmin), i_float(i_shr<4>(nibbles(meta, b, h))));
@@ -302,25 +305,51 @@ PI_INLINE void take(const uint8_t* codes, int64_t b, J j, u8x64 (&to)[TOGETHER<W
   else W::template groups<upper, i>(codes, b, j, to);
 }
 
+template <class W, class = void>
+constexpr int BYTE_PRODUCTS = 0;
+template <class W>
+constexpr int BYTE_PRODUCTS<W, decltype((void)W::BYTE_PRODUCTS)> = W::HALVES == 2 ? W::BYTE_PRODUCTS : 0;
+
 // Whether codes are a byte each as they are stored.
 template <class W>
 constexpr bool BYTES = W::BLOCK_BYTES == 512;
 
-// The codes of a panel, less `offset`, a byte each: [block][8 groups][64].
-template <class W>
-void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
+// The codes of a panel, a byte each, [block][8 groups][64]: what of_block(b) makes of those of a group, and its number.
+template <class W, class OfBlock>
+PI_INLINE void widen(const uint8_t* codes, int64_t nb, uint8_t* out, const OfBlock& of_block) {
   for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
     unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
+      const int64_t b = b0 + i.value;
+      const auto made = of_block(b);
       unroll<0, 8 / TOGETHER<W>>([&](auto n) __attribute__((always_inline)) {
         constexpr int g = n.value * TOGETHER<W>;
         u8x64 c[TOGETHER<W>];
-        take<W, g / 4, i.value>(codes, b0 + i.value, Index<g % 4>{}, c);
+        take<W, g / 4, i.value>(codes, b, Index<g % 4>{}, c);
 #pragma GCC unroll 8
-        for (int s = 0; s < TOGETHER<W>; s++)
-          b_store(out + (b0 + i.value) * 512 + (g + s) * 64, b_sub(c[s], b_set(offset)));
+        for (int s = 0; s < TOGETHER<W>; s++) b_store(out + b * 512 + (g + s) * 64, made(c[s], g + s));
       });
     });
   }
+}
+
+// These less `offset`.
+template <class W>
+void widen(const uint8_t* codes, int64_t nb, uint8_t* out, int offset) {
+  widen<W>(codes, nb, out, [&](int64_t) __attribute__((always_inline)) {
+    return [offset](u8x64 c, int) __attribute__((always_inline)) { return b_sub(c, b_set(offset)); };
+  });
+}
+
+// Their products with the factors of halves (BYTE_PRODUCTS), plus `above`.
+template <class W>
+void widen_products(const uint8_t* codes, const uint8_t* scales, int64_t nb, uint8_t* out, int above) {
+  widen<W>(codes, nb, out, [&](int64_t b) __attribute__((always_inline)) {
+    const u8x64 first = b_repeat(W::factor(scales, b, 0)), second = b_repeat(W::factor(scales, b, 1));
+    return [first, second, above](u8x64 c, int g) __attribute__((always_inline)) {
+      const u8x64 product = b_times(b_sub(c, b_set(W::OFFSET)), g < 4 ? first : second);
+      return W::BYTE_PRODUCTS > 0 ? b_sub(product, b_set(-above)) : b_sub(b_set(above), product);
+    };
+  });
 }
 
 }  // namespace

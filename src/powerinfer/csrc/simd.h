@@ -13,13 +13,14 @@ static constexpr int16_t PI_POWERS[5] = {1, 3, 9, 27, 81};
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
-// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, faster from WIDE_FROM
-// tokens on, and of the float ones; query rows of attention. STREAMS: panels, or rows of neurons, read at once for one
-// token.
+// Register tiles: tokens and panels of the quantised kernels, of those on widened codes, where halves have factors fewer,
+// faster from WIDE_FROM tokens on, and of the float ones; query rows of attention. STREAMS: panels, or rows of neurons,
+// read at once for one token.
 enum {
   TILE_Q = 8,
   TILE_Q_PANELS = 2,
   TILE_WIDE = 6,
+  TILE_HALVES = 5,
   TILE_WIDE_PANELS = 2,
   WIDE_FROM = 24,
   TILE_F = 12,
@@ -123,6 +124,14 @@ PI_INLINE i32x16 dot_s(i32x16 acc, u8x64 w, int32_t a) {
   return _mm512_dpbusd_epi32(acc, _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80)), _mm512_set1_epi32(a));
 }
 PI_INLINE i32x16 dot_s_start(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+// How much is added to signed codes to make them such that dot_u takes.
+static constexpr int SIGNED_ABOVE = 128;
+// Low bytes of products of bytes.
+PI_INLINE u8x64 b_times(u8x64 a, u8x64 b) {
+  const __m512i even = _mm512_set1_epi16(0xff);
+  const __m512i odd = _mm512_mullo_epi16(_mm512_srli_epi16(a, 8), _mm512_andnot_si512(even, b));
+  return _mm512_or_si512(_mm512_and_si512(_mm512_mullo_epi16(a, b), even), odd);
+}
 // Sums of four products of neighbouring bytes, both sides vectors: codes of 0..15, and signed codes.
 PI_INLINE i32x16 dot_vu(i32x16 acc, u8x64 w, u8x64 q) { return _mm512_dpbusd_epi32(acc, w, q); }
 PI_INLINE i32x16 dot_vs(i32x16 acc, u8x64 w, u8x64 q) {
@@ -347,6 +356,13 @@ PI_INLINE __m256i b_digit(__m256i x, int n) {
   return _mm256_or_si256(even, _mm256_slli_epi16(odd, 8));
 }
 PI_INLINE u8x64 b_digit(u8x64 x, int n) { return {b_digit(x.a, n), b_digit(x.b, n)}; }
+PI_INLINE __m256i b_times(__m256i x, __m256i y) {
+  const __m256i even = _mm256_set1_epi16(0xff);
+  const __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(x, 8), _mm256_andnot_si256(even, y));
+  return _mm256_or_si256(_mm256_and_si256(_mm256_mullo_epi16(x, y), even), odd);
+}
+PI_INLINE u8x64 b_times(u8x64 x, u8x64 y) { return {b_times(x.a, y.a), b_times(x.b, y.b)}; }
+static constexpr int SIGNED_ABOVE = 128;
 #if defined(__AVXVNNI__)
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) {
   __m256i x = _mm256_set1_epi32(a);
@@ -473,6 +489,7 @@ enum {
   TILE_Q = 2,
   TILE_Q_PANELS = 1,
   TILE_WIDE = 2,
+  TILE_HALVES = 2,
   TILE_WIDE_PANELS = 1,
   WIDE_FROM = 4,
   TILE_F = 4,
@@ -698,6 +715,11 @@ PI_INLINE i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }  // codes are below 128
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+static constexpr int SIGNED_ABOVE = 0;
+PI_INLINE u8x64 b_times(u8x64 x, u8x64 y) {
+  EACH x.v[i] = vmulq_u8(x.v[i], y.v[i]);
+  return x;
+}
 PI_INLINE i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {
   EACH c.v[i] = vdotq_s32(c.v[i], vreinterpretq_s8_u8(w.v[i]), vreinterpretq_s8_u8(q.v[i]));
   return c;
@@ -765,6 +787,7 @@ enum {
   TILE_Q = 1,
   TILE_Q_PANELS = 1,
   TILE_WIDE = 1,
+  TILE_HALVES = 1,
   TILE_WIDE_PANELS = 1,
   WIDE_FROM = 2,
   TILE_F = 1,
@@ -943,6 +966,8 @@ PI_PLAIN i32x16 dot_s(i32x16 c, u8x64 w, int32_t a) {
 }
 PI_INLINE i32x16 dot_u(i32x16 c, u8x64 w, int32_t a) { return dot_s(c, w, a); }
 PI_INLINE i32x16 dot_s_start(int32_t) { return i_set(0); }
+static constexpr int SIGNED_ABOVE = 0;
+PI_INLINE u8x64 b_times(u8x64 x, u8x64 y) { return x * y; }
 PI_PLAIN i32x16 dot_vs(i32x16 c, u8x64 w, u8x64 q) {
   int8_t a[64], b[64];
   memcpy(a, &w, 64);
@@ -987,9 +1012,21 @@ PI_INLINE f32x16 f_code(u8x64 v) {
 }
 #endif
 
+// Whether f_fma rounds once.
+#if defined(PI_PLAIN)
+static constexpr bool FUSED = false;
+#else
+static constexpr bool FUSED = true;
+#endif
+
 PI_INLINE i32x16 i_low4(i32x16 x) { return i_and(x, i_set(15)); }
 PI_INLINE u8x64 b_low4(u8x64 x) { return b_and(x, b_set(15)); }
 PI_INLINE u8x64 b_high4(u8x64 x) { return b_and(b_shr<4>(x), b_set(15)); }
+// The lowest byte of each lane four times.
+PI_INLINE u8x64 b_repeat(i32x16 x) {
+  const i32x16 low = i_and(x, i_set(255));
+  return b_or(b_or(b_bits(low), b_bits(i_shl<8>(low))), b_or(b_bits(i_shl<16>(low)), b_bits(i_shl<24>(low))));
+}
 
 // First n lanes only.
 PI_INLINE f32x16 f_load_n(const float* p, int n) {

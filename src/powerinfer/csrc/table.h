@@ -105,7 +105,8 @@ struct PiActs {
   int16_t* s = nullptr;       // [t][k / 16]  sums of q
   const float* sh = nullptr;  // [t][k / 16]  d * sum of the half's q, where a product made it
   int64_t k = 0, ldf = 0, ldb = 0;
-  const uint8_t* lanes = nullptr;  // q and d in the order of single neurons' rows, or null (pi_lanes_bytes)
+  const uint8_t* lanes = nullptr;   // q and d in the order of single neurons' rows, or null (pi_lanes_bytes)
+  const int32_t* starts = nullptr;  // [t][k / 32 or 16]  what integer sums begin with, where a product made it
 };
 
 // The same rows from row t and column c on, a multiple of 32; without `lanes`.
@@ -433,7 +434,14 @@ static inline int64_t pi_floats_at_once(int64_t k) {
   return tokens < 12 ? 12 : tokens;
 }
 
-// Bytes of scratch for `linear` per thread, 64-byte aligned, whichever is most. Quantised weights: the blocks of two panels
+// Panels of k columns, an even number, that are widened at once for more tokens than the L2 cache holds: half of it does
+// these.
+static inline int64_t pi_wide_panels(int64_t k) {
+  const int64_t fit = 786432 / (k * (16 + 10)) / 2 * 2;
+  return fit < 2 ? 2 : fit > 8 ? 8 : fit;
+}
+
+// Bytes of scratch for `linear` per thread, 64-byte aligned, whichever is most. Quantised weights: the blocks of such panels
 // widened to a byte a code and five floats a row, and a float for each 16 of 393,216 bytes of activations; or a piece of a
 // panel likewise, sums, the factors of tokens, of which so many bytes of activations have as many, and these activations
 // as words of 16 bits, half as many. The tile unit: a tile of sums, the scales of the activations in tile order and the
@@ -444,7 +452,7 @@ static inline int64_t pi_linear_scratch(int64_t k) {
                 at_once = many < PI_PIECE_TOKENS ? many : (int64_t)PI_PIECE_TOKENS,
                 acts = 6 * k > 393216 ? 6 * k : 393216;
   const int64_t bytes[] = {
-      2 * blocks * (512 + 5 * 64) + acts / 4, 4096 + tokens * (k / 32 + 1) * 12 + blocks * 512,
+      pi_wide_panels(k) * blocks * (512 + 5 * 64) + acts / 4, 4096 + tokens * (k / 32 + 1) * 12 + blocks * 512,
       32 * (512 + 5 * 64) + PI_PIECE_TOKENS * 64 + at_once * (k / 32) * 16 + (12 * k > 393216 ? 12 * k : 393216),
       pi_floats_at_once(pi_round_up(k, 32)) * pi_round_up(k, 32) * 4};
   int64_t most = 0;
