@@ -31,6 +31,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
+import gemma_files  # noqa: E402
 import lfm2_files  # noqa: E402
 import mamba_files  # noqa: E402
 import openelm  # noqa: E402, F401
@@ -87,6 +88,21 @@ FAMILIES |= {
         sliding_window=20, query_pre_attn_scalar=24, tie_word_embeddings=True,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+            "sliding_attention": PLAIN_ROPE,
+        },
+    ),
+    "gemma2": dict(
+        intermediate_size=88, num_key_value_heads=2, head_dim=24, rms_norm_eps=1e-5, num_hidden_layers=4,
+        sliding_window=20, query_pre_attn_scalar=24, attn_logit_softcapping=3.0, final_logit_softcapping=20.0,
+        tie_word_embeddings=True, rope_parameters=PLAIN_ROPE,
+    ),
+    "gemma4_text": dict(
+        intermediate_size=88, num_key_value_heads=2, head_dim=24, global_head_dim=40, num_global_key_value_heads=1,
+        attention_k_eq_v=True, rms_norm_eps=1e-5, num_hidden_layers=4, sliding_window=20, final_logit_softcapping=20.0,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=101, tie_word_embeddings=True,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
             "sliding_attention": PLAIN_ROPE,
         },
     ),
@@ -181,9 +197,16 @@ FAMILIES |= {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
+FAMILIES["gemma4_unified_text"] = {
+    key: value
+    for key, value in FAMILIES["gemma4_text"].items()
+    if key not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+}
 # The module in `transformers`, where it is not called like the kind.
 MODULES = {
     "gemma3_text": "transformers.models.gemma3.modeling_gemma3",
+    "gemma4_text": "transformers.models.gemma4.modeling_gemma4",
+    "gemma4_unified_text": "transformers.models.gemma4_unified.modeling_gemma4_unified",
     "openelm": "openelm",
     "smallthinker": "smallthinker",
 }
@@ -224,6 +247,7 @@ ON_CPU_ALONE = (
     "nemotron-h-experts",
     "nemotron-h-latents",
     "granite-h-experts",
+    "gemma4-experts",
     "lfm2_moe",
 )
 """The kinds, and cases of kinds, that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
@@ -444,6 +468,53 @@ CASES = [
             "rope_parameters": {"full_attention": PLAIN_ROPE, "sliding_attention": PLAIN_ROPE},
         },
         {"query_pre_attn_scalar": 11},
+        ("folder",),
+    ),
+    Case(
+        "gemma2",
+        "gemma2",
+        {},
+        {"attn_logit_softcapping": 3.1},
+        metadata={
+            "attention.sliding_window": 20, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0,
+        },
+    ),
+    Case(
+        "gemma2-scale",
+        "gemma2",
+        {"query_pre_attn_scalar": 10, "attn_logit_softcapping": None, "sliding_window": 12},
+        {"final_logit_softcapping": 20.1},
+        ("folder",),
+    ),
+    Case("gemma4", "gemma4_text", {}, {"sliding_window": 21}, ("folder", "gguf")),
+    Case(
+        "gemma4-experts",
+        "gemma4_text",
+        {
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40,
+            "attention_k_eq_v": False, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {"top_k_experts": 2},
+        ("folder", "gguf"),
+    ),
+    Case(
+        "gemma4-e",
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+            "attention_k_eq_v": False, "num_global_key_value_heads": None, "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+        },
+        {"rms_norm_eps": 1e-2},
+        ("folder", "gguf"),
+    ),
+    Case(
+        "gemma4-unified",
+        "gemma4_unified_text",
+        {"final_logit_softcapping": None, "global_head_dim": 24, "num_hidden_layers": 2, "attention_bias": True,
+         "layer_types": ["sliding_attention", "full_attention"]},
+        {"rms_norm_eps": 1e-2},
         ("folder",),
     ),
     Case("phi3", "phi3", {"sliding_window": 20}, {"sliding_window": 21}, metadata={"attention.sliding_window": 20}),
@@ -779,6 +850,8 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model
 
 
@@ -1025,7 +1098,7 @@ def gguf_tensors(
         values = parameter.numpy()
         module, _, kind = name.rpartition(".")
         delta = ".linear_attn" in module
-        less_one = architecture in ("nemotron", "gemma3") or config.model_type in WITH_STATES
+        less_one = architecture in ("nemotron", "gemma2", "gemma3") or config.model_type in WITH_STATES
         if less_one and "norm" in module and kind == "weight" and not delta:
             values = values + np.float32(1)  # what the class adds when it runs
         if module in GGUF_OUTER:
@@ -1071,7 +1144,7 @@ def gguf_tensors(
                 yield f"blk.{layer}.ffn_{part}{of}.weight", half
             continue
         short = GGUF_NAMES[inner]
-        second = architecture in ("gemma3", "olmo2", "glm4moe", "seed_oss", *DELTA_NAMES.values())
+        second = architecture in ("gemma2", "gemma3", "olmo2", "glm4moe", "seed_oss", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
         pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3", "minicpm", "bailingmoe", "mistral3")
@@ -1183,7 +1256,7 @@ def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
-    own_files = mamba_files.SAVE | lfm2_files.SAVE
+    own_files = mamba_files.SAVE | lfm2_files.SAVE | gemma_files.SAVE
     if case.kind in own_files:
         return own_files[case.kind](config, model, path)
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}

@@ -175,12 +175,14 @@ def attention(
     window: int = 0,
     scale: float | None = None,
     sinks: Floats | None = None,
+    cap: float | None = None,
 ) -> Float64:
     """Attention of tokens of one sequence over its paged cache, [tokens, heads, dim].
 
     q: [tokens, heads, dim]; keys, values: [pages, PAGE, kv_heads, dim]; pages: the sequence's page table. The token at
     position p sees 0 .. p, or the last `window` of these. scale: of the scores, None: dim ** -0.5. sinks:
-    [heads], a score more in the softmax of each head, which belongs to no value.
+    [heads], a score more in the softmax of each head, which belongs to no value. cap: scores become cap * tanh(scores /
+    cap), None: they stay.
     """
     tokens, heads, dim = q.shape
     group = heads // keys.shape[2]
@@ -191,7 +193,8 @@ def attention(
     hidden = (back < 0) | (back >= (window or np.inf))
     out = np.zeros((tokens, heads, dim))
     for h in range(heads):
-        scores = np.where(hidden, -np.inf, q[:, h].astype(np.float64) @ k[:, h // group].T * scale)
+        scores = q[:, h].astype(np.float64) @ k[:, h // group].T * scale
+        scores = np.where(hidden, -np.inf, scores if cap is None else cap * np.tanh(scores / cap))
         if sinks is not None:
             scores = np.insert(scores, len(seen), sinks[h], axis=1)
         out[:, h] = softmax(scores)[:, : len(seen)] @ v[:, h // group]

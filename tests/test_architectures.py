@@ -239,6 +239,35 @@ def test_the_text_within_a_model_for_pictures_is_of_its_own_family(name: str, pr
         assert np.array_equal(found.take(tensor).float32(), expected.take(tensor).float32())
 
 
+@pytest.mark.parametrize(
+    ("name", "outer", "prefix"),
+    [
+        ("gemma3-no-windows", "Gemma3ForConditionalGeneration", "language_model.model."),
+        ("gemma4-e", "Gemma4ForConditionalGeneration", "model.language_model."),
+        ("gemma4-unified", "Gemma4UnifiedForConditionalGeneration", "model.language_model."),
+    ],
+)
+def test_of_gemma_for_pictures_the_text_is_read(name: str, outer: str, prefix: str, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = Truth(case_named(name)).save("folder", tmp_path)
+    plain = open_checkpoint(path)
+    stored = {name: tensor for part in sorted(path.glob("*.safetensors")) for name, tensor in load_file(part).items()}
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    named = {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    of_pictures = dict.fromkeys(
+        ("model.vision_tower.a.weight", "model.embed_vision.b.weight", "vision_tower.c.weight",
+         "model.audio_tower.d.weight", "multi_modal_projector.e", "model.vision_embedder.f"), np.ones(8, np.float32),
+    )  # fmt: skip
+    save_file(named | of_pictures, whole / "model.safetensors")
+    text = json.loads((path / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({"architectures": [outer], "text_config": text, "vision_config": {}}))
+    read = open_checkpoint(whole)
+    assert read.notes == ["only text is read: the part for pictures is left out"]
+    assert read.config.layers == plain.config.layers and read.fingerprint == plain.fingerprint
+
+
 def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
     """Of ERNIE's folders, whose tensors of it have names of their own; other tensors are still refused."""
     from safetensors.numpy import load_file, save_file

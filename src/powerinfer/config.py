@@ -126,14 +126,16 @@ Shape = tuple[int, ...]
 class AttentionKind(Protocol):
     """Facts that every kind of attention states of itself.
 
-    The cache keeps `n_kv_heads` keys of `head_dim` numbers for each token, and as many values, unless `latents` of each
-    key, its first, are its value.
+    The cache keeps `cached_heads` keys of `head_dim` numbers for each token, and as many values, unless `latents` of
+    each key, its first, are its value.
     """
 
     @property
     def n_heads(self) -> int: ...
     @property
     def n_kv_heads(self) -> int: ...
+    @property
+    def cached_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
     @property
@@ -184,6 +186,11 @@ class AttentionConfig:
     query_growth: float = field(default=0.0, repr=False)
     query_interval: int = field(default=1, repr=False)
     query_offset: int = field(default=0, repr=False)
+    # Not shown: fingerprints hash what is, and theirs stay.
+    score_cap: float | None = field(default=None, repr=False)  # scores become cap * tanh(score / cap)
+    v_norm: bool = field(default=False, repr=False)  # RMS norm of each head of v, without weights
+    keys_as_values: bool = field(default=False, repr=False)  # v is k, before its norm and its rotation
+    kv_from: int | None = field(default=None, repr=False)  # the layer whose keys and values it reads; None: its own
 
     @property
     def score_scale(self) -> float:
@@ -194,6 +201,18 @@ class AttentionConfig:
     def width(self) -> int:
         """Elements of all query heads of a token."""
         return self.n_heads * self.head_dim
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the matrices that make queries, keys and values of the input."""
+        if self.kv_from is not None:
+            return ("q",)
+        return ("q", "k") if self.keys_as_values else ("q", "k", "v")
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads for keys and values that the cache keeps of the layer."""
+        return 0 if self.kv_from is not None else self.n_kv_heads
 
     @property
     def latents(self) -> int:
@@ -212,9 +231,10 @@ class AttentionConfig:
         if self.qk_norm is not None:
             wide = self.qk_norm == "width"
             yield "q_norm", (self.width if wide else self.head_dim,)
-            yield "k_norm", (kv if wide else self.head_dim,)
-        for name, rows in (("q", self.width), ("k", kv), ("v", kv)):
-            yield from _matrix(name, rows, d_model, self.qkv_bias)
+            if self.kv_from is None:
+                yield "k_norm", (kv if wide else self.head_dim,)
+        for name in self.projections:
+            yield from _matrix(name, self.width if name == "q" else kv, d_model, self.qkv_bias)
         yield from _matrix("o", d_model, self.width, self.o_bias)
         if self.sinks:
             yield "sinks", (self.n_heads,)
@@ -231,6 +251,10 @@ class AttentionConfig:
             return "a scale of the scores of 0"
         if problem := _query_problem(self):
             return problem
+        if self.score_cap is not None and not self.score_cap > 0:
+            return f"scores capped at {self.score_cap:g}"
+        if self.keys_as_values and self.rope is not None and self.rope.interleaved:
+            return "values that are keys whose rotated pairs are neighbours"
         return None if self.rope is None else self.rope.problem(self.head_dim)
 
 
@@ -259,6 +283,10 @@ class LatentAttentionConfig:
 
     @property
     def n_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def cached_heads(self) -> int:
         return 1
 
     @property
@@ -336,6 +364,10 @@ class Uncached:
 
     @property
     def n_kv_heads(self) -> int:
+        return 0
+
+    @property
+    def cached_heads(self) -> int:
         return 0
 
     @property
@@ -593,6 +625,10 @@ class ParallelConfig:
         return self.attention.n_kv_heads
 
     @property
+    def cached_heads(self) -> int:
+        return self.attention.cached_heads
+
+    @property
     def head_dim(self) -> int:
         return self.attention.head_dim
 
@@ -812,7 +848,8 @@ class RouterConfig:
     """Rules by which the experts of a token, and their weights, follow from a router's scores, one for each expert.
 
     groups: experts are selected in the best `top_groups` of that many equal groups (DeepSeek-V2, arXiv 2405.04434); a
-    group's score is the sum of its `group_best` best experts' (1; DeepSeek-V3, arXiv 2412.19437: 2).
+    group's score is the sum of its `group_best` best experts' (1; DeepSeek-V3, arXiv 2412.19437: 2). factors: of each
+    expert, what its weight is multiplied by in the end.
     """
 
     top_k: int  # experts of a token
@@ -824,6 +861,12 @@ class RouterConfig:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+    factors: bool = field(default=False, repr=False)  # fingerprints hash what is shown: theirs stay
+
+
+APART_NORMS = ("router_scale", "experts_norm", "shared_out_norm", "experts_out_norm")
+"""Weights of norms of `ExpertsConfig.apart`: of what the router reads, times the root of d_model, of what the experts
+read, of what the shared expert gives, of what the others give."""
 
 
 @dataclass(frozen=True)
@@ -834,6 +877,8 @@ class ExpertsConfig(FfnKind):
     with the sigmoid of a product with the input. early_router: the router reads the layer's input, before the norm of
     attention, so that a layer's experts are known while attention runs. latents: width of what the selected experts,
     not the shared one, read and give, with a matrix in front of them and one behind (LatentMoE); 0: that of the layer.
+    apart: the shared expert, the others and the router read the layer's input each through a norm of its own, and what
+    the shared one and the others give is normalised before it is added up (Gemma 4).
     """
 
     n_experts: int
@@ -847,6 +892,7 @@ class ExpertsConfig(FfnKind):
     shared_weight: bool = False
     early_router: bool = False
     latents: int = field(default=0, repr=False)  # fingerprints hash what is shown: theirs stay
+    apart: bool = field(default=False, repr=False)  # likewise
 
     @property
     def width(self) -> int:
@@ -873,6 +919,10 @@ class ExpertsConfig(FfnKind):
             yield "router_bias", (self.n_experts,)
         if self.router.correction:
             yield "router_correction_bias", (self.n_experts,)
+        if self.router.factors:
+            yield "router_factors", (self.n_experts,)
+        if self.apart:  # the norm before the shared expert is the layer's
+            yield from ((name, (d_model,)) for name in APART_NORMS)
         width = self.row_width(d_model)
         if self.latents:
             yield from (("latent_in", (self.latents, d_model)), ("latent_out", (d_model, self.latents)))
@@ -903,6 +953,8 @@ class ExpertsConfig(FfnKind):
             return "the weight of a shared expert without one"
         if self.early_router and router.bias:
             return "a bias of a router that reads a layer's input"
+        if self.apart and (not self.shared_size or self.shared_weight or self.early_router or self.latents):
+            return "experts with norms of their own need a plain shared expert and router, and no latents"
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
         if self.activation == "topk":
@@ -925,6 +977,8 @@ class ExpertsConfig(FfnKind):
             return f"the activation {self.activation} is never exactly zero"
         if self.bias:
             return "experts with biases are computed whole"
+        if self.apart:
+            return "experts beside an FFN with norms of its own are computed whole"
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
 
     def share_read(self, tokens: int) -> float:
@@ -951,6 +1005,7 @@ class LayerConfig:
     shared_norm: bool = False  # parallel, with one norm for both
     # Of the FFN's input, and of what it adds. Not shown: fingerprints hash what is, and theirs stay.
     ffn_factors: tuple[float, float] = field(default=(1.0, 1.0), repr=False)
+    out_scale: bool = field(default=False, repr=False)  # a learned factor of x behind the layer
 
     @property
     def heads(self) -> AttentionConfig:
@@ -988,7 +1043,12 @@ class ModelConfig:
     embed_dim: int = 0  # width of the embedding and of the head's input, where it is not d_model
     embedding_scale: float = 1.0  # factor of the embedding's rows
     residual_scale: float = 1.0  # factor of what attention and FFN add
+    # Numbers that each layer gets of a token beside the residual stream (Gemma 4 E2B and E4B), 0: none; rows of their
+    # table.
+    layer_inputs: int = field(default=0, repr=False)
+    layer_input_rows: int = field(default=0, repr=False)
     logit_scale: float = 1.0  # factor of the head's result
+    logit_cap: float | None = field(default=None, repr=False)  # logits become cap * tanh(logits / cap), after that
     final_norm: bool = True
     tied_embeddings: bool = False
     name: str = ""
@@ -1111,6 +1171,13 @@ class ModelConfig:
     def unsplit_reason(self) -> str | None:
         """Reason for which the neurons of a layer are not placed one by one, on two devices; None: they can be."""
         return "layers with the activation topk run whole beside a GPU" if self.banked else None
+
+    def whole_layers(self, layers: int) -> int:
+        """The number of layers, from the first on, that one device can have if it has room for so many: layers that
+        read the keys and values of another are where that one is."""
+        sources = [layer.attention.kv_from for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
+        first = min((source for source in sources if source is not None), default=self.n_layers)
+        return layers if layers >= self.n_layers else min(layers, first)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -208,6 +208,8 @@ def check_recipe(name: str, config: ModelConfig) -> Recipe:
     if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
         reason = "models with Mamba2 or short convolutions are not trained so far"
         raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
+    if config.logit_cap is not None:
+        raise RequestError("models that cap their logits (Gemma 2 and 4) are not trained so far")
     for layer in config.layers:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:

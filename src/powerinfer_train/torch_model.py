@@ -182,12 +182,14 @@ class TorchModel:
         heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
         parts, x = {}, x.to(self.compute)
         for part in heads:
-            product = self.linear(x, name + part)
+            product = self.linear(x, name + (part if part in config.projections else "k"))
             if part != "v" and config.qk_norm == "width":
                 product = self.inner_norm(product, f"{name}{part}_norm")
             product = product.unflatten(-1, (heads[part], config.head_dim))
             if part != "v" and config.qk_norm == "head":
                 product = self.inner_norm(product, f"{name}{part}_norm")
+            if part == "v" and config.v_norm:
+                product = self.plain_norm(product)
             if part != "v" and config.rope is not None:
                 product = self.rotate(product, config.rope)
             parts[part] = product.transpose(1, 2)
@@ -201,6 +203,10 @@ class TorchModel:
     def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""
         return _Rms.apply(x.float(), self.weights[name], self.config.norm_eps if eps is None else eps).to(x.dtype)
+
+    def plain_norm(self, x: Tensor) -> Tensor:
+        """The same without weights."""
+        return _Rms.apply(x.float(), torch.ones(x.shape[-1], device=x.device), self.config.norm_eps).to(x.dtype)
 
     def _plain(self, name: str, gate: Tensor | None, up: Tensor) -> Tensor:
         ffn = self.config.layers[int(name.split(".")[1])].ffn
@@ -315,7 +321,8 @@ class TorchModel:
             scale_ = normed if config.shared_norm else self._norm(x, name + "ffn_norm")
             return x + attended + sum_neurons(scale_)
         x = x + attended
-        return x + self._norm(sum_neurons(self._norm(x, name + "ffn_norm")), name + "ffn_out_norm")
+        x = x + self._norm(sum_neurons(self._norm(x, name + "ffn_norm")), name + "ffn_out_norm")
+        return x * self.weights[name + "out_scale"] if config.out_scale else x
 
     def products(self, states: Tensor) -> Tensor:
         """Products of states with the head, in the type that is computed in [..., vocab]."""
@@ -323,8 +330,9 @@ class TorchModel:
 
     def scaled(self, products: Tensor) -> Tensor:
         """The logits that `products` become, float32."""
-        logits = products.float()
-        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+        logits, cap = products.float(), self.config.logit_cap
+        logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def logits(self, states: Tensor) -> Tensor:
         """float32 [..., vocab]."""

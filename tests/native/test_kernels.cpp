@@ -416,6 +416,33 @@ void test_rope_and_scale(const PiKernels* kernels) {
   }
 }
 
+// Where tanh is nearly its argument, where it is 1, and where the kernel changes from a polynomial to e^x.
+void test_cap(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " cap");
+  std::vector<float> x = {0.0f,   -0.0f,  1e-30f, -1e-30f, 1e-4f, 0.1f,  -0.3f, 0.6f,
+                          0.625f, 0.626f, -0.7f,  1.0f,    3.0f,  -9.0f, 30.0f, -1e30f};
+  Random r(3);
+  for (const float v : r.normals(240)) x.push_back(v);
+  for (const float limit : {1.0f, 30.0f}) {
+    std::vector<float> y = x;
+    for (float& v : y) v *= limit;
+    const std::vector<float> before = y;
+    kernels->cap(y.data(), limit, (int64_t)y.size());
+    for (size_t i = 0; i < y.size(); i++) {
+      const double want = limit * tanh((double)before[i] / limit);
+      check.near(y[i], want, gamma_of(6) * fabs(want) + 1e-36, (int64_t)i);
+    }
+  }
+  std::vector<float> odd(16, 1.0f);
+  odd[3] = NAN;
+  odd[5] = INFINITY;
+  odd[6] = -INFINITY;
+  kernels->cap(odd.data(), 2.0f, 16);
+  check.yes(isnan(odd[3]), 3);
+  check.near(odd[5], 2.0, 1e-6, 5);
+  check.near(odd[6], -2.0, 1e-6, 6);
+}
+
 // ---- Cache and attention --------------------------------------------------------------------------------------------
 
 // What the cache keeps of a vector of n: in blocks of 32 (the last may be 16) for Q8_0.
@@ -750,6 +777,7 @@ int main() {
     test_activate(kernels);
     test_swiglu_oai(kernels);
     test_rope_and_scale(kernels);
+    test_cap(kernels);
     test_attention(kernels);
     test_program(kernels);
     printf("%-12s %d passed, %d failed\n", kernels->name, passed - before, failed - wrong);

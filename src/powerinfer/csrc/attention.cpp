@@ -187,6 +187,27 @@ PI_INLINE void score_rows(const Kv& kv, int n, int slots, const float* const* q,
   }
 }
 
+// Out of line: few models cap their scores.
+__attribute__((noinline)) void cap_all(float* x, int n, float limit) {
+  for (int i = 0; i < n; i += 16) f_store(x + i, f_capped(f_load(x + i), limit));
+}
+
+// Scores of a page become limit * tanh(score / limit). aside: room for R * 32.
+template <int R>
+PI_INLINE void cap_scores(float limit, float* aside, f32x16 (*s)[2]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    f_store(aside + r * PI_PAGE, s[r][0]);
+    f_store(aside + r * PI_PAGE + 16, s[r][1]);
+  }
+  cap_all(aside, R * PI_PAGE, limit);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    s[r][0] = f_load(aside + r * PI_PAGE);
+    s[r][1] = f_load(aside + r * PI_PAGE + 16);
+  }
+}
+
 // Scores of a page, from position `base` on, that a row does not see: as good as minus infinity.
 PI_INLINE void mask(const QueryRow& row, int64_t base, f32x16* s) {
   const int end = row.last - base + 1 < PI_PAGE ? (int)(row.last - base + 1) : (int)PI_PAGE;
@@ -285,6 +306,7 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     f32x16 s[R][2];
     if constexpr (Kv::by_slot) score_rows<Kv, R>(kv, n, slots, q, weights, s);
     else score<Kv, R>(kv, n, q, head_of(page < last / PI_PAGE ? page + 1 : page), a->head_bytes / n, s);
+    if (a->settings.score_cap) cap_scores<R>(a->settings.score_cap, weights, s);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) mask(rows[r], base, s[r]);
     float shrink[16] = {0};

@@ -124,24 +124,27 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q,
              std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v, std::optional<Floats> q_bias,
              std::optional<Floats> k_bias, std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm,
-             int rope) {
+             int rope, const Norm* v_norm) {
             p.attention_input({layer, settings, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
-                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope});
+                               vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
+                               norm_of(v_norm)});
           },
-          "layer"_a, "settings"_a, "norm"_a.none(), "q"_a, "k"_a, "v"_a, "q_bias"_a = nb::none(),
+          "layer"_a, "settings"_a, "norm"_a.none(), "q"_a, "k"_a.none(), "v"_a.none(), "q_bias"_a = nb::none(),
           "k_bias"_a = nb::none(), "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-          "rope"_a = -1,
+          "rope"_a = -1, "v_norm"_a = nb::none(),
           "q, cache = rope(norm(x) . q, k, v).\n\n"
           "settings: the layer's configuration. q_norm, k_norm: over each head, or as wide as all heads of q (k)\n"
-          "together. rope: an index from `add_rope`, -1: q and k are not rotated.")
+          "together; v_norm: over each head of v, which may be k. rope: an index from `add_rope`, -1: q and k are not\n"
+          "rotated.")
       .def(
           "attention",
-          [](Program& p, int layer, PiAttentionSettings settings, std::optional<Floats> sinks) {
-            p.attention(layer, settings, vector_of(sinks));
+          [](Program& p, int layer, PiAttentionSettings settings, std::optional<Floats> sinks, int kv) {
+            p.attention(layer, settings, vector_of(sinks), kv);
           },
-          "layer"_a, "settings"_a, "sinks"_a = nb::none(),
+          "layer"_a, "settings"_a, "sinks"_a = nb::none(), "kv"_a = -1,
           "attended = softmax(q k) v.\n\n"
-          "settings: the layer's configuration. sinks: of each head, a score more, which belongs to no value.")
+          "settings: the layer's configuration. sinks: of each head, a score more, which belongs to no value. kv: the\n"
+          "layer whose keys and values it reads, -1: its own.")
       .def(
           "delta_net",
           [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
@@ -282,16 +285,21 @@ void bind_operators(nb::class_<Program>& program) {
           "experts",
           [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate,
-             std::shared_ptr<NeuronSum> shared_bundled) {
+             std::shared_ptr<NeuronSum> shared_bundled, const std::vector<const Norm*>& apart) {
+            require(apart.empty() || apart.size() == 4, "experts apart have four norms");
+            ApartNorms norms;
+            if (!apart.empty()) norms = {norm_of(apart[0]), norm_of(apart[1]), norm_of(apart[2]), norm_of(apart[3])};
             return p.experts(spec, router, std::move(scores), all,
-                             {std::move(shared), vector_of(shared_gate), std::move(shared_bundled)});
+                             {std::move(shared), vector_of(shared_gate), std::move(shared_bundled)}, std::move(norms));
           },
           "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
-          "shared_bundled"_a = nb::none(),
+          "shared_bundled"_a = nb::none(), "apart"_a = std::vector<const Norm*>(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
           "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
           "product with norm(x), a sigmoid of it, is the shared expert's weight; shared_bundled: its neurons, where\n"
-          "experts are bundles without them.")
+          "experts are bundles without them. apart: norms of what the router reads, of what the shared expert reads "
+          "and\n"
+          "gives, of what the experts give, or none of them.")
       .def(
           "expert_sum",
           [](Program& p, ExpertMatrices experts, RouterSpec router, const Norm* norm) {
@@ -304,12 +312,28 @@ void bind_operators(nb::class_<Program>& program) {
            "Select the experts of the next operator `experts` from x as it is; scores: [experts, d_model].")
       .def("normalise", &Program::normalise, "norm"_a, "x = norm(x).")
       .def(
-          "head",
-          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale) {
-            p.head(norm_of(norm), std::move(project), std::move(w), scale);
+          "layer_inputs",
+          [](Program& p, std::shared_ptr<Table> table, std::shared_ptr<Matrix> w, const Norm& norm, float scale,
+             float row_scale,
+             float factor) { p.layer_inputs({std::move(table), std::move(w), norm, scale, row_scale, factor}); },
+          "table"_a, "w"_a, "norm"_a, "scale"_a, "row_scale"_a, "factor"_a, nb::keep_alive<1, 2>(),
+          "Of every layer, behind `embed`: inputs = factor * (norm(scale * w . x) + row_scale * row of the token).\n\n"
+          "table, w: of all layers, one after another; norm: of one.")
+      .def(
+          "add_layer_input",
+          [](Program& p, int64_t at, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> out, const Norm* norm,
+             const std::string& activation) {
+            const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
+            p.add_layer_input(at, std::move(gate), std::move(out), norm_of(norm), act);
           },
-          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f,
-          "logits = scale * w . project . norm(x).");
+          "at"_a, "gate"_a, "out"_a, "norm"_a.none(), "activation"_a,
+          "x += norm(out . (activation(gate . x) * inputs)); at: where in the inputs of all layers.")
+      .def(
+          "head",
+          [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale,
+             float cap) { p.head(norm_of(norm), std::move(project), std::move(w), scale, cap); },
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f, "cap"_a = 0.0f,
+          "logits = scale * w . project . norm(x); cap: they become cap * tanh(logits / cap), 0: they stay.");
 }
 
 }  // namespace
@@ -420,6 +444,14 @@ void bind_program(nb::module_& m) {
                                                               nb::find(p), {p.ldx, 1});
           },
           "tokens"_a, "The residual stream x, [tokens, d_model]: the program's own memory, which may be written.")
+      .def(
+          "layer_input_rows",
+          [](Program& p, int64_t tokens) {
+            require(p.inputs && tokens > 0 && tokens <= p.sizes.max_tokens, "there are no such inputs of layers");
+            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.inputs, {(size_t)tokens, (size_t)p.ldinputs},
+                                                              nb::find(p), {p.ldinputs, 1});
+          },
+          "tokens"_a, "The inputs of layers of the last step, [tokens, layers * numbers]: the program's own memory.")
       .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(),
            "out [rows, d_model] = norm(x) with the head's norm: rows of the last step.")
       .def(

@@ -4,12 +4,20 @@
 #include "expert_store.h"
 #include "router.h"
 
+// Norms of a layer whose shared expert and whose others are apart: each reads the layer's input through a norm of its own,
+// the others through that of `FfnSpec`, and gives through another one; so does the router, which must have one. The sum of
+// the two then goes through `FfnSpec::out_norm`.
+struct ApartNorms {
+  Norm router, shared, shared_out, experts_out;
+  explicit operator bool() const { return (bool)router; }
+};
+
 class Experts : public Op {
  public:
   // Made by Program::experts and Program::expert_sum, which check the sizes. Without scores, an operator before it in
   // the step, or the caller, selects the experts.
   Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared,
-          std::shared_ptr<Workspace> workspace);
+          std::shared_ptr<Workspace> workspace, ApartNorms apart = {});
 
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
@@ -59,6 +67,8 @@ class Experts : public Op {
   float shared_weight(const ExpertRows& rows, int64_t token) const {
     return shared_.gate.empty() ? 1 : rows.shared_weights[(size_t)token];
   }
+  void run_apart(Thread& t, int64_t tokens);
+  void begin(Thread& t, int64_t tokens, bool early);
   void keep(const ExpertRows& rows, int64_t tokens);
   void keep_shared(const Thread& t, int64_t tokens);
   int64_t shared_panels() const { return (shared_.neurons->neurons() + PI_LANES - 1) / PI_LANES; }
@@ -78,6 +88,7 @@ class Experts : public Op {
   const FfnSpec spec_;
   const Router router_;
   const SharedExpert shared_;
+  const ApartNorms apart_;
   const std::shared_ptr<Matrix> latent_in_, latent_out_;  // null: experts read and give rows of d_model
   const std::unique_ptr<ExpertStore> store_;
   const std::shared_ptr<Workspace> workspace_;

@@ -109,11 +109,12 @@ class AttentionIn : public Op {
     const Here here(t);
     Program& p = here.p;
     const int64_t heads = heads_, kv = kv_.kv_heads;
-    const PiActs* acts =
-        here.w.prepare(t.id, p.residual(0, step.tokens), in_.norm, in_.q->form() | in_.k->form() | in_.v->form());
+    const int forms = in_.q->form() | (in_.k ? in_.k->form() | in_.v->form() : 0);
+    const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), in_.norm, forms);
     // Whole heads to each thread: it can rotate them and store them without waiting for another.
     const auto multiply = [&](const Heads& to) {
       part(here, *in_.q, in_.q_bias, acts, step, to, 0, heads);
+      if (!in_.k) return;
       part(here, *in_.k, in_.k_bias, acts, step, to, heads, kv);
       part(here, *in_.v, in_.v_bias, acts, step, to, heads + kv, kv);
     };
@@ -129,7 +130,7 @@ class AttentionIn : public Op {
     };
     const Heads all{p.qkv, p.ldqkv, 0, heads + 2 * kv};
     const bool wide = q_wide_ || k_wide_,
-               in_memory = in_.q->is_in_memory() && in_.k->is_in_memory() && in_.v->is_in_memory();
+               in_memory = in_.q->is_in_memory() && (!in_.k || (in_.k->is_in_memory() && in_.v->is_in_memory()));
     Pool& pool = *here.w.pool;
     if (in_memory) {
       const int64_t pad = kv_.head_pad;
@@ -198,7 +199,7 @@ class AttentionIn : public Op {
     }
   }
 
-  // A token's heads of q and k normalised and rotated, those of q scaled.
+  // A token's heads of q and k normalised and rotated, those of q scaled; those of v normalised.
   void turn_heads(const Here& here, int64_t token, int64_t position, const Heads& of) const {
     const Program& p = here.p;
     const int64_t heads = heads_, dim = kv_.head_dim;
@@ -213,6 +214,11 @@ class AttentionIn : public Op {
       float* x = of.rows + token * of.ld + h * kv_.head_pad;
       turn(h < heads ? in_.q_norm : in_.k_norm, h < heads ? q_wide_ : k_wide_, x);
       if (h < heads) here.kernels->scale(x, scale, dim);
+    }
+    if (!in_.v_norm) return;
+    for (int64_t h = std::max(of.begin, heads + kv_.kv_heads); h < of.end; h++) {
+      float* x = of.rows + token * of.ld + h * kv_.head_pad;
+      in_.v_norm.apply(here.kernels, x, x);
     }
   }
 
@@ -412,9 +418,10 @@ void Program::attention_input(AttentionInput in) {
   const Cache::Layer& own = cache->layers[(size_t)in.layer];
   const int64_t heads = sizes.heads[(size_t)in.layer], q = heads * own.head_pad, kv = own.kv_heads * own.head_pad;
   check(!own.latents, "the layer's cache has latents");
-  check(in.q->rows == q && in.k->rows == kv && in.v->rows == kv,
+  check(!in.k == !in.v && !in.k == !kv, "a layer has keys and values, or neither and no room for them");
+  check(in.q->rows == q && (!in.k || (in.k->rows == kv && in.v->rows == kv)),
         "q, k or v has another number of rows than its heads need");
-  check(in.q->k == sizes.d_model && in.k->k == sizes.d_model && in.v->k == sizes.d_model,
+  check(in.q->k == sizes.d_model && (!in.k || (in.k->k == sizes.d_model && in.v->k == sizes.d_model)),
         "q, k or v has another number of columns than d_model");
   check_norm(in.norm, sizes.d_model, "the attention norm");
   check_bias(in.q_bias, q, "q");
@@ -425,20 +432,27 @@ void Program::attention_input(AttentionInput in) {
   };
   check_heads(in.q_norm, heads, "the norm of q");
   check_heads(in.k_norm, own.kv_heads, "the norm of k");
+  check_norm(in.v_norm, own.head_dim, "the norm of v");
   check_rope(in.rope, own.head_dim);
   check_settings(in.settings);
   if (!in.settings.scale) in.settings.scale = 1.0f / sqrtf((float)own.head_dim);
-  std::vector<std::shared_ptr<Matrix>> matrices = {in.q, in.k, in.v};
+  std::vector<std::shared_ptr<Matrix>> matrices = {in.q};
+  if (in.k) matrices.push_back(in.k);
+  if (in.v != in.k) matrices.push_back(in.v);
   add(std::make_shared<AttentionIn>(std::move(in), heads, own), std::move(matrices));
 }
 
-void Program::attention(int layer, PiAttentionSettings settings, Vector sinks) {
+void Program::attention(int layer, PiAttentionSettings settings, Vector sinks, int kv) {
   check_layer(layer);
   check_settings(settings);
-  check(cache->layers[(size_t)layer].kv_heads > 0, "the layer keeps no keys and values");
+  if (kv >= 0) check_layer(kv);
+  const Cache::Layer &own = cache->layers[(size_t)layer], &kept = kv < 0 ? own : cache->layers[(size_t)kv];
+  check(kept.kv_heads > 0, "the layer keeps no keys and values");
   const int64_t heads = sizes.heads[(size_t)layer];
+  check(kept.head_dim == own.head_dim && heads % kept.kv_heads == 0 && (kv < 0 || !kept.latents),
+        "the keys and values of another layer have other heads");
   check(sinks.empty() || (int64_t)sinks.size() == heads, "there are not as many sinks as heads");
-  add(std::make_shared<Attention>(heads, cache->layers[(size_t)layer], settings, std::move(sinks)));
+  add(std::make_shared<Attention>(heads, kept, settings, std::move(sinks)));
 }
 
 void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {
@@ -492,6 +506,89 @@ void Program::normalise(Norm norm) {
   add(std::make_shared<Normalise>(std::move(norm)));
 }
 
+// ---- Inputs of layers ---------------------------------------------------------------------------------------------
+
+namespace {
+
+class LayerInputs : public Op {
+ public:
+  explicit LayerInputs(LayerInputsSpec spec) : spec_(std::move(spec)) {}
+  const char* name() const override { return "layer_inputs"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    const Program& p = here.p;
+    const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), {}, spec_.w->form());
+    here.w.finish_product(t.id, *spec_.w, acts, step.tokens, {p.inputs, p.ldinputs, false, NO_BIAS});
+    const Table& table = *spec_.table;
+    const int64_t width = (int64_t)spec_.norm.w.size();
+    here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+      float* const row = here.w.row(t.id);
+      for (int64_t i = begin; i < end; i++) {
+        float* const to = p.inputs + i * p.ldinputs;
+        unpack_row(table.type, table.data + step.token[i] * stored_row_bytes(table.type, table.k), table.k, row);
+        here.kernels->scale(to, spec_.scale, table.k);
+        for (int64_t at = 0; at < table.k; at += width) spec_.norm.apply(here.kernels, to + at, to + at);
+        for (int64_t j = 0; j < table.k; j++) to[j] = (to[j] + row[j] * spec_.row_scale) * spec_.factor;
+      }
+    });
+  }
+
+ private:
+  const LayerInputsSpec spec_;
+};
+
+class AddLayerInput : public Op {
+ public:
+  AddLayerInput(int64_t at, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> out, Norm norm, int activation)
+      : at_(at), gate_(std::move(gate)), out_(std::move(out)), norm_(std::move(norm)), activation_(activation) {}
+  const char* name() const override { return "add_layer_input"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    Program& p = here.p;
+    const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), {}, gate_->form());
+    here.w.finish_product(t.id, *gate_, acts, step.tokens, {p.gate, p.ldh, false, NO_BIAS});
+    here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        here.kernels->activate(activation_, 0, p.gate + i * p.ldh, p.inputs + i * p.ldinputs + at_, gate_->rows);
+    });
+    acts = here.w.prepare(t.id, {p.gate, p.ldh, out_->k, step.tokens}, {}, out_->form());
+    here.w.finish_product(t.id, *out_, acts, step.tokens, p.added_to(0, norm_, NO_BIAS, p.up));
+    p.add_normalised(norm_, p.up, 0, step.tokens);
+  }
+
+ private:
+  const int64_t at_;
+  const std::shared_ptr<Matrix> gate_, out_;
+  const Norm norm_;
+  const int activation_;
+};
+
+}  // namespace
+
+void Program::layer_inputs(LayerInputsSpec spec) {
+  const int64_t k = spec.table->k, width = (int64_t)spec.norm.w.size();
+  check(!inputs && width > 0 && width % PI_LANES == 0 && k % width == 0, "inputs of layers have an odd width");
+  check(spec.w->rows == k && spec.w->k == sizes.d_model, "the projection of layers' inputs has a wrong shape");
+  table_rows = std::min(table_rows, spec.table->rows);
+  ldinputs = pi_round_up(k, PI_LANES);
+  inputs = (float*)memory_.allocate(sizes.max_tokens * ldinputs * 4);
+  workspace->reserve(1, k);
+  const auto w = spec.w;
+  add(std::make_shared<LayerInputs>(std::move(spec)), {w});
+}
+
+void Program::add_layer_input(int64_t at, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> out, Norm norm,
+                              int activation) {
+  const int64_t width = gate->rows;
+  check(inputs && width % PI_LANES == 0 && at >= 0 && at % PI_LANES == 0 && at + width <= ldinputs,
+        "there is no such input of a layer");
+  check(gate->k == sizes.d_model && out->rows == sizes.d_model && out->k == width && width <= ldh,
+        "a matrix of a layer's input has a wrong shape");
+  check_norm(norm, sizes.d_model, "the norm of a layer's input");
+  workspace->reserve(sizes.max_tokens, width);
+  add(std::make_shared<AddLayerInput>(at, gate, out, std::move(norm), activation), {gate, out});
+}
+
 // ---- Output head ----------------------------------------------------------------------------------------------------
 
 namespace {
@@ -500,8 +597,8 @@ namespace {
 // activations are two planes of 8 bits, the second the remainder of the first, multiplied in one pass over a weight.
 class Head : public Op {
  public:
-  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, int threads)
-      : norm_(std::move(norm)), project_(std::move(project)), w_(std::move(w)), scale_(scale) {
+  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, float cap, int threads)
+      : norm_(std::move(norm)), project_(std::move(project)), w_(std::move(w)), scale_(scale), cap_(cap) {
     if (w_->form() != PI_FORM_Q8) return;
     planes_ = std::make_unique<Mapping>(2 * ROWS * w_->panels * PI_LANES * 4);
     for (int t = 0; t < threads; t++) forms_.emplace_back(2 * ROWS * w_->k);
@@ -538,6 +635,7 @@ class Head : public Op {
         if (planes_)
           for (int64_t j = 0; j < n; j++) out[i * ld + j] = one[j] + other[j];
         if (scale_ != 1.0f) here.kernels->scale(out + i * ld, scale_, n);
+        if (cap_ != 0.0f) here.kernels->cap(out + i * ld, cap_, n);
       }
     };
     if (!w_->is_in_memory()) {
@@ -574,19 +672,20 @@ class Head : public Op {
 
   const Norm norm_;
   const std::shared_ptr<Matrix> project_, w_;
-  const float scale_;
+  const float scale_, cap_;
   std::unique_ptr<Mapping> planes_;  // [2 ROWS][rows of w]; null: there is one plane
   std::vector<ActMemory> forms_;     // of the threads
 };
 
 }  // namespace
 
-void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale) {
+void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, float cap) {
   check(w->k == sizes.embed_dim, "the output head has another width than embed_dim");
   check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
         "the head's projection does not lead from the width of the model to embed_dim");
   check_norm(norm, sizes.d_model, "the final norm");
   final_norm_ = std::make_shared<const Norm>(norm);
   head_panels = w->panels;
-  add(std::make_shared<Head>(std::move(norm), project, w, scale, workspace->pool->threads()), {project, w});
+  check(cap >= 0, "a cap of the logits is negative");
+  add(std::make_shared<Head>(std::move(norm), project, w, scale, cap, workspace->pool->threads()), {project, w});
 }

@@ -98,8 +98,17 @@ struct AttentionInput {
   PiAttentionSettings settings;
   Norm norm, q_norm, k_norm;  // those of q and k are over each head, or as wide as all heads together
   Vector q_bias, k_bias, v_bias;
-  std::shared_ptr<Matrix> q, k, v;
-  int rope;  // a table of `add_rope`, -1: q and k are not rotated
+  std::shared_ptr<Matrix> q, k, v;  // v may be k; without k and v the layer keeps none, and attends to another one's
+  int rope;                         // a table of `add_rope`, -1: q and k are not rotated
+  Norm v_norm = {};                 // over each head
+};
+
+// Inputs that every layer has beside the residual stream, of the token and of its embedding.
+struct LayerInputsSpec {
+  std::shared_ptr<Table> table;  // rows of the inputs of all layers together
+  std::shared_ptr<Matrix> w;     // from the embedding to as many
+  Norm norm;                     // of what `w` gives for each layer
+  float scale, row_scale, factor;
 };
 
 // Latent attention (latent_attention.h).
@@ -115,6 +124,7 @@ class EarlyRouter;
 struct RouterSpec;
 struct ExpertMatrices;
 struct SharedExpert;
+struct ApartNorms;
 struct ExpertRows;
 class NeuronSum;
 class Predictor;
@@ -137,8 +147,9 @@ class Program {
   // whose FFN reads what its attention reads.
   void embed(EmbedInput in);                // x = project . scale * row of the token + row of the position
   void attention_input(AttentionInput in);  // q, cache = rope(norm(x) . q, k, v)
-  // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty
-  void attention(int layer, PiAttentionSettings settings, Vector sinks = {});
+  // attended = softmax(q k) v; sinks: of each head, a score more that belongs to no value; or empty; kv: the layer whose
+  // keys and values it reads, -1: its own
+  void attention(int layer, PiAttentionSettings settings, Vector sinks = {}, int kv = -1);
   void delta_net(DeltaNetSpec spec);    // attended = Gated DeltaNet of norm(x), see delta_net.h
   void mamba(MambaSpec spec);           // attended = Mamba2 of norm(x), see mamba.h
   void short_conv(ShortConvSpec spec);  // attended = a gated short convolution of norm(x), see short_conv.h
@@ -150,8 +161,14 @@ class Program {
   void latent_input(LatentInput in);
   void latent_project(LatentOutput out);
   void normalise(Norm norm);  // x = norm(x)
-  // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`.
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1);
+  // inputs = factor * (norm(scale * w . x) + row_scale * row of the token), behind `embed`.
+  void layer_inputs(LayerInputsSpec spec);
+  // x += norm(out . (act(gate . x) * the inputs at `at`))
+  void add_layer_input(int64_t at, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> out, Norm norm,
+                       int activation);
+  // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`. cap: they become
+  // cap * tanh(logits / cap), 0: they stay.
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1, float cap = 0);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
@@ -159,7 +176,7 @@ class Program {
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
   std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                                   SharedExpert shared);
+                                   SharedExpert shared, ApartNorms apart);
   // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
   std::shared_ptr<EarlyRouter> early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: says
@@ -195,6 +212,8 @@ class Program {
   // between layers they are scratch.
   const int64_t ldx, ldqkv, lda, ldh;
   float *x, *qkv, *attended, *gate, *up;
+  float* inputs = nullptr;  // of layers, rows of `ldinputs`; null: they have none
+  int64_t ldinputs = 0;
   ActMemory hidden;                         // forms of an FFN's activations, whose floats are in `gate`
   std::shared_ptr<ExpertRows> expert_rows;  // null: there are no experts
   std::shared_ptr<LatentRows> latent_rows;  // null: there is no latent attention

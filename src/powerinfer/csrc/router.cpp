@@ -81,6 +81,7 @@ void check_router(const RouterSpec& router, int64_t n) {
   check(router.group_best > 0 && router.group_best <= size, "a group has too few experts for its score");
   check_bias(router.correction, n, "the router's scores");
   check_bias(router.bias, n, "the router");
+  check_bias(router.factors, n, "the router's weights");
 }
 
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights) {
@@ -95,6 +96,7 @@ void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratc
   for (int64_t i = 0; i < spec.top_k; i++) sum += weights[i] = logits[selected[i]];
   const float factor = spec.normalise ? spec.scale / (sum + 1e-20f) : spec.scale;
   for (int64_t i = 0; i < spec.top_k; i++) weights[i] *= factor;
+  for (int64_t i = 0; i < spec.top_k && !spec.factors.empty(); i++) weights[i] *= spec.factors[(size_t)selected[i]];
 }
 
 void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens) const {

@@ -12,6 +12,7 @@ struct RouterSpec {
   float scale = 1;         // of the weights
   Vector correction;       // added to scores for the selection alone
   Vector bias;             // of the logits
+  Vector factors;          // of each expert, of its weight, behind everything else
   // Experts are selected in the `top_groups` best of `groups` equal groups; a group's score is the sum of its
   // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
   int64_t groups = 1, top_groups = 1, group_best = 1;

@@ -191,6 +191,10 @@ void scale(float* x, float by, int64_t n) {
   for (int64_t i = 0; i < n; i++) x[i] *= by;
 }
 
+void cap(float* x, float limit, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) f_store(x + i, f_capped(f_load(x + i), limit));
+}
+
 }  // namespace
 
 PI_KERNELS(rows) {
@@ -201,4 +205,5 @@ PI_KERNELS(rows) {
   to->keep_largest = keep_largest;
   to->rope = rope;
   to->scale = scale;
+  to->cap = cap;
 }

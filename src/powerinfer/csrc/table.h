@@ -152,7 +152,8 @@ struct PiLinear {
      1 + query_growth * log(1 + floor((p + query_offset) / query_interval)) */                   \
   X(float, query_growth, 0)                                                                      \
   X(int, query_interval, 1)                                                                      \
-  X(int, query_offset, 0)
+  X(int, query_offset, 0)                                                                        \
+  X(float, score_cap, 0) /* scores become score_cap * tanh(score / score_cap); 0: they stay */
 
 struct PiAttentionSettings {
 #define PI_SETTING(type, name, neutral) type name = neutral;
@@ -384,6 +385,8 @@ struct PiKernels {
   void (*keep_largest)(float* x, const float* unit, int64_t kept, int64_t n);
   void (*rope)(float* head, const float* cos, const float* sin, int64_t half);
   void (*scale)(float* x, float by, int64_t n);
+  // x = limit * tanh(x / limit); n is a multiple of 16.
+  void (*cap)(float* x, float limit, int64_t n);
   // Writes the key and the value of one slot of a page; either may be null.
   void (*store_kv)(int kv_type, uint8_t* head, int slot, const float* k, const float* v, int head_pad);
   // Writes the key of one slot of a page whose values are parts of its keys.

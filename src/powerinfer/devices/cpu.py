@@ -288,7 +288,7 @@ class CpuExecutor:
             self._states = StateMemory(config, self.n_states, self.first_layer)
         self._cache = cache = _native.Cache(
             engine.kv_type,
-            [(one.n_kv_heads, one.head_dim) for one in attentions],
+            [(one.cached_heads, one.head_dim) for one in attentions],
             pages,
             [one.latents for one in attentions],
         )
@@ -349,6 +349,26 @@ class CpuExecutor:
         self._program.embed(table, rows, self.config.position_offset, projection, scale)
         self._embedded = self._program.size
 
+    def layer_inputs(self, table: RawTensor, projection: _native.Matrix, norm: Float32) -> None:
+        """What every layer gets of a token beside the residual stream, from a table of the model's file and from the
+        embedding. projection: of all layers, one after another; norm: float32 [numbers of a layer]."""
+        d_model, numbers = self.d_model, len(norm)
+        of_layer = _native.Norm(norm, self.config.norm_eps)
+        scales = d_model**-0.5, numbers**0.5, 2**-0.5
+        self._program.layer_inputs(self._table(table), projection, of_layer, *scales)
+        self._embedded = self._program.size
+
+    def add_layer_input(
+        self, layer: int, gate: _native.Matrix, out: _native.Matrix, norm: _native.Norm | None, activation: str
+    ) -> None:
+        """x += norm(out . (activation(gate . x) * what the layer gets of the token))."""
+        self._program.add_layer_input(layer * self.config.layer_inputs, gate, out, norm, activation)
+
+    def step_inputs(self, tokens: int) -> Float32 | None:
+        """What the layers get of the tokens of the step that was embedded, float32 [tokens, layers * numbers]: a view;
+        None: they get nothing."""
+        return self._program.layer_input_rows(tokens) if self.config.layer_inputs else None
+
     def _table(self, tensor: RawTensor) -> _native.Table:
         rows, cols = tensor.shape
         self.bytes_per_token += tensor.data.nbytes // rows
@@ -367,16 +387,22 @@ class CpuExecutor:
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
-        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
-        [heads], scores in the softmax that belong to no value.
+        qkv, biases: of the layer's `projections`. q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the
+        layer's qk_norm is "width". sinks: float32 [heads], scores in the softmax that belong to no value.
         """
         settings = self.config.layers[layer].heads
-        (q, k, v), (q_bias, k_bias, v_bias) = qkv, biases
-        of_q, of_k = (_native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm))
+        own = settings.kv_from is None
+        q, k, v = qkv[0], qkv[1] if own else None, qkv[-1] if own else None
+        q_bias, k_bias, v_bias = biases[0], biases[1] if own else None, biases[len(qkv) - 1] if own else None
+        of_v = np.ones(settings.head_dim, np.float32) if settings.v_norm and own else None
+        of_q, of_k, of_v_ = (
+            _native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm, of_v)
+        )
         place = layer - self.first_layer
         rope = -1 if settings.rope is None else self._ropes[settings.rope]
-        self._program.attention_input(place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope)
-        self._program.attention(place, settings, sinks)
+        self._program.attention_input(place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, of_v_)
+        source = -1 if settings.kv_from is None else settings.kv_from - self.first_layer
+        self._program.attention(place, settings, sinks, source)
 
     def gate_attended(self, layer: int, norm: _native.Norm | None, matrix: _native.Matrix) -> None:
         """attended *= sigmoid(matrix . norm(x))."""
@@ -587,12 +613,15 @@ class CpuExecutor:
             of_shared = _native.DenseNeurons(spec, gate[0] if gate else None, up, down)
         self._experts[layer] = self._program.experts(
             _native.FfnSpec(norm, out_norm),
-            _router(config.router, None if weights.early else weights.correction, weights.router_bias),
+            _router(
+                config.router, None if weights.early else weights.correction, weights.router_bias, weights.factors
+            ),
             router,
             of_all,
             of_shared,
             weights.shared_weight,
             None if by_neuron is None or by_neuron.beside is None else by_neuron.beside.sum,
+            list(weights.apart or ()),
         )
         if make_ffn is not None:
             self.expert_ffns[layer] = make_ffn(self._experts[layer])
@@ -931,8 +960,8 @@ class CpuExecutor:
         self._program.normalise(norm)
 
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
-        """logits = the config's scale * matrix . projection . norm(x)."""
-        self._program.head(norm, matrix, projection, self.config.logit_scale)
+        """logits = the config's scale * matrix . projection . norm(x), capped as it says."""
+        self._program.head(norm, matrix, projection, self.config.logit_scale, self.config.logit_cap or 0.0)
         if self.disk is not None and self.disk.window is not None:
             self._program.set_window(self.disk.window)
 
@@ -1279,7 +1308,9 @@ def _expert_ffn(config: ExpertsConfig, by_neuron: ByNeuron, of_gates: int, op: _
     )
 
 
-def _router(config: RouterConfig, correction: Float32 | None, bias: Float32 | None) -> _native.RouterSpec:
+def _router(
+    config: RouterConfig, correction: Float32 | None, bias: Float32 | None, factors: Float32 | None = None
+) -> _native.RouterSpec:
     return _native.RouterSpec(
         config.top_k,
         config.scoring,
@@ -1290,4 +1321,5 @@ def _router(config: RouterConfig, correction: Float32 | None, bias: Float32 | No
         config.top_groups,
         config.group_best,
         bias,
+        factors,
     )

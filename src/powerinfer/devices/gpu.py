@@ -136,7 +136,9 @@ class GpuLayers:
                 self._caller_reason = self.link.try_call()
         self._calls = self._can_call = self.link is not None and self._caller_reason is None
         vectors = max_tokens, config.d_model, config.vocab_size
-        self.buffers = StepBuffers(device, *vectors, totals=split and changed)
+        self.buffers = StepBuffers(
+            device, *vectors, totals=split and changed, inputs=config.layer_inputs * config.n_layers
+        )
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
@@ -148,7 +150,7 @@ class GpuLayers:
         """Caches, and states, of the first layers, empty."""
         config, device = self._config, self.device
         kinds = [layer.attention for layer in config.layers[: self.layers]]
-        heads = [(kind.n_kv_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
+        heads = [(kind.cached_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
         self._cache = [tuple(self._new_cache(n, dim, device) for _ in parts) for n, dim, parts in heads]
         remembered = {layer: kind for layer, kind in config.states.items() if layer < self.layers}
         layer_states = gpu_states.new_states(list(remembered.values()), states, device)
@@ -257,10 +259,12 @@ class GpuLayers:
     ) -> None:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
-        q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the layer's qk_norm is "width". sinks: float32
-        [heads], scores in the softmax that belong to no value.
+        qkv, biases: of the layer's `projections`. q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the
+        layer's qk_norm is "width". sinks: float32 [heads], scores in the softmax that belong to no value.
         """
         settings = self._config.layers[layer].heads
+        if settings.kv_from is not None:
+            return self._attend_elsewhere(layer, norm, qkv[0], biases[0], q_norm, sinks)
         heads, kv, dim = settings.n_heads, settings.n_kv_heads, settings.head_dim
         matrices = self._products("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), settings.qk_norm == "width"
@@ -271,11 +275,16 @@ class GpuLayers:
         keys, values = self.cache(layer)
         cache = keys, values
         uploaded_sinks = self._optional_vector(sinks)
+        v_norm = self._rms(np.ones(dim, np.float32) if settings.v_norm else None)
 
         def run(step: Step) -> None:
             tokens = len(step.x)
-            products = matrices(step.normalised(norm, matrices.for_codes)).view(tokens, heads + 2 * kv, dim)
-            q, k, v = products[:, :heads], products[:, heads : heads + kv], products[:, heads + kv :]
+            products = matrices(step.normalised(norm, matrices.for_codes)).view(tokens, -1, dim)
+            q, k, v = products[:, :heads], products[:, heads : heads + kv], products[:, -kv:]
+            if v_norm is not None:
+                v = _normalised_heads(v_norm, v, False)
+            elif settings.keys_as_values:
+                v = v.clone()  # keys are rotated in place
             if together is None:
                 q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
             if rotation is None:
@@ -284,6 +293,33 @@ class GpuLayers:
                 gpu.rotate_and_store(q, k, v, step.positions, rotation, cache, step.slots, together)
             for_codes = layer in self._attended_for_codes
             step.attended = gpu.attention(q, cache, step.contexts, settings, uploaded_sinks, for_codes)
+
+        self._add(layer, "attention", run)
+
+    def _attend_elsewhere(
+        self,
+        layer: int,
+        norm: GpuNorm | None,
+        q: GpuMatrix,
+        bias: Float32 | None,
+        q_norm: Float32 | None,
+        sinks: Float32 | None,
+    ) -> None:
+        """`attention` of a layer that reads the keys and values of another one."""
+        settings = self._config.layers[layer].heads
+        assert settings.kv_from is not None and settings.qk_norm != "width"
+        matrix, of_q, uploaded = self._products("attention", q, biases=[bias]), self._rms(q_norm), sinks
+        rotation = None if settings.rope is None else self._rotations[settings.rope]
+        keys, values = self.cache(settings.kv_from)
+        own_sinks = self._optional_vector(uploaded)
+
+        def run(step: Step) -> None:
+            products = matrix(step.normalised(norm, matrix.for_codes)).view(len(step.x), settings.n_heads, -1)
+            heads = _normalised_heads(of_q, products, False)
+            if rotation is not None:
+                heads = gpu.rotate(heads.contiguous(), step.positions, *rotation)
+            for_codes = layer in self._attended_for_codes
+            step.attended = gpu.attention(heads, (keys, values), step.contexts, settings, own_sinks, for_codes)
 
         self._add(layer, "attention", run)
 
@@ -493,15 +529,30 @@ class GpuLayers:
         gpu_layer.add_parts(gpu_layer.operator("norm", lambda step: step.write_read(norm)), parts, after)
         self._rewired()
 
+    def add_layer_input(
+        self, layer: int, gate: GpuMatrix, out: GpuMatrix, norm: GpuNorm | None, activation: str
+    ) -> None:
+        """x += norm(out . (activation(gate . x) * what the layer gets of the token))."""
+        first, second = self._products("attention", gate), self._products("attention", out)
+        numbers = self._config.layer_inputs
+        columns = slice(layer * numbers, (layer + 1) * numbers)
+
+        def run(step: Step) -> None:
+            assert step.inputs is not None
+            hidden = gpu.activate(activation, first(step.x), step.inputs[:, columns], 0.0, for_codes=second.for_codes)
+            step.add_product(second, hidden, norm)
+
+        self._add(layer, "layer input", run)
+
     def normalise(self, layer: int, norm: GpuNorm) -> None:
         """x = norm(x)."""
         self._add(layer, "normalise", lambda step: step.set(norm(step.x)))
 
     def head(self, norm: GpuNorm | None, matrix: StoredMatrix, projection: StoredMatrix | None = None) -> None:
-        """logits = the config's scale * matrix . projection . norm(x)."""
+        """logits = the config's scale * matrix . projection . norm(x), capped as it says."""
         out = self._upload("head", matrix)
         inner = None if projection is None else self._upload("head", projection)
-        scale = self._config.logit_scale
+        scale, cap = self._config.logit_scale, self._config.logit_cap
 
         def run(step: Step) -> None:
             if not len(step.logit_rows):
@@ -511,6 +562,8 @@ class GpuLayers:
             logits = out(x if inner is None else inner(x))
             if scale != 1:
                 logits.mul_(scale)
+            if cap is not None:
+                logits.div_(cap).tanh_().mul_(cap)
             self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
         self._head, self._final_norm = Operator("head", -1, run), norm
@@ -561,10 +614,13 @@ class GpuLayers:
 
     # ---------------------------------------------------------------- running
 
-    def run(self, batch: Batch, x: Float32, slots: Slots | None = None) -> Float32:
+    def run(
+        self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
+    ) -> Float32:
         """x float32 [T, d_model] after the embedding -> x after these layers, or logits float32 [R, vocab].
 
-        slots: of the sequences' states; None: each row of the page table has one of its own.
+        slots: of the sequences' states; None: each row of the page table has one of its own; inputs: float32
+        [T, layers * numbers] that the layers get of tokens, None: zeros, where they get any.
 
         The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
         within the page table. The result is a view that stays valid until the next call. PowerInferError when the
@@ -572,17 +628,17 @@ class GpuLayers:
         share allows is run again without that limit: what torch keeps may be in pieces that it cannot use.
         """
         try:
-            return self._run(batch, x, slots)
+            return self._run(batch, x, slots, inputs)
         except GpuMemoryError:
             if not self.share.lift():
                 raise
-        return self._run(batch, x, slots)
+        return self._run(batch, x, slots, inputs)
 
-    def _run(self, batch: Batch, x: Float32, slots: Slots | None) -> Float32:
+    def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> Float32:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
-                step = self._begin(batch, x, slots)
+                step = self._begin(batch, x, slots, inputs)
                 with torch.inference_mode():
                     if self._recorder is not None and len(step.x) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
@@ -654,10 +710,10 @@ class GpuLayers:
             values: Float32 = _normalised(self._final_norm, x).cpu().numpy()
         return values
 
-    def _begin(self, batch: Batch, x: Float32, slots: Slots | None) -> Step:
+    def _begin(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None = None) -> Step:
         """Upload a step."""
         numbers = np.arange(len(batch.page_table), dtype=np.int32)
-        step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None)
+        step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None, inputs)
         if self.link is not None:
             step.read = self.link.read(len(step.x))
             self.link.calls.begin()

@@ -52,7 +52,9 @@ class PassedCache:
 
         config = cpu.config
         attending = [
-            n for n in range(gpu.layers, config.n_layers) if isinstance(config.layers[n].attention, AttentionConfig)
+            number
+            for number in range(gpu.layers, config.n_layers)
+            if isinstance(about := config.layers[number].attention, AttentionConfig) and about.kv_from is None
         ]
         page = max((math.prod(cpu.cached(layer).shape[1:]) for layer in attending), default=0)
         self.token_bytes = page // native.PAGE

@@ -85,7 +85,7 @@ class SplitExecutor:
     def _forward(self, batch: Batch) -> NDArray[np.float32]:
         with span(self.trace, "cpu", "embedding", -1):
             x = self.cpu.embedded(batch)
-        result = self.gpu.run(batch, x, self.cpu.slots)
+        result = self.gpu.run(batch, x, self.cpu.slots, self.cpu.step_inputs(len(batch.tokens)))
         if not self.gpu.has_head:
             x[:] = result
             if self.streamed is not None and self.streamed.takes(batch):

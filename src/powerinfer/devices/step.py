@@ -29,8 +29,10 @@ class Step:
     total: Tensor | None = None  # likewise: where the parts of an FFN are added if their sum is normalised; None: x
     attended: Tensor | None = None  # float32 [T, heads * head_dim]; of latent attention [heads, T, latents]
     beside: Tensor | None = None  # float32 [T, heads * head_dim], of Mamba2 beside attention
+    shared: Tensor | None = None  # float32 [T, d_model], of a shared expert that is added behind a norm of its own
     hidden: Tensor | None = None  # float32 [T, rank], of a predictor inside experts; None: it selects nothing
     runs: Tensor | None = None  # int32 [S, 4] of models with states, as `runs_with_slots`
+    inputs: Tensor | None = None  # float32 [T, layers * numbers], what layers get of tokens beside x
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
 
     @property

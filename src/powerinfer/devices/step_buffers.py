@@ -26,10 +26,13 @@ else:
 class StepBuffers:
     """The residual stream and the description of a batch on a device, pinned memory for what is transferred.
 
-    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`).
+    totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`); inputs: numbers that layers
+    get of a token beside the residual stream.
     """
 
-    def __init__(self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool) -> None:
+    def __init__(
+        self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool, inputs: int = 0
+    ) -> None:
         torch = import_torch()
         self._streams = streams_of(to)
         self._vocab_size = vocab_size
@@ -37,6 +40,8 @@ class StepBuffers:
         self._host_x = self._streams.pinned(self._x.shape, torch.float32)
         self._host_rows: Float32 = self._host_x.numpy()
         self._total = torch.zeros_like(self._x) if totals else None
+        self._inputs = torch.zeros((max_tokens, inputs), device=to) if inputs else None
+        self._host_inputs = self._streams.pinned((max_tokens, inputs), torch.float32) if inputs else None
         self._host_logits = self._new_logits(1)
         self._description = _Description(to, self._streams)
         self._done = self._streams.event()
@@ -53,16 +58,18 @@ class StepBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return tensor_bytes(self._x, self._total) + self._description.nbytes
+        return tensor_bytes(self._x, self._total, self._inputs) + self._description.nbytes
 
     @property
     def addresses(self) -> tuple[int, int]:
         """Addresses of a step's description and its logits; they change with a step that is larger than all before."""
         return self._description.address, int(self._host_logits.data_ptr())
 
-    def upload(self, batch: Batch, x: Float32, slots: Slots | None = None) -> Step:
-        """A step on the device: its description and its residual stream, one transfer each; nothing of the last one is
-        under way. slots: of states, if layers have them."""
+    def upload(
+        self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
+    ) -> Step:
+        """A step on the device: its description, its residual stream and what layers get of its tokens, one transfer
+        each; nothing of the last one is under way. slots: of states, if layers have them."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
         runs = None if slots is None else runs_with_slots(batch, slots)
@@ -71,7 +78,12 @@ class StepBuffers:
         on_device = self._x[:tokens]
         on_device.copy_(self._host_x[:tokens], non_blocking=True)
         total = None if self._total is None else self._total[:tokens]
-        return Step(on_device, positions, rows, places, page_table, logit_rows, total=total, runs=runs_there)
+        on_layers = None if self._inputs is None else self._inputs[:tokens]
+        if on_layers is not None and self._host_inputs is not None and inputs is not None:
+            self._host_inputs.numpy()[:tokens] = inputs
+            on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
+        more = {"total": total, "runs": runs_there, "inputs": on_layers}
+        return Step(on_device, positions, rows, places, page_table, logit_rows, **more)
 
     def residual(self, rows: Tensor) -> Tensor:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""

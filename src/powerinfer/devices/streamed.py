@@ -164,11 +164,11 @@ class StreamedLayers:
         biases: Sequence[Float32 | None] = (None, None, None),
         **more: Any,
     ) -> None:
-        """Wire on both; on the CPU where Mamba2 is beside it."""
+        """Wire on both; on the CPU where Mamba2 is beside it, or it reads the keys and values of another layer."""
         first = self._cpu.operators
         self._cpu.attention(layer, _cpu_norm(norm), [one.cpu for one in qkv], biases=biases, **more)
         attention = self._cpu.config.layers[layer].attention
-        if not isinstance(attention, AttentionConfig):
+        if not isinstance(attention, AttentionConfig) or attention.kv_from is not None:
             return
         matrices = self._streaming(*qkv)
         rows = [None if b is None or m.rows_kept is None else b[m.rows_kept] for b, m in zip(biases, qkv, strict=True)]
@@ -279,6 +279,12 @@ class StreamedLayers:
         parts = _StreamedNeurons(layer, self._gpu, self.stage, layout, bundles, config, vectors, threshold)
         self._gpu.split_ffn(layer, _gpu_norm(norm), parts, vectors.down_bias, _gpu_norm(out_norm))
         self._add_span(layer, first, self._gpu.streamed_ffn(layer), bundles.nbytes)
+
+    def add_layer_input(
+        self, layer: int, gate: BothMatrices, out: BothMatrices, norm: BothNorms | None, activation: str
+    ) -> None:
+        """Wire on the CPU."""
+        self._cpu.add_layer_input(layer, gate.cpu, out.cpu, _cpu_norm(norm), activation)
 
     def normalise(self, layer: int, norm: BothNorms) -> None:
         """Wire on both."""

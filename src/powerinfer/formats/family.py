@@ -142,8 +142,10 @@ class Gguf:
     """A family in GGUF files; the rest follows from the metadata and from which tensors exist.
 
     architecture: as files state it; activation: the default; interleaved: as in `RopeConfig`; norms, parallel: as in
-    `LayerConfig`; qk_norm: as in `AttentionConfig`, "stored": of heads, if the file has its weights; partial: the file
-    says how many dimensions of a head are rotated. full_every: if the file states a window and no pattern, every
+    `LayerConfig`; qk_norm: as in `AttentionConfig`, "stored": of heads, if the file has its weights; v_norm: likewise;
+    partial: the file says how many dimensions of a head are rotated. window: where the file states none, 0: there is
+    none then. window_heads: layers with a window have heads of another size.
+    full_every: if the file states a window and no pattern, every
     full_every-th layer has no window, 0: all layers have it; full_first: these are the first of so many, not the last,
     and positions are not rotated in them; unrotated_every: positions are not rotated in each layer whose number, from
     1, it divides, 0: in none;
@@ -154,13 +156,15 @@ class Gguf:
     which queries grow with their positions, None: they do not.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     missing_scales: those that hold where it does not, by the width and the number of layers, None: 1;
-    score_scale: that of attention's scores where no key states it, from the heads of each layer;
+    score_scale: that of attention's scores where no key states it, from the heads of each layer; score_cap, logit_cap:
+    where the file states none, None: the family has none;
     sinks: as in `AttentionConfig`; experts: how they are selected where the file does not say (it does say how many),
-    None: the family has none; early_router: as in `ExpertsConfig`;
+    None: the family has none; early_router, apart: as in `ExpertsConfig`;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
-    positions are not rotated in any layer. short_conv: layers without heads for keys and values are `ShortConvConfig`.
+    positions are not rotated in any layer; short_conv: layers without heads for keys and values are `ShortConvConfig`;
+    layer_inputs: layers may get numbers of tokens beside the residual stream, and share keys and values.
     names: of tensors, where the family calls them otherwise.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
@@ -174,8 +178,11 @@ class Gguf:
     norms: str = "pre"
     parallel: bool = False
     qk_norm: str | None = None
+    v_norm: bool = False
     qkv_bias: bool = False
     partial: bool = False
+    window: int = 0
+    window_heads: bool = False
     full_every: int = 0
     full_first: bool = False
     unrotated_every: int = 0
@@ -189,10 +196,13 @@ class Gguf:
     scales: bool = False
     missing_scales: Callable[[int, int], Mapping[str, float]] | None = None
     score_scale: Callable[[Fields, Sequence[AttentionConfig]], float | None] | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
     sinks: bool = False
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
     early_router: bool = False
+    apart: bool = False
     delta: bool = False
     tiled: bool = False
     latent: bool = False
@@ -201,6 +211,7 @@ class Gguf:
     separate: bool = False
     beside: bool = False
     unrotated: bool = False
+    layer_inputs: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
     pre_tokenizer: str | None = None

@@ -18,11 +18,10 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.formats import layout
-from powerinfer.formats.family import Folder, Tensors
+from powerinfer.formats.family import Folder
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_rope import GLOBAL, LOCAL, read_rope
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import ONLY_TEXT
 
 
 def read_plain(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -50,26 +49,6 @@ def change_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
         assert isinstance(layer.attention, AttentionConfig)
         layers.append(replace(layer, attention=replace(layer.attention, **changes)))
     return replace(config, layers=tuple(layers))
-
-
-_OF_PICTURES = ("vision_tower.", "multi_modal_projector.")
-
-
-def rename_text(stored: Tensors) -> list[str]:
-    """The names of a model that only reads text, for tensors of one that also reads pictures: those of the part for
-    pictures are left out, which a note is about. For `Folder.rename`."""
-    all_tensors, pictures = dict(stored), False
-    stored.clear()
-    for name, tensor in all_tensors.items():
-        inner = name.removeprefix("model.")
-        if inner.startswith(_OF_PICTURES):
-            pictures = True
-        elif inner.startswith("language_model."):  # where older versions put it, with "model." within, and newer ones
-            inner = inner.removeprefix("language_model.")
-            stored[inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"] = tensor
-        else:
-            stored[name] = tensor
-    return [ONLY_TEXT] * pictures
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -163,6 +142,18 @@ def attention_kinds(
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT, None)
     windows = {GLOBAL: None, LOCAL: window}
     return {kind: replace(attention, rope=rope, window=windows[kind]) for kind, rope in ropes.items()}
+
+
+def sharing_keys(fields: Fields, attentions: Sequence[AttentionConfig], first: int) -> list[AttentionConfig]:
+    """Attention of layers of which those from `first` on read the keys and values of the last one before that has a
+    window, as they have, or none."""
+    sources = {one.window is None: layer for layer, one in enumerate(attentions[:first])}
+    if any((one.window is None) not in sources for one in attentions[first:]):
+        raise fields.bad("layer_types", "has no layer whose keys and values later ones of its kind could read")
+    return [
+        one if layer < first else replace(one, kv_from=sources[one.window is None], keys_as_values=False)
+        for layer, one in enumerate(attentions)
+    ]
 
 
 # --- FFNs ------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ def read_ropes(
 def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: AttentionConfig) -> RopeConfig:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as earlier versions did."""
     rope = _rope_values(fields)
+    if rope.text("rope_type", "default") == "proportional":
+        return _proportional(family, rope, heads.head_dim)
     if family.vision_class:  # places in a picture; a text has one position in all three dimensions
         for key in ("mrope_section", "mrope_interleaved"):
             rope.get(key, None)
@@ -64,6 +66,22 @@ def read_growth(fields: Fields) -> dict[str, Any]:
     growth = rope.number("llama_4_scaling_beta", 0, layout.MAX_SCALE)
     interval = rope.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT)
     return {"query_growth": growth, "query_interval": interval}
+
+
+UNROTATED = 1e30
+"""A divisor of frequencies with which nothing turns; llama.cpp's converter writes the same."""
+
+
+def _proportional(family: Folder, rope: Fields, dim: int) -> RopeConfig:
+    """Of a head's pairs the first turn, as fast as if all did."""
+    rope.text("rope_type")
+    theta = rope.number("rope_theta", 1.0001, layout.MAX_THETA, family.theta)
+    factor = rope.number("factor", 1e-6, layout.MAX_SCALE, 1.0)
+    turned = int(dim * rope.number("partial_rotary_factor", 0, 1, 1.0) / 2)
+    if rope.unread():
+        raise rope.bad(shown(rope.unread()[0])[1:-1], "is set, which this engine does not support for proportional")
+    divisors = (factor,) * turned + (UNROTATED,) * (dim // 2 - turned)
+    return RopeConfig(theta, dim, family.interleaved, divisors=() if set(divisors) == {1.0} else divisors)
 
 
 def _rope_values(fields: Fields) -> Fields:

@@ -24,6 +24,7 @@ _NEUTRAL = {
     "attention.scale": (0, 0.0),
     **dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_gating_func"), (0, 1)),
     **dict.fromkeys(("leading_dense_block_count", "attention.shared_kv_layers"), (0,)),
+    "embedding_length_per_layer_input": (0,),
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
     "expert_used_count": (0,),

@@ -38,6 +38,7 @@ from powerinfer.formats import layout
 from powerinfer.formats.families import GGUFS
 from powerinfer.formats.family import Gguf
 from powerinfer.formats.fields import Fields
+from powerinfer.formats.folder_parts import sharing_keys
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_keys import check_others
 from powerinfer.formats.mapped import shown
@@ -60,6 +61,9 @@ NAMES = Names(
         "positions": "position_embd",
         "head": "output",
         "final_norm": "output_norm",
+        "input_table": "per_layer_token_embd",
+        "inputs_projection": "per_layer_model_proj",
+        "inputs_norm": "per_layer_proj_norm",
     },
     layers="blk",
     inner={
@@ -104,6 +108,15 @@ NAMES = Names(
         **dict.fromkeys(("short_b", "short_c", "short_x"), "shortconv.in_proj"),
         "short_conv": "shortconv.conv",
         "short_o": "shortconv.out_proj",
+        "input_gate": "inp_gate",
+        "input_out": "proj",
+        "input_norm": "post_norm",
+        "out_scale": "layer_output_scale",
+        "router_scale": "ffn_gate_inp.scale",
+        "router_factors": "ffn_down_exps.scale",
+        "experts_norm": "pre_ffw_norm_2",
+        "shared_out_norm": "post_ffw_norm_1",
+        "experts_out_norm": "post_ffw_norm_2",
         "latent_in": "ffn_latent_down",
         "latent_out": "ffn_latent_up",
     },
@@ -146,7 +159,11 @@ def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
     for name in [name for name in stored if name.endswith(".ssm_norm.weight")]:  # by groups
         if stored[name].type in FLOAT_TYPES:
             stored[name] = replace(stored[name], shape=(stored[name].size,))
-    return with_scales(file, stored)
+    stored = with_scales(file, stored)
+    return {f"{name}.weight" if name.endswith(_FACTORS) else name: tensor for name, tensor in stored.items()}
+
+
+_FACTORS = (".ffn_gate_inp.scale", ".ffn_down_exps.scale")  # vectors of Gemma 4, beside matrices of these names
 
 
 def with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawTensor]:
@@ -177,10 +194,13 @@ def _matrices(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def redundant_tensors(file: GGUFFile, config: ModelConfig) -> list[str]:
-    """Names that tensors may have which say what others do: files of latent attention may have `attn_kv_b` beside
-    `attn_k_b` and `attn_v_b`."""
+    """Names that tensors may have which say what others do, or that nothing uses: files of latent attention may have
+    `attn_kv_b` beside `attn_k_b` and `attn_v_b`, others keys of layers that read those of another layer."""
     has_both = "blk.0.attn_k_b.weight" in file.tensors
-    return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)] if has_both else []
+    if has_both:
+        return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)]
+    shared = [layer for layer, kind in enumerate(config.layers) if getattr(kind.attention, "kv_from", None) is not None]
+    return [f"blk.{layer}.{name}.weight" for layer in shared for name in ("attn_k", "attn_v", "attn_k_norm")]
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
@@ -297,7 +317,9 @@ def read_config(
         position_offset=_OPT_OFFSET if learned else 0,
         embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else _factor(fields, family, "embedding"),
         residual_scale=_factor(fields, family, "residual"),
+        **_layer_inputs(file, fields, family),
         logit_scale=1 / _factor(fields, family, "logit"),
+        logit_cap=_cap(fields, "final_logit_softcapping", family.logit_cap),
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
@@ -320,6 +342,22 @@ def _factor(fields: Fields, family: Gguf, of: str) -> float:
         sizes = ("embedding_length", layout.MAX_WIDTH), ("block_count", layout.MAX_LAYERS)
         missing = family.missing_scales(*(fields.integer(key, 1, high) for key, high in sizes))
     return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, missing.get(of, 1.0)))
+
+
+def _layer_inputs(file: GGUFFile, fields: Fields, family: Gguf) -> dict[str, int]:
+    """Fields of `ModelConfig` about what layers get of tokens beside the residual stream."""
+    numbers = 0
+    if family.layer_inputs:
+        numbers = fields.integer("embedding_length_per_layer_input", 0, layout.MAX_WIDTH, 0)
+    table = file.tensors.get("per_layer_token_embd.weight")
+    if not numbers or table is None:
+        return {"layer_inputs": numbers, "layer_input_rows": numbers and 1}  # a missing tensor is named later
+    return {"layer_inputs": numbers, "layer_input_rows": table.shape[0]}
+
+
+def _cap(fields: Fields, key: str, default: float | None) -> float | None:
+    """A cap of scores or logits; default: None, the family has none."""
+    return None if default is None else fields.number(key, 0, layout.MAX_SCALE, default) or None
 
 
 def _all_layers(
@@ -352,6 +390,8 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
     names, n_layers = file.tensors, len(heads)
     windows = _windows(fields, n_layers, family)
     ropes = _ropes(file, fields, family, heads[0].head_dim, windows)
+    if family.window_heads:
+        heads = _window_heads(file, fields, heads, windows)
     qk_norm = family.qk_norm
     if qk_norm == "stored":
         qk_norm = "head" if "blk.0.attn_q_norm.weight" in names else None
@@ -359,7 +399,9 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
         "qk_norm": qk_norm,
+        "v_norm": family.v_norm,
         "scale": _scale(fields, family, heads),
+        "score_cap": _cap(fields, "attn_logit_softcapping", family.score_cap),
         "sinks": family.sinks,
         **({} if family.growth is None else family.growth(fields)),
     }
@@ -367,6 +409,8 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         replace(heads_, rope=of_layer, window=window, **shared)
         for heads_, window, of_layer in zip(heads, windows, ropes, strict=True)
     ]
+    if family.layer_inputs:
+        plain = sharing_keys(fields, plain, n_layers - fields.integer("attention.shared_kv_layers", 0, n_layers - 1, 0))
     attentions = _delta(fields, family, plain) if family.delta else plain
     return tuple(
         LayerConfig(
@@ -375,9 +419,28 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
             norms=family.norms,
             parallel=family.parallel,
             shared_norm=family.parallel and "blk.0.attn_norm_2.weight" not in names,
+            out_scale=_somewhere(file, "layer_output_scale"),
         )
         for attention, ffn in zip(attentions, _ffns(file, fields, family, n_layers), strict=True)
     )
+
+
+def _window_heads(
+    file: GGUFFile, fields: Fields, heads: Sequence[AttentionConfig], windows: Sequence[int | None]
+) -> list[AttentionConfig]:
+    """The heads of each layer, those of layers with a window of another size; without a tensor for values keys are."""
+    dim = fields.integer("attention.key_length_swa", 2, layout.MAX_HEAD_DIM, heads[0].head_dim)
+    fields.only("attention.value_length_swa", dim)
+    fields.only("rope.dimension_count_swa", dim)
+    together = "blk.0.attn_qkv.weight" in file.tensors
+    return [
+        replace(
+            one,
+            head_dim=one.head_dim if window is None else dim,
+            keys_as_values=not together and f"blk.{layer}.attn_v.weight" not in file.tensors,
+        )
+        for layer, (one, window) in enumerate(zip(heads, windows, strict=True))
+    ]
 
 
 def _ropes(
@@ -392,7 +455,9 @@ def _ropes(
         theta = family.local_theta or rope.theta
         for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
             theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
-        local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, rope.dim, rope.interleaved)
+        dim = fields.integer("rope.dimension_count_swa", 2, layout.MAX_HEAD_DIM, rope.dim)
+        dim = dim if family.window_heads else rope.dim
+        local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, dim, rope.interleaved)
     ropes = [rope if window is None else local for window in windows]
     if family.full_first and any(windows):
         ropes = [rope if layer % family.full_every else None for layer, rope in enumerate(ropes)]
@@ -557,6 +622,11 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
     experts = _experts(file, fields, family.experts, activation, max(*sizes, 1))
     experts = replace(experts, gated=family.gated, early_router=family.early_router)
+    if family.apart:
+        router = replace(experts.router, factors=_has_factors(file))
+        experts = replace(experts, router=router, shared_size=sizes[0], apart=True)
+        if len(set(sizes)) > 1:
+            raise fields.bad("feed_forward_length", "differs among layers with experts, which is not supported")
     if _somewhere(file, "ffn_latent_down"):
         experts = replace(experts, latents=fields.integer("moe_latent_size", 1, layout.MAX_WIDTH))
     if "blk.0.ffn_gate.0.weight" in file.tensors:
@@ -571,6 +641,12 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         replace(experts, threshold=threshold) if routed else ffn
         for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
     ]
+
+
+def _has_factors(file: GGUFFile) -> bool:
+    """Whether the weights of experts have factors; with NVFP4 these are in the factors of down."""
+    downs = [tensor for name, tensor in file.tensors.items() if name.endswith(".ffn_down_exps.weight")]
+    return all(tensor.type != "NVFP4" for tensor in downs)
 
 
 def _routed_layers(file: GGUFFile, fields: Fields, n_layers: int) -> list[bool]:
@@ -781,7 +857,7 @@ def _yarn(fields: Fields, factor: float, gain: float) -> dict[str, Any]:
 
 def _windows(fields: Fields, n_layers: int, family: Gguf) -> list[int | None]:
     """The sliding window of each layer."""
-    window = fields.integer("attention.sliding_window", 0, layout.MAX_CONTEXT, 0)
+    window = fields.integer("attention.sliding_window", 0, layout.MAX_CONTEXT, family.window)
     pattern = fields.get("attention.sliding_window_pattern", None)
     if not window:
         return [None] * n_layers

@@ -38,6 +38,9 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
         yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if is_matrix(name, shape))
     if config.embed_dim:
         yield from ("project_in", "project_out")
+    if config.layer_inputs:
+        yield "inputs_projection"
+        yield from (f"layers.{layer}.input_{part}" for layer in range(config.n_layers) for part in ("gate", "out"))
     if not config.tied_embeddings:
         yield "head"
 
@@ -48,7 +51,7 @@ def ordered_readers(layer: LayerConfig) -> dict[str, Sequence[str]]:
     if layer.norms not in ("pre", "both") or layer.parallel:
         return readers
     if type(layer.attention) is AttentionConfig:
-        readers["attn_norm"] = ("q", "k", "v")
+        readers["attn_norm"] = layer.attention.projections
     if type(layer.ffn) is FfnConfig:
         readers["ffn_norm"] = layer.ffn.matrices[:-1]
     return readers
@@ -74,10 +77,20 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     if config.embed_dim:
         yield "project_in", (config.d_model, width)
         yield "project_out", (width, config.d_model)
+    if (numbers := config.layer_inputs) > 0:
+        yield "input_table", (config.layer_input_rows, config.n_layers * numbers)
+        yield "inputs_projection", (config.n_layers * numbers, config.d_model)
+        yield "inputs_norm", (numbers,)
     for layer in range(config.n_layers):
         for name in _layer_norms(config.layers[layer]):
             yield from _norm(config, f"layers.{layer}.{name}")
         yield from ((f"layers.{layer}.{name}", shape) for name, shape in _parts(config, layer))
+        if numbers > 0:
+            yield f"layers.{layer}.input_gate", (numbers, config.d_model)
+            yield f"layers.{layer}.input_out", (config.d_model, numbers)
+            yield f"layers.{layer}.input_norm", (config.d_model,)
+        if config.layers[layer].out_scale:
+            yield f"layers.{layer}.out_scale", (1,)
     if config.final_norm:
         yield from _norm(config, "final_norm")
     if not config.tied_embeddings:
@@ -115,6 +128,11 @@ def check(config: ModelConfig, source: str) -> None:
         raise ModelError(f"{source}: positions {config.positions!r}, offset {config.position_offset}, are unknown")
     if config.norm not in ("rms", "layer"):
         raise ModelError(f"{source}: norm {config.norm!r} is unknown")
+    if config.logit_cap is not None and not config.logit_cap > 0:
+        raise ModelError(f"{source}: logits capped at {config.logit_cap:g}")
+    if config.layer_inputs % 16:
+        raise ModelError(f"{source}: inputs of layers of {config.layer_inputs} numbers, no multiple of 16")
+    _check_sources(config, source)
     for layer in set(config.layers):
         _check_norms(config, layer, source)
         for part in (layer.attention, layer.ffn):
@@ -123,9 +141,23 @@ def check(config: ModelConfig, source: str) -> None:
                 raise ModelError(f"{source}: {problem}")
 
 
+def _check_sources(config: ModelConfig, source: str) -> None:
+    """ModelError unless layers that read the keys and values of another one find them there."""
+    for number, layer in enumerate(config.layers):
+        about = layer.attention
+        if not isinstance(about, AttentionConfig) or about.kv_from is None:
+            continue
+        other = config.layers[about.kv_from].attention if 0 <= about.kv_from < number else None
+        same = isinstance(other, AttentionConfig) and other.kv_from is None
+        if not same or other is None or (other.n_kv_heads, other.head_dim) != (about.n_kv_heads, about.head_dim):
+            raise ModelError(f"{source}: layer {number} reads keys of layer {about.kv_from}, which has none such")
+
+
 def _check_norms(config: ModelConfig, layer: LayerConfig, source: str) -> None:
     if layer.norms not in ("pre", "post", "output", "both"):
         raise ModelError(f"{source}: norms in order {layer.norms!r} are unknown")
+    if layer.out_scale and layer.norms == "post":
+        raise ModelError(f"{source}: a factor behind layers does not go with norms {layer.norms!r}")
     if layer.norms == "post" and (layer.parallel or config.final_norm):
         raise ModelError(f"{source}: norms behind attention and FFN go with neither a final norm nor a parallel FFN")
     if layer.parallel and layer.norms != "pre":

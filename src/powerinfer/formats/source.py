@@ -174,6 +174,27 @@ def _part(
 
 
 ONLY_TEXT = "only text is read: the part for pictures is left out"
+_OF_TEXT = "model.language_model.", "language_model.model.", "language_model."
+_OF_OTHERS = (  # the beginnings of the names of what reads pictures and sound
+    "vision_", "audio_", "embed_vision.", "embed_audio.", "multi_modal_projector.", "visual.",
+)  # fmt: skip
+
+
+def keep_text(stored: dict[str, SingleTensor]) -> list[str]:
+    """Leave the tensors of what reads text, under the names that they have in a model of that alone. Returns notes."""
+    every = dict(stored)
+    stored.clear()
+    for name, tensor in every.items():
+        prefix = next((one for one in _OF_TEXT if name.startswith(one)), None)
+        if prefix is not None:
+            rest = name.removeprefix(prefix)
+            name = rest if rest.startswith("lm_head.") else f"model.{rest}"
+        elif name.removeprefix("model.").startswith(_OF_OTHERS):
+            continue
+        stored[name] = tensor
+    return [ONLY_TEXT] * (len(stored) < len(every))
+
+
 NO_MTP = "the layers that predict further tokens (MTP) are left out"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -214,6 +214,16 @@ class RestingTensor:
         return self.shape[1] * block_type(self.type).row_bytes(self.shape[2])
 
 
+class ApartNorms(NamedTuple):
+    """Norms, as a device has them, of experts that are apart from the shared one (`ExpertsConfig.apart`): of what the
+    router and the shared expert read, of what that one and the others give."""
+
+    router: Any
+    shared: Any
+    shared_out: Any
+    experts_out: Any
+
+
 class ExpertWeights(NamedTuple):
     """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
     after another; those of the shared expert; float32 vectors that a layer may lack. some: gives the matrices of some
@@ -233,6 +243,8 @@ class ExpertWeights(NamedTuple):
     some: Callable[[Indices], Iterator[RawTensor]]
     resting: Callable[[], Sequence[RestingTensor]]
     check: Callable[[], None]
+    factors: Float32 | None = None  # of the weights of experts, float32 [experts]
+    apart: ApartNorms | None = None
 
 
 def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:

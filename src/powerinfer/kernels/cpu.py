@@ -100,7 +100,7 @@ def matrix_bytes(type_name: str, rows: int, k: int) -> int:
 
 def kv_page_bytes(kv_type: str, attention: AttentionKind) -> int:
     """Bytes of one layer in a page of the KV cache, `PAGE` tokens; kv_type: "f16", "q8_0" or "f32"."""
-    return _native.kv_page_bytes(kv_type, attention.n_kv_heads, attention.head_dim, attention.latents)
+    return _native.kv_page_bytes(kv_type, attention.cached_heads, attention.head_dim, attention.latents)
 
 
 def bundle_row_bytes(type_name: str, k: int) -> tuple[int, int]:

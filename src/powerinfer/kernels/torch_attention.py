@@ -32,7 +32,7 @@ def attend_pages(
         keys, values = (part.values(pages).flatten(0, 1)[:last] for part in cache)  # [last, kv_heads, dim]
         queries = grown(q[tokens], positions[:, None, None], settings)
         grouped = queries.view(len(tokens), kv_heads, heads // kv_heads, -1)
-        scores = torch.einsum("tghd,sgd->tghs", grouped, keys) * settings.score_scale
+        scores = _capped(torch.einsum("tghd,sgd->tghs", grouped, keys) * settings.score_scale, settings)
         mask = visible(positions, torch.arange(last, device=q.device), settings)
         scores.masked_fill_(~mask[:, None, None, :], -torch.inf)
         weights = _weights(scores, None if sinks is None else sinks.view(kv_heads, -1, 1))
@@ -51,20 +51,21 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor, settings: AttentionConfig, s
     tokens, grouped = q.shape[2], settings.n_heads != settings.n_kv_heads
     q = grown(q, torch.arange(tokens, device=q.device)[:, None], settings)
     windowed = settings.window is not None and settings.window < tokens
-    if sinks is None and not windowed:
+    plain = sinks is None and settings.score_cap is None
+    if plain and not windowed:
         mixed: Tensor = functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=settings.scale, enable_gqa=grouped
         )
         return mixed
     places = torch.arange(tokens, device=q.device)
     mask = visible(places, places, settings)
-    if sinks is None:
+    if plain:
         mixed = functional.scaled_dot_product_attention(q, k, v, mask, scale=settings.scale, enable_gqa=grouped)
         return mixed
     k, v = (part.repeat_interleave(settings.n_heads // settings.n_kv_heads, 1) for part in (k, v))
-    scores = (q @ k.transpose(-1, -2)).float() * settings.score_scale
+    scores = _capped((q @ k.transpose(-1, -2)).float() * settings.score_scale, settings)
     scores = scores.masked_fill(~mask, float("-inf"))
-    return _weights(scores, sinks[:, None, None]).to(v.dtype) @ v
+    return _weights(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
 
 
 def grown(q: Tensor, positions: Tensor, settings: AttentionConfig | LatentAttentionConfig) -> Tensor:
@@ -84,6 +85,11 @@ def visible(positions: Tensor, places: Tensor, settings: AttentionConfig) -> Ten
     if settings.window:
         mask &= places > positions[:, None] - settings.window
     return mask
+
+
+def _capped(scores: Tensor, settings: AttentionConfig) -> Tensor:
+    cap = settings.score_cap
+    return scores if cap is None else (scores / cap).tanh() * cap
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -104,6 +104,7 @@ VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
 ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more (`held`),
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
+WIDEST = 256  # dimensions of heads whose keys are read by whole pages; of wider ones half of them, and half a tile
 WIDE_HEADS = 140 << 10  # bytes of shared memory for two programs whose heads have 256 dimensions
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1433,8 +1434,11 @@ def rotate_and_store(
 
 
 @triton.jit
-def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys or values [32, BLOCK] of a page: zeros for rows that are not live."""
+def _loaded(
+    cache, scales, row, live, dims, dim,
+    KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys or values [PLACES, BLOCK] of a page: zeros for rows that are not live."""
     if KIND == "Q8_0":
         b = tl.arange(0, BLOCK // 32)
         each = b[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -1442,7 +1446,7 @@ def _loaded(cache, scales, row, live, dims, dim, KIND: tl.constexpr, HALF: tl.co
         codes = tl.load(cache + row[:, None, None] * dims + each[None], mask=here, other=0).to(tl.float32)
         here = live[:, None] & (b * 32 < dims)[None, :]
         d = tl.load(scales + row[:, None] * tl.cdiv(dims, 32) + b[None, :], mask=here, other=0).to(tl.float32)
-        y = tl.reshape(codes * d[:, :, None], (32, BLOCK))
+        y = tl.reshape(codes * d[:, :, None], (PLACES, BLOCK))
         return half(y).to(tl.float16) if HALF else y
     y = tl.load(cache + row[:, None] * dims + dim[None, :], mask=live[:, None] & (dim < dims)[None, :], other=0)
     return y.to(tl.float16 if HALF else tl.float32)
@@ -1454,22 +1458,35 @@ def query_growth(position, growth, interval, offset):
     return 1 + growth * tl.log(1 + ((tl.maximum(position, 0) + offset) // interval).to(tl.float32))
 
 
+@triton.jit
+def _tanh(x):
+    """tanh x: up to 0.625 a polynomial (Cephes), above it 1 - 2 / (e^(2 |x|) + 1), with the sign of x."""
+    size = tl.abs(x)
+    z = size * size
+    p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+    near = (p - 3.33332819422e-1) * z * size + size
+    far = 1 - 2 / (tl.exp(2 * tl.minimum(size, 20.0)) + 1)
+    y = tl.where(size > 0.625, far, near)
+    return tl.where(x < 0, -y, y)
+
+
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
-    dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks,
-    GROWN: tl.constexpr, SINKS: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
-    HALF: tl.constexpr, PRECISION: tl.constexpr,
+    dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks, cap,
+    GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
-    HALF: products of float16. CODED: made are `codes` of a token's heads.
+    HALF: products of float16. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
+    PARTS: tl.constexpr = 32 // PLACES
     g, split = tl.program_id(1), tl.program_id(2)
-    m, dim, place = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, 32)
+    m, dim, place = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, PLACES)
     token, head = tl.program_id(0) * TILE + m // GROUP_PAD, m % GROUP_PAD
     live = (m // GROUP_PAD < TILE) & (token < tokens) & (head < GROUP)
     head += g * GROUP
@@ -1495,19 +1512,22 @@ def _attention_kernel(
         first = tl.maximum(tl.min(tl.where(mine, position, 0x7FFFFFFF), 0) - window + 1, 0)
         begin = tl.maximum(first // 32, split * per)
         end = tl.minimum(last // 32 + 1, split * per + per)
-        for page in range(begin, end):
-            slot = page * 32 + place
+        for part in range(begin * PARTS, end * PARTS):
+            page, slot = part // PARTS, part * PLACES + place
             there = (slot >= first) & (slot <= last)
-            from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + place) * kv_heads + g
-            keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF, BLOCK)
+            within = place + part % PARTS * PLACES
+            from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + within) * kv_heads + g
+            keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF, PLACES, BLOCK)
             seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] > position[:, None] - window)
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+            if CAPPED:
+                scores = cap * _tanh(scores / cap)
             scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             level = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp(peak - level)
             weights = tl.exp(scores - level[:, None])
-            values = _loaded(cache_v, scales_v, from_, there, dims, dim, KIND, HALF, BLOCK)
+            values = _loaded(cache_v, scales_v, from_, there, dims, dim, KIND, HALF, PLACES, BLOCK)
             summed = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
             acc = tl.where(mine[:, None], summed, acc) if TILE > 1 else summed  # 0 * NaN of another sequence is NaN
             total = total * shrink + tl.sum(weights, 1)
@@ -1577,7 +1597,8 @@ def attention(
     padded = triton.next_power_of_2(group)
     kind = cache_kind(cache[0])
     half = tokens > FEW and kind != "F32"
-    tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // padded)
+    wide = dims > WIDEST
+    tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // (padded << wide))
     tiles = triton.cdiv(tokens, tile)
     block = max(16, _block(dims, cache[0]))
     slots = held(block, shared_memory(q)) * processors(q)
@@ -1591,11 +1612,11 @@ def attention(
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q),
-        GROWN=settings.query_growth != 0, SINKS=sinks is not None, CODED=made is not None and splits == 1, GROUP=group,
-        GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, KIND=kind,
-        HALF=half, PRECISION=precision(q), num_warps=4,
-        enable_fp_fusion=made is None or splits > 1, launch_pdl=early(q),
+        either(sinks, q), settings.score_cap or 0.0,
+        GROWN=settings.query_growth != 0, SINKS=sinks is not None, CAPPED=settings.score_cap is not None,
+        CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded),
+        BLOCK=block, SPLIT=splits > 1, KIND=kind, HALF=half, PLACES=16 if wide else 32, PRECISION=precision(q),
+        num_warps=8 if wide else 4, enable_fp_fusion=made is None or splits > 1, launch_pdl=early(q),
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)

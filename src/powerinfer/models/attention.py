@@ -11,7 +11,7 @@ from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, Vector, ve
 def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
     """What attention gives for norm(x)."""
     about, name = checkpoint.config.layers[layer].heads, f"layers.{layer}."
-    heads = {"q": about.n_heads, "k": about.n_kv_heads, "v": about.n_kv_heads}
+    heads = {part: about.n_heads if part == "q" else about.n_kv_heads for part in about.projections}
     # Values are not rotated: their rows may be padded, but are never reordered.
     interleaved = about.rope.dim if about.rope is not None and about.rope.interleaved else 0
     turned = {"q": interleaved, "k": interleaved, "v": 0}

@@ -145,6 +145,9 @@ def wire_embedding(executor: CpuExecutor, checkpoint: Checkpoint) -> RawTensor:
     place = None if resting is None else (checkpoint.files[resting[0]], resting[1])
     project = _projection(executor, checkpoint, "project_in")
     executor.embed(embedding, positions, project, config.embedding_scale, place)
+    if config.layer_inputs:
+        table, matrix = checkpoint.take("input_table"), executor.matrix(checkpoint.take("inputs_projection"))
+        executor.layer_inputs(table, matrix, checkpoint.take("inputs_norm").float32())
     return embedding
 
 
@@ -181,6 +184,13 @@ def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, 
     else:
         attention.project(*where, attn_out_norm)
         ffn(*where, ffn_norm, ffn_out_norm, own)
+    if checkpoint.config.layer_inputs:
+        name = f"layers.{layer}.input_"
+        gate, out = (builder.matrix(checkpoint.take(name + part)) for part in ("gate", "out"))
+        builder.add_layer_input(layer, gate, out, _norm(builder, checkpoint, f"{name}norm"), config.ffn.activation)
+    if config.out_scale:
+        scale = checkpoint.take(f"layers.{layer}.out_scale").float32()
+        builder.normalise(layer, builder.scale(float(scale[0])))
 
 
 def _split(

@@ -47,7 +47,7 @@ class Builder(Protocol[Matrix, Norm]):
         self,
         layer: int,
         norm: Norm | None,
-        qkv: Sequence[Matrix],
+        qkv: Sequence[Matrix],  # of `AttentionConfig.projections`
         *,
         biases: Sequence[Vector] = ...,
         q_norm: Vector = None,
@@ -120,6 +120,7 @@ class Builder(Protocol[Matrix, Norm]):
         out_norm: Norm | None = None,
     ) -> None: ...
     def normalise(self, layer: int, norm: Norm) -> None: ...
+    def add_layer_input(self, layer: int, gate: Matrix, out: Matrix, norm: Norm | None, activation: str) -> None: ...
     def head(self, norm: Norm | None, matrix: Matrix, projection: Matrix | None = None) -> None: ...
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from powerinfer.config import ExpertsConfig
-from powerinfer.formats.tensors import ExpertWeights, RawTensor
+from powerinfer.config import APART_NORMS, ExpertsConfig
+from powerinfer.formats.tensors import ApartNorms, ExpertWeights, RawTensor
 from powerinfer.models.builder import ExpertBuilder, Matrix, Norm, OwnFfn, Tensors, Vector, vector
 
 
@@ -33,6 +33,13 @@ def sum_experts(
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
     name = f"layers.{layer}."
+    apart = None
+    if about.apart:
+        assert norm is not None and out_norm is not None
+        of_router, *others = (checkpoint.take(name + one).float32() for one in APART_NORMS)
+        router = executor.norm(of_router * np.float32(checkpoint.config.d_model**-0.5))
+        of_experts, shared_out, experts_out = map(executor.norm, others)
+        apart, norm = ApartNorms(router, norm, shared_out, experts_out), of_experts
     weights = ExpertWeights(
         _float32(checkpoint.take(f"{name}router")),
         about.early_router,
@@ -47,6 +54,8 @@ def sum_experts(
         lambda index: (checkpoint.take_some(f"{name}experts_{part}", index) for part in about.matrices),
         lambda: [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices],
         checkpoint.check_unchanged,
+        vector(checkpoint, f"{name}router_factors"),
+        apart,
     )
     if own is not None:
         own(norm, weights, out_norm)
@@ -57,7 +66,9 @@ def sum_experts(
 def _weights_of_norm(checkpoint: Tensors, layer: int) -> Vector:
     """Of the norm that an FFN's input has, where it is an RMS norm."""
     config, name = checkpoint.config, f"layers.{layer}.ffn_norm"
-    before = config.layers[layer].norms in ("pre", "both")
+    ffn, before = config.layers[layer].ffn, config.layers[layer].norms in ("pre", "both")
+    if isinstance(ffn, ExpertsConfig) and ffn.apart:
+        return None  # nobody guesses by it what their router selects
     return vector(checkpoint, name) if before and config.norm != "layer" else None
 
 

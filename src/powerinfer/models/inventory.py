@@ -117,6 +117,10 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     headers, recorder = Headers(config, type_of), Recorder()
     embedding = headers.take("embed")
     tables = [embedding] + ([headers.take("positions")] if config.positions == "learned" else [])
+    if config.layer_inputs:
+        tables.append(headers.take("input_table"))
+        recorder.add("projection", None, recorder.matrix(headers.take("inputs_projection")))
+        headers.take("inputs_norm")
     if config.embed_dim:
         recorder.add("projection", None, recorder.matrix(headers.take("project_in")))
     for layer, about in enumerate(config.layers):
@@ -131,7 +135,8 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     wire_head(recorder, headers, embedding)
     known = headers.known
     matrices = {name for unit in recorder.units for name in unit.names}
-    vectors = {name: prod(known[name]) for name in headers.taken if name not in matrices | {"embed", "positions"}}
+    others = matrices | {"embed", "positions", "input_table"}
+    vectors = {name: prod(known[name]) for name in headers.taken if name not in others}
     nbytes = sum(prod(one.shape[:-1]) * block_type(one.type).row_bytes(one.shape[-1]) for one in tables)
     return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())))
 
@@ -278,6 +283,9 @@ class Recorder:
             self.add("router", layer, self.matrix(weights.router))
         self.add("experts", layer, *map(self._stack, weights.experts()))
         self.add("panels", layer, *map(self.matrix, [*weights.shared, *weights.latents]))
+
+    def add_layer_input(self, layer: int, gate: Matrix, out: Matrix, norm: bool | None, activation: str) -> None:
+        self.add("attention", layer, gate, out)
 
     def normalise(self, layer: int, norm: bool) -> None:
         """Nothing: a norm is no matrix."""

@@ -309,7 +309,7 @@ def layers_that_fit(
         return sum(on_gpu(model, hardware, work, Division(layers, head, slots), dense).values())
 
     every = model.config.n_layers
-    layers = bisect_right(range(1, every + 1), vram, key=taken)
+    layers = model.config.whole_layers(bisect_right(range(1, every + 1), vram, key=taken))
     return layers, layers == every and taken(every, True) <= vram
 
 
@@ -342,7 +342,7 @@ def streamed_on_gpu(model: Model, work: Workload, layers: int, staging: int, den
     """Bytes on the GPU for streaming the layers behind the first `layers`: buffers of that size, a converted piece,
     norms and biases, and the cache of a layer, of each kind. dense: their FFNs are matrices; biases of neurons stream
     with these."""
-    heads = {(one.n_kv_heads, one.head_dim): layer for layer, one in _attending(model, layers)}
+    heads = {(one.cached_heads, one.head_dim): layer for layer, one in _attending(model, layers)}
     cache = sum(model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(at, at + 1)) for at in heads.values())
     vectors = model.layer_vectors(dense, model.config.n_layers) - model.layer_vectors(dense, layers)
     return staged_on_gpu(staging) + vectors + cache
@@ -364,7 +364,7 @@ def _passed_page(model: Model, work: Workload, layers: int) -> int:
 def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
     """The layers behind the first `layers` whose attention streams."""
     pairs = list(enumerate(layer.attention for layer in model.config.layers))[layers:]
-    return [(at, one) for at, one in pairs if isinstance(one, AttentionConfig)]
+    return [(at, one) for at, one in pairs if isinstance(one, AttentionConfig) and one.kv_from is None]
 
 
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> VramError:

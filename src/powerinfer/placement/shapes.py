@@ -322,7 +322,7 @@ class Model:
     def gpu_kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """The same on a GPU, where heads are not padded."""
         heads = (layer.attention for layer in self.config.layers[layers])
-        token = sum((2 - bool(one.latents)) * one.n_kv_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
+        token = sum((2 - bool(one.latents)) * one.cached_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     def state_bytes(self, requests: int, layers: slice = _EVERY) -> int:
@@ -408,7 +408,7 @@ class Model:
         pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
         piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
-        row = 5 * config.d_model + largest + 2 * piece + pairs
+        row = 5 * config.d_model + largest + 2 * piece + pairs + config.layer_inputs * config.n_layers
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
@@ -431,7 +431,7 @@ class Model:
         qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
-        floats = config.d_model + qkv + wide + 2 * hidden
+        floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers
         rows = wide + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         return 4 * floats + forms

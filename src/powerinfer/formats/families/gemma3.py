@@ -20,6 +20,7 @@ from powerinfer.formats.folder_parts import (
     read_layer_types,
 )
 from powerinfer.formats.folder_rope import read_ropes
+from powerinfer.formats.source import keep_text
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -53,8 +54,9 @@ FOLDERS = (
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096,
             "tie_word_embeddings": True,
         },
-        keys={"hidden_act": "hidden_activation"}, theta=1e6, qk_norm="head",
-        activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED, norms="both", names=FOUR_NORMS, norms_less_one=True,
+        vision_class="Gemma3ForConditionalGeneration", keys={"hidden_act": "hidden_activation"}, theta=1e6,
+        qk_norm="head", activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED, norms="both", names=FOUR_NORMS,
+        rename=keep_text, norms_less_one=True,
     ),
 )  # fmt: skip
 GGUFS = (

@@ -14,8 +14,8 @@ from powerinfer.formats.folder_parts import (
     read_plain,
     read_window,
     read_window_by_type,
-    rename_text,
 )
+from powerinfer.formats.source import keep_text
 
 MIXTRAL_NAMES = {"router": "block_sparse_moe.gate"} | {
     f"experts_{part}": f"block_sparse_moe.experts.{{}}.{name}"
@@ -35,7 +35,7 @@ def _read_sparselm(family: Folder, fields: Fields, config: ModelConfig, n_layers
 FOLDERS = (
     Folder("llama", ("LlamaForCausalLM",), defaults=LLAMA_DEFAULTS, mlp_bias=True),
     Folder(
-        "mistral", ("MistralForCausalLM",), vision_class="Mistral3ForConditionalGeneration", rename=rename_text,
+        "mistral", ("MistralForCausalLM",), vision_class="Mistral3ForConditionalGeneration", rename=keep_text,
         defaults=LLAMA_DEFAULTS | {"sliding_window": 4096}, kv_heads_stated=True,
         biases=(None, None), windows=read_window_by_type,
     ),

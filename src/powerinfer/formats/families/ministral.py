@@ -8,8 +8,9 @@ from powerinfer.config import ModelConfig
 from powerinfer.formats import layout
 from powerinfer.formats.family import NORMALISED, Folder, Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import change_attention, read_plain, read_window, rename_text
+from powerinfer.formats.folder_parts import change_attention, read_plain, read_window
 from powerinfer.formats.folder_rope import read_growth
+from powerinfer.formats.source import keep_text
 
 
 def default_rope(theta: float, factor: float, original: int) -> dict[str, Any]:
@@ -39,7 +40,7 @@ FOLDERS = (
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
             "max_position_embeddings": 262144, "rope_parameters": default_rope(1e6, 16.0, 16384),
         },
-        kv_heads_stated=True, biases=(None, None), windows=read_window, grown=True, rename=rename_text,
+        kv_heads_stated=True, biases=(None, None), windows=read_window, grown=True, rename=keep_text,
     ),
 )  # fmt: skip
 GGUFS = (Gguf("mistral3", "silu", interleaved=True, experts=NORMALISED, multiplied=True, growth=read_gguf_growth),)

@@ -11,8 +11,8 @@ from powerinfer.formats.families.deepseek import LATENT_GGUF, LATENT_NAMES, fuse
 from powerinfer.formats.families.ministral import default_rope
 from powerinfer.formats.family import LLAMA_DEFAULTS, NORMALISED, Folder, Tensors
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import read_deepseek_experts, rename_text
-from powerinfer.formats.source import Fused, Names
+from powerinfer.formats.folder_parts import read_deepseek_experts
+from powerinfer.formats.source import Fused, Names, keep_text
 
 _NAMES = LATENT_NAMES.extended(
     {"experts_down": "mlp.experts.down_proj"}
@@ -40,7 +40,7 @@ def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[Ffn
 
 
 def _rename(stored: Tensors) -> list[str]:
-    notes = rename_text(stored)
+    notes = keep_text(stored)
     for name in [name for name in stored if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
         stored[f"{name}.weight"] = stored.pop(name)
     return notes
