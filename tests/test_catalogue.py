@@ -185,8 +185,8 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
 @pytest.mark.parametrize(
     ("name", "family", "instead"),
     [
-        ("gemma-4-26b-a4b", "Gemma 4", "lfm2-24b-a2b is, and fits this machine"),
-        ("gemma4:e4b", "Gemma 4", "qwen3-4b is, and fits this machine"),
+        ("kimi-linear-30b-a3b", "Kimi-Linear", "qwen3-30b-a3b is, and fits this machine"),
+        ("gemma3n:e4b", "Gemma 3n", "qwen3-4b is, and fits this machine"),
         ("rwkv7", "RWKV", "`powerinfer pull --names` lists what is"),
         ("hunyuan-7b", "Hunyuan", "qwen2.5-7b is, and fits this machine"),
         ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
@@ -303,10 +303,10 @@ def test_the_end_of_a_pull_is_how_to_run_it(
 @pytest.mark.parametrize(
     ("gguf", "config", "family"),
     [
-        ({"architecture": "gemma4", "total": 1}, None, "Gemma 4"),
+        ({"architecture": "gemma3n", "total": 1}, None, "Gemma 3n"),
         (None, {"model_type": "rwkv7"}, "RWKV"),
         ({"architecture": "qwen3"}, {"model_type": "qwen3"}, None),
-        ({"architecture": ["gemma4"]}, {"model_type": {}}, None),
+        ({"architecture": ["gemma3n"]}, {"model_type": {}}, None),
         (None, None, None),
     ],
 )
@@ -326,7 +326,7 @@ def test_what_does_not_run_is_not_downloaded(
         (50, 0, "qwen3", "downloaded"),
         (5, 0, "qwen3", "o/n needs 0 MB in .*POWERINFER_CACHE selects another folder"),
         (5, 41, "qwen3", "downloaded"),
-        (50, 0, "gemma4", "nothing was downloaded"),
+        (50, 0, "gemma3n", "nothing was downloaded"),
     ],
 )
 def test_what_is_known_before_a_download(
