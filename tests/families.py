@@ -135,6 +135,14 @@ FAMILIES |= {
     "granitemoeshared": LLAMA | GRANITE | dict(
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
     ),
+    "exaone4": LLAMA | dict(num_hidden_layers=4, sliding_window=20),
+    "cohere2": dict(
+        intermediate_size=88, num_key_value_heads=2, layer_norm_eps=1e-5, num_hidden_layers=4, sliding_window=20,
+        logit_scale=0.25, tie_word_embeddings=True, rope_parameters=PLAIN_ROPE,
+    ),
+    "stablelm": dict(
+        intermediate_size=88, num_key_value_heads=2, layer_norm_eps=1e-5, rope_parameters=QUARTER_ROPE,
+    ),
     "smallthinker": dict(num_hidden_layers=5),
     "minicpm": LLAMA | dict(
         embedding_multiplier=12.0, residual_multiplier=1.4 / math.sqrt(3), attention_multiplier=0.25,
@@ -566,6 +574,30 @@ CASES = [
     Case(
         "smollm3-others", "smollm3", {"no_rope_layers": [1, 0, 1, 1, 0]}, {"no_rope_layers": [1, 0, 1, 1, 1]}, FOLDERS
     ),
+    Case(
+        "exaone4", "exaone4", {"rope_parameters": LLAMA3, "head_dim": 32}, {"sliding_window": 21}, ("folder", "gguf"),
+        {"attention.sliding_window": 20},
+    ),
+    Case(
+        "exaone4-global",
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True},
+        {"sliding_window": 20, "layer_types": ["full_attention"] * 4},
+        ("folder", "gguf"),
+    ),
+    Case(
+        "cohere2", "cohere2", {}, {"sliding_window": 21}, ("folder", "gguf"),
+        {"attention.sliding_window": 20, "logit_scale": 0.25},
+    ),
+    Case(
+        "cohere2-biases",
+        "cohere2",
+        {"attention_bias": True, "layer_types": [*["full_attention"] * 3, "sliding_attention"]},
+        {"logit_scale": 0.26},
+        ("folder",),
+    ),
+    Case("stablelm", "stablelm", {}, {"rope_parameters": HALF_ROPE}),
+    Case("stablelm-biases", "stablelm", {"use_qkv_bias": True}, {"layer_norm_eps": 1e-3}, ("gguf",)),
     Case("seed-oss", "seed_oss", {}, {"rms_norm_eps": 1e-3}),
     Case("seed-oss-no-biases", "seed_oss", {"attention_bias": False}, {"rms_norm_eps": 1e-3}),
     Case("minimax-m2", "minimax_m2", {}, {"num_experts_per_tok": 2}),
@@ -1144,7 +1176,7 @@ def gguf_tensors(
                 yield f"blk.{layer}.ffn_{part}{of}.weight", half
             continue
         short = GGUF_NAMES[inner]
-        second = architecture in ("gemma2", "gemma3", "olmo2", "glm4moe", "seed_oss", *DELTA_NAMES.values())
+        second = architecture in ("gemma2", "gemma3", "olmo2", "exaone4", "glm4moe", "seed_oss", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
         pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3", "minicpm", "bailingmoe", "mistral3")
@@ -1306,9 +1338,10 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
-        elif architecture == "jais2":
+        elif architecture in ("jais2", "cohere2", "stablelm"):
             writer.add_layer_norm_eps(config.layer_norm_eps)
-            writer.add_rope_dimension_count(head_dim)
+            share = config.rope_parameters.get("partial_rotary_factor", 1)
+            writer.add_rope_dimension_count(int(head_dim * share))
         else:
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         if case.kind in WITH_STATES:

@@ -133,6 +133,8 @@ def published(folder: Path) -> Path:
     if config["model_type"] == "granitemoehybrid":
         types = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [types[kind] for kind in config["layer_types"]]
+    if config["model_type"] == "cohere2":
+        config["rotary_pct"] = 1.0
     if config["model_type"] == "falcon_h1":
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] in ("ministral3", "mistral4"):  # parts of models that read pictures

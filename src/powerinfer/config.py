@@ -1037,7 +1037,8 @@ class ModelConfig:
     context_length: int
     norm_eps: float
     layers: tuple[LayerConfig, ...]
-    norm: str = "rms"  # "layer": LayerNorm, whose norms have biases
+    norm: str = "rms"  # "layer": LayerNorm, whose norms have biases unless norm_bias says otherwise
+    norm_bias: bool = field(default=True, repr=False)  # fingerprints hash what is shown: theirs stay
     positions: str = "rope"  # "learned": rows of a table, added to the embedding
     position_offset: int = 0  # row of position 0 in that table
     embed_dim: int = 0  # width of the embedding and of the head's input, where it is not d_model

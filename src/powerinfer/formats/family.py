@@ -154,6 +154,8 @@ class Gguf:
     None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is about; growth: the settings by
     which queries grow with their positions, None: they do not.
+    full_unrotated: positions are not rotated in layers without a window, where others have one; scaled_logits: the
+    file states a factor of the logits.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     missing_scales: those that hold where it does not, by the width and the number of layers, None: 1;
     score_scale: that of attention's scores where no key states it, from the heads of each layer; score_cap, logit_cap:
@@ -188,12 +190,14 @@ class Gguf:
     unrotated_every: int = 0
     local_theta: float | None = None
     single_rope: bool = False
+    full_unrotated: bool = False
     positions: str = "rope"
     epsilon: float | None = None
     scaled: bool = False
     multiplied: bool = False
     growth: Callable[[Fields], dict[str, Any]] | None = None
     scales: bool = False
+    scaled_logits: bool = False
     missing_scales: Callable[[int, int], Mapping[str, float]] | None = None
     score_scale: Callable[[Fields, Sequence[AttentionConfig]], float | None] | None = None
     score_cap: float | None = None

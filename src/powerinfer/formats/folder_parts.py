@@ -135,6 +135,18 @@ def read_switches(fields: Fields, key: str, layers: int, default: int) -> list[i
     return values
 
 
+def local_ropes(
+    family: Folder, fields: Fields, config: ModelConfig, types: Sequence[str], unrotated: bool = True
+) -> list[AttentionConfig]:
+    """The attention of layers of these types; unrotated: positions are not rotated in global ones."""
+    heads = add_biases(family, fields, read_heads(family, fields, config))
+    ropes = dict.fromkeys((GLOBAL, LOCAL), read_rope(family, fields, config, heads))
+    kinds = attention_kinds(fields, heads, ropes)
+    if unrotated:
+        kinds[GLOBAL] = replace(kinds[GLOBAL], rope=None)
+    return [kinds[kind] for kind in types]
+
+
 def attention_kinds(
     fields: Fields, attention: AttentionConfig, ropes: dict[str, RopeConfig]
 ) -> dict[str, AttentionConfig]:

@@ -313,12 +313,13 @@ def read_config(
         norm_eps=_epsilon(fields, family),
         layers=_all_layers(file, fields, family, d_model, n_layers),
         norm=family.norm,
+        norm_bias=family.norm != "layer" or "output_norm.bias" in names,
         positions=family.positions,
         position_offset=_OPT_OFFSET if learned else 0,
         embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else _factor(fields, family, "embedding"),
         residual_scale=_factor(fields, family, "residual"),
         **_layer_inputs(file, fields, family),
-        logit_scale=1 / _factor(fields, family, "logit"),
+        logit_scale=_logit_scale(fields, family),
         logit_cap=_cap(fields, "final_logit_softcapping", family.logit_cap),
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
@@ -332,6 +333,13 @@ def read_config(
 
 
 _READ_ELSEWHERE = ("general.", "tokenizer.", "split.", "quantize.")
+
+
+def _logit_scale(fields: Fields, family: Gguf) -> float:
+    """The factor of the logits, which files of Granite have as a divisor."""
+    if family.scaled_logits:
+        return float(fields.number("logit_scale", 1e-6, layout.MAX_SCALE))
+    return 1 / _factor(fields, family, "logit")
 
 
 def _factor(fields: Fields, family: Gguf, of: str) -> float:
@@ -450,20 +458,32 @@ def _ropes(
     rope = None if family.positions == "learned" else _rope(file, fields, family, head_dim)
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
-    local = rope
-    if rope is not None and family.full_every and not family.single_rope:
-        theta = family.local_theta or rope.theta
-        for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
-            theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
-        dim = fields.integer("rope.dimension_count_swa", 2, layout.MAX_HEAD_DIM, rope.dim)
-        dim = dim if family.window_heads else rope.dim
-        local = replace(rope, theta=theta) if family.full_first else RopeConfig(theta, dim, rope.interleaved)
-    ropes = [rope if window is None else local for window in windows]
-    if family.full_first and any(windows):
-        ropes = [rope if layer % family.full_every else None for layer, rope in enumerate(ropes)]
-    if family.unrotated_every:
-        ropes = [rope if layer % family.unrotated_every else None for layer, rope in enumerate(ropes, 1)]
-    return ropes
+    local, some = _local_rope(fields, family, rope), any(windows)
+    return [
+        (rope if window is None else local) if _is_rotated(family, layer, window, some) else None
+        for layer, window in enumerate(windows)
+    ]
+
+
+def _local_rope(fields: Fields, family: Gguf, rope: RopeConfig | None) -> RopeConfig | None:
+    """The rotary embedding of layers with a window, where that of the others is `rope`."""
+    if rope is None or not family.full_every or family.single_rope:
+        return rope
+    theta = family.local_theta or rope.theta
+    for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
+        theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
+    dim = fields.integer("rope.dimension_count_swa", 2, layout.MAX_HEAD_DIM, rope.dim)
+    dim = dim if family.window_heads else rope.dim
+    return replace(rope, theta=theta) if family.full_first else RopeConfig(theta, dim, rope.interleaved)
+
+
+def _is_rotated(family: Gguf, layer: int, window: int | None, some: bool) -> bool:
+    """Whether positions are rotated in a layer, from its number and its window; some: any layer has a window."""
+    if some and family.full_first and not layer % family.full_every:
+        return False
+    if some and family.full_unrotated and window is None:
+        return False
+    return not family.unrotated_every or bool((layer + 1) % family.unrotated_every)
 
 
 def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[AttentionKind]:

@@ -99,7 +99,7 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
     yield name, (config.d_model,)
-    if config.norm == "layer":
+    if config.norm == "layer" and config.norm_bias:
         yield f"{name}_bias", (config.d_model,)
 
 
