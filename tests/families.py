@@ -191,6 +191,7 @@ FAMILIES |= {
         rope_parameters=PLAIN_ROPE,
     ),
     "mamba2": dict(num_heads=4, head_dim=32, n_groups=2, state_size=16, layer_norm_epsilon=1e-5),
+    "hunyuan_v1_moe": LLAMA | dict(intermediate_size=40, num_experts=6, moe_topk=3),
     "lfm2": dict(
         num_key_value_heads=2, norm_eps=1e-5, intermediate_size=132, block_multiple_of=8, rope_parameters=PLAIN_ROPE,
         layer_types=["conv", "full_attention", "conv"],
@@ -257,6 +258,7 @@ ON_CPU_ALONE = (
     "granite-h-experts",
     "gemma4-experts",
     "lfm2_moe",
+    "hunyuan_v1_moe",
 )
 """The kinds, and cases of kinds, that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")
@@ -827,6 +829,13 @@ CASES = [
         {"norm_eps": 1e-2},
         ("folder",),
     ),
+    Case(
+        "hunyuan",
+        "hunyuan_v1_dense",
+        {"tie_word_embeddings": True, "rope_parameters": rope(rope_type="dynamic", alpha=50.0, factor=1.0)},
+        {"rope_parameters": PLAIN_ROPE},
+    ),
+    Case("hunyuan-moe", "hunyuan_v1_moe", {}, {"moe_topk": 2}),
     Case("lfm2-moe", "lfm2_moe", {"tie_word_embeddings": True}, {"num_experts_per_tok": 2}, ("folder", "gguf")),
 ]
 
@@ -1033,9 +1042,13 @@ GGUF_NAMES = {
     "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.router": "ffn_gate_inp",  # gpt-oss
     "self_attn": "attn_sinks",
+    "self_attn.query_layernorm": "attn_q_norm",  # Hunyuan
+    "self_attn.key_layernorm": "attn_k_norm",
+    "mlp.gate.wg": "ffn_gate_inp",
 }
 for part in ("gate", "up", "down"):
-    GGUF_NAMES |= dict.fromkeys((f"mlp.shared_expert{s}.{part}_proj" for s in ("", "s")), f"ffn_{part}_shexp")
+    shared = ("shared_expert", "shared_experts", "shared_mlp")
+    GGUF_NAMES |= dict.fromkeys((f"mlp.{block}.{part}_proj" for block in shared), f"ffn_{part}_shexp")
 GGUF_OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -1233,8 +1246,11 @@ def add_experts(writer: Any, config: Any) -> None:
     for name in ("moe_intermediate_size", "moe_ffn_hidden_size"):
         if hasattr(config, name):
             writer.add_expert_feed_forward_length(getattr(config, name))
-    if config.model_type in ("gpt_oss", "minimax_m2"):
+    if config.model_type in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
         writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "hunyuan_v1_moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
     if config.model_type == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -1298,6 +1314,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
     others |= {"ernie4_5_moe": "ernie4_5-moe", "bailing_moe": "bailingmoe2", "bailing_moe_1": "bailingmoe"}
     others["ministral3"] = "mistral3"
+    others |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -1334,7 +1351,9 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         rope = config.rope_parameters if architecture != "smallthinker" else {"rope_theta": config.rope_theta}
-        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+        rope = rope.get("full_attention", rope)
+        stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))  # of Hunyuan's
+        writer.add_rope_freq_base(rope["rope_theta"] * stretch)
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))

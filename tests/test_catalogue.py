@@ -193,7 +193,7 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
         ("kimi-linear-30b-a3b", "Kimi-Linear", "qwen3-30b-a3b is, and fits this machine"),
         ("gemma3n:e4b", "Gemma 3n", "qwen3-4b is, and fits this machine"),
         ("rwkv7", "RWKV", "`powerinfer pull --names` lists what is"),
-        ("hunyuan-7b", "Hunyuan", "qwen2.5-7b is, and fits this machine"),
+        ("kimi-linear:48b", "Kimi-Linear", "seed-oss-36b is, and fits this machine"),
         ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
     ],
 )

@@ -66,6 +66,7 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "granite-4.0-h-micro": 3.2, "granite-4.0-h-tiny": 6.9, "granite-4.0-h-small": 32.2,
     "falcon-h1-1.5b": 1.55, "falcon-h1-3b": 3.15, "falcon-h1-7b": 7.59,
     "lfm2-350m": 0.35, "lfm2-700m": 0.74, "lfm2-1.2b": 1.17, "lfm2-2.6b": 2.6, "lfm2-8b-a1b": 8.3, "lfm2-24b-a2b": 24,
+    "hunyuan-4b": 4, "hunyuan-7b": 7.5, "hunyuan-a13b": 80,
     "phi-3.5-mini": 3.8, "qwen3.5-2b": 1.9,
     "qwen3.5-4b": 4.2, "qwen3.5-9b": 9, "seed-oss-36b": 36.2, "smollm3-3b": 3.1,
 }  # fmt: skip

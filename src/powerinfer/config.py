@@ -178,7 +178,8 @@ class AttentionConfig:
     window: int | None = None  # tokens that a query looks back over, its own included; None: all
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: str | None = None  # RMS norm of q and k: "head": of each head; "width": over all heads together
+    # RMS norm of q and k: "head": of each head; "width": over all heads together; "rotated": of each head, once rotated
+    qk_norm: str | None = None
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
     # A query at position p is multiplied by 1 + query_growth * log(1 + floor((p + query_offset) / query_interval)). Not
@@ -196,6 +197,11 @@ class AttentionConfig:
     def score_scale(self) -> float:
         """The scale of the scores, which a product of a query and a key is multiplied by."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rotates_first(self) -> bool:
+        """Whether queries and keys are rotated before they are normalised."""
+        return self.qk_norm == "rotated"
 
     @property
     def width(self) -> int:
@@ -245,7 +251,7 @@ class AttentionConfig:
             return f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly"
         if self.head_dim % 2:
             return f"heads of {self.head_dim} dimensions cannot be cut into pairs"
-        if self.qk_norm not in (None, "head", "width"):
+        if self.qk_norm not in (None, "head", "width", "rotated"):
             return f"norms of q and k {self.qk_norm!r} are unknown"
         if self.scale == 0:
             return "a scale of the scores of 0"

@@ -192,6 +192,8 @@ class TorchModel:
                 product = self.plain_norm(product)
             if part != "v" and config.rope is not None:
                 product = self.rotate(product, config.rope)
+            if part != "v" and config.rotates_first:
+                product = self.inner_norm(product, f"{name}{part}_norm")
             parts[part] = product.transpose(1, 2)
         q, k, v = (parts[part] for part in "qkv")
         sinks = self.weights[name + "sinks"] if config.sinks else None

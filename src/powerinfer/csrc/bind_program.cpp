@@ -124,18 +124,18 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q,
              std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v, std::optional<Floats> q_bias,
              std::optional<Floats> k_bias, std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm,
-             int rope, const Norm* v_norm) {
+             int rope, const Norm* v_norm, bool rotates_first) {
             p.attention_input({layer, settings, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
                                vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
-                               norm_of(v_norm)});
+                               norm_of(v_norm), rotates_first});
           },
           "layer"_a, "settings"_a, "norm"_a.none(), "q"_a, "k"_a.none(), "v"_a.none(), "q_bias"_a = nb::none(),
           "k_bias"_a = nb::none(), "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-          "rope"_a = -1, "v_norm"_a = nb::none(),
+          "rope"_a = -1, "v_norm"_a = nb::none(), "rotates_first"_a = false,
           "q, cache = rope(norm(x) . q, k, v).\n\n"
           "settings: the layer's configuration. q_norm, k_norm: over each head, or as wide as all heads of q (k)\n"
           "together; v_norm: over each head of v, which may be k. rope: an index from `add_rope`, -1: q and k are not\n"
-          "rotated.")
+          "rotated; rotates_first: before the norms of heads.")
       .def(
           "attention",
           [](Program& p, int layer, PiAttentionSettings settings, std::optional<Floats> sinks, int kv) {

@@ -207,8 +207,10 @@ class AttentionIn : public Op {
     const int64_t half = rope ? (int64_t)rope->frequencies.size() : 0;
     const float scale = query_scale(in_.settings, position);
     const auto turn = [&](const Norm& norm, bool wide, float* x) {
-      if (norm && !wide) norm.apply(here.kernels, x, x);
+      const bool normed = norm && !wide;
+      if (normed && !in_.rotates_first) norm.apply(here.kernels, x, x);
       if (rope) here.kernels->rope(x, rope->cos + token * half, rope->sin + token * half, half);
+      if (normed && in_.rotates_first) norm.apply(here.kernels, x, x);
     };
     for (int64_t h = of.begin; h < std::min(of.end, heads + kv_.kv_heads); h++) {
       float* x = of.rows + token * of.ld + h * kv_.head_pad;

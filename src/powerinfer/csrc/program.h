@@ -101,6 +101,7 @@ struct AttentionInput {
   std::shared_ptr<Matrix> q, k, v;  // v may be k; without k and v the layer keeps none, and attends to another one's
   int rope;                         // a table of `add_rope`, -1: q and k are not rotated
   Norm v_norm = {};                 // over each head
+  bool rotates_first = false;       // before the norms of heads
 };
 
 // Inputs that every layer has beside the residual stream, of the token and of its embedding.

@@ -400,7 +400,9 @@ class CpuExecutor:
         )
         place = layer - self.first_layer
         rope = -1 if settings.rope is None else self._ropes[settings.rope]
-        self._program.attention_input(place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, of_v_)
+        self._program.attention_input(
+            place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, of_v_, settings.rotates_first
+        )
         source = -1 if settings.kv_from is None else settings.kv_from - self.first_layer
         self._program.attention(place, settings, sinks, source)
 

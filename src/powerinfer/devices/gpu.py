@@ -270,7 +270,8 @@ class GpuLayers:
         norms, width = (self._rms(q_norm), self._rms(k_norm)), settings.qk_norm == "width"
         rotation = None if settings.rope is None else self._rotations[settings.rope]
         together = None
-        if norms[0] is not None and norms[1] is not None and not width and rotation is not None:
+        last = settings.rotates_first
+        if norms[0] is not None and norms[1] is not None and not (width or last) and rotation is not None:
             together = gpu.HeadNorms(norms[0].weight, norms[1].weight, self._config.norm_eps)
         keys, values = self.cache(layer)
         cache = keys, values
@@ -285,9 +286,11 @@ class GpuLayers:
                 v = _normalised_heads(v_norm, v, False)
             elif settings.keys_as_values:
                 v = v.clone()  # keys are rotated in place
+            if last and rotation is not None:
+                q, k = (gpu.rotate(part, step.positions, *rotation) for part in (q, k))
             if together is None:
                 q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
-            if rotation is None:
+            if rotation is None or last:
                 gpu.store_kv(keys, values, k, v, step.slots)
             else:
                 gpu.rotate_and_store(q, k, v, step.positions, rotation, cache, step.slots, together)
@@ -307,7 +310,7 @@ class GpuLayers:
     ) -> None:
         """`attention` of a layer that reads the keys and values of another one."""
         settings = self._config.layers[layer].heads
-        assert settings.kv_from is not None and settings.qk_norm != "width"
+        assert settings.kv_from is not None and settings.qk_norm in (None, "head")
         matrix, of_q, uploaded = self._products("attention", q, biases=[bias]), self._rms(q_norm), sinks
         rotation = None if settings.rope is None else self._rotations[settings.rope]
         keys, values = self.cache(settings.kv_from)

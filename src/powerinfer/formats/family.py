@@ -86,11 +86,12 @@ class Folder:
     by the usual name. read: makes the configuration from one without layers, None: `read_plain`, which goes by:
     kv_heads_stated: the number of key-value heads has no usable default; other_head_dim: the class has a `head_dim`;
     partial: default share of a head that is rotated, None: the whole head is, always; theta: default of the rotary
-    embedding's base; interleaved: as in `RopeConfig`; grown: `rope_parameters` say how queries grow with their
-    positions (`AttentionConfig.query_growth`); biases: keys of the biases of q, k and v, and of that of o, None: there
-    are none; qk_norm: as in `AttentionConfig`; windows: the sliding window of each layer, None: there are none; gated,
-    activations: of FFNs; mlp_bias: FFNs may have biases; mixed_act: the family has MIXED_ACT; ffns: the FFN of each
-    layer, None: they are alike and dense; norms: as in `LayerConfig`; norm: as in `ModelConfig`.
+    embedding's base; stretched: `alpha` of the type "dynamic" stretches it; interleaved: as in `RopeConfig`; grown:
+    `rope_parameters` say how queries grow with their positions (`AttentionConfig.query_growth`); biases: keys of the
+    biases of q, k and v, and of that of o, None: there are none; qk_norm: as in `AttentionConfig`; windows: the
+    sliding window of each layer, None: there are none; gated, activations: of FFNs; mlp_bias: FFNs may have biases;
+    mixed_act: the family has MIXED_ACT; ffns: the FFN of each layer, None: they are alike and dense; norms: as in
+    `LayerConfig`; norm: as in `ModelConfig`.
 
     Reading tensors. names, fused: as the files have them; find_names: in place of `names` where that depends on the
     model. rename: changes names of the file in place, and gives notes; make: takes tensors out and gives, by canonical
@@ -112,6 +113,7 @@ class Folder:
     other_head_dim: bool = True
     partial: float | None = None
     theta: float = 10000.0
+    stretched: bool = False
     interleaved: bool = False
     grown: bool = False
     biases: tuple[str | None, str | None] = ("attention_bias", "attention_bias")

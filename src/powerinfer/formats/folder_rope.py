@@ -51,6 +51,8 @@ def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: Attent
     plain = RopeConfig(rope.number("rope_theta", 1.0001, layout.MAX_THETA, theta), dim, family.interleaved)
     outer = fields.integer("original_max_position_embeddings", 1, layout.MAX_CONTEXT, None)
     kind = rope.text("rope_type", "default")
+    if kind == "dynamic" and family.stretched and rope.has("alpha"):
+        return _stretched(rope, plain)
     if kind not in _SCALINGS:
         raise rope.bad("rope_type", f"is {shown(kind)}, which is not supported (only {', '.join(_SCALINGS)})")
     result = _scaled(rope, plain, _SCALINGS[kind], outer, config.context_length)
@@ -82,6 +84,12 @@ def _proportional(family: Folder, rope: Fields, dim: int) -> RopeConfig:
         raise rope.bad(shown(rope.unread()[0])[1:-1], "is set, which this engine does not support for proportional")
     divisors = (factor,) * turned + (UNROTATED,) * (dim // 2 - turned)
     return RopeConfig(theta, dim, family.interleaved, divisors=() if set(divisors) == {1.0} else divisors)
+
+
+def _stretched(rope: Fields, plain: RopeConfig) -> RopeConfig:
+    """`plain` with a base that `alpha` stretches, whatever the length of a text; the class reads nothing else."""
+    alpha = rope.number("alpha", 1e-6, layout.MAX_SCALE)
+    return replace(plain, theta=plain.theta * alpha ** (plain.dim / (plain.dim - 2)))
 
 
 def _rope_values(fields: Fields) -> Fields:
