@@ -48,6 +48,8 @@ LEFT_OUT = (
     "nemotron-biases",  # rotates hidden_size / num_attention_heads / 2 dimensions, whatever head_dim is
     *("nemotron-h", "nemotron-h-biases"),  # takes each for one with experts, whose keys transformers gives to all
     "mistral4",  # does not say how queries grow
+    "hunyuan",  # knows the angles of contexts of 32 K and 256 K alone
+    "hunyuan-moe",  # asks for keys that transformers does not write
     "ernie-moe",  # takes intermediate_size / num_key_value_heads for the size of the shared experts
 )
 
@@ -65,6 +67,13 @@ MORE = [
     Case("qwen3-attention-factor", "qwen3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, {}),
     Case("olmo2-attention-factor", "olmo2", {"rope_parameters": YARN | {"attention_factor": 1.1386294361}}, {}),
     Case("mistral4-even", "mistral4", {"rope_parameters": GROWN | {"llama_4_scaling_beta": 0.0}}, {}),
+    Case("hunyuan-plain", "hunyuan_v1_dense", {}, {}),
+    Case(
+        "hunyuan-moe-as-published",
+        "hunyuan_v1_moe",
+        {"moe_topk": [3] * 3, "moe_intermediate_size": [40] * 3, "num_shared_expert": [1] * 3},
+        {},
+    ),
     Case("ernie-moe-as-published", "ernie4_5_moe", {"intermediate_size": 160}, {}),
 ]
 JOBS = [
