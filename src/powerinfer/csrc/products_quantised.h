@@ -26,9 +26,9 @@ PI_INLINE i32x16 start(int32_t sum) {
 template <class W>
 struct Wide : W {
   static constexpr bool WIDE = true, FLOATS = W::UNROLL > 1 || W::HALVES == 2 || OF_GRID<W>;
-  static constexpr bool PRODUCTS = BYTE_PRODUCTS<W> != 0, BOTH_SIGNS = W::SIGNED || (PRODUCTS && W::OFFSET > 0);
-  static constexpr bool SIGNED = BOTH_SIGNS && (BYTES<W> || SIGNED_ABOVE == 0);
-  static constexpr int ABOVE = BOTH_SIGNS ? SIGNED_ABOVE : 0, OFFSET = BOTH_SIGNS ? ABOVE : W::OFFSET;
+  static constexpr bool PRODUCTS = BYTE_PRODUCTS<W> != 0, NEGATIVE = W::SIGNED || (PRODUCTS && W::OFFSET > 0);
+  static constexpr bool SIGNED = NEGATIVE && (BYTES<W> || SIGNED_ABOVE == 0);
+  static constexpr int ABOVE = NEGATIVE ? SIGNED_ABOVE : 0, OFFSET = NEGATIVE ? ABOVE : W::OFFSET;
   static constexpr int UNROLL = W::HALVES == 2 ? 1 : W::UNROLL, HALVES = PRODUCTS ? 1 : W::HALVES;
   static constexpr bool FROM_FIRST = HALVES == 2 && FUSED;
   static constexpr int FIRST = 3 << 22, FIRST_BITS = 0x4b400000;  // between 2^23 and 2^24; as a float
@@ -285,12 +285,11 @@ void linear_ahead(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, in
     for (; p < p1; p++) along_tokens(Index<1>{}, p);
 }
 
-// The panels of a group as they are in memory, widened.
 template <class W>
-void widen_panels(const Panels& own, int64_t panels, int64_t nb, uint8_t* codes, float* floats) {
+void widen_panels(const Panels& w, int64_t panels, int64_t nb, uint8_t* codes, float* floats) {
   using To = Wide<W>;
   for (int64_t i = 0; i < panels; i++) {
-    const uint8_t *from = own.codes + i * own.codes_stride, *scales = own.scales + i * own.scales_stride;
+    const uint8_t *from = w.codes + i * w.codes_stride, *scales = w.scales + i * w.scales_stride;
     if constexpr (To::PRODUCTS) widen_products<W>(from, scales, nb, codes + i * nb * 512, To::ABOVE);
     else if constexpr (!BYTES<W>) widen<W>(from, nb, codes + i * nb * 512, -To::ABOVE);
     if constexpr (To::FLOATS) widen_scales<W>(scales, nb, floats + i * nb * To::VECTORS * 16);
@@ -335,8 +334,8 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
       const int64_t end = m + some < tokens ? m + some : tokens;
       if (g == p0 || some < tokens) prepare(m, end);
       for (int64_t p = g; p < end_of_group; p += P) {
-        const Panels own = panels_at(l, x->k, p, P);
-        Panels w = own;
+        const Panels stored = panels_at(l, x->k, p, P);
+        Panels w = stored;
         if constexpr (!BYTES<W>) {
           w.codes = codes + (p - g) * nb * 512;
           w.codes_stride = nb * 512;
@@ -350,7 +349,7 @@ void linear(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int64_t 
           for (; (end - t) % 5 && end - t >= 8; t += 4) tile<Quantised<To>, P, 4>(l, w, &acts, p, t);
         for (; t + T <= end; t += T) tile<Quantised<To>, P, T>(l, w, &acts, p, t);
         if constexpr (SOON) along<Quantised<To>, P, T >= 4 ? 4 : T>(l, w, &acts, p, t, end);
-        else along<Quantised<W>, P, T >= 4 ? 4 : T>(l, own, x, p, t, end);
+        else along<Quantised<W>, P, T >= 4 ? 4 : T>(l, stored, x, p, t, end);
       }
     }
   }

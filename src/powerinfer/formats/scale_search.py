@@ -547,7 +547,7 @@ WRITTEN = ("F32", "F16", "BF16", *SEARCHED)
 """The types that matrices can have."""
 
 
-def _of_blocks(importance: Float32, size: int) -> Float32:
+def _block_weights(importance: Float32, size: int) -> Float32:
     """Weights of the elements of blocks, the largest of each between 1/2 and 1, so that their sums and products neither
     overflow nor vanish; where all are 0 they count the same."""
     weights = np.ascontiguousarray(importance, np.float32).reshape(-1, size)
@@ -578,7 +578,7 @@ def searched(values: Float32, type_name: str, importance: Weights = None) -> Byt
             part = np.ascontiguousarray(values[start : start + step], np.float32)
             weights = None
             if importance is not None:
-                weights = _of_blocks(importance[start : start + step], kind.block)
+                weights = _block_weights(importance[start : start + step], kind.block)
             blocks = _WRITERS[type_name](part.reshape(-1, kind.block), weights)
             out[start : start + step] = blocks.reshape(len(part), -1)
     return out

@@ -63,7 +63,7 @@ def usual_dtype(config: ModelConfig) -> str:
 def stored_type(config: ModelConfig, dtype: str, tensor: str, cols: int) -> str:
     """The type of a matrix in a file of this type, one of `DTYPES`."""
     if dtype in _FEW_BITS:
-        return fitting(_of_few_bits(config, _FEW_BITS[dtype], tensor), cols)
+        return fitting(_few_bits_type(config, _FEW_BITS[dtype], tensor), cols)
     base = DTYPES[dtype]
     if base == "MXFP4" and config.experts and ".experts_" not in tensor:
         base = "Q8_0"  # as in published files
@@ -73,7 +73,7 @@ def stored_type(config: ModelConfig, dtype: str, tensor: str, cols: int) -> str:
     return "F16" if cols % block_type(chosen).block else chosen
 
 
-def _of_few_bits(config: ModelConfig, mix: Mix, tensor: str) -> str:
+def _few_bits_type(config: ModelConfig, mix: Mix, tensor: str) -> str:
     """The type of a matrix, which is quantised with an imatrix, if its rows are whole blocks."""
     if tensor == "head" or (tensor == "embed" and config.tied_embeddings):
         return mix.head
