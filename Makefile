@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check check-types check-text \
 	fuzz bench install docs clean \
-	test-compile test-native test-neon test-asan fuzz-asan test-clients test-converter
+	test-compile compiled test-native test-neon test-asan fuzz-asan test-clients test-converter
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
@@ -42,6 +42,7 @@ help:
 	@echo 'make check              ruff, mypy, clang-format and the import-order test'
 	@echo 'make fuzz               all damaged model files against the readers, four times as many as `test`'
 	@echo 'make test-compile       every Triton kernel with every type, compiled for four GPUs; `test` compiles some of them, for two'
+	@echo 'make compiled           records what Triton makes of the kernels, so that `test` compiles only those that changed since'
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
@@ -143,6 +144,9 @@ fuzz: $(VENV)/stamp-dev
 
 test-compile: $(VENV)/stamp-dev
 	@POWERINFER_COMPILE=all $(PYTEST) tests/test_gpu_compile.py $(ARGS)
+
+compiled: $(VENV)/stamp-dev
+	@POWERINFER_COMPILE=record $(BIN)/python -m pytest -q tests/test_gpu_compile.py $(ARGS)
 
 # Without Python but for its cmake. `LEVELS=avx2` builds and tests some levels; the default is every one that the compiler knows.
 NATIVE_LEVELS := $(if $(filter command line,$(origin LEVELS)),$(LEVELS),all)

@@ -1,12 +1,16 @@
 """The Triton kernels, compiled for GPUs that need not be there: what the interpreter takes, the compiler may refuse.
 
-A process of its own for each GPU, for a kernel is either interpreted or compiled. Nothing is run. What was compiled is
-kept: Triton finds it again by the kernel's source, its own version and the options. Of kernels of several types those
-are compiled whose code differs most; with POWERINFER_COMPILE=all (`make test-compile`) every type and option is.
+In a process of its own, for a kernel is either interpreted or compiled. Nothing is run. What was compiled is kept:
+Triton finds it again by the kernel's source, its own version and the options. Of kernels of several types those are
+compiled whose code differs most; with POWERINFER_COMPILE=all (`make test-compile`) every type and option is.
+
+`compiled.txt` has what the compiler made of the former. A kernel that it lists by the hash of all that the compiler
+reads is not compiled again; `make compiled` writes it anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -15,7 +19,9 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +37,10 @@ SPILT_BY_EXPERTS = 96
 UNPACKED = ("Q3_K", "IQ2_XXS")
 """Of the types that are unpacked to words those that are compiled unless all are."""
 EVERY = os.environ.get("POWERINFER_COMPILE") == "all"
-CAPABILITIES = (86, 89, 90, 120) if EVERY else (89, 90)
+RECORDS = os.environ.get("POWERINFER_COMPILE") == "record"
+CAPABILITIES = ((86,), (89,), (90,), (120,)) if EVERY else ((89, 90),)
+"""Of the GPUs, by process."""
+RECORD = Path(__file__).with_name("compiled.txt")
 KEPT_DAYS = 14
 """As long a compiled kernel is kept: whoever works on kernels makes some 200 MB of them with every change."""
 HOLDS = {86: (48, 16, 100), 89: (48, 24, 100), 90: (64, 32, 228), 120: (48, 24, 100)}
@@ -75,6 +84,69 @@ def held(kernel: dict[str, Any], capability: int) -> int:
     return min(by_registers, by_shared, warps // kernel["warps"], programs)
 
 
+@dataclass
+class Compiled:
+    """What the compiler made of a kernel. key: by the hash of all that the compiler reads; shared: bytes of a program;
+    registers, stack: of a thread."""
+
+    capability: int
+    name: str
+    key: str
+    warps: int
+    registers: int
+    stack: int
+    shared: int
+    waits: bool
+    asks: bool
+
+    def line(self) -> str:
+        return " ".join(str(int(value) if isinstance(value, bool) else value) for value in astuple(self))
+
+    @classmethod
+    def read(cls, line: str) -> Compiled:
+        capability, name, key, *numbers, waits, asks = line.split()
+        warps, registers, stack, shared = map(int, numbers)
+        return cls(int(capability), name, key, warps, registers, stack, shared, waits == "1", asks == "1")
+
+
+def recorded() -> dict[str, Compiled]:
+    """What `compiled.txt` lists, by key."""
+    return {one.key: one for one in map(Compiled.read, RECORD.read_text().splitlines())}
+
+
+def use_record() -> None:
+    """Triton's compiler compiles what the record lacks."""
+    import triton.compiler
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compiler
+    from triton.runtime.cache import get_cache_key
+    from triton.runtime.jit import JITCallable
+
+    plain, known, plain_init = compiler.compile, {} if EVERY else recorded(), JITCallable.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        """A kernel's place in its file is part of its hash, and says nothing of its code."""
+        plain_init(self, *given)
+        self.starting_line_number = 1
+
+    def compile_unless_recorded(src: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
+        backend = compiler.make_backend(target)
+        parsed = backend.parse_options({**options, **src.parse_options()})
+        key = hashlib.sha256(get_cache_key(src, backend, parsed, {}).encode()).hexdigest()[:24]
+        if key not in known:
+            kernel = plain(src, target=target, options=options)
+            ptx, facts = kernel.asm["ptx"], used(kernel.asm["cubin"])
+            assert ptx
+            known[key] = Compiled(
+                target.arch, src.fn.__name__, key, kernel.metadata.num_warps, facts[0x2F], facts[0x11],
+                kernel.metadata.shared, waits(ptx), "prefetch.global.L2" in ptx,
+            )  # fmt: skip
+        return known[key]
+
+    JITCallable.__init__ = init
+    triton.compiler.compile = compile_unless_recorded
+
+
 def compile_all(capability: int) -> list[dict[str, Any]]:
     """Every launch of a step of one and of some tokens, for a made-up device: name, type, shared memory."""
     import torch
@@ -109,7 +181,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         """What the launcher asks of one."""
 
         def get_current_device(self) -> int:
-            return 0
+            return capability  # kernels are found by this number
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -122,21 +194,21 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **constants: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **constants)
-        made[kernel.hash] = {
+        made[kernel.key] = {
             "name": self.fn.__name__,
             "type": constants.get("TYPE"),
             "tokens": constants.get("T"),
             "together": constants.get("G"),
             "shared rows": constants.get("TILES"),
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
-            "shared": kernel.metadata.shared,
-            "ptx": len(kernel.asm["ptx"]),
-            "warps": kernel.metadata.num_warps,
-            "registers": used(kernel.asm["cubin"])[0x2F],
-            "stack": used(kernel.asm["cubin"])[0x11],
+            "shared": kernel.shared,
+            "warps": kernel.warps,
+            "registers": kernel.registers,
+            "stack": kernel.stack,
             "early": "launch_pdl" in constants,
-            "waits": waits(kernel.asm["ptx"]),
-            "asks": "prefetch.global.L2" in kernel.asm["ptx"],
+            "waits": kernel.waits,
+            "asks": kernel.asks,
+            "line": kernel.line(),
         }
 
     JITFunction.run = compiled
@@ -317,13 +389,14 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_latent.attention(torch.empty(heads, tokens, latents), q[..., plain:], cache, contexts, of_latent)
         for kind in several if tokens < gpu.FEW and kv_type == "f16" else ():
             gpu_latent.per_head(weight(kind, heads * latents, plain), q[..., :plain].transpose(0, 1))
+    JITFunction.run = launch
     return list(made.values())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_kernel_compiles(capability: int) -> None:
+@pytest.mark.parametrize("capabilities", CAPABILITIES)
+def test_every_kernel_compiles(capabilities: tuple[int, ...]) -> None:
     compiled = cache_folder() / "triton"
     compiled.mkdir(exist_ok=True)
     for entry in compiled.iterdir():
@@ -331,15 +404,24 @@ def test_every_kernel_compiles(capability: int) -> None:
             shutil.rmtree(entry, ignore_errors=True)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(compiled), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, __file__, *map(str, capabilities)],
+        capture_output=True, text=True, env=environment, timeout=850,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    made = dict(zip(capabilities, json.loads(run.stdout), strict=True))
+    for capability in capabilities:
+        check(capability, made[capability])
+    if RECORDS:
+        RECORD.write_text("".join(sorted(kernel["line"] + "\n" for kernels in made.values() for kernel in kernels)))
+
+
+def check(capability: int, made: list[dict[str, Any]]) -> None:
+    """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    run = subprocess.run(
-        [sys.executable, __file__, str(capability)], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    made = json.loads(run.stdout)
     names = 48 if capability == 90 else 29
-    assert len({kernel["name"] for kernel in made}) == names and all(kernel["ptx"] for kernel in made)
+    assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
         asks = ("_linear_kernel", "_outer_kernel", "_fused_kernel")
@@ -384,4 +466,5 @@ def test_every_kernel_compiles(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(int(sys.argv[1]))))
+    use_record()
+    print(json.dumps([compile_all(int(capability)) for capability in sys.argv[1:]]))
