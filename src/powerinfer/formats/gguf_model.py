@@ -305,6 +305,7 @@ def read_config(
     learned = family.positions == "learned"
     if family.parallel:
         fields.only("use_parallel_residual", True)
+    inputs, input_rows = _layer_inputs(file, fields, family)
     config = ModelConfig(
         architecture=architecture,
         d_model=d_model,
@@ -318,7 +319,8 @@ def read_config(
         position_offset=_OPT_OFFSET if learned else 0,
         embedding_scale=float(np.sqrt(np.float32(d_model))) if family.scaled else _factor(fields, family, "embedding"),
         residual_scale=_factor(fields, family, "residual"),
-        **_layer_inputs(file, fields, family),
+        layer_inputs=inputs,
+        layer_input_rows=input_rows,
         logit_scale=_logit_scale(fields, family),
         logit_cap=_cap(fields, "final_logit_softcapping", family.logit_cap),
         tied_embeddings="output.weight" not in names,
@@ -352,15 +354,15 @@ def _factor(fields: Fields, family: Gguf, of: str) -> float:
     return float(fields.number(f"{of}_scale", 1e-6, layout.MAX_SCALE, missing.get(of, 1.0)))
 
 
-def _layer_inputs(file: GGUFFile, fields: Fields, family: Gguf) -> dict[str, int]:
-    """Fields of `ModelConfig` about what layers get of tokens beside the residual stream."""
+def _layer_inputs(file: GGUFFile, fields: Fields, family: Gguf) -> tuple[int, int]:
+    """`layer_inputs` and `layer_input_rows` of `ModelConfig`."""
     numbers = 0
     if family.layer_inputs:
         numbers = fields.integer("embedding_length_per_layer_input", 0, layout.MAX_WIDTH, 0)
     table = file.tensors.get("per_layer_token_embd.weight")
     if not numbers or table is None:
-        return {"layer_inputs": numbers, "layer_input_rows": numbers and 1}  # a missing tensor is named later
-    return {"layer_inputs": numbers, "layer_input_rows": table.shape[0]}
+        return numbers, int(numbers > 0)  # a missing tensor is named later
+    return numbers, table.shape[0]
 
 
 def _cap(fields: Fields, key: str, default: float | None) -> float | None:

@@ -37,10 +37,9 @@ def _read_types(fields: Fields, n_layers: int) -> list[str]:
         if type(numbers) is not list or not all(type(one) is int and 0 <= one < n_layers for one in numbers):
             raise fields.bad("full_attn_idxs", f"is {shown(numbers)}, not numbers of some of {n_layers} layers")
         return [GLOBAL if layer in set(numbers) else _CONV for layer in range(n_layers)]
-    listed = type(kinds) is list and len(kinds) == n_layers
-    if not listed or not all(kind in (GLOBAL, _CONV) for kind in kinds):
+    if type(kinds) is not list or len(kinds) != n_layers or not all(kind in (GLOBAL, _CONV) for kind in kinds):
         raise fields.bad("layer_types", f"is {shown(kinds)}, not {GLOBAL} or {_CONV} for every layer")
-    return kinds
+    return [str(kind) for kind in kinds]
 
 
 def _read_ffn(fields: Fields) -> FfnConfig:
