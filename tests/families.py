@@ -165,6 +165,16 @@ FAMILIES |= {
     "ernie4_5_moe": LLAMA | dict(
         moe_num_experts=6, moe_k=3, moe_intermediate_size=40, moe_layer_start_index=1, tie_word_embeddings=True,
     ),
+    "llama4_text": LLAMA | dict(
+        intermediate_size=40, intermediate_size_mlp=88, num_hidden_layers=4, num_local_experts=6,
+        num_experts_per_tok=1, interleave_moe_layer_step=2,
+    ),
+    "laguna": LLAMA | dict(
+        num_hidden_layers=4, num_attention_heads_per_layer=[2, 4, 6, 4], num_experts=6, num_experts_per_tok=3,
+        moe_intermediate_size=40, shared_expert_intermediate_size=72, moe_routed_scaling_factor=1.7,
+        layer_types=["full_attention", *["sliding_attention"] * 3], sliding_window=20,
+        rope_parameters={"full_attention": HALF_ROPE, "sliding_attention": PLAIN_ROPE | {"rope_theta": 20000.0}},
+    ),
     "minimax_m2": LLAMA | dict(
         intermediate_size=40, num_local_experts=6, num_experts_per_tok=3, rope_parameters=HALF_ROPE,
     ),
@@ -218,6 +228,7 @@ MODULES = {
     "gemma4_unified_text": "transformers.models.gemma4_unified.modeling_gemma4_unified",
     "openelm": "openelm",
     "smallthinker": "smallthinker",
+    "llama4_text": "transformers.models.llama4.modeling_llama4",
 }
 MODULES |= {f"{name}_text": f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe")}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
@@ -253,6 +264,8 @@ ON_CPU_ALONE = (
     "dots1",
     "bailing_moe",
     "bailing_moe_1",
+    "llama4_text",
+    "laguna",
     "nemotron-h-experts",
     "nemotron-h-latents",
     "granite-h-experts",
@@ -303,6 +316,7 @@ LLAMA3 = rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+EQUAL_LLAMA3 = LLAMA3 | {"high_freq_factor": 1.0}  # nothing is blended
 YARN = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 GROWN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 FACTORS = np.random.default_rng(2).uniform(1.0, 40.0, (2, 6)).round(3).tolist()
@@ -323,6 +337,7 @@ LONGROPE_KEYS = {
     "rope.scaling.original_context_length": 64,
 }
 GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+HALF_YARN = {"partial_rotary_factor": 0.5, "attention_factor": 1.2}
 YARN_KEYS = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
@@ -602,6 +617,22 @@ CASES = [
     Case("stablelm-biases", "stablelm", {"use_qkv_bias": True}, {"layer_norm_eps": 1e-3}, ("gguf",)),
     Case("seed-oss", "seed_oss", {}, {"rms_norm_eps": 1e-3}),
     Case("seed-oss-no-biases", "seed_oss", {"attention_bias": False}, {"rms_norm_eps": 1e-3}),
+    Case("llama4", "llama4_text", {"rope_parameters": EQUAL_LLAMA3}, {"use_qk_norm": False}, ("folder", "gguf")),
+    Case(
+        "llama4-chunks",
+        "llama4_text",
+        {"attention_chunk_size": 20, "floor_scale": 9, "attn_scale": 0.7, "num_experts_per_tok": 2},
+        {"attention_chunk_size": 20, "floor_scale": 9, "attn_scale": 0.7, "num_experts_per_tok": 1},
+        ("folder",),
+    ),
+    Case("laguna", "laguna", {}, {"sliding_window": 21}, ("folder", "gguf"), {"attention.sliding_window": 20}),
+    Case(
+        "laguna-yarn",
+        "laguna",
+        {"rope_parameters": {"full_attention": YARN | HALF_YARN, "sliding_attention": PLAIN_ROPE}},
+        {"rope_parameters": {"full_attention": HALF_ROPE, "sliding_attention": PLAIN_ROPE}},
+        ("folder",),
+    ),
     Case("minimax-m2", "minimax_m2", {}, {"num_experts_per_tok": 2}),
     Case("glm4", "glm4", {}, {"rms_norm_eps": 1e-3}),
     Case("ernie", "ernie4_5", {"tie_word_embeddings": True}, {"rms_norm_eps": 1e-3}),
@@ -1001,6 +1032,7 @@ GGUF_NAMES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.g_proj": "attn_gate",  # Laguna
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -1162,6 +1194,9 @@ def gguf_tensors(
             own = inner.partition("linear_attn.")[2] or kind
             yield from ((f"blk.{layer}.{short}", part) for short, part in delta_tensors(config, own, values))
             continue
+        if config.model_type == "llama4_text":
+            inner = inner.replace("feed_forward", "mlp")
+            values = values.swapaxes(1, 2) if inner == "mlp.experts" else values
         if inner in ("mlp.experts", "block_sparse_moe.experts"):
             split = kind == "gate_up_proj"
             for part, half in zip(
@@ -1207,7 +1242,7 @@ def llama3_factors(config: Any) -> np.ndarray:
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     wavelengths = 2 * np.pi * scaling["rope_theta"] ** exponents
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low or 1e-30)
     smooth = np.clip(smooth, 0, 1)
     return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
 
@@ -1246,11 +1281,13 @@ def add_experts(writer: Any, config: Any) -> None:
     for name in ("moe_intermediate_size", "moe_ffn_hidden_size"):
         if hasattr(config, name):
             writer.add_expert_feed_forward_length(getattr(config, name))
-    if config.model_type in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
+    if config.model_type in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "llama4_text"):
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if config.model_type == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -1260,7 +1297,12 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "granitemoeshared":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-    if config.model_type in ("qwen2_moe", *WITH_STATES):
+    if config.model_type == "laguna":
+        writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(1)
+    if config.model_type in ("qwen2_moe", "laguna", *WITH_STATES):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type in ("glm4_moe", "dots1"):
         writer.add_expert_shared_count(config.n_shared_experts)
@@ -1315,6 +1357,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others |= {"ernie4_5_moe": "ernie4_5-moe", "bailing_moe": "bailingmoe2", "bailing_moe_1": "bailingmoe"}
     others["ministral3"] = "mistral3"
     others |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
+    others["llama4_text"] = "llama4"
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -1325,9 +1368,9 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         writer.add_feed_forward_length([config.ffn_size(layer) for layer in range(config.num_hidden_layers)])
         writer.add_head_count(config.num_query_heads)
     else:
-        sizes = ("ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size")
+        sizes = ("ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size_mlp", "intermediate_size")
         writer.add_feed_forward_length(next(getattr(config, size) for size in sizes if hasattr(config, size)))
-        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count(getattr(config, "num_attention_heads_per_layer", None) or config.num_attention_heads)
     if architecture == "openelm":
         kv_heads = config.num_kv_heads
         writer.add_key_length(config.head_dim)
@@ -1365,7 +1408,10 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         if case.kind in WITH_STATES:
             add_states(writer, config)
-        if architecture in ("glm4", "glm4moe", "minimax-m2", "bailingmoe2"):
+        if architecture == "laguna":
+            writer.add_rope_dimension_count_swa(head_dim)
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        if architecture in ("glm4", "glm4moe", "minimax-m2", "bailingmoe2", "laguna"):
             writer.add_rope_dimension_count(head_dim // 2)
         if architecture in ("llama", "arcee", "smollm3"):
             writer.add_vocab_size(config.vocab_size)

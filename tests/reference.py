@@ -176,13 +176,14 @@ def attention(
     scale: float | None = None,
     sinks: Floats | None = None,
     cap: float | None = None,
+    chunked: bool = False,
 ) -> Float64:
     """Attention of tokens of one sequence over its paged cache, [tokens, heads, dim].
 
     q: [tokens, heads, dim]; keys, values: [pages, PAGE, kv_heads, dim]; pages: the sequence's page table. The token at
     position p sees 0 .. p, or the last `window` of these. scale: of the scores, None: dim ** -0.5. sinks:
     [heads], a score more in the softmax of each head, which belongs to no value. cap: scores become cap * tanh(scores /
-    cap), None: they stay.
+    cap), None: they stay. chunked: p sees those from the last multiple of `window` on.
     """
     tokens, heads, dim = q.shape
     group = heads // keys.shape[2]
@@ -190,7 +191,8 @@ def attention(
     seen = np.arange(positions.max() + 1)
     k, v = (cache[pages[seen // PAGE], seen % PAGE].astype(np.float64) for cache in (keys, values))
     back = positions[:, None] - seen  # from a token to those before it
-    hidden = (back < 0) | (back >= (window or np.inf))
+    reach = positions % window + 1 if chunked else np.full(tokens, window or np.inf)
+    hidden = (back < 0) | (back >= reach[:, None])
     out = np.zeros((tokens, heads, dim))
     for h in range(heads):
         scores = q[:, h].astype(np.float64) @ k[:, h // group].T * scale

@@ -266,6 +266,23 @@ def test_of_gemma_for_pictures_the_text_is_read(name: str, outer: str, prefix: s
     read = open_checkpoint(whole)
     assert read.notes == ["only text is read: the part for pictures is left out"]
     assert read.config.layers == plain.config.layers and read.fingerprint == plain.fingerprint
+def test_llama_4_for_pictures_is_read_as_text(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    truth = Truth(case_named("llama4"))
+    folder = truth.save("folder", tmp_path)
+    found = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        found |= {f"language_model.{name}": values for name, values in load_file(shard).items()}
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    found["multi_modal_projector.linear_1.weight"] = np.ones((8, 8), np.float32)
+    save_file(found, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(outer | {"vision_config": {"depth": 1}}))
+    assert open_checkpoint(folder).notes == ["only text is read: the part for pictures is left out"]
+    check_file(truth, folder)
 
 
 def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:

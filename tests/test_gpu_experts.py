@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -90,9 +90,10 @@ def exact_sum(
             if expert < 0:
                 continue
             *gate, up, down = (one[expert] for one in values)
+            read, weight = (weight * row, 1.0) if about.router.scales_input else (row, weight)
             *of_gate, of_up, of_down = (np.float64(0) if bias is None else bias[expert] for bias in biases)
-            second = torch.from_numpy(up @ row + of_up)
-            first = torch.from_numpy(gate[0] @ row + of_gate[0]) if gate else second
+            second = torch.from_numpy(up @ read + of_up)
+            first = torch.from_numpy(gate[0] @ read + of_gate[0]) if gate else second
             h = gpu.activate(about.activation, first, second if gate else None, about.threshold).numpy()
             out[i] += weight * (down @ h + of_down)
             most = max(most, float((np.abs(down) @ np.abs(weight * h)).max()))
@@ -140,6 +141,7 @@ def test_the_sum_of_the_experts_that_are_here(
         for tiles in (triton_kernels.ONE, triton_kernels.WIDE):
             monkeypatch.setitem(tiles, kind, tiles[kind]._replace(rows=128))
     about, tensors = some_experts(kind, d, size, gated, activation)
+    about = replace(about, router=replace(about.router, scales_input=kind in ("F32", "Q4_K") and gated))
     index = np.array([0, 3, 4, 8, 11], np.int32)
     biases = some_biases(tensors) if activation in ("swiglu_oai", "relu") else [None] * len(tensors)
     experts = gpu_experts.resident(tensors, index, about, device_name(), biases)

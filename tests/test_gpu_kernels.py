@@ -568,6 +568,7 @@ def test_attention(
     heads, kv_heads, dim = sizes
     q = floats(10, 4 + many, heads, dim)
     beside = floats(14, heads) if sinks else None
+    chunked = window is not None and sinks
     growth, cap = GROWTH if split else {}, 1.5 if window == 5 else None  # errors shrink by a cap
     for kv_type in kv_types.split() if by_interpreter() else ("f32", "f16", "q8_0"):
         caches = [reference.kv_rounded(floats(seed, 8, gpu.PAGE, kv_heads, dim), kv_type) for seed in (11, 12)]
@@ -580,7 +581,7 @@ def test_attention(
             positions += one.positions
             grown = q[at : at + n] * query_factors(one.positions, growth)[:, None, None]
             mine = (grown, *caches, np.array(one.pages), np.array(one.positions, np.int32))
-            want.append(reference.attention(*mine, window=window or 0, sinks=beside, cap=cap))
+            want.append(reference.attention(*mine, window=window or 0, sinks=beside, cap=cap, chunked=chunked))
             # A score's error is that of a sum of dim products; weights change by as much, relatively, and the rest
             # rounds once for every position.
             eps = 2**-10 if many > 8 and kv_type != "f32" else EPS  # prompts meet an F16 cache in F16
@@ -602,7 +603,7 @@ def test_attention(
         for part in parts:  # a page of nobody
             (part.data if part.scales is None else part.scales)[0] = torch.nan
         contexts = gpu.Contexts(on_device(table), *step)
-        settings = AttentionConfig(heads, kv_heads, dim, window=window, score_cap=cap, **growth)
+        settings = AttentionConfig(heads, kv_heads, dim, window=window, score_cap=cap, chunked=chunked, **growth)
         given = extra, (parts[0], parts[1]), contexts, settings, None if beside is None else on_device(beside)
         got = gpu.attention(*given).view(extra.shape)
         assert_close(got[:-1], np.concatenate(want), np.concatenate(bound))

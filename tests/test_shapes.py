@@ -59,6 +59,7 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "phi-4": 14.7, "phi-4-mini": 3.8, "mistral-small-24b": 23.6, "granite-3.3-8b": 8.17, "olmo-2-1b": 1.48,
     "olmo-2-7b": 7.3, "glm-4.7-flash": 30, "minimax-m2": 229,
     "jais-2-8b": 8.1, "minicpm4-8b": 8.2, "ling-mini-2.0": 16.3, "ling-flash-2.0": 102.9, "dots.llm1": 142.8,
+    "llama-4-scout": 107.8, "llama-4-maverick": 400.7,
     "afm-4.5b": 4.6, "ernie-4.5-21b-a3b": 21.8, "glm-4-32b": 32.6, "glm-4-9b": 9.4, "granite-3.1-1b-a400m": 1.3,
     "granite-3.3-2b": 2.5, "granite-4.0-micro": 3.4, "nemotron-mini-4b": 4.2,
     "nemotron-3-nano-30b-a3b": 31.6, "nemotron-3-super-120b-a12b": 120.7, "nemotron-3-nano-4b": 3.97,

@@ -89,8 +89,8 @@ class RopeConfig:
         """Settings that do not go together, or with heads of that many dimensions; None: all do."""
         if self.dim % 2 or not 2 <= self.dim <= head_dim:
             return f"{self.dim} of a head's {head_dim} dimensions cannot be rotated in pairs"
-        if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            return "RoPE's high_freq_factor is not above its low_freq_factor"
+        if self.scaling == "llama3" and not self.low_freq_factor <= self.high_freq_factor:
+            return "RoPE's high_freq_factor is below its low_freq_factor"
         if self.scaling == "yarn" and not self.beta_slow < self.beta_fast:
             return "RoPE's beta_fast is not above its beta_slow"
         return None
@@ -178,7 +178,8 @@ class AttentionConfig:
     window: int | None = None  # tokens that a query looks back over, its own included; None: all
     qkv_bias: bool = False
     o_bias: bool = False
-    # RMS norm of q and k: "head": of each head; "width": over all heads together; "rotated": of each head, once rotated
+    # RMS norm of q and k: "head": of each head; "plain": the same without weights; "rotated": of each head, once rotated;
+    # "width": over all heads together
     qk_norm: str | None = None
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
@@ -192,6 +193,9 @@ class AttentionConfig:
     v_norm: bool = field(default=False, repr=False)  # RMS norm of each head of v, without weights
     keys_as_values: bool = field(default=False, repr=False)  # v is k, before its norm and its rotation
     kv_from: int | None = field(default=None, repr=False)  # the layer whose keys and values it reads; None: its own
+    # The window does not move: a text is cut into chunks of its size, and a query sees its own. Not shown: fingerprints
+    # hash what is, and theirs stay.
+    chunked: bool = field(default=False, repr=False)
 
     @property
     def score_scale(self) -> float:
@@ -234,7 +238,7 @@ class AttentionConfig:
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         """(name within the layer, shape) of every tensor; matrices are [out, in]."""
         kv = self.n_kv_heads * self.head_dim
-        if self.qk_norm is not None:
+        if self.qk_norm not in (None, "plain"):
             wide = self.qk_norm == "width"
             yield "q_norm", (self.width if wide else self.head_dim,)
             if self.kv_from is None:
@@ -251,8 +255,10 @@ class AttentionConfig:
             return f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly"
         if self.head_dim % 2:
             return f"heads of {self.head_dim} dimensions cannot be cut into pairs"
-        if self.qk_norm not in (None, "head", "width", "rotated"):
+        if self.qk_norm not in (None, "head", "plain", "width", "rotated"):
             return f"norms of q and k {self.qk_norm!r} are unknown"
+        if self.chunked and self.window is None:
+            return "attention in chunks of no size"
         if self.scale == 0:
             return "a scale of the scores of 0"
         if problem := _query_problem(self):
@@ -351,7 +357,12 @@ def _query_problem(attention: AttentionConfig | LatentAttentionConfig) -> str | 
 
 @dataclass(frozen=True)
 class GatedAttentionConfig(AttentionConfig):
-    """Attention whose result is multiplied with the sigmoid of another product with the input."""
+    """Attention whose result is multiplied with the sigmoid of another product with the input.
+
+    by_head: that is one number for each head, and its softplus counts.
+    """
+
+    by_head: bool = field(default=False, repr=False)  # fingerprints hash what is shown: theirs stay
 
     @property
     def title(self) -> str:
@@ -359,7 +370,7 @@ class GatedAttentionConfig(AttentionConfig):
 
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         yield from super().tensors(d_model)
-        yield "q_gate", (self.width, d_model)
+        yield "q_gate", (self.n_heads if self.by_head else self.width, d_model)
 
 
 MIXED_ACTIVATIONS = ("silu", "relu", "relu2")
@@ -855,7 +866,8 @@ class RouterConfig:
 
     groups: experts are selected in the best `top_groups` of that many equal groups (DeepSeek-V2, arXiv 2405.04434); a
     group's score is the sum of its `group_best` best experts' (1; DeepSeek-V3, arXiv 2412.19437: 2). factors: of each
-    expert, what its weight is multiplied by in the end.
+    expert, what its weight is multiplied by in the end. scales_input: weights multiply what experts read, not what they
+    give.
     """
 
     top_k: int  # experts of a token
@@ -868,6 +880,7 @@ class RouterConfig:
     top_groups: int = 1
     group_best: int = 1
     factors: bool = field(default=False, repr=False)  # fingerprints hash what is shown: theirs stay
+    scales_input: bool = field(default=False, repr=False)
 
 
 APART_NORMS = ("router_scale", "experts_norm", "shared_out_norm", "experts_out_norm")
@@ -961,6 +974,8 @@ class ExpertsConfig(FfnKind):
             return "a bias of a router that reads a layer's input"
         if self.apart and (not self.shared_size or self.shared_weight or self.early_router or self.latents):
             return "experts with norms of their own need a plain shared expert and router, and no latents"
+        if router.scales_input and self.bias:
+            return "biases of experts whose input is scaled"
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
         if self.activation == "topk":
@@ -985,6 +1000,8 @@ class ExpertsConfig(FfnKind):
             return "experts with biases are computed whole"
         if self.apart:
             return "experts beside an FFN with norms of its own are computed whole"
+        if self.router.scales_input:
+            return "experts whose input is scaled are computed whole"
         return None if self.size % 32 == 0 else f"{self.size} neurons of an expert are not whole groups of 32"
 
     def share_read(self, tokens: int) -> float:

@@ -190,6 +190,8 @@ class TorchModel:
                 product = self.inner_norm(product, f"{name}{part}_norm")
             if part == "v" and config.v_norm:
                 product = self.plain_norm(product)
+            if part != "v" and config.qk_norm == "plain":
+                product = self.plain_norm(product)
             if part != "v" and config.rope is not None:
                 product = self.rotate(product, config.rope)
             if part != "v" and config.rotates_first:
@@ -199,7 +201,10 @@ class TorchModel:
         sinks = self.weights[name + "sinks"] if config.sinks else None
         mixed = attend_windows(q, k, v, config, sinks).transpose(1, 2).flatten(-2)
         if isinstance(config, GatedAttentionConfig):
-            mixed = mixed * torch.sigmoid(self.linear(x, name + "q_gate"))
+            gate = self.linear(x, name + "q_gate")
+            if config.by_head:
+                gate = torch.nn.functional.softplus(gate).repeat_interleave(config.head_dim, -1)
+            mixed = mixed * (gate if config.by_head else torch.sigmoid(gate))
         return self.linear(mixed, name + "o")
 
     def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
@@ -253,10 +258,13 @@ class TorchModel:
         for expert in range(config.n_experts):
             row, place = (selected == expert).nonzero(as_tuple=True)
             if len(row):
-                done = self.neurons(rows[row], name + "experts_", expert)
+                read, weight = rows[row], weights[row, place, None]
+                if config.router.scales_input:
+                    read, weight = read * weight.to(read.dtype), torch.ones_like(weight)
+                done = self.neurons(read, name + "experts_", expert)
                 if observe is not None:
                     observe(name + "experts_", done)
-                total = total.index_add(0, row, done.out.float() * weights[row, place, None])
+                total = total.index_add(0, row, done.out.float() * weight)
         self._unstacked = {}
         if config.shared_size:
             done = self.neurons(rows, name + "shared_")

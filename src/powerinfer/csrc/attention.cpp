@@ -127,7 +127,7 @@ struct QueryRow {
     out = a->out + token * a->out_stride + head * a->head_dim;
     last = a->position + token;
     const int window = a->settings.window;
-    first = window && last >= window ? last - window + 1 : 0;
+    first = window && last >= window ? last - (a->settings.chunked ? last % window : window - 1) : 0;
   }
 };
 

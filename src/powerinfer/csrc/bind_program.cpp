@@ -243,7 +243,8 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int layer, const Norm* norm, std::shared_ptr<Matrix> w) {
             p.gate_attended(layer, norm_of(norm), std::move(w));
           },
-          "layer"_a, "norm"_a.none(), "w"_a, "attended *= sigmoid(w . norm(x)).")
+          "layer"_a, "norm"_a.none(), "w"_a,
+          "attended *= sigmoid(w . norm(x)); where w has a row for each head, each head's part *= its softplus.")
       .def(
           "project",
           [](Program& p, int layer, std::shared_ptr<Matrix> w, std::optional<Floats> bias, const Norm* norm, int64_t at,

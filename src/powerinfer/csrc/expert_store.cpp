@@ -189,10 +189,13 @@ void ExpertStore::first_products(int thread, const ExpertRows& rows, const Block
   if (gated) product(thread, GATE, block, x, to.rows, to.ld);
   product(thread, UP, block, x, gated ? to.more : to.rows, to.ld);
   for (int64_t i = 0; i < block.n; i++) {
-    float* const row = to.rows + i * to.ld;
-    activation_.apply(kernels, row, gated ? to.more + i * to.ld : nullptr, block.lanes());
+    float *const row = to.rows + i * to.ld, *const up = gated ? to.more + i * to.ld : nullptr;
+    const float weight = rows.weight_of[(size_t)(block.first + i)];
+    if (rows.scales_input) kernels->scale(row, weight, columns);  // products with it are, too
+    if (rows.scales_input && up) kernels->scale(up, weight, columns);
+    activation_.apply(kernels, row, up, block.lanes());
     if (fired) kernels->neurons.fires(row, block.lanes(), 0.0f, fired + (block.first + i) * panels + block.p0);
-    kernels->scale(row, rows.weight_of[(size_t)(block.first + i)], columns);
+    if (!rows.scales_input) kernels->scale(row, weight, columns);
   }
 }
 

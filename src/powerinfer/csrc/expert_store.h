@@ -70,6 +70,7 @@ struct ExpertRows {
   std::vector<float> guessed;               // logits, [GUESSED][ldl]
   std::vector<uint16_t> fired;              // which neurons of bundled experts fire, a bit each, [rows][ldh / 16]
   ExpertStore* ahead = nullptr;             // experts of a further layer that the step expects; null: none
+  bool scales_input = false;                // `weight_of` multiplies what experts read, not what they give
   const Experts* ordered = nullptr;         // whose rows `Experts::order` has ordered; null: nobody's
   int64_t ordered_tokens = 0, fetched = 0;  // of these rows; bytes of their weights that each thread has fetched
   // The experts that are computed next, of those that have rows: `active` and `cost`.

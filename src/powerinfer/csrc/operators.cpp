@@ -357,6 +357,33 @@ class Attention : public Op {
   const Vector sinks_;
 };
 
+// Each head's part of attended *= softplus(w . norm(x))
+class GateHeads : public Op {
+ public:
+  GateHeads(Norm norm, std::shared_ptr<Matrix> w, int64_t head_dim)
+      : norm_(std::move(norm)), w_(std::move(w)), head_dim_(head_dim) {}
+  const char* name() const override { return "attention_gate"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    const Program& p = here.p;
+    const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), norm_, w_->form());
+    here.w.finish_product(t.id, *w_, acts, step.tokens, {p.qkv, p.ldqkv, false, NO_BIAS});
+    here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < w_->rows; h++) {
+          const float x = p.qkv[i * p.ldqkv + h];
+          const float softplus = x > 20.0f ? x : log1pf(expf(x));
+          here.kernels->scale(p.attended + i * p.lda + h * head_dim_, softplus, head_dim_);
+        }
+    });
+  }
+
+ private:
+  const Norm norm_;
+  const std::shared_ptr<Matrix> w_;
+  const int64_t head_dim_;
+};
+
 // attended *= sigmoid(w . norm(x))
 class GateAttended : public Op {
  public:
@@ -459,10 +486,13 @@ void Program::attention(int layer, PiAttentionSettings settings, Vector sinks, i
 
 void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {
   check_layer(layer);
-  const int64_t width = sizes.heads[(size_t)layer] * cache->layers[(size_t)layer].head_dim;
-  check(w->rows == width && w->k == sizes.d_model && ldqkv >= w->panels * PI_LANES, "the gate has a wrong shape");
+  const int64_t heads = sizes.heads[(size_t)layer], head_dim = cache->layers[(size_t)layer].head_dim;
+  const int64_t width = heads * head_dim;
+  check((w->rows == width || w->rows == heads) && w->k == sizes.d_model && ldqkv >= w->panels * PI_LANES,
+        "the gate has a wrong shape");
   check_norm(norm, sizes.d_model, "the attention norm");
-  add(std::make_shared<GateAttended>(std::move(norm), w), {w});
+  if (w->rows == width) add(std::make_shared<GateAttended>(std::move(norm), w), {w});
+  else add(std::make_shared<GateHeads>(std::move(norm), w, head_dim), {w});
 }
 
 void Program::project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at, Norm reads) {

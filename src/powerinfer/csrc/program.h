@@ -154,7 +154,8 @@ class Program {
   void delta_net(DeltaNetSpec spec);    // attended = Gated DeltaNet of norm(x), see delta_net.h
   void mamba(MambaSpec spec);           // attended = Mamba2 of norm(x), see mamba.h
   void short_conv(ShortConvSpec spec);  // attended = a gated short convolution of norm(x), see short_conv.h
-  void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);  // attended *= sigmoid(w . norm(x))
+  // attended *= sigmoid(w . norm(x)); where w has a row for each head, each head's part *= its softplus.
+  void gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w);
   // x += norm(w . reads(attended)); at: where in the row, 0: what attention gives, else what another operator has put
   // there.
   void project(int layer, std::shared_ptr<Matrix> w, Vector bias, Norm norm, int64_t at = 0, Norm reads = {});

@@ -114,6 +114,7 @@ void Router::select(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tok
 void Router::group(ExpertRows& rows, int64_t tokens) const {
   const int64_t n = tokens * spec.top_k;
   rows.ordered = nullptr;
+  rows.scales_input = spec.scales_input;
   std::vector<int32_t>& begin = rows.begin;
   std::fill(begin.begin(), begin.begin() + experts + 1, 0);
   for (int64_t i = 0; i < n; i++)

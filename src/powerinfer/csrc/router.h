@@ -16,6 +16,7 @@ struct RouterSpec {
   // Experts are selected in the `top_groups` best of `groups` equal groups; a group's score is the sum of its
   // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
   int64_t groups = 1, top_groups = 1, group_best = 1;
+  bool scales_input = false;  // weights multiply what experts read, not what they give
 };
 
 float sigmoid(float x);

@@ -145,14 +145,15 @@ struct PiLinear {
 // The settings of a layer's attention, X(type, name, neutral value): each is the attribute of that name of the layer's
 // configuration (config.py), from which bindings.h reads it. It has the neutral value where that is None, or where the
 // layer's kind of attention has no such attribute.
-#define PI_ATTENTION_SETTINGS(X)                                                                 \
-  X(float, scale, 0) /* of the scores; 0: head_dim^-1/2 */                                       \
-  X(int, window, 0)  /* tokens that a query looks back over, its own included; 0: all of them */ \
-  /* a query at position p is multiplied by                                                      \
-     1 + query_growth * log(1 + floor((p + query_offset) / query_interval)) */                   \
-  X(float, query_growth, 0)                                                                      \
-  X(int, query_interval, 1)                                                                      \
-  X(int, query_offset, 0)                                                                        \
+#define PI_ATTENTION_SETTINGS(X)                                                                      \
+  X(float, scale, 0)      /* of the scores; 0: head_dim^-1/2 */                                       \
+  X(int, window, 0)       /* tokens that a query looks back over, its own included; 0: all of them */ \
+  X(bool, chunked, false) /* it looks back to the begin of its chunk of so many tokens instead */     \
+  /* a query at position p is multiplied by                                                           \
+     1 + query_growth * log(1 + floor((p + query_offset) / query_interval)) */                        \
+  X(float, query_growth, 0)                                                                           \
+  X(int, query_interval, 1)                                                                           \
+  X(int, query_offset, 0)                                                                             \
   X(float, score_cap, 0) /* scores become score_cap * tanh(score / score_cap); 0: they stay */
 
 struct PiAttentionSettings {

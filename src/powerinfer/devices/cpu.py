@@ -137,7 +137,7 @@ class ExpertSum:
         resting: where they are, what memory they have and how they are selected, where they rest on disk, and there are
         no matrices; norm: of what they are given, which a predictor reads as it is."""
         self.nbytes = sum(one.nbytes for one in matrices) + (0 if by_neuron is None else by_neuron.groups.nbytes)
-        router = _native.RouterSpec(config.router.top_k)
+        router = _native.RouterSpec(config.router.top_k, scales_input=config.router.scales_input)
         self._reading: Callable[[], AbstractContextManager[None]] = nullcontext
         if resting is not None:
             disk, slots, router = resting
@@ -407,7 +407,7 @@ class CpuExecutor:
         self._program.attention(place, settings, sinks, source)
 
     def gate_attended(self, layer: int, norm: _native.Norm | None, matrix: _native.Matrix) -> None:
-        """attended *= sigmoid(matrix . norm(x))."""
+        """attended *= sigmoid(matrix . norm(x)); or, with a row for each head, each head's part *= its softplus."""
         self._program.gate_attended(layer - self.first_layer, norm, matrix)
 
     def delta_net(
@@ -1324,4 +1324,5 @@ def _router(
         config.group_best,
         bias,
         factors,
+        config.scales_input,
     )

@@ -358,12 +358,19 @@ class GpuLayers:
         self._add(layer, "project", LatentOutput(heads, out, norm))
 
     def gate_attended(self, layer: int, norm: GpuNorm | None, matrix: GpuMatrix) -> None:
-        """attended *= sigmoid(matrix . norm(x))."""
-        gate = self._products("attention", matrix)
+        """attended *= sigmoid(matrix . norm(x)); or, with a row for each head, each head's part *= its softplus."""
+        from torch.nn.functional import softplus
+
+        gate, attention = self._products("attention", matrix), self._config.layers[layer].attention
+        by_head = isinstance(attention, GatedAttentionConfig) and attention.by_head
 
         def run(step: Step) -> None:
             assert step.attended is not None
-            step.attended.mul_(gate(step.normalised(norm, gate.for_codes)).sigmoid_())
+            values = gate(step.normalised(norm, gate.for_codes))
+            if by_head:
+                step.attended.unflatten(-1, (attention.n_heads, -1)).mul_(softplus(values)[..., None])
+            else:
+                step.attended.mul_(values.sigmoid_())
 
         self._add(layer, "gate", run)
 

@@ -168,7 +168,8 @@ class Gguf:
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
     positions are not rotated in any layer; short_conv: layers without heads for keys and values are `ShortConvConfig`;
-    layer_inputs: layers may get numbers of tokens beside the residual stream, and share keys and values.
+    layer_inputs: layers may get numbers of tokens beside the residual stream, and share keys and values;
+    change: makes the heads of all layers of those that follow from the rest.
     names: of tensors, where the family calls them otherwise.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
@@ -218,6 +219,7 @@ class Gguf:
     beside: bool = False
     unrotated: bool = False
     layer_inputs: bool = False
+    change: Callable[[Fields, Sequence[AttentionConfig]], list[AttentionConfig]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
     pre_tokenizer: str | None = None

@@ -30,6 +30,7 @@ _VISION = re.compile("Llava|VL|Vision|Vlm|VLM|ImageText|Pixtral|Idefics|PaliGemm
 _NULLABLE = (
     "sliding_window", "num_key_value_heads", "alibi", "new_decoder_architecture", "parallel_attn", "multi_query",
     "bias", "q_lora_rank", "norm_topk_prob", "rope_interleave", "attn_logit_softcapping", "final_logit_softcapping",
+    "attention_chunk_size",
 )  # fmt: skip
 
 

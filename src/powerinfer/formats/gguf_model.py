@@ -419,6 +419,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         replace(heads_, rope=of_layer, window=window, **shared)
         for heads_, window, of_layer in zip(heads, windows, ropes, strict=True)
     ]
+    plain = plain if family.change is None else family.change(fields, plain)
     if family.layer_inputs:
         plain = sharing_keys(fields, plain, n_layers - fields.integer("attention.shared_kv_layers", 0, n_layers - 1, 0))
     attentions = _delta(fields, family, plain) if family.delta else plain

@@ -108,7 +108,7 @@ def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Bi
     import torch
 
     *gate, up, down = weights
-    own = {}
+    own: dict[str, Any] = {"scales_input": about.router.scales_input}
     for part, bias in zip(about.matrices, biases, strict=False):
         if bias is not None:
             own[f"{part}_bias"] = torch.from_numpy(bias[index].astype(np.float32).reshape(-1)).to(up.data.device)
@@ -239,12 +239,15 @@ def expert_sum(
 
 def _expert(experts: Experts, slot: int, x: Tensor, weights: Tensor, hidden: Tensor | None) -> Tensor:
     """What one expert gives for float32 [T, d_model], times the tokens' weights. hidden: as of `expert_sum`."""
+    import torch
 
     def product(weight: Weight, bias: Tensor | None, x: Tensor) -> Tensor:
         rows = slice(slot * (weight.rows // experts.slots), (slot + 1) * (weight.rows // experts.slots))
         out = x @ gpu.values(weight, rows.start, rows.stop).T
         return out if bias is None else out + bias[rows]
 
+    if experts.scales_input:
+        x, weights = x * weights[:, None], torch.ones_like(weights)
     up = product(experts.up, experts.up_bias, x)
     if experts.gate is None:
         h = gpu.activate(experts.activation, up, None, experts.threshold)

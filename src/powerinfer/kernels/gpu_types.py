@@ -198,6 +198,7 @@ class Experts:
     shared: the scales of a type of `SHARING`, float16 [slots * size / 32, d_model], a row for 32 neurons one after
     another; or, where only some neurons of the experts are here, [rows, d_model] and group, int32 [slots * size], the
     row of each. predictor: of experts by neuron, selects before a row is read; None: the first products say what fires.
+    scales_input: weights multiply what experts read, not what they give; then there are no biases.
     """
 
     slots: int
@@ -214,6 +215,7 @@ class Experts:
     shared: Tensor | None = None
     predictor: ExpertPredictor | None = None
     group: Tensor | None = None
+    scales_input: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -82,7 +82,9 @@ def grown(q: Tensor, positions: Tensor, settings: AttentionConfig | LatentAttent
 def visible(positions: Tensor, places: Tensor, settings: AttentionConfig) -> Tensor:
     """Keys that tokens see, from the positions of both: bool [tokens, keys]."""
     mask = places <= positions[:, None]
-    if settings.window:
+    if settings.window and settings.chunked:
+        mask &= places >= (positions - positions % settings.window)[:, None]
+    elif settings.window:
         mask &= places > positions[:, None] - settings.window
     return mask
 

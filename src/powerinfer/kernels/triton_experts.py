@@ -142,12 +142,23 @@ def _slot(slots, table, j, TABLE: tl.constexpr):
 
 
 @triton.jit
+def _weighted(a, u, weight, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr):
+    """h of products a and u, times a weight; SCALES: of the products times it."""
+    if SCALES:
+        a = activated(a * weight, u * weight, limit, ACTIVATION, GATED)
+    else:
+        a = activated(a, u, limit, ACTIVATION, GATED) * weight
+    return a
+
+
+@triton.jit
 def _hidden_kernel(
     x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, size, k, limit,
-    GATED: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr,
-    UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """h of R neurons of one of the token's experts, times its weight. x, x_up: x as gate and up take it."""
+    """h of R neurons of one of the token's experts, times its weight; SCALES: x is. x, x_up: x as gate and up take
+    it."""
     follow()
     j = tl.program_id(1)
     slot = _slot(slots, table, j, TABLE)
@@ -161,8 +172,8 @@ def _hidden_kernel(
         if GATED:
             a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
             a = add_bias(a, gate_bias, row, live, BIAS, 0)
-        a = activated(a, u, limit, ACTIVATION, GATED)
-        tl.store(h + j * size + neuron, a * tl.load(weights + j), mask=live)
+        a = _weighted(a, u, tl.load(weights + j), limit, ACTIVATION, GATED, SCALES)
+        tl.store(h + j * size + neuron, a, mask=live)
     else:  # else what down reads, and leaves out, is memory that nobody wrote
         neuron = tl.program_id(0) * R + tl.arange(0, R)
         tl.store(h + j * size + neuron, tl.zeros((R,), tl.float32), mask=neuron < size)
@@ -221,9 +232,9 @@ def _of_one(
     _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
         *_taken(x, first, experts.up), first.data, scales_of(first), either(experts.gate_bias, h),
         experts.up.data, scales_of(experts.up), either(experts.up_bias, h), slots,
-        either(table, slots), weights, h, experts.size, k, experts.threshold, GATED=experts.gate is not None, BIAS=bias,
-        TABLE=table is not None, ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, R=tile.rows,
-        C=tile.columns, num_warps=tile.warps,
+        either(table, slots), weights, h, experts.size, k, experts.threshold, GATED=experts.gate is not None,
+        SCALES=experts.scales_input, BIAS=bias, TABLE=table is not None, ACTIVATION=experts.activation, TYPE=first.type,
+        UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns, num_warps=tile.warps,
         launch_pdl=early(x),
     )  # fmt: skip
     down, tile = experts.down, for_rows(ONE[experts.down.type], experts.down.type, experts.size)
@@ -388,10 +399,10 @@ def _gather_kernel(x, token_of, out, d, C: tl.constexpr):
 @triton.jit
 def _grouped_hidden_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, begin, weight_of, h, size, k, limit,
-    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr,
+    UP_TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """h of R neurons of the expert in a slot for the slot's rows of x, times their weights."""
+    """h of R neurons of the expert in a slot for the slot's rows of x, times their weights; SCALES: x is."""
     slot = tl.program_id(1)
     neuron = tl.program_id(0) * R + tl.arange(0, R)
     live = neuron < size
@@ -405,7 +416,7 @@ def _grouped_hidden_kernel(
         if GATED:
             a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
             a = add_bias(a, gate_bias, row, live, BIAS, T)
-        a = activated(a, u, limit, ACTIVATION, GATED) * _weights(weight_of, at, here, T)
+        a = _weighted(a, u, _weights(weight_of, at, here, T), limit, ACTIVATION, GATED, SCALES)
         _put(h, a, at, here, size, neuron, T)
 
 
@@ -688,8 +699,8 @@ def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs, hidden: Tensor |
     else:
         _grouped_hidden_kernel[grid](
             gathered, *gate_of, either(experts.gate_bias, h), *up_of, either(experts.up_bias, h), pairs.begin,
-            pairs.weight_of, h, size, d, experts.threshold, GATED=gated, BIAS=experts.up_bias is not None, **kinds,
-            **shape,
+            pairs.weight_of, h, size, d, experts.threshold, GATED=gated, SCALES=experts.scales_input,
+            BIAS=experts.up_bias is not None, **kinds, **shape,
         )  # fmt: skip
     return h
 

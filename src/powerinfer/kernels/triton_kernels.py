@@ -1474,9 +1474,9 @@ def _tanh(x):
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
     dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks, cap,
-    GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
@@ -1504,12 +1504,13 @@ def _attention_kernel(
         if split == 0:  # as if a score had been seen already; its weight is 1
             peak = tl.load(sinks + head, mask=live & (position >= 0), other=float("-inf"))
             total = tl.where(live & (position >= 0), 1.0, 0.0)
+    earliest = position // window * window if CHUNKED else position - window + 1
     left = live & (position >= 0)
     while tl.max(left.to(tl.int32), 0) > 0:  # the sequences of the tile in turn
         one = tl.min(tl.where(left, row, 0x7FFFFFFF), 0)
         mine = left & (row == one)
         last = tl.max(tl.where(mine, position, -1), 0)
-        first = tl.maximum(tl.min(tl.where(mine, position, 0x7FFFFFFF), 0) - window + 1, 0)
+        first = tl.maximum(tl.min(tl.where(mine, earliest, 0x7FFFFFFF), 0), 0)
         begin = tl.maximum(first // 32, split * per)
         end = tl.minimum(last // 32 + 1, split * per + per)
         for part in range(begin * PARTS, end * PARTS):
@@ -1518,7 +1519,7 @@ def _attention_kernel(
             within = place + part % PARTS * PLACES
             from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + within) * kv_heads + g
             keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF, PLACES, BLOCK)
-            seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] > position[:, None] - window)
+            seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] >= earliest[:, None])
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
             if CAPPED:
                 scores = cap * _tanh(scores / cap)
@@ -1612,7 +1613,7 @@ def attention(
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q), settings.score_cap or 0.0,
+        either(sinks, q), settings.score_cap or 0.0, CHUNKED=settings.chunked,
         GROWN=settings.query_growth != 0, SINKS=sinks is not None, CAPPED=settings.score_cap is not None,
         CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded),
         BLOCK=block, SPLIT=splits > 1, KIND=kind, HALF=half, PLACES=16 if wide else 32, PRECISION=precision(q),

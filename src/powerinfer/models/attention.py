@@ -16,13 +16,14 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm
     interleaved = about.rope.dim if about.rope is not None and about.rope.interleaved else 0
     turned = {"q": interleaved, "k": interleaved, "v": 0}
     maps = {part: builder.head_rows(n, about.head_dim, turned[part]) for part, n in heads.items()}
+    plain = np.ones(about.head_dim, np.float32) if about.qk_norm == "plain" else None
     builder.attention(
         layer,
         norm,
         [builder.matrix(checkpoint.take(name + part), maps[part]) for part in heads],
         biases=[_reordered(vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
-        q_norm=vector(checkpoint, name + "q_norm"),
-        k_norm=vector(checkpoint, name + "k_norm"),
+        q_norm=vector(checkpoint, name + "q_norm") if plain is None else plain,
+        k_norm=vector(checkpoint, name + "k_norm") if plain is None else plain,
         sinks=vector(checkpoint, name + "sinks"),
     )
 

@@ -11,7 +11,7 @@ _MATRICES = tuple("qkvzba")
 
 
 def attend_gated(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
-    """What attention gives for norm(x), times the sigmoid of q_gate . norm(x)."""
+    """What attention gives for norm(x), times the gate that q_gate . norm(x) makes."""
     attend(builder, checkpoint, layer, norm)
     builder.gate_attended(layer, norm, builder.matrix(checkpoint.take(f"layers.{layer}.q_gate")))
 

@@ -50,9 +50,8 @@ def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]
     wavelength = 2 * math.pi / plain
     long = rope.original_context_length / rope.low_freq_factor
     short = rope.original_context_length / rope.high_freq_factor
-    smooth = (rope.original_context_length / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    between = rope.high_freq_factor - rope.low_freq_factor or 1.0  # 0: nothing is blended
+    smooth = (rope.original_context_length / wavelength - rope.low_freq_factor) / between
     blended = (1 - smooth) * plain / rope.factor + smooth * plain
     scaled = np.where(wavelength > long, plain / rope.factor, np.where(wavelength < short, plain, blended))
     return scaled.astype(np.float32)

@@ -1,0 +1,109 @@
+"""Laguna: heads and rotary embeddings by the kind of attention, with a gate for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from powerinfer.config import AttentionConfig, FfnConfig, FfnKind, GatedAttentionConfig, ModelConfig, RopeConfig
+from powerinfer.formats import layout
+from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_DEFAULTS, SIGMOIDS, Folder, Gguf, Tensors
+from powerinfer.formats.fields import Fields
+from powerinfer.formats.folder_parts import (
+    add_biases,
+    add_layers,
+    read_experts,
+    read_ffn_size,
+    read_heads,
+    read_layer_types,
+    read_window,
+)
+from powerinfer.formats.folder_rope import GLOBAL, LOCAL, read_ropes
+from powerinfer.formats.mapped import shown
+
+_ROPES = {
+    GLOBAL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    LOCAL: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+
+
+def _gated(heads: AttentionConfig) -> GatedAttentionConfig:
+    return GatedAttentionConfig(**vars(heads), by_head=True)
+
+
+def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    fields.only("gating", True, "per-head")
+    fields.only("moe_apply_router_weight_on_input", False)
+    fields.only("moe_router_logit_softcapping", 0, 0.0)
+    for kind in fields.get("gating_types", None) or ():
+        if kind not in ("per-head", "per_head"):
+            raise fields.bad("gating_types", f"holds {shown(kind)}, which is not supported")
+    heads = add_biases(family, fields, read_heads(family, fields, config))
+    counts = fields.integers("num_attention_heads_per_layer", n_layers, 1, layout.MAX_HEADS, heads.n_heads)
+    ropes = read_ropes(family, fields, config, heads, None)
+    (window,) = set(read_window(fields, n_layers))
+    attentions = [
+        _gated(replace(heads, n_heads=n, rope=ropes[kind], window=window if kind == LOCAL else None))
+        for n, kind in zip(counts, read_layer_types(fields, n_layers), strict=True)
+    ]
+    return add_layers(family, config, attentions, _read_ffns(family, fields, n_layers))
+
+
+def _read_ffns(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
+    experts = read_experts(
+        family,
+        fields,
+        "num_experts",
+        "moe_intermediate_size",
+        scoring="sigmoid",
+        scale=fields.number("moe_routed_scaling_factor", 1e-6, layout.MAX_SCALE, 1.0),
+        correction=True,
+    )
+    experts = replace(experts, shared_size=fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH))
+    dense = FfnConfig(read_ffn_size(fields), experts.activation)
+    types: Any = fields.get("mlp_layer_types", None) or ["dense", *["sparse"] * (n_layers - 1)]
+    if type(types) is not list or len(types) != n_layers or any(kind not in ("dense", "sparse") for kind in types):
+        raise fields.bad("mlp_layer_types", f"is {shown(types)}, not dense or sparse for every layer")
+    return [dense if kind == "dense" else experts for kind in types]
+
+
+def _rename(stored: Tensors) -> list[str]:
+    """Names as `transformers` calls the modules; published files have those of another class."""
+    for name in list(stored):
+        new = name.replace(".mlp.experts.e_score_correction.bias", ".mlp.gate.e_score_correction.bias")
+        new = new.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
+        if new != name:
+            stored[new] = stored.pop(name)
+    return []
+
+
+def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionConfig]:
+    """Heads with gates; those with a window, three of four unless the file says which, have a rotary embedding of
+    their own."""
+    if type(fields.peek("attention.sliding_window_pattern")) is not list:
+        heads = [one if layer % 4 else replace(one, window=None) for layer, one in enumerate(heads)]
+    dim = fields.integer("rope.dimension_count_swa", 2, heads[0].head_dim, heads[0].head_dim)
+    theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, heads[0].rope.theta if heads[0].rope else 1e4)
+    local = RopeConfig(theta, dim)
+    return [_gated(one if one.window is None else replace(one, rope=local)) for one in heads]
+
+
+FOLDERS = (
+    Folder(
+        "laguna", ("LagunaForCausalLM",), _read, replaces_code=True,
+        defaults=LLAMA_DEFAULTS | {
+            "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+            "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+            "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "sliding_window": 512, "rope_parameters": _ROPES,
+        },
+        partial=1.0, qk_norm="head",
+        names=EXPERTS_NAMES.extended(GLM_EXPERTS | {"q_gate": "self_attn.g_proj"}), rename=_rename,
+    ),
+)  # fmt: skip
+GGUFS = (
+    Gguf(
+        "laguna", "silu", qk_norm="head", partial=True, experts=SIGMOIDS, change=_change, names={"q_gate": "attn_gate"},
+    ),
+)  # fmt: skip
