@@ -178,8 +178,8 @@ class AttentionConfig:
     window: int | None = None  # tokens that a query looks back over, its own included; None: all
     qkv_bias: bool = False
     o_bias: bool = False
-    # RMS norm of q and k: "head": of each head; "plain": the same without weights; "rotated": of each head, once rotated;
-    # "width": over all heads together
+    # RMS norm of q and k: "head": of each head; "plain": the same without weights; "rotated": of each head when it is
+    # rotated; "width": over all heads together
     qk_norm: str | None = None
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
