@@ -245,6 +245,8 @@ def test_neurons_on_a_gpu_have_the_bytes_that_are_counted(
 
 HEAD_TOO = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
 """Models whose files have a head beside the embedding, which is the same."""
+FEWER_BITS = ("gemma-4-12b",)
+"""Models whose files have the embedding, which is the head too, in the bits of other matrices."""
 
 
 def sized() -> list[tuple[str, str, float, float]]:
@@ -265,7 +267,8 @@ def test_files_are_as_large_as_published_ones(name: str, dtype: str, gigabytes: 
     """Of each model of the catalogue, by its shape and the mix of types that llama.cpp writes."""
     config = find_shape(name).config
     config = replace(config, tied_embeddings=config.tied_embeddings and name not in HEAD_TOO)
-    assert -0.01 < 1 - file_bytes(config, read_dtype(dtype)) / 1e9 / gigabytes < more
+    least = -0.04 if name in FEWER_BITS else -0.01
+    assert least < 1 - file_bytes(config, read_dtype(dtype)) / 1e9 / gigabytes < more
 
 
 def test_a_mix_has_more_bits_where_llama_cpp_gives_them() -> None:

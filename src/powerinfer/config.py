@@ -883,9 +883,9 @@ class RouterConfig:
     scales_input: bool = field(default=False, repr=False)
 
 
-APART_NORMS = ("router_scale", "experts_norm", "shared_out_norm", "experts_out_norm")
-"""Weights of norms of `ExpertsConfig.apart`: of what the router reads, times the root of d_model, of what the experts
-read, of what the shared expert gives, of what the others give."""
+SEPARATE_NORMS = ("router_scale", "experts_norm", "shared_out_norm", "experts_out_norm")
+"""Weights of norms of `ExpertsConfig.separate`: of what the router reads, times the root of d_model, of what the
+experts read, of what the shared expert gives, of what the others give."""
 
 
 @dataclass(frozen=True)
@@ -896,8 +896,8 @@ class ExpertsConfig(FfnKind):
     with the sigmoid of a product with the input. early_router: the router reads the layer's input, before the norm of
     attention, so that a layer's experts are known while attention runs. latents: width of what the selected experts,
     not the shared one, read and give, with a matrix in front of them and one behind (LatentMoE); 0: that of the layer.
-    apart: the shared expert, the others and the router read the layer's input each through a norm of its own, and what
-    the shared one and the others give is normalised before it is added up (Gemma 4).
+    separate: the shared expert, the others and the router read the layer's input each through a norm of its own, and
+    what the shared one and the others give is normalised before it is added up (Gemma 4).
     """
 
     n_experts: int
@@ -911,7 +911,7 @@ class ExpertsConfig(FfnKind):
     shared_weight: bool = False
     early_router: bool = False
     latents: int = field(default=0, repr=False)  # fingerprints hash what is shown: theirs stay
-    apart: bool = field(default=False, repr=False)  # likewise
+    separate: bool = field(default=False, repr=False)  # likewise
 
     @property
     def width(self) -> int:
@@ -940,8 +940,8 @@ class ExpertsConfig(FfnKind):
             yield "router_correction_bias", (self.n_experts,)
         if self.router.factors:
             yield "router_factors", (self.n_experts,)
-        if self.apart:  # the norm before the shared expert is the layer's
-            yield from ((name, (d_model,)) for name in APART_NORMS)
+        if self.separate:  # the norm before the shared expert is the layer's
+            yield from ((name, (d_model,)) for name in SEPARATE_NORMS)
         width = self.row_width(d_model)
         if self.latents:
             yield from (("latent_in", (self.latents, d_model)), ("latent_out", (d_model, self.latents)))
@@ -972,7 +972,7 @@ class ExpertsConfig(FfnKind):
             return "the weight of a shared expert without one"
         if self.early_router and router.bias:
             return "a bias of a router that reads a layer's input"
-        if self.apart and (not self.shared_size or self.shared_weight or self.early_router or self.latents):
+        if self.separate and (not self.shared_size or self.shared_weight or self.early_router or self.latents):
             return "experts with norms of their own need a plain shared expert and router, and no latents"
         if router.scales_input and self.bias:
             return "biases of experts whose input is scaled"
@@ -998,7 +998,7 @@ class ExpertsConfig(FfnKind):
             return f"the activation {self.activation} is never exactly zero"
         if self.bias:
             return "experts with biases are computed whole"
-        if self.apart:
+        if self.separate:
             return "experts beside an FFN with norms of its own are computed whole"
         if self.router.scales_input:
             return "experts whose input is scaled are computed whole"

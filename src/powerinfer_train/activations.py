@@ -66,7 +66,7 @@ def measure_importance(checkpoint: Checkpoint, names: Names, windows: Windows, p
     untold = next((one.attention for one in config.layers if type(one.attention) not in ATTENTIONS), None)
     if untold is not None:
         raise RequestError(f"{checkpoint.path}: importance is not measured for layers of {untold.title}")
-    if any(experts.apart for experts in config.experts.values()):
+    if any(experts.separate for experts in config.experts.values()):
         raise RequestError(f"{checkpoint.path}: importance is not measured for experts with norms of their own")
     model, together = Observed(checkpoint), max(1, _TOKENS // windows.size)
     ids = torch.from_numpy(windows.ids.copy()).long()

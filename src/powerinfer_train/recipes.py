@@ -202,14 +202,18 @@ def check_options(options: SparsifyConfig) -> None:
         raise RequestError(f"--tokens {options.tokens} is less than a step of --batch {options.batch} tokens")
 
 
-def check_recipe(name: str, config: ModelConfig) -> Recipe:
-    """RequestError if the recipe is not for that model, or the model cannot be trained."""
-    recipe = RECIPES[name]
+def _check_trained(config: ModelConfig) -> None:
     if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
         reason = "models with Mamba2 or short convolutions are not trained so far"
         raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
     if config.logit_cap is not None:
         raise RequestError("models that cap their logits (Gemma 2 and 4) are not trained so far")
+
+
+def check_recipe(name: str, config: ModelConfig) -> Recipe:
+    """RequestError if the recipe is not for that model, or the model cannot be trained."""
+    recipe = RECIPES[name]
+    _check_trained(config)
     for layer in config.layers:
         ffn = layer.ffn
         if not isinstance(ffn, FfnConfig | ExpertsConfig) or not ffn.gated or ffn.activation not in recipe.of:

@@ -286,19 +286,20 @@ void bind_operators(nb::class_<Program>& program) {
           "experts",
           [](Program& p, const FfnSpec& spec, const RouterSpec& router, std::shared_ptr<Matrix> scores,
              const ExpertMatrices& all, std::shared_ptr<DenseNeurons> shared, std::optional<Floats> shared_gate,
-             std::shared_ptr<NeuronSum> shared_bundled, const std::vector<const Norm*>& apart) {
-            require(apart.empty() || apart.size() == 4, "experts apart have four norms");
+             std::shared_ptr<NeuronSum> shared_bundled, const std::vector<const Norm*>& separate) {
+            require(separate.empty() || separate.size() == 4, "separate experts have four norms");
             ApartNorms norms;
-            if (!apart.empty()) norms = {norm_of(apart[0]), norm_of(apart[1]), norm_of(apart[2]), norm_of(apart[3])};
+            if (!separate.empty())
+              norms = {norm_of(separate[0]), norm_of(separate[1]), norm_of(separate[2]), norm_of(separate[3])};
             return p.experts(spec, router, std::move(scores), all,
                              {std::move(shared), vector_of(shared_gate), std::move(shared_bundled)}, std::move(norms));
           },
           "spec"_a, "router"_a, "scores"_a.none(), "experts"_a, "shared"_a = nb::none(), "shared_gate"_a = nb::none(),
-          "shared_bundled"_a = nb::none(), "apart"_a = std::vector<const Norm*>(),
+          "shared_bundled"_a = nb::none(), "separate"_a = std::vector<const Norm*>(),
           "x += out_norm(sum of the weighted experts of norm(x) + shared expert + down_bias).\n\n"
           "scores: the router, [experts, d_model], None: `early_router` comes before; shared_gate: [d_model], whose\n"
           "product with norm(x), a sigmoid of it, is the shared expert's weight; shared_bundled: its neurons, where\n"
-          "experts are bundles without them. apart: norms of what the router reads, of what the shared expert reads "
+          "experts are bundles without them. separate: norms of what the router reads, of what the shared expert reads "
           "and\n"
           "gives, of what the experts give, or none of them.")
       .def(

@@ -13,11 +13,11 @@
 // ---- Making one -----------------------------------------------------------------------------------------------------
 
 Experts::Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                 SharedExpert shared, std::shared_ptr<Workspace> workspace, ApartNorms apart)
+                 SharedExpert shared, std::shared_ptr<Workspace> workspace, ApartNorms separate)
     : spec_(std::move(spec)),
       router_{std::move(router), std::move(scores), all.experts},
       shared_(std::move(shared)),
-      apart_(std::move(apart)),
+      separate_(std::move(separate)),
       latent_in_(all.latent_in),
       latent_out_(all.latent_out),
       store_(ExpertStore::make(std::move(all), workspace)),
@@ -169,7 +169,7 @@ std::shared_ptr<Experts> Program::expert_sum(ExpertMatrices all, RouterSpec rout
 }
 
 std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores,
-                                          ExpertMatrices all, SharedExpert shared, ApartNorms apart) {
+                                          ExpertMatrices all, SharedExpert shared, ApartNorms separate) {
   const int64_t n = all.experts, d = sizes.d_model;
   const int64_t of_shared = shared.neurons ? shared.neurons->neurons() : 0;
   check(!all.predictor || all.predictor->in, "the predictor lacks its first matrix");
@@ -188,10 +188,10 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
         "the shared expert has a wrong shape");
   check_norm(spec.norm, d, "the FFN norm");
   check_norm(spec.out_norm, d, "the norm of the FFN's output");
-  if (apart) {
+  if (separate) {
     check(scores && shared.neurons && shared.gate.empty() && !all.bundled && !all.latent_in && spec.down_bias.empty(),
           "experts apart have a router and a shared one, and are whole");
-    for (const Norm* norm : {&apart.router, &apart.shared, &apart.shared_out, &apart.experts_out})
+    for (const Norm* norm : {&separate.router, &separate.shared, &separate.shared_out, &separate.experts_out})
       check_norm(*norm, d, "a norm of experts apart");
   }
   if (shared.neurons) workspace->reserve(1, shared.neurons->neurons());
@@ -202,7 +202,7 @@ std::shared_ptr<Experts> Program::experts(FfnSpec spec, RouterSpec router, std::
   for (const auto& latents : {all.latent_in, all.latent_out})
     if (latents) matrices.push_back(latents);
   const auto op = std::make_shared<Experts>(std::move(spec), std::move(router), std::move(scores), std::move(all),
-                                            std::move(shared), workspace, std::move(apart));
+                                            std::move(shared), workspace, std::move(separate));
   add(op, std::move(matrices));
   return op;
 }
@@ -234,7 +234,7 @@ std::shared_ptr<EarlyRouter> Program::early_router(RouterSpec spec, std::shared_
 // ---- A step ---------------------------------------------------------------------------------------------------------
 
 void Experts::run(Thread& t, const Step& step) {
-  if (apart_) return run_apart(t, step.tokens);
+  if (separate_) return run_apart(t, step.tokens);
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   ExpertRows& rows = *p.expert_rows;
@@ -306,8 +306,8 @@ void Experts::run_apart(Thread& t, int64_t tokens) {
   const Rows x = p.residual(0, tokens);
   const bool early = guesses(tokens);
   if (early) guess(t, rows, x);
-  router_.select(t, rows, w.prepare(t.id, x, apart_.router, router_.scores->form()), tokens);
-  const PiActs* acts = w.prepare(t.id, x, apart_.shared, shared_.neurons->forms());
+  router_.select(t, rows, w.prepare(t.id, x, separate_.router, router_.scores->form()), tokens);
+  const PiActs* acts = w.prepare(t.id, x, separate_.shared, shared_.neurons->forms());
   if (store_->resting() || early || records_) begin(t, tokens, early);
   if (records_) w.pool->barrier();  // there is room for what fires
   shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
@@ -319,8 +319,8 @@ void Experts::run_apart(Thread& t, int64_t tokens) {
   w.pool->phase(tokens, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       float *sum = p.up + i * p.ldh, *shared = rows.floats(rows.shared) + i * rows.ldy, *to = p.x + i * p.ldx;
-      apart_.experts_out.apply(w.kernels, sum, sum);
-      apart_.shared_out.apply(w.kernels, shared, shared);
+      separate_.experts_out.apply(w.kernels, sum, sum);
+      separate_.shared_out.apply(w.kernels, shared, shared);
       for (int64_t j = 0; j < p.sizes.d_model; j++) sum[j] += shared[j];
       spec_.out_norm.apply(w.kernels, sum, sum);
       for (int64_t j = 0; j < p.sizes.d_model; j++) to[j] += sum[j];
@@ -363,7 +363,7 @@ bool Experts::guesses(int64_t tokens) const {
 // The logits that the next layer's router would have of x.
 void Experts::guess(Thread& t, ExpertRows& rows, const Rows& x) const {
   Workspace& w = *t.program->workspace;
-  const Norm& norm = after_->apart_ ? after_->apart_.router : after_->spec_.norm;
+  const Norm& norm = after_->separate_ ? after_->separate_.router : after_->spec_.norm;
   const PiActs* acts = w.prepare(t.id, x, norm, after_router_->form());
   w.finish_product(t.id, *after_router_, acts, x.tokens, {rows.guessed.data(), rows.ldl, false, NO_BIAS});
 }
@@ -584,7 +584,7 @@ void Experts::merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Des
     for (int64_t i = 0; i < tokens; i++, out += ld) {
       if (!to.bias.empty())
         for (int64_t c = c0; c < c1; c++) out[c] += to.bias[(size_t)c];
-      if (shared_.neurons && !latent_in_ && !apart_) {
+      if (shared_.neurons && !latent_in_ && !separate_) {
         const float *row = rows.floats(rows.shared) + i * rows.ldy, weight = shared_weight(rows, i);
         for (int64_t c = c0; c < c1; c++) out[c] += weight * row[c];
       }

@@ -17,7 +17,7 @@ class Experts : public Op {
   // Made by Program::experts and Program::expert_sum, which check the sizes. Without scores, an operator before it in
   // the step, or the caller, selects the experts.
   Experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices experts, SharedExpert shared,
-          std::shared_ptr<Workspace> workspace, ApartNorms apart = {});
+          std::shared_ptr<Workspace> workspace, ApartNorms separate = {});
 
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
@@ -88,7 +88,7 @@ class Experts : public Op {
   const FfnSpec spec_;
   const Router router_;
   const SharedExpert shared_;
-  const ApartNorms apart_;
+  const ApartNorms separate_;
   const std::shared_ptr<Matrix> latent_in_, latent_out_;  // null: experts read and give rows of d_model
   const std::unique_ptr<ExpertStore> store_;
   const std::shared_ptr<Workspace> workspace_;

@@ -475,13 +475,13 @@ void Program::attention(int layer, PiAttentionSettings settings, Vector sinks, i
   check_layer(layer);
   check_settings(settings);
   if (kv >= 0) check_layer(kv);
-  const Cache::Layer &own = cache->layers[(size_t)layer], &kept = kv < 0 ? own : cache->layers[(size_t)kv];
-  check(kept.kv_heads > 0, "the layer keeps no keys and values");
+  const Cache::Layer &own = cache->layers[(size_t)layer], &source = kv < 0 ? own : cache->layers[(size_t)kv];
+  check(source.kv_heads > 0, "the layer keeps no keys and values");
   const int64_t heads = sizes.heads[(size_t)layer];
-  check(kept.head_dim == own.head_dim && heads % kept.kv_heads == 0 && (kv < 0 || !kept.latents),
+  check(source.head_dim == own.head_dim && heads % source.kv_heads == 0 && (kv < 0 || !source.latents),
         "the keys and values of another layer have other heads");
   check(sinks.empty() || (int64_t)sinks.size() == heads, "there are not as many sinks as heads");
-  add(std::make_shared<Attention>(heads, kept, settings, std::move(sinks)));
+  add(std::make_shared<Attention>(heads, source, settings, std::move(sinks)));
 }
 
 void Program::gate_attended(int layer, Norm norm, std::shared_ptr<Matrix> w) {

@@ -178,7 +178,7 @@ class Program {
                            std::shared_ptr<const Predictor> predictor = nullptr);
   // x += FFN(x) of experts, see experts.h. scores: the router.
   std::shared_ptr<Experts> experts(FfnSpec spec, RouterSpec router, std::shared_ptr<Matrix> scores, ExpertMatrices all,
-                                   SharedExpert shared, ApartNorms apart);
+                                   SharedExpert shared, ApartNorms separate);
   // Selects the experts of an operator `experts` without scores that follows in the step, from x as it is.
   std::shared_ptr<EarlyRouter> early_router(RouterSpec spec, std::shared_ptr<Matrix> scores);
   // No operator: experts that the caller selects, at most router.top_k for a token. Not while a step runs. router: says

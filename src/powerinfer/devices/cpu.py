@@ -350,8 +350,8 @@ class CpuExecutor:
         self._embedded = self._program.size
 
     def layer_inputs(self, table: RawTensor, projection: _native.Matrix, norm: Float32) -> None:
-        """What every layer gets of a token beside the residual stream, from a table of the model's file and from the
-        embedding. projection: of all layers, one after another; norm: float32 [numbers of a layer]."""
+        """Numbers that every layer gets of a token beside the residual stream, from a table of the model's file and
+        from the embedding. projection: of all layers, one after another; norm: float32 [numbers of a layer]."""
         d_model, numbers = self.d_model, len(norm)
         of_layer = _native.Norm(norm, self.config.norm_eps)
         scales = d_model**-0.5, numbers**0.5, 2**-0.5
@@ -365,8 +365,8 @@ class CpuExecutor:
         self._program.add_layer_input(layer * self.config.layer_inputs, gate, out, norm, activation)
 
     def step_inputs(self, tokens: int) -> Float32 | None:
-        """What the layers get of the tokens of the step that was embedded, float32 [tokens, layers * numbers]: a view;
-        None: they get nothing."""
+        """Numbers that the layers get of the tokens of the step that was embedded, float32 [tokens, layers * numbers]:
+        a view; None: they get nothing."""
         return self._program.layer_input_rows(tokens) if self.config.layer_inputs else None
 
     def _table(self, tensor: RawTensor) -> _native.Table:
@@ -391,10 +391,10 @@ class CpuExecutor:
         layer's qk_norm is "width". sinks: float32 [heads], scores in the softmax that belong to no value.
         """
         settings = self.config.layers[layer].heads
-        own = settings.kv_from is None
-        q, k, v = qkv[0], qkv[1] if own else None, qkv[-1] if own else None
-        q_bias, k_bias, v_bias = biases[0], biases[1] if own else None, biases[len(qkv) - 1] if own else None
-        of_v = np.ones(settings.head_dim, np.float32) if settings.v_norm and own else None
+        stores = settings.kv_from is None
+        q, k, v = qkv[0], qkv[1] if stores else None, qkv[-1] if stores else None
+        q_bias, k_bias, v_bias = biases[0], biases[1] if stores else None, biases[len(qkv) - 1] if stores else None
+        of_v = np.ones(settings.head_dim, np.float32) if settings.v_norm and stores else None
         of_q, of_k, of_v_ = (
             _native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm, of_v)
         )
@@ -623,7 +623,7 @@ class CpuExecutor:
             of_shared,
             weights.shared_weight,
             None if by_neuron is None or by_neuron.beside is None else by_neuron.beside.sum,
-            list(weights.apart or ()),
+            weights.norms,
         )
         if make_ffn is not None:
             self.expert_ffns[layer] = make_ffn(self._experts[layer])

@@ -314,7 +314,7 @@ class GpuLayers:
         matrix, of_q, uploaded = self._products("attention", q, biases=[bias]), self._rms(q_norm), sinks
         rotation = None if settings.rope is None else self._rotations[settings.rope]
         keys, values = self.cache(settings.kv_from)
-        own_sinks = self._optional_vector(uploaded)
+        sink_scores = self._optional_vector(uploaded)
 
         def run(step: Step) -> None:
             products = matrix(step.normalised(norm, matrix.for_codes)).view(len(step.x), settings.n_heads, -1)
@@ -322,7 +322,7 @@ class GpuLayers:
             if rotation is not None:
                 heads = gpu.rotate(heads.contiguous(), step.positions, *rotation)
             for_codes = layer in self._attended_for_codes
-            step.attended = gpu.attention(heads, (keys, values), step.contexts, settings, own_sinks, for_codes)
+            step.attended = gpu.attention(heads, (keys, values), step.contexts, settings, sink_scores, for_codes)
 
         self._add(layer, "attention", run)
 

@@ -54,7 +54,7 @@ class PassedCache:
         attending = [
             number
             for number in range(gpu.layers, config.n_layers)
-            if isinstance(about := config.layers[number].attention, AttentionConfig) and about.kv_from is None
+            if isinstance(attention := config.layers[number].attention, AttentionConfig) and attention.kv_from is None
         ]
         page = max((math.prod(cpu.cached(layer).shape[1:]) for layer in attending), default=0)
         self.token_bytes = page // native.PAGE

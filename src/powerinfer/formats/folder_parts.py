@@ -159,13 +159,14 @@ def attention_kinds(
 def sharing_keys(fields: Fields, attentions: Sequence[AttentionConfig], first: int) -> list[AttentionConfig]:
     """Attention of layers of which those from `first` on read the keys and values of the last one before that has a
     window, as they have, or none."""
-    sources = {one.window is None: layer for layer, one in enumerate(attentions[:first])}
-    if any((one.window is None) not in sources for one in attentions[first:]):
+    sources = {attention.window is None: layer for layer, attention in enumerate(attentions[:first])}
+    if any((attention.window is None) not in sources for attention in attentions[first:]):
         raise fields.bad("layer_types", "has no layer whose keys and values later ones of its kind could read")
-    return [
-        one if layer < first else replace(one, kv_from=sources[one.window is None], keys_as_values=False)
-        for layer, one in enumerate(attentions)
+    sharing = [
+        replace(attention, kv_from=sources[attention.window is None], keys_as_values=False)
+        for attention in attentions[first:]
     ]
+    return [*attentions[:first], *sharing]
 
 
 # --- FFNs ------------------------------------------------------------------------------------------------------------

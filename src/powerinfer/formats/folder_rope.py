@@ -75,14 +75,14 @@ UNROTATED = 1e30
 
 
 def _proportional(family: Folder, rope: Fields, dim: int) -> RopeConfig:
-    """Of a head's pairs the first turn, as fast as if all did."""
+    """The rotary embedding that turns the first pairs of a head, as fast as if all turned."""
     rope.text("rope_type")
     theta = rope.number("rope_theta", 1.0001, layout.MAX_THETA, family.theta)
     factor = rope.number("factor", 1e-6, layout.MAX_SCALE, 1.0)
-    turned = int(dim * rope.number("partial_rotary_factor", 0, 1, 1.0) / 2)
+    rotated = int(dim * rope.number("partial_rotary_factor", 0, 1, 1.0) / 2)
     if rope.unread():
         raise rope.bad(shown(rope.unread()[0])[1:-1], "is set, which this engine does not support for proportional")
-    divisors = (factor,) * turned + (UNROTATED,) * (dim // 2 - turned)
+    divisors = (factor,) * rotated + (UNROTATED,) * (dim // 2 - rotated)
     return RopeConfig(theta, dim, family.interleaved, divisors=() if set(divisors) == {1.0} else divisors)
 
 

@@ -446,11 +446,11 @@ def _window_heads(
     together = "blk.0.attn_qkv.weight" in file.tensors
     return [
         replace(
-            one,
-            head_dim=one.head_dim if window is None else dim,
+            attention,
+            head_dim=attention.head_dim if window is None else dim,
             keys_as_values=not together and f"blk.{layer}.attn_v.weight" not in file.tensors,
         )
-        for layer, (one, window) in enumerate(zip(heads, windows, strict=True))
+        for layer, (attention, window) in enumerate(zip(heads, windows, strict=True))
     ]
 
 
@@ -645,9 +645,9 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
     experts = _experts(file, fields, family.experts, activation, max(*sizes, 1))
     experts = replace(experts, gated=family.gated, early_router=family.early_router)
-    if family.apart:
+    if family.separate:
         router = replace(experts.router, factors=_has_factors(file))
-        experts = replace(experts, router=router, shared_size=sizes[0], apart=True)
+        experts = replace(experts, router=router, shared_size=sizes[0], separate=True)
         if len(set(sizes)) > 1:
             raise fields.bad("feed_forward_length", "differs among layers with experts, which is not supported")
     if _somewhere(file, "ffn_latent_down"):

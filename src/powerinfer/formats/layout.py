@@ -144,13 +144,14 @@ def check(config: ModelConfig, source: str) -> None:
 def _check_sources(config: ModelConfig, source: str) -> None:
     """ModelError unless layers that read the keys and values of another one find them there."""
     for number, layer in enumerate(config.layers):
-        about = layer.attention
-        if not isinstance(about, AttentionConfig) or about.kv_from is None:
+        attention = layer.attention
+        if not isinstance(attention, AttentionConfig) or attention.kv_from is None:
             continue
-        other = config.layers[about.kv_from].attention if 0 <= about.kv_from < number else None
+        other = config.layers[attention.kv_from].attention if 0 <= attention.kv_from < number else None
         same = isinstance(other, AttentionConfig) and other.kv_from is None
-        if not same or other is None or (other.n_kv_heads, other.head_dim) != (about.n_kv_heads, about.head_dim):
-            raise ModelError(f"{source}: layer {number} reads keys of layer {about.kv_from}, which has none such")
+        shape = attention.n_kv_heads, attention.head_dim
+        if not same or other is None or (other.n_kv_heads, other.head_dim) != shape:
+            raise ModelError(f"{source}: layer {number} reads keys of layer {attention.kv_from}, which has none such")
 
 
 def _check_norms(config: ModelConfig, layer: LayerConfig, source: str) -> None:

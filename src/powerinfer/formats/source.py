@@ -182,9 +182,9 @@ _OF_OTHERS = (  # the beginnings of the names of what reads pictures and sound
 
 def keep_text(stored: dict[str, SingleTensor]) -> list[str]:
     """Leave the tensors of what reads text, under the names that they have in a model of that alone. Returns notes."""
-    every = dict(stored)
+    all_tensors = dict(stored)
     stored.clear()
-    for name, tensor in every.items():
+    for name, tensor in all_tensors.items():
         prefix = next((one for one in _OF_TEXT if name.startswith(one)), None)
         if prefix is not None:
             rest = name.removeprefix(prefix)
@@ -192,7 +192,7 @@ def keep_text(stored: dict[str, SingleTensor]) -> list[str]:
         elif name.removeprefix("model.").startswith(_OF_OTHERS):
             continue
         stored[name] = tensor
-    return [ONLY_TEXT] * (len(stored) < len(every))
+    return [ONLY_TEXT] * (len(stored) < len(all_tensors))
 
 
 NO_MTP = "the layers that predict further tokens (MTP) are left out"

@@ -214,9 +214,9 @@ class RestingTensor:
         return self.shape[1] * block_type(self.type).row_bytes(self.shape[2])
 
 
-class ApartNorms(NamedTuple):
-    """Norms, as a device has them, of experts that are apart from the shared one (`ExpertsConfig.apart`): of what the
-    router and the shared expert read, of what that one and the others give."""
+class SeparateNorms(NamedTuple):
+    """Norms of `ExpertsConfig.separate`, as a device has them: of what the router and the shared expert read, of what
+    that one and the others give."""
 
     router: Any
     shared: Any
@@ -244,7 +244,12 @@ class ExpertWeights(NamedTuple):
     resting: Callable[[], Sequence[RestingTensor]]
     check: Callable[[], None]
     factors: Float32 | None = None  # of the weights of experts, float32 [experts]
-    apart: ApartNorms | None = None
+    separate: SeparateNorms | None = None
+
+    @property
+    def norms(self) -> list[Any]:
+        """The norms of `separate`, none without."""
+        return list(self.separate or ())
 
 
 def convert(tensor: RawTensor, type_name: str, tick: Callable[[int], None]) -> RawTensor:

@@ -110,7 +110,7 @@ class HybridExperts(HybridTerms):
     terms = "experts"
     most = 2
     _freed = (
-        "_router", "_router_bias", "_correction", "_factors", "_apart", "_shared", "_shared_weight", "_latents",
+        "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
         "_slots", "_biases",
         "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
     )  # fmt: skip
@@ -171,7 +171,7 @@ class HybridExperts(HybridTerms):
 
         self._router, self._router_bias = gpu.upload(weights.router, device), vector(weights.router_bias)
         self._correction, self._shared_weight = vector(weights.correction), vector(weights.shared_weight)
-        self._factors, self._apart = vector(weights.factors), weights.apart
+        self._factors, self._separate = vector(weights.factors), weights.separate
         self._biases = weights.biases
         around = [Matrices([StoredMatrix(tensor, None)], [None], device) for tensor in weights.latents]
         self._latents = (around[0], around[1]) if around else None
@@ -464,7 +464,7 @@ class HybridExperts(HybridTerms):
         assert step.read is not None
         experts, weights = self._link.experts(len(step.x), self.top_k)
         x = step.x if self.config.early_router else step.read
-        x = x if self._apart is None else self._apart.router(step.x)
+        x = x if self._separate is None else self._separate.router(step.x)
         logits = gpu.linear(self._router, x, self._router_bias)
         gpu_experts.route(logits, self.config.router, self._correction, experts, weights)
         if self._factors is not None:
@@ -534,23 +534,23 @@ class HybridExperts(HybridTerms):
 
     def finish(self) -> list[Operator]:
         operators = super().finish()
-        return operators if self._apart is None else [*operators, self._operator("join", self._join_apart)]
+        return operators if self._separate is None else [*operators, self._operator("join", self._join_separate)]
 
-    def _join_apart(self, step: Step) -> None:
+    def _join_separate(self, step: Step) -> None:
         """target = what the shared expert gives + the experts' sum that it has become, each normalised."""
-        assert self._apart is not None and step.shared is not None
-        step.target.copy_(self._apart.experts_out(step.target)).add_(self._apart.shared_out(step.shared))
+        assert self._separate is not None and step.shared is not None
+        step.target.copy_(self._separate.experts_out(step.target)).add_(self._separate.shared_out(step.shared))
         step.shared = step.normed = None
 
     def _add_shared(self, step: Step) -> None:
         assert self._shared is not None and step.read is not None
         config, (inputs, output) = self.config, self._shared
-        read = step.read if self._apart is None else self._apart.shared(step.x, for_codes=inputs.for_codes)
+        read = step.read if self._separate is None else self._separate.shared(step.x, for_codes=inputs.for_codes)
         product = inputs(read)
         gate = product[:, : config.shared_size] if config.gated else product
         up = product[:, config.shared_size :] if config.gated else None
         hidden = gpu.activate(config.activation, gate, up, config.threshold, for_codes=output.for_codes)
-        if self._apart is not None:
+        if self._separate is not None:
             step.shared = output(hidden)
         elif self._shared_weight is None:
             output(hidden, step.target)

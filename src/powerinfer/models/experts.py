@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from powerinfer.config import APART_NORMS, ExpertsConfig
-from powerinfer.formats.tensors import ApartNorms, ExpertWeights, RawTensor
+from powerinfer.config import SEPARATE_NORMS, ExpertsConfig
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, SeparateNorms
 from powerinfer.models.builder import ExpertBuilder, Matrix, Norm, OwnFfn, Tensors, Vector, vector
 
 
@@ -33,13 +33,13 @@ def sum_experts(
     about = checkpoint.config.layers[layer].ffn
     assert isinstance(about, ExpertsConfig)
     name = f"layers.{layer}."
-    apart = None
-    if about.apart:
+    separate = None
+    if about.separate:
         assert norm is not None and out_norm is not None
-        of_router, *others = (checkpoint.take(name + one).float32() for one in APART_NORMS)
+        of_router, *weights_of_norms = (checkpoint.take(name + one).float32() for one in SEPARATE_NORMS)
         router = executor.norm(of_router * np.float32(checkpoint.config.d_model**-0.5))
-        of_experts, shared_out, experts_out = map(executor.norm, others)
-        apart, norm = ApartNorms(router, norm, shared_out, experts_out), of_experts
+        of_experts, shared_out, experts_out = map(executor.norm, weights_of_norms)
+        separate, norm = SeparateNorms(router, norm, shared_out, experts_out), of_experts
     weights = ExpertWeights(
         _float32(checkpoint.take(f"{name}router")),
         about.early_router,
@@ -55,7 +55,7 @@ def sum_experts(
         lambda: [checkpoint.rest(f"{name}experts_{part}") for part in about.matrices],
         checkpoint.check_unchanged,
         vector(checkpoint, f"{name}router_factors"),
-        apart,
+        separate,
     )
     if own is not None:
         own(norm, weights, out_norm)
@@ -67,7 +67,7 @@ def _weights_of_norm(checkpoint: Tensors, layer: int) -> Vector:
     """Of the norm that an FFN's input has, where it is an RMS norm."""
     config, name = checkpoint.config, f"layers.{layer}.ffn_norm"
     ffn, before = config.layers[layer].ffn, config.layers[layer].norms in ("pre", "both")
-    if isinstance(ffn, ExpertsConfig) and ffn.apart:
+    if isinstance(ffn, ExpertsConfig) and ffn.separate:
         return None  # nobody guesses by it what their router selects
     return vector(checkpoint, name) if before and config.norm != "layer" else None
 

@@ -135,8 +135,8 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     wire_head(recorder, headers, embedding)
     known = headers.known
     matrices = {name for unit in recorder.units for name in unit.names}
-    others = matrices | {"embed", "positions", "input_table"}
-    vectors = {name: prod(known[name]) for name in headers.taken if name not in others}
+    large = matrices | {"embed", "positions", "input_table"}
+    vectors = {name: prod(known[name]) for name in headers.taken if name not in large}
     nbytes = sum(prod(one.shape[:-1]) * block_type(one.type).row_bytes(one.shape[-1]) for one in tables)
     return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())))
 

@@ -67,14 +67,14 @@ def _heads(family: Folder, fields: Fields, config: ModelConfig, types: Sequence[
     kv = fields.integer("num_global_key_value_heads", 1, layout.MAX_HEADS, None)
     kv = kv if shared and kv is not None else local.n_kv_heads
     usual = {GLOBAL: replace(local, head_dim=dim, n_kv_heads=kv, keys_as_values=shared), LOCAL: local}
-    own: Any = fields.get("per_layer_config", None)
-    if own is None:
+    configs: Any = fields.get("per_layer_config", None)
+    if configs is None:
         return [usual[kind] for kind in types]
-    if type(own) is not dict:
-        raise fields.bad("per_layer_config", f"is {shown(own)}, not an object")
+    if type(configs) is not dict:
+        raise fields.bad("per_layer_config", f"is {shown(configs)}, not an object")
     heads = []
     for layer, kind in enumerate(types):
-        stated = own.get(str(layer), {})
+        stated = configs.get(str(layer), {})
         if type(stated) is not dict:
             raise fields.bad("per_layer_config", f"has {shown(stated)} for layer {layer}, not an object")
         values = Fields(stated, f"{fields.source}: per_layer_config, layer {layer}")
@@ -106,7 +106,7 @@ def _ffns(family: Folder, fields: Fields, n_layers: int, first: int) -> Sequence
     n_experts = fields.integer("num_experts", 1, layout.MAX_EXPERTS)
     router = RouterConfig(fields.integer("top_k_experts", 1, n_experts), factors=True)
     size = fields.integer("moe_intermediate_size", 1, layout.MAX_WIDTH)
-    experts = ExpertsConfig(n_experts, size, router, dense.activation, shared_size=dense.size, apart=True)
+    experts = ExpertsConfig(n_experts, size, router, dense.activation, shared_size=dense.size, separate=True)
     return [experts] * n_layers
 
 
@@ -114,9 +114,9 @@ def _drop_unused(config: ModelConfig, stored: Tensors, source: str) -> dict[str,
     """Nothing is made; keys and values of layers that read those of others are dropped, as in transformers."""
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     unused = tuple(
-        f".layers.{layer}.self_attn.{part}.weight"
-        for layer, one in enumerate(config.layers)
-        if one.heads.kv_from is not None
+        f".layers.{number}.self_attn.{part}.weight"
+        for number, layer in enumerate(config.layers)
+        if layer.heads.kv_from is not None
         for part in parts
     )
     for name in [name for name in stored if name.endswith(unused)]:
@@ -197,7 +197,7 @@ FOLDERS = (
 GGUFS = (
     Gguf(
         "gemma4", "gelu_tanh", norms="both", qk_norm="head", v_norm=True, full_every=6, local_theta=10000.0,
-        window_heads=True, scaled=True, score_scale=_unscaled, logit_cap=30.0, experts=RouterConfig(1), apart=True,
+        window_heads=True, scaled=True, score_scale=_unscaled, logit_cap=30.0, experts=RouterConfig(1), separate=True,
         layer_inputs=True, names={f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
     ),
 )  # fmt: skip
