@@ -131,6 +131,7 @@ FAMILIES |= {
     "mistral4": LATENT | dict(q_lora_rank=20, n_shared_experts=2),
     "glm4_moe_lite": LATENT | dict(q_lora_rank=20, mlp_layer_types=["dense", "sparse", "sparse"]),
     "granite": LLAMA | GRANITE,
+    "granite_swa": LLAMA | GRANITE | dict(num_hidden_layers=5, sliding_window=20),
     "granitemoe": LLAMA | GRANITE | dict(num_local_experts=6, num_experts_per_tok=3),
     "granitemoeshared": LLAMA | GRANITE | dict(
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
@@ -725,6 +726,24 @@ CASES = [
         YARN_KEYS | {"rope.scaling.yarn_log_multiplier": 0.1},
     ),
     Case("granite", "granite", {"tie_word_embeddings": True}, {"residual_multiplier": 0.61}, metadata=GRANITE_KEYS),
+    Case(
+        "granite-swa",
+        "granite_swa",
+        {"layer_rope_theta": [0, 10000, 10000, 10000, 0]},
+        {"sliding_window": 21},
+        ("folder", "gguf"),
+        GRANITE_KEYS | {"attention.sliding_window": 20},
+    ),
+    Case(
+        "granite-swa-bases",
+        "granite_swa",
+        {
+            "layer_rope_theta": [10000, 0, 20000, 10000, 30000],
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        },
+        {"layer_rope_theta": [10000, 0, 20000, 10000, 30500]},
+        ("folder",),
+    ),
     Case("granite-biases", "granite", {"attention_bias": True, "mlp_bias": True}, {"logits_scaling": 5.1}, FOLDERS),
     Case("granite-relu", "granite", {"hidden_act": "relu"}, {"embedding_multiplier": 3.1}, FOLDERS),
     Case(
@@ -827,6 +846,13 @@ CASES = [
         "granitemoehybrid",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 72, "mamba_n_groups": 2},
         {"attention_multiplier": 0.2},
+        ("folder", "gguf"),
+    ),
+    Case(
+        "granite-h-attention",  # as of Granite 4.0's dense models
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "tie_word_embeddings": True},
+        {"rope_parameters": rope(rope_theta=20000.0)},
         ("folder", "gguf"),
     ),
     Case(
@@ -1189,7 +1215,7 @@ def gguf_tensors(
             if inner == "mlp.experts":
                 yield from gpt_oss_experts(f"blk.{layer}.ffn", kind, values)
                 continue
-            kind = "weight" if kind == "sinks" else kind
+        kind = "weight" if kind == "sinks" else kind
         if delta:
             own = inner.partition("linear_attn.")[2] or kind
             yield from ((f"blk.{layer}.{short}", part) for short, part in delta_tensors(config, own, values))
@@ -1227,7 +1253,8 @@ def gguf_tensors(
         second = architecture in ("gemma2", "gemma3", "olmo2", "exaone4", "glm4moe", "seed_oss", *DELTA_NAMES.values())
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
-        pairs = ("llama", "bamboo", "granite", "granitemoe", "arcee", "smollm3", "minicpm", "bailingmoe", "mistral3")
+        pairs: tuple[str, ...] = ("llama", "bamboo", "granite", "granite_swa", "granitemoe", "arcee", "smollm3")
+        pairs += ("minicpm", "bailingmoe", "mistral3")
         if architecture in pairs and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
@@ -1406,6 +1433,9 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_rope_dimension_count(int(head_dim * share))
         else:
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if case.kind == "granite_swa":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+            writer.add_array("granite_swa.attention.rope_pattern", [theta != 0 for theta in config.layer_rope_theta])
         if case.kind in WITH_STATES:
             add_states(writer, config)
         if architecture == "laguna":

@@ -115,15 +115,15 @@ def add_mamba(writer: Any, taps: int, state: int, groups: int, heads: int, head_
 
 
 def save_granite(config: Any, model: Any, path: Path) -> Path:
-    """Granite 4 H, as llama.cpp's converter writes it (which turns queries and keys, that are not rotated)."""
-    writer = gguf.GGUFWriter(path, "granitehybrid")
+    """Granite 4 H, as llama.cpp's converter writes it, and Granite 4 without Mamba2, whose positions are rotated."""
+    kinds = [one == "full_attention" for one in config.layer_types]
+    writer = gguf.GGUFWriter(path, "granite" if all(kinds) else "granitehybrid")
     writer.add_context_length(1 << 20)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    kinds = [one == "full_attention" for one in config.layer_types]
     writer.add_head_count_kv([config.num_key_value_heads * one for one in kinds])
-    writer.add_rope_scaling_finetuned(False)
+    writer.add_rope_scaling_finetuned(all(kinds))
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -138,7 +138,18 @@ def save_granite(config: Any, model: Any, path: Path) -> Path:
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-    return write(writer, tensors_of(config, model, groups), path)
+    tensors = tensors_of(config, model, groups)
+    return write(writer, (_in_pairs(config, *one) for one in tensors) if all(kinds) else tensors, path)
+
+
+def _in_pairs(config: Any, name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """A tensor, of queries and keys with the two rows of a rotated pair adjacent."""
+    counts = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = counts.get(name.split(".")[-2])
+    if heads is None:
+        return name, values
+    pairs = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)
+    return name, np.ascontiguousarray(pairs.reshape(values.shape))
 
 
 def save_falcon(config: Any, model: Any, path: Path) -> Path:

@@ -142,6 +142,8 @@ def published(folder: Path) -> Path:
     if config["model_type"] == "granitemoehybrid":
         types = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [types[kind] for kind in config["layer_types"]]
+    if config["model_type"] == "granite_swa":
+        config["no_rope_layers"] = [int(theta != 0) for theta in config["layer_rope_theta"]]
     if config["model_type"] == "cohere2":
         config["rotary_pct"] = 1.0
     if config["model_type"] == "falcon_h1":

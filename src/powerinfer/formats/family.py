@@ -156,8 +156,8 @@ class Gguf:
     None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
     multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is about; growth: the settings by
     which queries grow with their positions, None: they do not.
-    full_unrotated: positions are not rotated in layers without a window, where others have one; scaled_logits: the
-    file states a factor of the logits.
+    full_unrotated: positions are not rotated in layers without a window, where others have one; rope_pattern: the file
+    may say in which layers they are; scaled_logits: it states a factor of the logits.
     scales: the file may state factors of the embedding, the scores, what layers add, and a divisor of the logits;
     missing_scales: those that hold where it does not, by the width and the number of layers, None: 1;
     score_scale: that of attention's scores where no key states it, from the heads of each layer; score_cap, logit_cap:
@@ -194,6 +194,7 @@ class Gguf:
     local_theta: float | None = None
     single_rope: bool = False
     full_unrotated: bool = False
+    rope_pattern: bool = False
     positions: str = "rope"
     epsilon: float | None = None
     scaled: bool = False

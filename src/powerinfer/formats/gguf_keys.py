@@ -30,6 +30,7 @@ _NEUTRAL = {
     "expert_used_count": (0,),
 }
 _OF_EXPERTS = ("expert_feed_forward_length", "expert_shared_feed_forward_length")  # where there are none
+_OF_STATES = "ssm."  # where no layer has one: Granite 4 without Mamba2
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon")
 
 
@@ -42,11 +43,12 @@ def check_others(fields: Fields, config: ModelConfig) -> list[str]:
         if not fields.was_read(key):
             fields.only(key, *values)
     without_effect = _WITHOUT_EFFECT if config.experts else (*_WITHOUT_EFFECT, *_OF_EXPERTS)
+    others = _OF_OTHERS if config.states else (*_OF_OTHERS, _OF_STATES)
     unused = []
     for key in fields.unread():
         if key in _EPSILONS:  # of the kind of norm that the architecture does not have
             fields.number(key, 0, 1, None)
-        elif not (key in without_effect or key.startswith(_OF_OTHERS)):
+        elif not (key in without_effect or key.startswith(others)):
             raise fields.bad(shown(key)[1:-1], "is set, and this engine does not know what it means")
         unused.append(key)
     return unused

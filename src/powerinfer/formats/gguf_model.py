@@ -462,10 +462,14 @@ def _ropes(
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
     local, some = _local_rope(fields, family, rope), any(windows)
-    return [
-        (rope if window is None else local) if _is_rotated(family, layer, window, some) else None
-        for layer, window in enumerate(windows)
-    ]
+    rotated: Any = [_is_rotated(family, layer, window, some) for layer, window in enumerate(windows)]
+    if family.rope_pattern:
+        key = "attention.rope_pattern"
+        rotated = fields.get(key, rotated)
+        if type(rotated) is not list or len(rotated) != len(windows) or not all(type(one) is bool for one in rotated):
+            raise fields.bad(key, f"is {shown(rotated)}, not a truth value for every layer")
+    of_layers = [rope if window is None else local for window in windows]
+    return [of_layer if turns else None for of_layer, turns in zip(of_layers, rotated, strict=True)]
 
 
 def _local_rope(fields: Fields, family: Gguf, rope: RopeConfig | None) -> RopeConfig | None:

@@ -1,4 +1,4 @@
-"""Granite, dense, with experts, and with a shared one."""
+"""Granite, dense, with windows, with experts, and with a shared one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from dataclasses import replace
 
 from powerinfer.config import ExpertsConfig, FfnKind, ModelConfig
 from powerinfer.formats import layout
-from powerinfer.formats.family import LLAMA_DEFAULTS, LLAMA_NAMES, NORMALISED, Folder, Gguf
+from powerinfer.formats.family import LLAMA_DEFAULTS, LLAMA_NAMES, NORMALISED, Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import change_attention, read_experts, read_local_experts, read_plain
+from powerinfer.formats.folder_parts import (
+    change_attention,
+    read_experts,
+    read_layer_types,
+    read_local_experts,
+    read_plain,
+)
+from powerinfer.formats.folder_rope import GLOBAL, LOCAL
 from powerinfer.formats.source import Fused, Names
 
 
@@ -31,6 +38,33 @@ def scale_sums(fields: Fields, config: ModelConfig) -> ModelConfig:
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     config = read_plain(family, fields, config, n_layers)
     return scale_sums(fields, change_attention(config, scale=read_factor(fields, "attention_multiplier")))
+
+
+def _read_windows(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
+    """Layers with a window and without; each has a base of the rotary embedding, where 0 means none of it."""
+    config = _read(family, fields, config, n_layers)
+    window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT)
+    types = [LOCAL if layer % 4 else GLOBAL for layer in range(n_layers)]
+    if fields.has("layer_types"):
+        types = read_layer_types(fields, n_layers)
+    bases: list[float | None] = [None] * n_layers
+    if fields.has("layer_rope_theta"):
+        bases = [*fields.numbers("layer_rope_theta", n_layers, 0, layout.MAX_THETA)]
+    layers = []
+    for layer, kind, theta in zip(config.layers, types, bases, strict=True):
+        heads = replace(layer.heads, window=window if kind == LOCAL else None, sinks=True)
+        assert heads.rope is not None
+        if theta is not None and 0 < theta <= 1:
+            raise fields.bad("layer_rope_theta", f"holds {theta:g}, no base of frequencies")
+        rope = heads.rope if theta is None else replace(heads.rope, theta=theta) if theta else None
+        layers.append(replace(layer, attention=replace(heads, rope=rope)))
+    return replace(config, layers=tuple(layers))
+
+
+def _rename(stored: Tensors) -> list[str]:
+    for name in [name for name in stored if name.endswith(".self_attn.sinks")]:
+        stored[f"{name}.weight"] = stored.pop(name)
+    return []
 
 
 def read_shared_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
@@ -69,8 +103,19 @@ _SHARED = replace(
     _EXPERTS, model_type="granitemoeshared", classes=("GraniteMoeSharedForCausalLM",), ffns=read_shared_experts
 )
 
-FOLDERS = (_DENSE, _EXPERTS, _SHARED)
+_WINDOWS = replace(
+    _DENSE, model_type="granite_swa", classes=("GraniteSWAForCausalLM",), read=_read_windows,
+    defaults=LLAMA_DEFAULTS | {
+        "vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24,
+        "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True, "sliding_window": 128,
+    },
+    names=LLAMA_NAMES.extended({"sinks": "self_attn.sinks"}), rename=_rename,
+)  # fmt: skip
+
+FOLDERS = (_DENSE, _WINDOWS, _EXPERTS, _SHARED)
 GGUFS = (
+    Gguf("granite_swa", "silu", interleaved=True, scales=True, sinks=True, single_rope=True, rope_pattern=True),
     Gguf("granite", "silu", interleaved=True, scales=True),
     Gguf("granitemoe", "silu", interleaved=True, scales=True, experts=NORMALISED),
 )
