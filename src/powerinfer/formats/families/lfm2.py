@@ -12,7 +12,7 @@ from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import add_layers, read_experts, read_heads
 from powerinfer.formats.folder_rope import GLOBAL, read_rope
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import ONLY_TEXT, Fused
+from powerinfer.formats.source import Fused, keep_text
 
 _CONV = "conv"
 
@@ -73,19 +73,11 @@ def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[Ffn
 
 
 def _rename(stored: Tensors) -> list[str]:
-    """Names as of other layers, without what reads pictures or sound, which a note is about."""
-    all_tensors, left_out = dict(stored), False
-    stored.clear()
-    for name, tensor in all_tensors.items():
-        if name.startswith(_OF_OTHERS):
-            left_out = True
-            continue
-        name = name.replace("model.language_model.", "model.", 1).replace("language_model.lm_head.", "lm_head.", 1)
-        stored[name.replace(".expert_bias", ".gate_correction.bias")] = tensor
-    return [ONLY_TEXT] * left_out
+    notes = keep_text(stored)
+    for name in [name for name in stored if name.endswith(".expert_bias")]:
+        stored[f"{name.removesuffix('.expert_bias')}.gate_correction.bias"] = stored.pop(name)
+    return notes
 
-
-_OF_OTHERS = tuple(f"{outer}{part}" for outer in ("", "model.") for part in ("vision_tower.", "multi_modal_projector."))
 
 _FFN = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 _NAMES = EXPERTS_NAMES.extended(
