@@ -528,6 +528,34 @@ def test_settings_that_are_refused(folders: dict[str, Path], kind: str, case: st
         (folder / "config.json").write_text(original)
 
 
+HUNYUAN: dict[str, Any] = {
+    "model_type": "hunyuan_v1_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "num_experts": 4, "moe_topk": [2, 2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_shared_expert": [2, 2]}, "num_shared_expert is not 1"),
+        ({"moe_intermediate_size": [48, 48]}, "moe_intermediate_size is not intermediate_size, 96"),
+        ({"moe_topk": [2, 1]}, "moe_topk is"),
+        ({"use_cla": True}, "use_cla is 'True'"),
+        ({"use_qk_norm": False}, "use_qk_norm is 'False'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic', which is not supported"),
+    ],
+)
+def test_settings_of_hunyuan(changes: dict[str, Any], message: str) -> None:
+    from powerinfer.formats.folder_config import read_config
+
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    config = read_config(HUNYUAN | {"rope_scaling": scaling}, Path("hunyuan"))
+    (rope,) = config.ropes
+    assert rope.theta == pytest.approx(10000 * 1000 ** (16 / 14)) and rope.scaling is None
+    with pytest.raises(ModelError, match=message):
+        read_config(HUNYUAN | changes, Path("hunyuan"))
+
+
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
