@@ -163,7 +163,7 @@ class Gguf:
     score_scale: that of attention's scores where no key states it, from the heads of each layer; score_cap, logit_cap:
     where the file states none, None: the family has none;
     sinks: as in `AttentionConfig`; experts: how they are selected where the file does not say (it does say how many),
-    None: the family has none; early_router, separate: as in `ExpertsConfig`;
+    None: the family has none; early_router, separate_experts: as in `ExpertsConfig` (`separate`);
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
@@ -210,7 +210,7 @@ class Gguf:
     fused: tuple[Fused, ...] = ()
     experts: RouterConfig | None = None
     early_router: bool = False
-    separate: bool = False
+    separate_experts: bool = False
     delta: bool = False
     tiled: bool = False
     latent: bool = False

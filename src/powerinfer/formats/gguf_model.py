@@ -649,7 +649,7 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         raise ModelError(f"{file.path}: has thresholds of single neurons, which models of experts cannot have")
     experts = _experts(file, fields, family.experts, activation, max(*sizes, 1))
     experts = replace(experts, gated=family.gated, early_router=family.early_router)
-    if family.separate:
+    if family.separate_experts:
         router = replace(experts.router, factors=_has_factors(file))
         experts = replace(experts, router=router, shared_size=sizes[0], separate=True)
         if len(set(sizes)) > 1:
