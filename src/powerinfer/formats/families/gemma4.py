@@ -197,7 +197,8 @@ FOLDERS = (
 GGUFS = (
     Gguf(
         "gemma4", "gelu_tanh", norms="both", qk_norm="head", v_norm=True, full_every=6, local_theta=10000.0,
-        window_heads=True, scaled=True, score_scale=_unscaled, logit_cap=30.0, experts=RouterConfig(1), separate_experts=True,
+        window_heads=True, scaled=True, score_scale=_unscaled, logit_cap=30.0, experts=RouterConfig(1),
+        separate_experts=True,
         layer_inputs=True, names={f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
     ),
 )  # fmt: skip
