@@ -108,11 +108,11 @@ def _experts(about: ExpertsConfig, n: int, weights: Sequence[Weight], biases: Bi
     import torch
 
     *gate, up, down = weights
-    own: dict[str, Any] = {"scales_input": about.router.scales_input}
+    settings: dict[str, Any] = {"scales_input": about.router.scales_input}
     for part, bias in zip(about.matrices, biases, strict=False):
         if bias is not None:
-            own[f"{part}_bias"] = torch.from_numpy(bias[index].astype(np.float32).reshape(-1)).to(up.data.device)
-    return Experts(n, about.size, gate[0] if gate else None, up, down, about.activation, about.threshold, **own)
+            settings[f"{part}_bias"] = torch.from_numpy(bias[index].astype(np.float32).reshape(-1)).to(up.data.device)
+    return Experts(n, about.size, gate[0] if gate else None, up, down, about.activation, about.threshold, **settings)
 
 
 def replace(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def short_conv(net: ShortConv, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
-    """What a layer gives for T tokens of several sequences, float32 [T, channels]; their states change.
+    """Output of a layer for T tokens of several sequences, float32 [T, channels]; their states change.
 
     products: float32 [T, 3 * channels], of the layer's input with the matrices of x, b and c, in this order; runs,
     rows: as of `gpu_delta.delta_net`.
@@ -30,5 +30,5 @@ def short_conv(net: ShortConv, products: Tensor, states: States, runs: Tensor, r
     def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return state, mixed.view(-1, net.about.value_dim)
 
-    given: Tensor = scan(net, x * b, states, runs, rows, rule).flatten(1) * c
-    return given
+    output: Tensor = scan(net, x * b, states, runs, rows, rule).flatten(1) * c
+    return output

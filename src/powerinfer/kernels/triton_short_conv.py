@@ -29,7 +29,7 @@ MANY = FEW + 1  # tokens of a step from which on each has programs of its own
 def _give(
     products, stride, taps, bias, window, out, t, first, read, c, channels, BIASED: tl.constexpr, TAPS: tl.constexpr
 ):  # fmt: skip
-    """What a layer gives for channels c of token t."""
+    """Output of a layer for channels c of token t."""
     here = c < channels
     x = convolved(products, stride, taps, bias, window, t, first, read, c, here, channels, BIASED, TAPS, "", True)
     gate = tl.load(products + t.to(tl.int64) * stride + 2 * channels + c, mask=here, other=0)
@@ -70,13 +70,13 @@ def short_conv(net: ShortConv, products: Tensor, states: States, runs: Tensor, r
     stride, blocks = products.shape[1], triton.cdiv(about.size, CHANNELS)
     out = torch.empty((tokens, about.size), dtype=torch.float32, device=products.device)
     bias = net.taps if net.conv_bias is None else net.conv_bias
-    given = products, stride, net.taps, bias, states.window, runs
+    inputs = products, stride, net.taps, bias, states.window, runs
     kinds = {"BIASED": net.conv_bias is not None, "TAPS": about.taps, "C": CHANNELS}
     kinds |= {"num_warps": 4, "launch_pdl": early(products)}
     if tokens < MANY:
         pad = triton.next_power_of_2(about.taps - 1)
-        _sequence_kernel[(len(runs), blocks)](*given, out, about.size, PAD=pad, **kinds)
+        _sequence_kernel[(len(runs), blocks)](*inputs, out, about.size, PAD=pad, **kinds)
     else:
-        _token_kernel[(tokens, blocks)](*given, rows, out, about.size, **kinds)
+        _token_kernel[(tokens, blocks)](*inputs, rows, out, about.size, **kinds)
         keep_window(products, stride, states.window, runs, about.taps, paired=True)
     return out

@@ -40,21 +40,21 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     rope = read_rope(family, fields, config, heads)
     qk_norm = "plain" if fields.flag("use_qk_norm", True) else None  # as good as behind the rotation
     chunk = fields.integer("attention_chunk_size", 1, layout.MAX_CONTEXT, None)
-    turns = _read_turned(fields, n_layers)
-    kinds = [_CHUNKED if turned and chunk is not None else GLOBAL for turned in turns]
+    turns = _read_turns(fields, n_layers)
+    kinds = [_CHUNKED if turn and chunk is not None else GLOBAL for turn in turns]
     if fields.has("layer_types"):
         kinds = read_layer_types(fields, n_layers, other=_CHUNKED)
     if _CHUNKED in kinds and chunk is None:
         raise fields.bad("attention_chunk_size", "is missing, and layer_types has chunks")
     rotated, unrotated = replace(heads, rope=rope, qk_norm=qk_norm), _grown(fields, heads)
     attentions = [
-        replace(rotated if turned else unrotated, window=chunk if kind == _CHUNKED else None, chunked=kind == _CHUNKED)
-        for turned, kind in zip(turns, kinds, strict=True)
+        replace(rotated if turn else unrotated, window=chunk if kind == _CHUNKED else None, chunked=kind == _CHUNKED)
+        for turn, kind in zip(turns, kinds, strict=True)
     ]
     return add_layers(family, config, attentions, _read_ffns(family, fields, n_layers))
 
 
-def _read_turned(fields: Fields, n_layers: int) -> list[int]:
+def _read_turns(fields: Fields, n_layers: int) -> list[int]:
     """Whether positions are rotated in each layer: `no_rope_layers` says where they are."""
     if fields.get("no_rope_layers", None):
         return read_switches(fields, "no_rope_layers", n_layers, 1)
@@ -93,24 +93,24 @@ _EXPERTS = re.compile(r"layers\.(\d{1,9})\.feed_forward\.experts\.(gate_up_proj|
 
 def _make(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTensor]:
     """The experts' matrices: of each part one tensor, transposed, gate beside up."""
-    places = {(int(found[1]), found[2]): name for name in stored if (found := _EXPERTS.search(name))}
-    made: dict[str, MadeTensor] = {}
+    places = {(int(match[1]), match[2]): name for name in stored if (match := _EXPERTS.search(name))}
+    matrices: dict[str, MadeTensor] = {}
     for layer, experts in config.experts.items():
         shapes = dict(experts.tensors(config.d_model))
         for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            whole = places.get((layer, name), f"model.layers.{layer}.feed_forward.experts.{name}")
-            tensor = stored.pop(whole, None)
+            place = places.get((layer, name), f"model.layers.{layer}.feed_forward.experts.{name}")
+            tensor = stored.pop(place, None)
             n, rows, cols = shapes[f"experts_{parts[0]}"]
             if not isinstance(tensor, RawTensor) or tensor.type not in FLOAT_TYPES:
-                raise ModelError(f"{source}: tensor {whole} is missing, or of a type that is not supported")
+                raise ModelError(f"{source}: tensor {place} is missing, or of a type that is not supported")
             if tensor.shape != (n, cols, rows * len(parts)):
-                raise ModelError(f"{source}: tensor {whole} has shape {list(tensor.shape)}")
+                raise ModelError(f"{source}: tensor {place} has shape {list(tensor.shape)}")
             size = block_type(tensor.type).nbytes
             for at, part in enumerate(parts):
                 turn = partial(_transposed, (n, cols), size, slice(at * rows, (at + 1) * rows))
                 shape = shapes[f"experts_{part}"]
-                made[f"layers.{layer}.experts_{part}"] = MadeTensor(tensor.type, shape, (tensor,), turn)
-    return made
+                matrices[f"layers.{layer}.experts_{part}"] = MadeTensor(tensor.type, shape, (tensor,), turn)
+    return matrices
 
 
 def _transposed(shape: tuple[int, int], size: int, columns: slice, data: Bytes) -> Bytes:
@@ -120,15 +120,15 @@ def _transposed(shape: tuple[int, int], size: int, columns: slice, data: Bytes) 
 
 
 def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """What llama.cpp implies: chunks, but for every fourth layer, which does not rotate positions, and norms of q and k
-    but in Maverick, which it knows by its experts."""
+    """Attention as llama.cpp implies it: in chunks, but for every fourth layer, which does not rotate positions, and norms
+    of q and k but in Maverick, which it knows by its experts."""
     fields.only("attention.sliding_window", 8192)
     plain = None if fields.peek("expert_count") == 128 else "plain"
     return [
-        replace(one, rope=None, query_growth=0.1, query_interval=8192, query_offset=1)
+        replace(attention, rope=None, query_growth=0.1, query_interval=8192, query_offset=1)
         if layer % 4 == 0
-        else replace(one, qk_norm=plain, window=8192, chunked=True)
-        for layer, one in enumerate(heads, 1)
+        else replace(attention, qk_norm=plain, window=8192, chunked=True)
+        for layer, attention in enumerate(heads, 1)
     ]
 
 

@@ -9,7 +9,7 @@ from powerinfer.formats.folder_parts import change_attention, read_plain
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
-    """Without what StableLM 2 12B has: norms of each head, with weights of its own, and attention beside the FFN."""
+    """Read all but what the 12B has: norms of each head, with weights of its own, and attention beside the FFN."""
     fields.only("qk_layernorm", False)
     fields.only("use_parallel_residual", False)
     bias = fields.flag("use_qkv_bias", False)
