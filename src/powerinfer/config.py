@@ -882,6 +882,21 @@ class RouterConfig:
     factors: bool = field(default=False, repr=False)  # fingerprints hash what is shown: theirs stay
     scales_input: bool = field(default=False, repr=False)
 
+    def problem(self, n_experts: int) -> str | None:
+        """Settings that do not go together, or with that many experts; None: all do."""
+        if self.scoring not in ("softmax", "sigmoid"):
+            return f"a router's scores {self.scoring!r} are unknown"
+        if not 0 < self.top_k <= n_experts:
+            return f"{self.top_k} experts a token of {n_experts}"
+        if n_experts % self.groups:
+            return f"{n_experts} experts cannot be divided into {self.groups} groups evenly"
+        size = n_experts // self.groups
+        if not 0 < self.top_groups <= self.groups or self.top_groups * size < self.top_k:
+            return f"{self.top_groups} groups of {size} experts are too few for {self.top_k} experts a token"
+        if self.group_best > size:
+            return f"groups of {size} experts are too small for a score of {self.group_best}"
+        return None
+
 
 SEPARATE_NORMS = ("router_scale", "experts_norm", "shared_out_norm", "experts_out_norm")
 """Weights of norms of `ExpertsConfig.separate`: of what the router reads, times the root of d_model, of what the
@@ -957,17 +972,8 @@ class ExpertsConfig(FfnKind):
 
     def problem(self) -> str | None:
         router = self.router
-        if router.scoring not in ("softmax", "sigmoid"):
-            return f"a router's scores {router.scoring!r} are unknown"
-        if not 0 < router.top_k <= self.n_experts:
-            return f"{router.top_k} experts a token of {self.n_experts}"
-        if self.n_experts % router.groups:
-            return f"{self.n_experts} experts cannot be divided into {router.groups} groups evenly"
-        size = self.n_experts // router.groups
-        if not 0 < router.top_groups <= router.groups or router.top_groups * size < router.top_k:
-            return f"{router.top_groups} groups of {size} experts are too few for {router.top_k} experts a token"
-        if router.group_best > size:
-            return f"groups of {size} experts are too small for a score of {router.group_best}"
+        if problem := router.problem(self.n_experts):
+            return problem
         if self.shared_weight and not self.shared_size:
             return "the weight of a shared expert without one"
         if self.early_router and router.bias:
