@@ -1440,7 +1440,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             add_states(writer, config)
         if architecture == "laguna":
             writer.add_rope_dimension_count_swa(head_dim)
-            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+            writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
         if architecture in ("glm4", "glm4moe", "minimax-m2", "bailingmoe2", "laguna"):
             writer.add_rope_dimension_count(head_dim // 2)
         if architecture in ("llama", "arcee", "smollm3"):
