@@ -72,6 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": dict(ffn_dim=88, word_embed_proj_dim=64),
     "falcon": dict(ffn_hidden_size=88, activation="relu", rope_parameters=PLAIN_ROPE),
     "nemotron": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE),
+    "nanochat": dict(
+        intermediate_size=88, num_key_value_heads=2, rms_norm_eps=1e-6, rope_parameters=PLAIN_ROPE,
+        final_logit_softcapping=15.0,
+    ),
     "jais2": dict(intermediate_size=88, num_key_value_heads=2, head_dim=16, rope_parameters=PLAIN_ROPE),
 }
 # Sizes of latent attention that fill no lanes.
@@ -465,6 +469,7 @@ CASES = [
         {"hidden_act": "relu"},
     ),
     Case("jais2", "jais2", {}, {"layer_norm_eps": 1e-2}),
+    Case("nanochat", "nanochat", {}, {"final_logit_softcapping": 14.0}, ("folder",)),
     Case(
         "jais2-no-biases",
         "jais2",

@@ -39,7 +39,8 @@ from powerinfer_train.torch_model import load as load_torch  # noqa: E402
 RELU = [
     case
     for case in families.CASES
-    if case.kind in ("sparsellama", "bamboo", "opt", "falcon", "nemotron", "jais2") or case.name.endswith("-relu")
+    if case.kind in ("sparsellama", "bamboo", "opt", "falcon", "nemotron", "jais2", "nanochat")
+    or case.name.endswith("-relu")
 ]
 RANK = 8
 
