@@ -120,8 +120,8 @@ def _transposed(shape: tuple[int, int], size: int, columns: slice, data: Bytes) 
 
 
 def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    """Attention as llama.cpp implies it: in chunks, but for every fourth layer, which does not rotate positions, and norms
-    of q and k but in Maverick, which it knows by its experts."""
+    """Attention as llama.cpp implies it: in chunks, but for every fourth layer, which does not rotate positions; norms
+    of q and k, but not in Maverick, which it knows by its experts."""
     fields.only("attention.sliding_window", 8192)
     plain = None if fields.peek("expert_count") == 128 else "plain"
     return [
