@@ -115,13 +115,13 @@ def _family(fields: Fields) -> Folder:
             raise fields.bad("architectures", f"is {shown(name)}: vision models are not supported")
         names = ", ".join(sorted(FOLDERS))
         raise fields.bad("architectures", f"is {shown(name or classes)}, which is not supported (only {names})")
-    family = _of_class(name, kind)
+    family = _find_family(name, kind)
     if kind not in (None, family.model_type):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")
     return family
 
 
-def _of_class(name: str, kind: Any) -> Folder:
+def _find_family(name: str, kind: Any) -> Folder:
     """The family with that class; of two that call theirs alike, the one of that `model_type`."""
     family = FOLDERS.get(kind) if type(kind) is str else None
     return family if family is not None and name in family.classes else CLASSES[name]

@@ -43,12 +43,12 @@ def check_others(fields: Fields, config: ModelConfig) -> list[str]:
         if not fields.was_read(key):
             fields.only(key, *values)
     without_effect = _WITHOUT_EFFECT if config.experts else (*_WITHOUT_EFFECT, *_OF_EXPERTS)
-    others = _OF_OTHERS if config.states else (*_OF_OTHERS, _OF_STATES)
+    of_others = _OF_OTHERS if config.states else (*_OF_OTHERS, _OF_STATES)
     unused = []
     for key in fields.unread():
         if key in _EPSILONS:  # of the kind of norm that the architecture does not have
             fields.number(key, 0, 1, None)
-        elif not (key in without_effect or key.startswith(others)):
+        elif not (key in without_effect or key.startswith(of_others)):
             raise fields.bad(shown(key)[1:-1], "is set, and this engine does not know what it means")
         unused.append(key)
     return unused

@@ -461,8 +461,8 @@ def _ropes(
     rope = None if family.positions == "learned" else _rope(file, fields, family, head_dim)
     if family.scales and not fields.flag("rope.scaling.finetuned", True):
         rope = None  # how Granite's files say so
-    local, some = _local_rope(fields, family, rope), any(windows)
-    rotated: Any = [_is_rotated(family, layer, window, some) for layer, window in enumerate(windows)]
+    local, slides = _local_rope(fields, family, rope), any(windows)
+    rotated: Any = [_is_rotated(family, layer, window, slides) for layer, window in enumerate(windows)]
     if family.rope_pattern:
         key = "attention.rope_pattern"
         rotated = fields.get(key, rotated)
@@ -484,11 +484,11 @@ def _local_rope(fields: Fields, family: Gguf, rope: RopeConfig | None) -> RopeCo
     return replace(rope, theta=theta) if family.full_first else RopeConfig(theta, dim, rope.interleaved)
 
 
-def _is_rotated(family: Gguf, layer: int, window: int | None, some: bool) -> bool:
-    """Whether positions are rotated in a layer, from its number and its window; some: any layer has a window."""
-    if some and family.full_first and not layer % family.full_every:
+def _is_rotated(family: Gguf, layer: int, window: int | None, slides: bool) -> bool:
+    """Whether positions are rotated in a layer, from its number and its window; slides: any layer has a window."""
+    if slides and family.full_first and not layer % family.full_every:
         return False
-    if some and family.full_unrotated and window is None:
+    if slides and family.full_unrotated and window is None:
         return False
     return not family.unrotated_every or bool((layer + 1) % family.unrotated_every)
 

@@ -28,9 +28,9 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 def _make(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTensor]:
     """Norms; the embedding, which is normalised before the layers; queries and keys, whose halves are rotated the other
     way round, with these exchanged."""
-    ones = np.ones(config.d_model, "<f4").view(np.uint8)
+    unit = np.ones(config.d_model, "<f4").view(np.uint8)
     norms = ["final_norm", *(f"layers.{at}.{part}_norm" for at in range(config.n_layers) for part in ("attn", "ffn"))]
-    made = {name: MadeTensor("F32", (config.d_model,), (), lambda: ones) for name in norms}
+    tensors = {name: MadeTensor("F32", (config.d_model,), (), lambda: unit) for name in norms}
 
     def take(name: str, rows: int) -> RawTensor:
         tensor = stored.pop(f"model.{name}.weight", None)
@@ -40,19 +40,20 @@ def _make(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTe
         return tensor
 
     embed = take("embed_tokens", config.vocab_size)
-    made["embed"] = MadeTensor("F32", embed.shape, (embed,), partial(_normalised, embed, config.norm_eps))
+    tensors["embed"] = MadeTensor("F32", embed.shape, (embed,), partial(_normalised, embed, config.norm_eps))
     for at, layer in enumerate(config.layers):
         heads = layer.heads
         for part, n in (("q", heads.n_heads), ("k", heads.n_kv_heads)):
             tensor = take(f"layers.{at}.self_attn.{part}_proj", n * heads.head_dim)
-            made[f"layers.{at}.{part}"] = MadeTensor(tensor.type, tensor.shape, (tensor,), partial(_exchanged, n))
-    return made
+            tensors[f"layers.{at}.{part}"] = MadeTensor(tensor.type, tensor.shape, (tensor,), partial(_exchanged, n))
+    return tensors
 
 
 def _normalised(tensor: RawTensor, eps: float, data: Bytes) -> Bytes:
     rows: Float32 = replace(tensor, data=data).float32()
     of_squares = np.mean(np.square(rows, dtype=np.float64), axis=1, keepdims=True)
-    return (rows / np.sqrt(of_squares + eps)).astype("<f4").view(np.uint8).reshape(-1)
+    weights: Float32 = (rows / np.sqrt(of_squares + eps)).astype("<f4")
+    return weights.view(np.uint8).reshape(-1)
 
 
 def _exchanged(heads: int, data: Bytes) -> Bytes:
