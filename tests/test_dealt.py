@@ -1,20 +1,27 @@
-"""Products so large that threads take parts of them as they are free: the same bits as by one thread.
+"""Work that threads take parts of as they are free: the same bits whoever does it.
 
-The sizes are chosen for `Workspace::deals`: tokens times rows times columns is at least 2^29.
+The sizes of products are chosen for `Workspace::deals`: tokens times rows times columns is at least 2^29.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
+from test_bundled_ffn import K, layout_of
 from test_experts import LEVELS, TOP, Layer
+from test_neuron_kernels import limits_of, make_layer, products_of
 from test_partial_ffn import half
 
+from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.neurons import FfnVectors
+from powerinfer.neurons import FfnVectors, Predictor
 
 WIDTH, TOKENS, HEADS = 1024, 512, 16
 
@@ -91,3 +98,81 @@ def test_attention(biases: bool) -> None:
         executor.close()
     assert np.isfinite(found[0]).all() and np.ptp(found[0]) > 0
     assert all(np.array_equal(one, found[0]) for one in found[1:])
+
+
+# ---- Neurons in bundles ---------------------------------------------------------------------------------------------
+
+NEURONS, LAYERS = 2304, 2  # so many fire that there are more parts than threads
+
+
+@contextmanager
+def busy_cores(programs: int) -> Iterator[None]:
+    """So many other threads compute, each on a pool of its own."""
+    over = threading.Event()
+
+    def compute() -> None:
+        pool, rows, k = _native.Pool(1), 512, 512
+        data = np.ones((rows, k), np.float32).view(np.uint8).ravel()
+        matrix = _native.pack_matrix(pool, _native.Arena(), "F32", rows, k, data)
+        x, out = np.ones((64, k), np.float32), np.zeros((64, rows), np.float32)
+        while not over.is_set():
+            _native.matmul(pool, matrix, "", x, out)
+
+    others = [threading.Thread(target=compute) for _ in range(programs)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for other in others:
+            other.join()
+
+
+def sparse_executor(threads: int, way: str, dense_above: float, products: bool, types: tuple[str, str]) -> CpuExecutor:
+    limits = (limits_of(NEURONS), products_of(NEURONS)) if products else (None, None)
+    layer = make_layer(K, NEURONS, types, "cats" if products else "relu", limits=limits[0], product_limits=limits[1])
+    ffn = FfnConfig(NEURONS, layer.activation, thresholds=products, product_thresholds=products)
+    config = ModelConfig("sample", K, K, 64, 1e-5, uniform(LAYERS, LayerConfig(AttentionConfig(1, 1, 16), ffn)))
+    executor = CpuExecutor(config, EngineConfig(threads=threads, context=64, prefill_chunk=32, max_batch=8), {})
+    rng = np.random.default_rng(7)
+    executor.embed(half(rng.standard_normal((K, K))))
+    guesses = (
+        Predictor(32, 0.0, 200),
+        half(rng.standard_normal((32, K)) / K**0.5),
+        half(rng.standard_normal((NEURONS, 32)) / 32**0.5),
+    )
+    assert layer.gate is not None
+    for number in range(LAYERS):
+        gate, up, down = (executor.matrix(half(matrix)) for matrix in (layer.gate, layer.up, layer.down.T / 64))
+        executor.ffn(number, None, gate, up, down, FfnVectors(None, None, None, *limits))
+        predicted = {"predictor": guesses, "recall_every": 2} if way == "predicted" else {}
+        executor.ffns[number].add_bundles(layout_of(layer), layer.data, dense_above=dense_above, **predicted)
+        executor.ffns[number].set_ways({executor.neuron_tokens: way})
+    executor.head(None, executor.matrix(half(np.eye(K))))
+    return executor
+
+
+def steps_of(executor: CpuExecutor, tokens: int) -> np.ndarray:
+    each = np.arange(tokens, dtype=np.int32)
+    return executor.forward(Batch(each, np.zeros_like(each), each, each[:, None], each)).copy()
+
+
+@pytest.mark.parametrize(
+    ("way", "dense_above", "products"),
+    [("exact", 1.0, False), ("exact", 0.3, False), ("exact", 0.3, True), ("predicted", 1.0, False)],
+)
+@pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")], ids="-".join)
+def test_neurons_in_bundles(way: str, dense_above: float, products: bool, types: tuple[str, str]) -> None:
+    """Also while other programs need the cores, when what a thread has begun may be computed again by another."""
+    executor = sparse_executor(3, way, dense_above, products, types)
+    right = {tokens: steps_of(executor, tokens) for tokens in (1, 5)}
+    assert all(np.isfinite(one).all() and np.ptp(one) > 0 for one in right.values())
+    executor.ffns[0].clear()
+    with busy_cores(2):
+        for _ in range(15):
+            for tokens, found in right.items():
+                assert np.array_equal(steps_of(executor, tokens), found)
+    counts = executor.ffns[0].counts()
+    assert counts["steps"] == 30 and counts["tokens"] == 15 * 6
+    executor.close()

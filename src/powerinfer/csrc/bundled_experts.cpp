@@ -137,8 +137,8 @@ void BundledExperts::list_shared(Thread& t, const ExpertRows& rows, const PiActs
   const Program& p = *t.program;
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)t.id];
   const int64_t first = first_shared(), ldk = first + shared_;
-  if (shared_) workspace_->pool->barrier();                           // its weights are there
-  const Columns mine = shared.neurons->activate(t, acts, tokens, 2);  // two panels: a group of neurons
+  if (shared_) workspace_->pool->barrier();                                 // its weights are there
+  const Columns mine = shared.neurons->activate_share(t, acts, tokens, 2);  // two panels: a group of neurons
   float* const h = p.gate + mine.c0;
   for (int64_t i = 0; i < tokens && shared_; i++)
     workspace_->kernels->scale(h + i * p.ldh, rows.shared_weights[(size_t)i], mine.n());
@@ -253,7 +253,7 @@ void BundledExperts::sample_shared(Thread& t, const PiActs* acts, int64_t tokens
   const Program& p = *t.program;
   const NeuronLists& lists = workspace_->lists();
   Ffn::Recall& recall = sampled_[(size_t)t.id];
-  const Columns mine = shared.neurons->activate(t, acts, tokens, 2);
+  const Columns mine = shared.neurons->activate_share(t, acts, tokens, 2);
   for (int64_t i = 0; i < tokens; i++)
     for (int64_t c = mine.c0; c < mine.c1; c++) {
       const bool fires = p.gate[i * p.ldh + c] != 0.0f;

@@ -40,14 +40,11 @@ void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Dest
   Workspace& w = *p.workspace;
   if (p.watch || !is_in_memory()) return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
   const int64_t unit = spec_.activation.panels(Workspace::DEALT);  // a whole block of the activations below
-  const auto rows = [&](const Columns& part, float* aside) {
-    return aside ? Hidden{aside - part.c0, aside - part.c0 + tokens * part.lanes(), part.lanes()} : program_rows(t);
-  };
   w.pool->phase(
       up_->panels, unit, 2 * tokens * PI_LANES,
       [&](int64_t p0, int64_t p1, float* aside) {
         const Columns part(*up_, p0, p1);
-        multiply(t, acts, tokens, part, rows(part, aside));
+        multiply(t, acts, tokens, part, rows_of(t, tokens, part, aside));
       },
       [&](int64_t p0, int64_t p1, float* aside) {
         const Columns part(*up_, p0, p1);
@@ -59,10 +56,10 @@ void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Dest
   w.finish_product(t.id, *down_, &h, tokens, to);
 }
 
-void DenseNeurons::count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired) {
+void DenseNeurons::count_fired(const Thread& t, int64_t begin, int64_t end, int64_t tokens, int64_t* fired) {
   for (int64_t i = 0; i < tokens; i++) {
     const float* h = t.program->gate + i * t.program->ldh;
-    for (int64_t j = mine.c0; j < mine.c1; j++) fired[j] += h[j] != 0.0f;
+    for (int64_t j = begin; j < end; j++) fired[j] += h[j] != 0.0f;
   }
 }
 
@@ -97,37 +94,89 @@ void DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens, const
   if (watch && mine.n()) watch->count(look, tokens);
 }
 
-Columns DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit) const {
-  Program& p = *t.program;
-  Workspace& w = *p.workspace;
-  const Columns mine(first(), *w.pool, t.id, spec_.activation.panels(unit));
-  w.linear(t.id, first(), spec_.first_bias(gated()), acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
+void DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, const Columns& part, float* h,
+                            int64_t ld) const {
+  Workspace& w = *t.program->workspace;
+  w.linear(t.id, first(), spec_.first_bias(gated()), acts, h - part.c0, ld, tokens, false, part.p0, part.p1);
   for (int64_t i = 0; i < tokens; i++)
-    spec_.activation.apply_first(w.kernels, p.gate + i * p.ldh + mine.c0, mine.lanes(), spec_.limits_from(mine.c0));
+    spec_.activation.apply_first(w.kernels, h + i * ld, part.lanes(), spec_.limits_from(part.c0));
+}
+
+Columns DenseNeurons::activate_share(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit) const {
+  const Program& p = *t.program;
+  const Columns mine(first(), *p.workspace->pool, t.id, spec_.activation.panels(unit));
+  activate(t, acts, tokens, mine, p.gate + mine.c0, p.ldh);
   return mine;
 }
 
-Columns DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold,
-                                  NeuronCounts& done) const {
-  Program& p = *t.program;
+void DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const {
+  const Program& p = *t.program;
   Workspace& w = *p.workspace;
-  const Columns mine(*up_, *w.pool, t.id, 2);  // two panels: a whole block of h
-  const int64_t n = mine.n();
-  if (gate_) w.linear(t.id, *up_, spec_.up_bias, acts, p.up, p.ldh, tokens, false, mine.p0, mine.p1);
-  done = {0, gate_ ? n : 0, 0, 0, 0};
+  if (!is_in_memory()) {
+    use(activate_share(t, acts, tokens, 2));
+    return w.pool->barrier();
+  }
+  w.pool->phase(
+      first().panels, spec_.activation.panels(2), tokens * PI_LANES,
+      [&](int64_t p0, int64_t p1, float* aside) {
+        const Columns part(first(), p0, p1);
+        if (aside) activate(t, acts, tokens, part, aside, part.lanes());
+        else activate(t, acts, tokens, part, p.gate + part.c0, p.ldh);
+      },
+      [&](int64_t p0, int64_t p1, const float* aside) {
+        const Columns part(first(), p0, p1);
+        if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
+        use(part);
+      });
+}
+
+void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Columns& part,
+                               const Hidden& to) const {
+  Workspace& w = *t.program->workspace;
+  const int64_t n = part.n();
+  if (gate_) w.linear(t.id, *up_, spec_.up_bias, acts, to.up, to.ld, tokens, false, part.p0, part.p1);
   for (int64_t i = 0; i < tokens && n; i++) {
-    float *h = p.gate + i * p.ldh + mine.c0, *up = p.up + i * p.ldh + mine.c0;
+    float *h = to.h + i * to.ld + part.c0, *up = to.up + i * to.ld + part.c0;
     if (threshold > 0.0f)
       for (int64_t j = 0; j < n; j++)
         if (fabsf(h[j]) <= threshold) h[j] = 0.0f;
-    if (gate_) {
-      spec_.activation.apply_second(w.kernels, up, mine.lanes());
-      for (int64_t j = 0; j < n; j++) h[j] *= up[j];
-      spec_.drop_products(h, n, mine.c0);
-    }
-    for (int64_t j = 0; j < n; j++) done.active += h[j] != 0.0f;
+    if (!gate_) continue;
+    spec_.activation.apply_second(w.kernels, up, part.lanes());
+    for (int64_t j = 0; j < n; j++) h[j] *= up[j];
+    spec_.drop_products(h, n, part.c0);
   }
-  return mine;
+}
+
+void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use) const {
+  const Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  const auto finished = [&](const Columns& part) {
+    forms_of_h(t, tokens, part, nullptr);
+    use(part);
+  };
+  if (!is_in_memory()) {
+    const Columns mine(*up_, *w.pool, t.id, 2);
+    multiply_up(t, acts, tokens, threshold, mine, program_rows(t));
+    finished(mine);
+    return w.pool->barrier();
+  }
+  w.pool->phase(
+      up_->panels, 2, 2 * tokens * PI_LANES,
+      [&](int64_t p0, int64_t p1, float* aside) {
+        const Columns part(*up_, p0, p1);
+        if (aside) copy_rows(p.gate + part.c0, p.ldh, aside, part.lanes(), part.lanes(), tokens);
+        multiply_up(t, acts, tokens, threshold, part, rows_of(t, tokens, part, aside));
+      },
+      [&](int64_t p0, int64_t p1, const float* aside) {
+        const Columns part(*up_, p0, p1);
+        if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
+        finished(part);
+      });
+}
+
+void DenseNeurons::finish(Thread& t, int64_t tokens, const Destination& to) const {
+  const PiActs h = forms_of_h(t, tokens, Columns(*up_, 0, 0), nullptr);
+  t.program->workspace->finish_product(t.id, *down_, &h, tokens, to);
 }
 
 void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to,
@@ -141,7 +190,7 @@ void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, cons
 
 // The input of down, of which these columns are written.
 PiActs DenseNeurons::forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const {
-  if (fired) count_fired(t, mine, tokens, fired);
+  if (fired) count_fired(t, mine.c0, mine.c1, tokens, fired);
   Program& p = *t.program;
   const int form = down_->form();
   PiActs h = p.hidden.rows(down_->k);

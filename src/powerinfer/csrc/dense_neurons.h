@@ -1,5 +1,7 @@
 // A part of an FFN: neurons of one layer as matrices in panels, and the sum that they add to the output.
 #pragma once
+#include <functional>
+
 #include "activation.h"
 #include "bundles.h"
 #include "program.h"
@@ -27,12 +29,17 @@ class DenseNeurons {
   // are; `add_down` does the rest.
   Columns multiply(Thread& t, const PiActs* acts, int64_t tokens) const;
   void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to, int64_t* fired) const;
-  // `multiply` in two steps, with a barrier between: `activate` writes the first product's activations, whole units of
-  // panels; `multiply_up`
-  // makes them h, where activations up to `threshold` count as zero. done: of the second step, this thread's rows of up
-  // and the nonzero h.
-  Columns activate(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit = 1) const;
-  Columns multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, NeuronCounts& done) const;
+  // `sum` in three steps, phases where all are in memory: `activate` writes the first product's activations to `gate`;
+  // `multiply_up` makes them h, where activations up to `threshold` count as zero; `finish` is the sum of these. use: called
+  // for columns that are there, whole groups of neurons, by whoever put them there.
+  using Use = std::function<void(const Columns&)>;
+  void activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const;
+  void multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use) const;
+  void finish(Thread& t, int64_t tokens, const Destination& to) const;
+  // Adds the tokens that neurons [begin, end) of h fire for.
+  static void count_fired(const Thread& t, int64_t begin, int64_t end, int64_t tokens, int64_t* fired);
+  // Of the first step, this thread's columns, whole units of panels. Without a barrier.
+  Columns activate_share(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit) const;
   // Whether far fewer products may be nonzero than activations.
   bool drops_products() const { return !spec_.product_limits.empty(); }
 
@@ -44,8 +51,13 @@ class DenseNeurons {
   };
   static Hidden program_rows(const Thread& t);
   void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine, const Hidden& to) const;
+  void activate(Thread& t, const PiActs* acts, int64_t tokens, const Columns& part, float* h, int64_t ld) const;
+  void multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Columns& part,
+                   const Hidden& to) const;
+  Hidden rows_of(const Thread& t, int64_t tokens, const Columns& part, float* aside) const {
+    return aside ? Hidden{aside - part.c0, aside - part.c0 + tokens * part.lanes(), part.lanes()} : program_rows(t);
+  }
   PiActs forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const;
-  static void count_fired(const Thread& t, const Columns& mine, int64_t tokens, int64_t* fired);
 
   NeuronSpec spec_;  // biases and thresholds padded to whole panels
   const std::shared_ptr<Matrix> gate_, up_, down_;

@@ -168,60 +168,75 @@ void Ffn::run(Thread& t, const Step& step) {
 // ---- The neurons that fire ------------------------------------------------------------------------------------------
 
 // The gates from the matrices, the rest from bundles, or, where many fire, from the matrices too. Where products have
-// thresholds, down is decided on again: few products may be left of many gates.
+// thresholds, down is decided on again: few products may be left of many gates. Whatever is decided there are as many
+// phases: a thread that is late may see what another step has noted, and decide otherwise.
 void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
-  Program& p = *t.program;
-  Workspace& w = *p.workspace;
-  const int64_t tokens = piece.x.tokens;
-  const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, dense_->forms() | bundled_->bundles->forms());
-  NeuronLists::Share& own = w.lists().shares[(size_t)t.id];
-  list_firing(t, dense_->activate(t, acts, tokens), tokens, bundled_->threshold, own.counts);
-  w.pool->barrier();
-  if (!many(w.lists(), tokens)) {
-    bundled_->sum_listed(t.id, piece, acts, p.gate, p.ldh, false);
-    if (falls_back()) w.pool->barrier();  // who is late has yet to look at the lists
-    return;
-  }
-  const Columns mine = dense_->multiply_up(t, acts, tokens, bundled_->threshold, own.done);
-  if (dense_->drops_products()) {
-    int64_t counts[PI_NEURON_TOKENS];  // not the share's: candidates are those whose gates fire
-    w.pool->barrier();                 // all have read the lists
-    list_firing(t, mine, tokens, 0.0f, counts);
-    w.pool->barrier();
-    if (!many(w.lists(), tokens)) {
-      NeuronSum::Piece rest = piece;
-      rest.up_rows = dense_->neurons();
-      bundled_->sum_listed(t.id, rest, acts, p.gate, p.ldh, false, true);
-      return w.pool->barrier();
-    }
-  }
-  own.done.down = mine.n();
-  dense_->add_down(t, tokens, mine, piece.to, piece.fired);
-  if (t.id == 0) bundled_->count(tokens);
-  w.pool->barrier();
-}
-
-// Lists this thread's columns that exceed `limit` in `gate`; counts: for each token.
-void Ffn::list_firing(Thread& t, const Columns& mine, int64_t tokens, float limit, int64_t* counts) {
   const Program& p = *t.program;
-  NeuronLists::Share& own = p.workspace->lists().shares[(size_t)t.id];
-  std::fill(counts, counts + PI_NEURON_TOKENS, 0);
-  own.n = p.workspace->kernels->neurons.keep(p.gate + mine.c0, p.ldh, tokens, mine.n(), 1, limit, (int32_t)mine.c0,
-                                             own.listed.data(), counts);
-  own.cells = std::accumulate(counts, counts + tokens, (int64_t)0);
+  Workspace& w = *p.workspace;
+  NeuronLists& lists = w.lists();
+  const int64_t tokens = piece.x.tokens;
+  const int forms = dense_->forms() | bundled_->bundles->forms();
+  const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, forms);
+  const auto prepare_again = [&] {
+    if (!w.is_prepared(t.id)) acts = w.prepare(t.id, piece.x, spec_.norm, forms);
+  };
+  const auto note = [&](int i, float limit) {
+    return [&, i, limit](const Columns& part) {
+      lists.note(w.kernels, lists.notes[i], part.c0 / PI_GROUP, p.gate + part.c0, p.ldh, tokens, part.n(), limit);
+    };
+  };
+  const auto decide = [&](const NeuronLists::Noted& noted) {
+    const bool are_many = many(noted, tokens);
+    if (!dense_->is_in_memory()) w.pool->barrier();  // what follows has barriers
+    return are_many;
+  };
+  const NeuronLists::Run all{0, (dense_->neurons() + PI_GROUP - 1) / PI_GROUP};
+  const NeuronLists::Noted gates{&lists.notes[0], &all, 1}, products{&lists.notes[1], &all, 1};
+  const auto count = [&](int64_t active) {
+    const int64_t neurons = dense_->neurons();
+    if (piece.counted) bundled_->count(tokens, gates.cells(), {0, dense_->gated() ? neurons : 0, neurons, 0, active});
+  };
+  const auto count_fired = [&](int64_t begin, int64_t end) {
+    if (piece.fired) dense_->count_fired(t, begin, end, tokens, piece.fired);
+  };
+  NeuronSum::Piece rest = piece;
+  rest.noted = gates;
+  dense_->activate(t, acts, tokens, note(0, bundled_->threshold));
+  prepare_again();
+  const bool dense = falls_back() && decide(gates);
+  if (!dense_->drops_products()) {
+    if (!dense) return bundled_->sum_listed(t.id, rest, acts, p.gate, p.ldh, false);
+    dense_->multiply_up(t, acts, tokens, bundled_->threshold, [&](const Columns& part) {
+      note(1, 0.0f)(part);
+      count_fired(part.c0, part.c1);
+      if (part.c0 == 0 && part.n() > 0) count(0);
+      if (piece.counted) bundled_->count_active(products.cells(part.c0 / PI_GROUP, part.n()));
+    });
+    return dense_->finish(t, tokens, piece.to);
+  }
+  if (dense) dense_->multiply_up(t, acts, tokens, bundled_->threshold, note(1, 0.0f));
+  else if (falls_back()) w.pool->phase(0, 1, [](int64_t, int64_t) {});
+  if (dense && decide(products)) {
+    dense_->finish(t, tokens, piece.to);
+    return w.pool->phase(dense_->neurons(), 1, [&](int64_t begin, int64_t end) {
+      count_fired(begin, end);
+      if (begin == 0) count(products.cells());
+    });
+  }
+  prepare_again();
+  if (dense) {
+    rest.noted = products;
+    rest.candidates = gates;
+    rest.up_rows = dense_->neurons();
+  }
+  bundled_->sum_listed(t.id, rest, acts, p.gate, p.ldh, false, dense);
 }
 
 // Whether so many neurons fire that reading a whole matrix is faster than reading their rows. With many tokens, each
 // must contribute its share: a neuron that fires for few tokens is read, but quick to multiply.
-bool Ffn::many(const NeuronLists& lists, int64_t tokens) const {
-  if (!falls_back()) return false;
-  int64_t listed = 0, cells = 0;
-  for (const NeuronLists::Share& share : lists.shares) {
-    listed += share.n;
-    cells += share.cells;
-  }
+bool Ffn::many(const NeuronLists::Noted& noted, int64_t tokens) const {
   const double least = dense_above_ * (double)dense_->neurons();
-  return (double)listed > least && 4.0 * (double)cells > least * (double)tokens;
+  return (double)noted.neurons() > least && 4.0 * (double)noted.cells() > least * (double)tokens;
 }
 
 // ---- The neurons that a predictor selects ---------------------------------------------------------------------------

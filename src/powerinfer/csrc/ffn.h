@@ -66,9 +66,8 @@ class Ffn : public Op {
   NeuronSum::Ahead ahead(const Program& p, int64_t tokens) const;
   void exact(Thread& t, const NeuronSum::Piece& piece);
   void predicted(Thread& t, const NeuronSum::Piece& piece);
-  static void list_firing(Thread& t, const Columns& mine, int64_t tokens, float limit, int64_t* counts);
   bool falls_back() const { return dense_above_ < 1 && !bundled_->bundles->slots; }
-  bool many(const NeuronLists& lists, int64_t tokens) const;
+  bool many(const NeuronLists::Noted& noted, int64_t tokens) const;
   void sample(Thread& t, const PiActs* acts, int64_t tokens);
   void clear_counts();
 

@@ -1,5 +1,6 @@
-// Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer; then all that are
-// listed are divided evenly into parts, each of which has a sum of its own. One set of buffers serves all layers.
+// Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer, or they are noted,
+// a bit each, by whoever has them; then all of them are divided evenly into parts, each of which has a sum of its own. One
+// set of buffers serves all layers.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -44,14 +45,39 @@ class NeuronLists {
   void reserve_h(int64_t tokens) {
     if ((int64_t)h.size() < tokens * ldz) h.resize((size_t)(tokens * ldz));
   }
+  // Neurons that are noted: by group a bit for each that is selected for any token, their number, and how often that is.
+  struct Notes {
+    std::vector<uint32_t> marks;
+    std::vector<uint8_t> numbers;
+    std::vector<uint16_t> cells;
+  } notes[2];
+  // Consecutive groups, of the neurons from `first` on.
+  struct Run {
+    int64_t first, groups;
+  };
+  // The notes of a step, run after run; without notes its neurons are in the lists of the threads.
+  struct Noted {
+    const Notes* notes = nullptr;
+    const Run* runs = nullptr;
+    int64_t n = 0;  // runs
+    int64_t groups() const;
+    int64_t neurons() const;
+    int64_t cells() const;
+    int64_t cells(int64_t group, int64_t neurons) const;  // of so many neurons of groups from that one on
+  };
+  // Notes neurons of groups from `group` on: n activations, [tokens][ld], of which those count whose magnitude exceeds the
+  // limit. Rows have whole lanes.
+  static void note(const PiKernels* kernels, Notes& to, int64_t group, const float* h, int64_t ld, int64_t tokens,
+                   int64_t n, float limit);
+
   // How many parts there are: as many for each thread, more than one where many neurons are listed. Then a thread that
   // has lost its core holds up a small one.
-  int parts() const;
+  int parts(const Noted& noted) const;
   // The neurons of part i, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns their
   // number.
-  int64_t take(int i, int parts, bool whole_groups, int32_t* to) const;
+  int64_t take(const Noted& noted, int i, int parts, bool whole_groups, int32_t* to) const;
   // The same of all parts of a thread, to `taken`.
-  int64_t take_parts(int thread, int parts, bool whole_groups);
+  int64_t take_parts(const Noted& noted, int thread, int parts, bool whole_groups);
   // What the neurons of part i add, [tokens][lds]; behind it the work that this took.
   int64_t part_floats(int64_t tokens) const { return tokens * lds + PI_LANES; }
   float* part(int i, int64_t tokens) const { return (float*)sums_.data() + i * part_floats(tokens); }
@@ -61,5 +87,7 @@ class NeuronLists {
  private:
   static_assert(sizeof(NeuronCounts) <= PI_LANES * sizeof(float));
   std::vector<int64_t> numbers_listed() const;
+  int64_t take_listed(int i, int parts, bool whole_groups, int32_t* to) const;
+  int64_t take_noted(const Noted& noted, int i, int parts, bool whole_groups, int32_t* to) const;
   Mapping sums_;  // of all parts; memory that nobody used is none
 };

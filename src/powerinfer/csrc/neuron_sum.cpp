@@ -121,7 +121,7 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   NeuronLists& lists = workspace->lists();
   NeuronLists::Share& own = lists.shares[(size_t)thread];
   const int64_t tokens = piece.x.tokens;
-  const int parts = lists.parts();
+  const int parts = lists.parts(piece.noted);
   // With one token, every listed neuron is selected by it.
   const bool some = tokens > 1 && (predicted || piece.selected || piece.weight || piece.groups.of);
   int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
@@ -129,10 +129,10 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
   const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, limit, piece.groups, multiplied};
   const bool phases = !bundles->slots && !piece.waves;
   if (phases) {
-    add_parts(thread, acts, tokens, firing, parts, fired);
+    add_parts(thread, piece, acts, firing, parts, fired);
     return add_sums(piece, parts, true);
   }
-  lists.take_parts(thread, parts, add_across());
+  lists.take_parts(piece.noted, thread, parts, add_across());
   for (size_t i = 0; i < own.part_ends.size(); i++)
     lists.clear_part(lists.part(own.first_part + (int)i, tokens), tokens);
   own.done = {};
@@ -146,23 +146,24 @@ void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, c
 
 // Each part to a sum of its own, in a phase. Which neurons fire is counted as they are added: then each part is by one
 // thread.
-void NeuronSum::add_parts(int thread, const PiActs* acts, int64_t tokens, const Firing& firing, int parts,
+void NeuronSum::add_parts(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int parts,
                           int64_t* fired) {
   NeuronLists& lists = workspace->lists();
-  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  const int64_t tokens = piece.x.tokens;
+  NeuronLists::Share& of_thread = lists.shares[(size_t)thread];
   const int64_t floats = lists.part_floats(tokens);
   const PiActs in =
-      firing.multiplied || workspace->pool->is_late() ? *acts : with_lanes(*bundles, *acts, tokens, own.block);
+      firing.multiplied || workspace->pool->is_late() ? *acts : with_lanes(*bundles, *acts, tokens, of_thread.block);
   workspace->pool->phase(
       parts, 1, fired ? 0 : floats,
       [&](int64_t begin, int64_t end, float* aside) {
         for (int64_t i = begin; i < end; i++) {
           float* const sums = aside ? aside + (i - begin) * floats : lists.part((int)i, tokens);
           lists.clear_part(sums, tokens);
-          const int64_t n = lists.take((int)i, parts, add_across(), own.taken.data());
+          const int64_t n = lists.take(piece.noted, (int)i, parts, add_across(), of_thread.taken.data());
           if (workspace->pool->is_void()) return;
-          add_neurons(workspace->kernels, *bundles, &in, tokens, own.taken.data(), n, firing, own.block, sums,
-                      lists.lds, lists.done(sums, tokens), fired);
+          add_neurons(workspace->kernels, *bundles, &in, tokens, of_thread.taken.data(), n, firing, of_thread.block,
+                      sums, lists.lds, lists.done(sums, tokens), fired);
         }
       },
       [&](int64_t begin, int64_t end, const float* aside) {
@@ -173,13 +174,13 @@ void NeuronSum::add_parts(int thread, const PiActs* acts, int64_t tokens, const 
 // Of what this thread has taken, the neurons of the wave, each to the sum of its part.
 void NeuronSum::add_taken(int thread, const PiActs* acts, int64_t tokens, const Firing& firing, int64_t* fired) {
   NeuronLists& lists = workspace->lists();
-  NeuronLists::Share& own = lists.shares[(size_t)thread];
-  int64_t begin = own.begin;
-  for (size_t i = 0; i < own.part_ends.size(); i++) {
-    const int64_t end = std::min(own.end, own.part_ends[i]);
+  NeuronLists::Share& of_thread = lists.shares[(size_t)thread];
+  int64_t begin = of_thread.begin;
+  for (size_t i = 0; i < of_thread.part_ends.size(); i++) {
+    const int64_t end = std::min(of_thread.end, of_thread.part_ends[i]);
     if (begin >= end) continue;
-    add_neurons(workspace->kernels, *bundles, acts, tokens, own.taken.data() + begin, end - begin, firing, own.block,
-                lists.part(own.first_part + (int)i, tokens), lists.lds, own.done, fired);
+    add_neurons(workspace->kernels, *bundles, acts, tokens, of_thread.taken.data() + begin, end - begin, firing,
+                of_thread.block, lists.part(of_thread.first_part + (int)i, tokens), lists.lds, of_thread.done, fired);
     begin = end;
   }
 }
@@ -266,13 +267,13 @@ void NeuronSum::add_from_disk(int thread, const Piece& piece, const PiActs* acts
 // Activations of what this thread has taken, to h; of each part it keeps those that fire. Returns their number.
 int64_t NeuronSum::activate_taken(int thread, const PiActs& acts, int64_t tokens, const Firing& firing, float* h,
                                   int64_t ldh) {
-  NeuronLists::Share& own = workspace->lists().shares[(size_t)thread];
+  NeuronLists::Share& of_thread = workspace->lists().shares[(size_t)thread];
   int64_t n = 0, begin = 0;
-  for (int64_t& end : own.part_ends) {
-    int32_t* const part = own.taken.data() + begin;
+  for (int64_t& end : of_thread.part_ends) {
+    int32_t* const part = of_thread.taken.data() + begin;
     const int64_t left = activate_neurons(workspace->kernels, *bundles, &acts, tokens, part, end - begin, firing,
-                                          own.block, h, ldh, own.done);
-    std::copy_n(part, left, own.taken.data() + n);
+                                          of_thread.block, h, ldh, of_thread.done);
+    std::copy_n(part, left, of_thread.taken.data() + n);
     begin = end;
     end = n += left;
   }
@@ -368,29 +369,40 @@ void NeuronSum::add_sums(const Piece& piece, int parts, bool phases) {
       },
       [&](int64_t c0, int64_t c1, const float* aside) {
         if (aside) copy_rows(aside, c1 - c0, to.out + c0, to.ld, c1 - c0, tokens);
-        if (c0 != 0 || !piece.counted) return;
-        stats_.first_rows += piece.first_rows;
-        stats_.up_rows += piece.up_rows;
-        count(tokens, phases ? parts : 0);
+        if (c0 == 0 && piece.counted) count_sum(piece, parts, phases);
       });
 }
 
-void NeuronSum::count(int64_t tokens, int parts) {
+void NeuronSum::count_sum(const Piece& piece, int parts, bool phases) {
   const NeuronLists& lists = workspace->lists();
-  const auto add = [&](const NeuronCounts& done) {
-    stats_.active += done.active;
-    stats_.first_rows += done.first;
-    stats_.up_rows += done.up;
-    stats_.down_rows += done.down;
-    stats_.shared_scales += done.shared;
+  const int64_t tokens = piece.x.tokens;
+  NeuronCounts done = {piece.first_rows, piece.up_rows, 0, 0, 0};
+  const auto add = [&](const NeuronCounts& more) {
+    done.active += more.active;
+    done.first += more.first;
+    done.up += more.up;
+    done.down += more.down;
+    done.shared += more.shared;
   };
+  const NeuronLists::Noted& noted = piece.candidates.notes ? piece.candidates : piece.noted;
+  int64_t candidates = noted.notes ? noted.cells() : 0;
+  for (const NeuronLists::Share& share : lists.shares) {
+    for (int64_t i = 0; i < tokens && !piece.noted.notes; i++) candidates += share.counts[i];
+    if (!phases) add(share.done);
+  }
+  for (int i = 0; i < parts && phases; i++) add(lists.done(lists.part(i, tokens), tokens));
+  count(tokens, candidates, done);
+}
+
+void NeuronSum::count(int64_t tokens, int64_t candidates, const NeuronCounts& done) {
   stats_.steps++;
   stats_.tokens += tokens;
-  for (const NeuronLists::Share& share : lists.shares) {
-    for (int64_t i = 0; i < tokens; i++) stats_.candidates += share.counts[i];
-    if (!parts) add(share.done);
-  }
-  for (int i = 0; i < parts; i++) add(lists.done(lists.part(i, tokens), tokens));
+  stats_.candidates += candidates;
+  count_active(done.active);
+  stats_.first_rows += done.first;
+  stats_.up_rows += done.up;
+  stats_.down_rows += done.down;
+  stats_.shared_scales += done.shared;
 }
 
 NeuronStats NeuronSum::stats() const {

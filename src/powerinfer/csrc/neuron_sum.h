@@ -66,18 +66,22 @@ class NeuronSum {
     Failure* failure = nullptr;         // where these are summed without a program: what could not be read
     Ahead ahead = {};                   // of neurons on disk: read behind those of this layer
     Waves* waves = nullptr;             // of neurons whose activations are known; null: all are in memory, or in slots
+    NeuronLists::Noted noted = {};  // the neurons that are summed; without notes: those that all threads have listed
+    NeuronLists::Noted candidates = {};   // which of them are counted as such; without notes: these
     int64_t first_rows = 0, up_rows = 0;  // that the caller has computed from elsewhere, of the first product and of up
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
-  // Sums the neurons that all threads have listed; called right after a barrier. In phases where they are in memory, else
+  // Sums the neurons that all threads have listed, called right after a barrier, or that are noted. In phases where they are in memory, else
   // ends with a barrier. acts: x normalised, in the forms that
   // the bundles require. known: the activations of the first product, [tokens][ldk], null: to be computed; multiplied:
   // they are h, and the neurons are in memory. predicted: a predictor made the lists, and `selected_by`.
   void sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk, bool predicted,
                   bool multiplied = false);
-  // Adds up the work of a step: the numbers that threads listed, and what was done, by part, or, without, by thread.
-  void count(int64_t tokens, int parts = 0);
+  // Counts a step in which so many cells were candidates, and what was done. By one thread.
+  void count(int64_t tokens, int64_t candidates, const NeuronCounts& done);
+  // Of such a step further nonzero neurons, by any thread.
+  void count_active(int64_t n) { __atomic_fetch_add(&stats_.active, n, __ATOMIC_RELAXED); }
   // The fewest slots of neurons on disk.
   static int64_t least_slots(const Pool& pool, int64_t neurons);
   // The counters as they are, and their reset; also for who has the pool between jobs.
@@ -93,7 +97,7 @@ class NeuronSum {
 
  private:
   void list_selected(int thread, const Piece& piece);
-  void add_parts(int thread, const PiActs* acts, int64_t tokens, const Firing& firing, int parts, int64_t* fired);
+  void add_parts(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int parts, int64_t* fired);
   void add_taken(int thread, const PiActs* acts, int64_t tokens, const Firing& firing, int64_t* fired);
   void add_in_waves(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int64_t* fired);
   void add_from_disk(int thread, const Piece& piece, const PiActs* acts, Firing firing, int64_t* fired);
@@ -103,6 +107,7 @@ class NeuronSum {
   void judge_guesses();
   void expect_guessed(const Ahead& ahead, int64_t tokens) const;
   void add_sums(const Piece& piece, int parts, bool phases);
+  void count_sum(const Piece& piece, int parts, bool phases);
 
   NeuronStats stats_ = {};
   std::vector<int64_t> fired_;  // by place; empty: not counted

@@ -70,9 +70,9 @@ void Predictor::list(int thread, Workspace& w, int64_t tokens, int64_t* counts) 
 
 void Predictor::list_marked(int thread, Workspace& w, int64_t tokens) const {
   NeuronLists& s = w.lists();
-  NeuronLists::Share& own = s.shares[(size_t)thread];
-  list(thread, w, tokens, own.counts);
-  if (tokens > 1) mark(s, own.listed.data(), own.n, tokens);
+  NeuronLists::Share& of_thread = s.shares[(size_t)thread];
+  list(thread, w, tokens, of_thread.counts);
+  if (tokens > 1) mark(s, of_thread.listed.data(), of_thread.n, tokens);
 }
 
 void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t tokens) const {
