@@ -14,7 +14,7 @@ import model_files
 import numpy as np
 import pytest
 from model_files import family_gguf
-from sparse_models import give_profile, predictors_of, some_neurons, tiny_llama
+from sparse_models import give_bundles, give_profile, predictors_of, some_neurons, tiny_llama
 
 from powerinfer import ModelError, RequestError, _native
 from powerinfer.config import EngineConfig
@@ -176,6 +176,15 @@ def test_neurons_on_disk_give_the_same_bits(selector: str, types: tuple[str, str
         assert all(one.slots == slots for one in own.tier.slots.values())
         counts = [one.stats() for one in own.tier.slots.values()]
         assert all(0 < one["hits"] < one["wanted"] for one in counts)
+
+
+def test_sums_of_more_parts_than_threads_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nearly all of 896 neurons fire for some token of a step: three parts for each thread, which come in waves."""
+    monkeypatch.setattr(model_files, "FF", 896)
+    path = give_bundles(tiny_llama(tmp_path / "m.gguf"))
+    expected = answers(in_memory(path, "exact", threads=2))
+    for slots in (FEWEST, 768):
+        check_same(opened(path, "exact", slots, threads=2).executor, expected)
 
 
 @pytest.mark.parametrize("common", [0, 40])

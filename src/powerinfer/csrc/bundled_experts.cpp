@@ -61,38 +61,65 @@ void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
                               const NeuronSum::Piece& piece, int64_t top_k, const SharedExpert& shared,
                               const Attempt&) {
   if (predictor_) return sum_predicted(t, rows, x, piece, top_k, shared);
+  Workspace& w = *workspace_;
   const int64_t tokens = piece.x.tokens;
-  NeuronSum::Piece counted = piece;
-  counted.first_rows = (int64_t)rows.active.size() * neurons + shared_;
-  const PiActs inputs = tokens == 1 ? *acts : gather(t.id, rows, acts, d_model, forms_);
-  begin_list(t.id);
-  if (shared_) list_shared(t, rows, acts, tokens, shared);
-  list_firing(t.id, rows, &inputs, tokens);
-  workspace_->pool->barrier();
-  bundled_->sum_listed(t.id, counted, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
+  const auto prepare_again = [&] {
+    if (!w.is_prepared(t.id)) acts = w.prepare(t.id, piece.x, piece.norm, forms_);
+  };
+  if (shared_) note_shared(t, rows, acts, tokens, shared);
+  prepare_again();
+  const PiActs inputs = tokens == 1 ? *acts : gather_in_phase(rows, acts);
+  const std::vector<ExpertRows::Active>& active = rows.copy(t.id);
+  NeuronSum::Piece firing = piece;
+  firing.noted = noted(t.id, active);
+  firing.first_rows = (int64_t)active.size() * neurons + shared_;
+  const std::vector<Matrix>& matrices = first_products();
+  phase_of_panels(
+      rows, Work(active, matrices[0].panels), 1,
+      [&](const Block& block, const Output& aside) {
+        const size_t e = block.expert;
+        const Output to = aside.rows ? aside : hidden_rows(rows, block);
+        const PiActs of = pi_acts_from(&inputs, tokens == 1 ? 0 : block.first, 0);
+        w.linear(t.id, matrices[e], NO_BIAS, &of, to.rows - block.c0(), to.ld, block.n, false, block.p0, block.p1);
+        activate(rows, block, to.rows, to.ld);
+      },
+      [&](const Block& block, const Output& aside) {
+        if (aside.rows)
+          copy_rows(aside.rows, aside.ld, hidden_rows(rows, block).rows, rows.ldh, block.lanes(), block.n);
+        note_firing(rows, block, tokens);
+      });
+  prepare_again();
+  bundled_->sum_listed(t.id, firing, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
 }
 
-// Lists neurons of this thread's share of the active experts, by the products of `matrices` with `inputs`, of rows or of a
-// `single` token; null: z has them, as they are compared. prepare(e, z, lanes): before they are compared with `limit`, |z| where `magnitude`; z: [rows][ldh].
-// use_listed(e, z, first, listed, n, lanes): n neurons of expert e were listed, of which z has those from `first` on.
-template <class F, class G>
-void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs* inputs,
-                          bool single, const Limit& limit, F prepare, G use_listed) const {
+// The notes of a step: the shared expert's neurons, then those of the active experts.
+NeuronLists::Noted BundledExperts::noted(int thread, const std::vector<ExpertRows::Active>& active) const {
+  NeuronLists& lists = workspace_->lists();
+  std::vector<NeuronLists::Run>& runs = lists.shares[(size_t)thread].runs;
+  runs.clear();
+  if (shared_) runs.push_back({first_shared(), shared_ / PI_GROUP});
+  for (const ExpertRows::Active& run : active) runs.push_back({(int64_t)run.expert * neurons, neurons / PI_GROUP});
+  return {&lists.notes[0], runs.data(), (int64_t)runs.size()};
+}
+
+// Lists neurons of this thread's share of the active experts: those whose product of `matrices` with `inputs`, of rows or of
+// a `single` token, exceeds `limit`. use_listed(e, z, first, listed, n, lanes): n neurons of expert e were listed, of which
+// z, [rows][ldh], has those from `first` on.
+template <class F>
+void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs,
+                          bool single, float limit, F use_listed) const {
   NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
   share_panels(thread, rows, matrices[0].panels, [&](const Block& block) {
     const size_t e = block.expert;
     const int64_t begin = block.first, n = block.n, c0 = block.c0(), lanes = block.lanes();
     const int64_t first = (int64_t)e * matrices[e].rows + c0;
     float* const z = hidden_rows(rows, block).rows;
-    if (inputs) {
-      const PiActs x = pi_acts_from(inputs, single ? 0 : begin, 0);
-      workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, block.p0, block.p1);
-      prepare(e, z, lanes);
-    }
+    const PiActs x = pi_acts_from(&inputs, single ? 0 : begin, 0);
+    workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, block.p0, block.p1);
     int64_t counts[PI_NEURON_TOKENS] = {0};
     int32_t* const listed = share.listed.data() + share.n;
-    const int64_t more = workspace_->kernels->neurons.keep(z, rows.ldh, n, lanes, limit.magnitude, limit.value,
-                                                           (int32_t)first, listed, counts);
+    const int64_t more =
+        workspace_->kernels->neurons.keep(z, rows.ldh, n, lanes, 0, limit, (int32_t)first, listed, counts);
     for (int64_t i = 0; i < n; i++) share.counts[rows.token_of[(size_t)(begin + i)]] += counts[i];
     use_listed(e, z, first, listed, more, lanes);
     share.n += more;
@@ -106,49 +133,42 @@ void BundledExperts::begin_list(int thread) const {
   std::fill(share.counts, share.counts + PI_NEURON_TOKENS, 0);
 }
 
-// Activations of an expert's first products, times the weights of its rows.
-void BundledExperts::activate(const ExpertRows& rows, size_t e, float* h, int64_t lanes) const {
-  for (int64_t i = 0; i < rows.n(e); i++) {
-    activation_.apply_first(workspace_->kernels, h + i * rows.ldh, lanes);
-    workspace_->kernels->scale(h + i * rows.ldh, rows.weight_of[(size_t)(rows.begin[e] + i)], lanes);
+// Activations of a block of first products, times the weights of its rows.
+void BundledExperts::activate(const ExpertRows& rows, const Block& block, float* h, int64_t ld) const {
+  for (int64_t i = 0; i < block.n; i++) {
+    activation_.apply_first(workspace_->kernels, h + i * ld, block.lanes());
+    workspace_->kernels->scale(h + i * ld, rows.weight_of[(size_t)(block.first + i)], block.lanes());
   }
 }
 
-// Lists the neurons that fire, of this thread's share of the first products; `activations` gets them, times the weights of
-// their experts, for every token. inputs: null: `activate` was called for all.
-void BundledExperts::list_firing(int thread, const ExpertRows& rows, const PiActs* inputs, int64_t tokens) const {
-  const bool single = tokens == 1;
-  float* const activations = rows.floats(rows.activations);
-  const int64_t ldk = experts * neurons + shared_;
-  const auto prepare = [&](size_t e, float* h, int64_t lanes) { activate(rows, e, h, lanes); };
-  const auto know = [&](size_t e, const float* h, int64_t first, const int32_t* listed, int64_t n, int64_t) {
-    for (int64_t j = 0; j < n; j++) {
-      for (int64_t i = 0; i < tokens && !single; i++) activations[i * ldk + listed[j]] = 0.0f;
-      for (int64_t i = 0; i < rows.n(e); i++)
-        activations[rows.token_of[(size_t)(rows.begin[e] + i)] * ldk + listed[j]] = h[i * rows.ldh + listed[j] - first];
-    }
-  };
-  list(thread, rows, first_products(), inputs, single, {1, 0.0f}, prepare, know);
+// Notes the neurons that fire, of a block of activations; `activations` gets these for every token.
+void BundledExperts::note_firing(const ExpertRows& rows, const Block& block, int64_t tokens) const {
+  NeuronLists& lists = workspace_->lists();
+  const int64_t ldk = experts * neurons + shared_, lanes = block.lanes();
+  const int64_t group = shared_ / PI_GROUP + (block.order * neurons + block.c0()) / PI_GROUP;
+  const float* const h = hidden_rows(rows, block).rows;
+  float* const to = rows.floats(rows.activations) + (int64_t)block.expert * neurons + block.c0();
+  lists.note(workspace_->kernels, lists.notes[0], group, h, rows.ldh, block.n, lanes, 0.0f);
+  for (int64_t i = 0; i < tokens && tokens > 1; i++) std::fill_n(to + i * ldk, lanes, 0.0f);
+  for (int64_t i = 0; i < block.n; i++)
+    std::copy_n(h + i * rows.ldh, lanes, to + rows.token_of[(size_t)(block.first + i)] * ldk);
 }
 
-// The same of the shared expert. In bundles of its own its activations stay in the program's `gate`, without its weight.
-void BundledExperts::list_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
+// The same of the shared expert, whose activations are computed, in a phase. In bundles of its own they stay in the
+// program's `gate`, without its weight.
+void BundledExperts::note_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
                                  const SharedExpert& shared) const {
   const Program& p = *t.program;
-  NeuronLists::Share& share = workspace_->lists().shares[(size_t)t.id];
+  NeuronLists& lists = workspace_->lists();
   const int64_t first = first_shared(), ldk = first + shared_;
-  if (shared_) workspace_->pool->barrier();                                 // its weights are there
-  const Columns mine = shared.neurons->activate_share(t, acts, tokens, 2);  // two panels: a group of neurons
-  float* const h = p.gate + mine.c0;
-  for (int64_t i = 0; i < tokens && shared_; i++)
-    workspace_->kernels->scale(h + i * p.ldh, rows.shared_weights[(size_t)i], mine.n());
-  int32_t* const listed = share.listed.data() + share.n;
-  const int64_t more = workspace_->kernels->neurons.keep(h, p.ldh, tokens, mine.n(), 1, 0.0f,
-                                                         (int32_t)(first + mine.c0), listed, share.counts);
-  for (int64_t j = 0; j < more && shared_; j++)
-    for (int64_t i = 0; i < tokens; i++)
-      rows.floats(rows.activations)[i * ldk + listed[j]] = h[i * p.ldh + listed[j] - first - mine.c0];
-  share.n += more;
+  shared.neurons->activate(t, acts, tokens, [&](const Columns& part) {
+    float* const h = p.gate + part.c0;
+    for (int64_t i = 0; i < tokens && shared_; i++) {
+      workspace_->kernels->scale(h + i * p.ldh, rows.shared_weights[(size_t)i], part.n());
+      std::copy_n(h + i * p.ldh, part.n(), rows.floats(rows.activations) + i * ldk + first + part.c0);
+    }
+    lists.note(workspace_->kernels, lists.notes[0], part.c0 / PI_GROUP, h, p.ldh, tokens, part.n(), 0.0f);
+  });
 }
 
 const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, const PiActs* acts,
@@ -156,15 +176,22 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
   const Program& p = *t.program;
   NeuronSum& sum = *shared.bundled;
   const int64_t tokens = piece.x.tokens, n = sum.bundles->neurons;
-  begin_list(t.id);
   if (!predictor_) {
-    list_shared(t, rows, acts, tokens, shared);
-    workspace_->pool->barrier();
-    NeuronSum::Piece counted = piece;
-    counted.first_rows = n;
-    sum.sum_listed(t.id, counted, acts, p.gate, p.ldh, false);
+    const int all = shared.neurons->forms() | sum.bundles->forms() | forms;
+    const auto prepare_again = [&] {
+      if (!workspace_->is_prepared(t.id)) acts = workspace_->prepare(t.id, piece.x, piece.norm, all);
+    };
+    const NeuronLists::Run run{0, n / PI_GROUP};
+    NeuronSum::Piece firing = piece;
+    firing.noted = {&workspace_->lists().notes[0], &run, 1};
+    firing.first_rows = n;
+    note_shared(t, rows, acts, tokens, shared);
+    prepare_again();
+    sum.sum_listed(t.id, firing, acts, p.gate, p.ldh, false);
+    prepare_again();
     return acts;
   }
+  begin_list(t.id);
   list_predicted_shared(t.id, predictor_->hide(t.id, *workspace_, piece.x), tokens);
   workspace_->pool->barrier();
   const bool sampled = samples();
@@ -229,7 +256,7 @@ void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const PiActs* h
   };
   begin_list(t.id);
   if (shared_) list_predicted_shared(t.id, hidden, tokens);
-  list(t.id, rows, out_, &inputs, tokens == 1, {0, predictor_->limit()}, [](size_t, float*, int64_t) {}, select);
+  list(t.id, rows, out_, inputs, tokens == 1, predictor_->limit(), select);
   workspace_->pool->barrier();
 }
 

@@ -20,19 +20,16 @@ class BundledExperts : public ExpertStore {
   void set_whole(bool on) override { computes_whole_ = on; }
 
  protected:
-  struct Limit {
-    int magnitude;
-    float value;
-  };
   void begin_list(int thread) const;
-  template <class F, class G>
-  void list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs* inputs, bool single,
-            const Limit& limit, F prepare, G use_listed) const;
+  template <class F>
+  void list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs, bool single,
+            float limit, F use_listed) const;
   const std::vector<Matrix>& first_products() const { return parts_[parts_[GATE].empty() ? UP : GATE]; }
-  void list_firing(int thread, const ExpertRows& rows, const PiActs* inputs, int64_t tokens) const;
-  void activate(const ExpertRows& rows, size_t e, float* h, int64_t lanes) const;
-  void list_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
+  void activate(const ExpertRows& rows, const Block& block, float* h, int64_t ld) const;
+  void note_firing(const ExpertRows& rows, const Block& block, int64_t tokens) const;
+  void note_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens,
                    const SharedExpert& shared) const;
+  NeuronLists::Noted noted(int thread, const std::vector<ExpertRows::Active>& active) const;
 
   void sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
                      const SharedExpert& shared);

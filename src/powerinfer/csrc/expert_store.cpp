@@ -113,35 +113,6 @@ ExpertStore::Work::Work(const std::vector<ExpertRows::Active>& active, int64_t p
   if (!active.empty()) all = (active.back().before + active.back().cost()) * units;
 }
 
-template <class C, class P>
-void ExpertStore::phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute,
-                                  const P& place) const {
-  Pool& pool = *workspace_->pool;
-  const bool dealt = workspace_->deals(rows.begin[(size_t)experts], parts_[UP][0], (int64_t)all.active.size());
-  const int64_t of_unit = all.unit * PI_LANES * floats;  // and row; one may begin in a piece and end behind it
-  const auto aside_at = [&](float*& aside, const Block& block) {
-    const int64_t ld = block.lanes(), n = block.n * ld;
-    const Output at{aside, aside + n, ld};
-    aside += floats * n;
-    return at;
-  };
-  pool.phase(
-      all.all, dealt ? std::max(all.all / (32 * pool.threads()), (int64_t)1) : 1, {of_unit, of_unit * all.most_rows},
-      [&](int64_t from, int64_t to, float* aside) {
-        const bool is_aside = aside;
-        all.visit(from, to, [&](const Block& block) {
-          compute(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
-        });
-      },
-      [&](int64_t from, int64_t to, float* aside) {
-        const bool is_aside = aside;
-        all.visit(from, to, [&](const Block& block) {
-          place(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
-        });
-      },
-      dealt);
-}
-
 void ExpertStore::sum_rows(Thread& t, ExpertRows& rows, const PiActs& acts, bool single, uint16_t* fired,
                            const Attempt&) {
   const bool gated = !parts_[GATE].empty();

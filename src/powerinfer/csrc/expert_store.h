@@ -176,6 +176,7 @@ class ExpertStore {
   struct Block {
     size_t expert;
     int64_t first, n, p0, p1;  // the first row and their number; panels
+    int64_t order;             // of the expert among the active ones
     int64_t c0() const { return p0 * PI_LANES; }
     int64_t lanes() const { return (p1 - p0) * PI_LANES; }
   };
@@ -187,13 +188,15 @@ class ExpertStore {
     template <class F>
     void visit(int64_t from, int64_t to, const F& f) const {
       for (const ExpertRows::Active& run : active) {
+        const int64_t order = &run - active.data();
         const auto first = [&](int64_t cost) {  // the unit that begins there or next
           const int64_t before = run.before * units;
           return std::min(
               std::clamp((std::max(cost, before) - before + run.cost() - 1) / run.cost(), (int64_t)0, units) * unit,
               panels);
         };
-        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1) f(Block{run.expert, run.first, run.n, p0, p1});
+        if (const int64_t p0 = first(from), p1 = first(to); p0 < p1)
+          f(Block{run.expert, run.first, run.n, p0, p1, order});
       }
     }
     const std::vector<ExpertRows::Active>& active;
@@ -242,3 +245,32 @@ class ExpertStore {
   const std::shared_ptr<Workspace> workspace_;
   const int forms_;
 };
+
+template <class C, class P>
+void ExpertStore::phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute,
+                                  const P& place) const {
+  Pool& pool = *workspace_->pool;
+  const bool dealt = workspace_->deals(rows.begin[(size_t)experts], parts_[UP][0], (int64_t)all.active.size());
+  const int64_t of_unit = all.unit * PI_LANES * floats;  // and row; one may begin in a piece and end behind it
+  const auto aside_at = [&](float*& aside, const Block& block) {
+    const int64_t ld = block.lanes(), n = block.n * ld;
+    const Output at{aside, aside + n, ld};
+    aside += floats * n;
+    return at;
+  };
+  pool.phase(
+      all.all, dealt ? std::max(all.all / (32 * pool.threads()), (int64_t)1) : 1, {of_unit, of_unit * all.most_rows},
+      [&](int64_t from, int64_t to, float* aside) {
+        const bool is_aside = aside;
+        all.visit(from, to, [&](const Block& block) {
+          compute(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
+        });
+      },
+      [&](int64_t from, int64_t to, float* aside) {
+        const bool is_aside = aside;
+        all.visit(from, to, [&](const Block& block) {
+          place(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
+        });
+      },
+      dealt);
+}

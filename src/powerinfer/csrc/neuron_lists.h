@@ -15,6 +15,10 @@ class NeuronLists {
   NeuronLists(int threads, int64_t neurons, int64_t d_model, int64_t rank, const NeuronLists* smaller);
   bool holds(int64_t neurons, int64_t d_model, int64_t rank) const;
 
+  // Consecutive groups, of the neurons from `first` on.
+  struct Run {
+    int64_t first, groups;
+  };
   struct Share {  // of a thread
     std::vector<int32_t> listed;
     int64_t n;                         // number listed
@@ -27,6 +31,7 @@ class NeuronLists {
     int32_t next() const { return taken[(size_t)end]; }  // behind the current wave
     int first_part;                                      // where it has parts of its own: these,
     std::vector<int64_t> part_ends;                      // and where each ends in `taken`
+    std::vector<Run> runs;                               // of a step whose neurons are noted
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
   std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each
@@ -51,10 +56,6 @@ class NeuronLists {
     std::vector<uint8_t> numbers;
     std::vector<uint16_t> cells;
   } notes[2];
-  // Consecutive groups, of the neurons from `first` on.
-  struct Run {
-    int64_t first, groups;
-  };
   // The notes of a step, run after run; without notes its neurons are in the lists of the threads.
   struct Noted {
     const Notes* notes = nullptr;

@@ -218,8 +218,7 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   const int64_t tokens = piece.x.tokens, words = rows.ldh / PI_LANES;
   const bool single = tokens == 1;
   const PiActs inputs = single ? *acts : gather(t.id, rows, acts, d_model, forms_);
-  begin_list(t.id);
-  if (shared_) list_shared(t, rows, acts, tokens, shared);
+  if (shared_) note_shared(t, rows, acts, tokens, shared);
   bool could = true;  // of thread 0
   for (;;) {
     if (t.id == 0) {
@@ -240,7 +239,7 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
       float* const h = hidden_rows(rows, block).rows;
       const PiActs x_of = pi_acts_from(&inputs, single ? 0 : block.first, 0);
       product(t.id, UP, block, x_of, h, rows.ldh);
-      activate(rows, block.expert, h, block.lanes());
+      activate(rows, block, h, rows.ldh);
       for (int64_t i = 0; i < block.n; i++)
         w.kernels->neurons.fires(h + i * rows.ldh, block.lanes(), 0.0f,
                                  rows.fired.data() + (block.first + i) * words + block.p0);
@@ -253,9 +252,10 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   w.pool->barrier();  // all have seen that
   if (t.id == 0 && could) rows.compute(active_);
   w.pool->barrier();
-  list_firing(t.id, rows, nullptr, tokens);
-  w.pool->barrier();
+  share_panels(t.id, rows, parts_[UP][0].panels, [&](const Block& block) { note_firing(rows, block, tokens); });
+  waves.noted = noted(t.id, rows.copy(t.id));
   waves.first_rows = (int64_t)rows.active.size() * neurons + shared_;
+  w.pool->barrier();
   bundled_->sum_listed(t.id, waves, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
   if (t.id == 0) slots_->let_go();
 }
