@@ -8,13 +8,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from test_bundled_ffn import K, layout_of
+from test_expert_neurons import logits, model, opened, plain_model
 from test_experts import LEVELS, TOP, Layer
 from test_neuron_kernels import limits_of, make_layer, products_of
 from test_partial_ffn import half
+from test_predicted_experts import give_plain_predictors
+from test_predicted_experts import opened as opened_predicted
 
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
@@ -146,7 +151,7 @@ def sparse_executor(threads: int, way: str, dense_above: float, products: bool, 
     for number in range(LAYERS):
         gate, up, down = (executor.matrix(half(matrix)) for matrix in (layer.gate, layer.up, layer.down.T / 64))
         executor.ffn(number, None, gate, up, down, FfnVectors(None, None, None, *limits))
-        predicted = {"predictor": guesses, "recall_every": 2} if way == "predicted" else {}
+        predicted: dict[str, Any] = {"predictor": guesses, "recall_every": 2} if way == "predicted" else {}
         executor.ffns[number].add_bundles(layout_of(layer), layer.data, dense_above=dense_above, **predicted)
         executor.ffns[number].set_ways({executor.neuron_tokens: way})
     executor.head(None, executor.matrix(half(np.eye(K))))
@@ -170,9 +175,23 @@ def test_neurons_in_bundles(way: str, dense_above: float, products: bool, types:
     assert all(np.isfinite(one).all() and np.ptp(one) > 0 for one in right.values())
     executor.ffns[0].clear()
     with busy_cores(2):
-        for _ in range(15):
+        for _ in range(10):
             for tokens, found in right.items():
                 assert np.array_equal(steps_of(executor, tokens), found)
     counts = executor.ffns[0].counts()
-    assert counts["steps"] == 30 and counts["tokens"] == 15 * 6
+    assert counts["steps"] == 20 and counts["tokens"] == 10 * 6
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", ["gated", "plain", "latents", "predicted", "predicted latents"])
+def test_neurons_of_experts(kind: str, tmp_path: Path) -> None:
+    path = model(tmp_path) if kind == "gated" else plain_model(tmp_path, "F16", latents=32 if "latents" in kind else 0)
+    if kind.startswith("predicted"):
+        executor = opened_predicted(give_plain_predictors(path, threshold=3.0), threads=3, recall_every=2)
+    else:
+        executor = opened(path, exact=True, threads=3)
+    right = {step: logits(executor, step) for step in (1, 25)}
+    with busy_cores(2):
+        for step, found in right.items():
+            assert np.array_equal(logits(executor, step), found)
     executor.close()

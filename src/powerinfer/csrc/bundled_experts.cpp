@@ -176,11 +176,12 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
   const Program& p = *t.program;
   NeuronSum& sum = *shared.bundled;
   const int64_t tokens = piece.x.tokens, n = sum.bundles->neurons;
+  const bool sampled = predictor_ && samples(), reads_matrix = sampled || !predictor_;
+  const int all = sum.bundles->forms() | forms | (reads_matrix ? shared.neurons->forms() : 0);
+  const auto prepare_again = [&] {
+    if (!workspace_->is_prepared(t.id)) acts = workspace_->prepare(t.id, piece.x, piece.norm, all);
+  };
   if (!predictor_) {
-    const int all = shared.neurons->forms() | sum.bundles->forms() | forms;
-    const auto prepare_again = [&] {
-      if (!workspace_->is_prepared(t.id)) acts = workspace_->prepare(t.id, piece.x, piece.norm, all);
-    };
     const NeuronLists::Run run{0, n / PI_GROUP};
     NeuronSum::Piece firing = piece;
     firing.noted = {&workspace_->lists().notes[0], &run, 1};
@@ -194,11 +195,13 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
   begin_list(t.id);
   list_predicted_shared(t.id, predictor_->hide(t.id, *workspace_, piece.x), tokens);
   workspace_->pool->barrier();
-  const bool sampled = samples();
-  const int of_sample = sampled ? shared.neurons->forms() : 0;
-  acts = workspace_->prepare(t.id, piece.x, piece.norm, sum.bundles->forms() | forms | of_sample);
-  if (sampled) sample_shared(t, acts, tokens, shared);
+  acts = workspace_->prepare(t.id, piece.x, piece.norm, all);
+  if (sampled) {
+    sample_shared(t, acts, tokens, shared);
+    workspace_->pool->barrier();  // others use that memory next
+  }
   sum.sum_listed(t.id, piece, acts, nullptr, 0, true);
+  prepare_again();
   if (t.id == 0) predictor_rows_ += n;
   return acts;
 }

@@ -329,7 +329,7 @@ void Experts::run_apart(Thread& t, int64_t tokens) {
 }
 
 // What a step that leaves neurons out computes, but that a shared expert in bundles of its own remains in `shared`; ends
-// with a barrier.
+// with a barrier or a phase.
 void Experts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to,
                        int forms) const {
   const Program& p = *t.program;
