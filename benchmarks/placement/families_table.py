@@ -24,8 +24,10 @@ ZERO = ("relu", "relu2", "drelu", "fatrelu")
 """Activations whose zeros are exact."""
 
 
-def silent(ggufs: Sequence[Gguf]) -> str:
-    return "yes" if any(family.activation in ZERO for family in ggufs) else ""
+def silent(folders: Sequence[Folder], ggufs: Sequence[Gguf]) -> str:
+    """Whether neurons are exactly zero; FFNs without a gate have squared ReLU where folders are all there is."""
+    zero = any(family.activation in ZERO for family in ggufs) or (not ggufs and not all(family.gated for family in folders))
+    return "yes" if zero else ""
 
 
 def document() -> dict[str, Any]:
@@ -43,7 +45,7 @@ def families_table() -> str:
         ggufs: Sequence[Gguf] = getattr(module, "GGUFS", ())
         types = ", ".join(f"`{family.model_type}`" for family in folders)
         files = ", ".join(f"`{family.architecture}`" for family in ggufs)
-        body.append([name, sizes, types, files, silent(ggufs), since])
+        body.append([name, sizes, types, files, silent(folders, ggufs), since])
     body.sort(key=lambda row: row[0].lower())
     return table(["models", "sizes", "folders", "GGUF files", "silent neurons", "since"], body)
 
