@@ -26,8 +26,8 @@ ZERO = ("relu", "relu2", "drelu", "fatrelu")
 
 def silent(folders: Sequence[Folder], ggufs: Sequence[Gguf]) -> str:
     """Whether neurons are exactly zero; FFNs without a gate have squared ReLU where folders are all there is."""
-    zero = any(family.activation in ZERO for family in ggufs) or (not ggufs and not all(family.gated for family in folders))
-    return "yes" if zero else ""
+    zero = any(family.activation in ZERO for family in ggufs)
+    return "yes" if zero or (not ggufs and not all(family.gated for family in folders)) else ""
 
 
 def document() -> dict[str, Any]:
