@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models.vocabulary import vocabulary
+from benchmarks.models.vocabulary import vocabulary, write_tokenizer_files
 
 VOCAB = 20_000
 """Tokens in the table: the head of a model of few layers would be most of its bytes."""
@@ -56,6 +56,7 @@ def write_folder(name: str, folder: Path) -> None:
     config = transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB, **special, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    write_tokenizer_files(folder, VOCAB)
 
 
 def convert(folder: Path, file: Path, sources: Path) -> None:
