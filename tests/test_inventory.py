@@ -21,7 +21,7 @@ def test_every_tensor_is_there_once(name: str) -> None:
     inventory = take_inventory(config, lambda name: "F16")
     known = dict(shapes(config))
     names = Counter(name for unit in inventory.units for name in unit.names)
-    tables = {"embed", "positions"} & known.keys()
+    tables = {"embed", "positions", "input_table"} & known.keys()
     assert names.pop("embed", 1) == 1, "the head, where it is tied"
     assert set(names) == {name for name, shape in known.items() if is_matrix(name, shape)} - tables
     assert set(names.values()) == {1}

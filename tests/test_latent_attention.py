@@ -79,7 +79,7 @@ BAD = {
     "two heads in the cache": ({"attention.head_count_kv": 2}, {}, r"attention\.head_count_kv is '2', which"),
     "YaRN without its factor": ({"rope.scaling.yarn_log_multiplier": None}, {}, r"log_multiplier is missing: convert"),
     "an odd factor of YaRN": ({"rope.scaling.attn_factor": 1.5}, {}, r"rope\.scaling\.attn_factor is not 1"),
-    "temperature": ({"attention.temperature_scale": 0.1}, {}, r"attention\.temperature_scale is set"),
+    "temperature": ({"attention.temperature_scale": 0.1}, {}, r"attention\.temperature_length is missing"),
     "more groups than experts": ({"expert_group_count": 9}, {}, r"expert_group_count is '9', not"),
 }  # fmt: skip
 
