@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from powerinfer.models.blocks import ATTENTIONS as WIRED
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.placement.shapes import find_shape
 from powerinfer_train import sparsify
+from powerinfer_train.activations import Observed
 from powerinfer_train.recipes import UNTRAINED, StoredTypes, check_recipe, trained_names
 from powerinfer_train.torch_model import ATTENTIONS, TorchModel, narrowed
 from powerinfer_train.writing import write_model
@@ -174,6 +176,18 @@ def test_every_kind_of_attention_is_trained() -> None:
     config = replace(find_shape("llama-7b").config, layers=(LayerConfig(Mamba2Config(4, 16, 2, 16, 4), FfnConfig(32)),))
     with pytest.raises(RequestError, match="models with Mamba2 or short convolutions are not trained"):
         check_recipe("reglu", config)
+
+
+def test_models_that_are_not_computed_are_refused() -> None:
+    """By training, and where the importance of columns is measured."""
+    dense, routed = (replace(find_shape(f"gemma-4-{size}").config, logit_cap=None) for size in ("e2b", "26b-a4b"))
+    refused = {"experts with norms": routed, "inputs of layers": dense, "read the keys": replace(dense, layer_inputs=0)}
+    for reason, config in refused.items():
+        with pytest.raises(RequestError, match=f"models with .*{reason}.* are not trained"):
+            check_recipe("reglu", config)
+        checkpoint: Any = SimpleNamespace(config=config, path="model.gguf")
+        with pytest.raises(RequestError, match=f"not measured for .*{reason}"):
+            Observed(checkpoint)
 
 
 @pytest.mark.parametrize("about", [LATENT, KINDS["states"][0]], ids=["latents", "states"])

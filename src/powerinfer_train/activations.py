@@ -16,6 +16,7 @@ from powerinfer.formats.importance import Importance, mean_squares
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.source import Names
 from powerinfer.progress import Progress
+from powerinfer_train.recipes import uncomputed_reason
 from powerinfer_train.torch_model import ATTENTIONS, TorchModel
 
 if TYPE_CHECKING:
@@ -26,9 +27,13 @@ _TOKENS = 2048  # computed at once
 
 class Observed(TorchModel):
     """A model that adds up the squares of what its matrices are multiplied with: (sums [matrices, cols], counts
-    [matrices]) by canonical name."""
+    [matrices]) by canonical name. RequestError for a model that is not computed here."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        untold = next((one for one in checkpoint.config.attentions if type(one) not in ATTENTIONS), None)
+        reason = f"layers of {untold.title}" if untold is not None else uncomputed_reason(checkpoint.config)
+        if reason is not None:
+            raise RequestError(f"{checkpoint.path}: importance and sensitivity are not measured for {reason}")
         super().__init__(checkpoint.config, {}, torch.float32)
         self.sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._checkpoint = checkpoint
@@ -63,11 +68,6 @@ def measure_importance(checkpoint: Checkpoint, names: Names, windows: Windows, p
     """The importance on some text. names: of the tensors in the GGUF file. RequestError for a model that is not
     computed here, ModelError for one whose numbers are not finite."""
     config = checkpoint.config
-    untold = next((one.attention for one in config.layers if type(one.attention) not in ATTENTIONS), None)
-    if untold is not None:
-        raise RequestError(f"{checkpoint.path}: importance is not measured for layers of {untold.title}")
-    if any(experts.separate for experts in config.experts.values()):
-        raise RequestError(f"{checkpoint.path}: importance is not measured for experts with norms of their own")
     model, together = Observed(checkpoint), max(1, _TOKENS // windows.size)
     ids = torch.from_numpy(windows.ids.copy()).long()
     all_names = [name for name, _ in shapes(config) if checkpoint.has(name)]

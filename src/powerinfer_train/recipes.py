@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from powerinfer.config import (
     BANK,
+    AttentionConfig,
     ExpertsConfig,
     FfnConfig,
     Mamba2Config,
@@ -202,12 +203,25 @@ def check_options(options: SparsifyConfig) -> None:
         raise RequestError(f"--tokens {options.tokens} is less than a step of --batch {options.batch} tokens")
 
 
+def uncomputed_reason(config: ModelConfig) -> str | None:
+    """Reason for which torch_model.py does not compute a model, whatever its kinds of attention; None: it does."""
+    if any(experts.separate for experts in config.experts.values()):
+        return "experts with norms of their own"
+    if config.layer_inputs:
+        return "inputs of layers"
+    if any(isinstance(one, AttentionConfig) and one.kv_from is not None for one in config.attentions):
+        return "layers that read the keys and values of another one"
+    return None
+
+
 def _check_trained(config: ModelConfig) -> None:
     if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
         reason = "models with Mamba2 or short convolutions are not trained so far"
         raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
     if config.logit_cap is not None:
         raise RequestError("models that cap their logits (Gemma 2 and 4) are not trained so far")
+    if (reason := uncomputed_reason(config)) is not None:
+        raise RequestError(f"models with {reason} are not trained so far")
 
 
 def check_recipe(name: str, config: ModelConfig) -> Recipe:
