@@ -38,6 +38,8 @@ from powerinfer.errors import ModelError  # noqa: E402
 from powerinfer.formats import families as family_files  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.families import CLASSES, FOLDERS, GGUFS  # noqa: E402
+from powerinfer.formats.gguf import read_gguf  # noqa: E402
+from powerinfer.formats.gguf_model import open_gguf  # noqa: E402
 
 
 def test_every_family_has_a_case() -> None:
@@ -301,3 +303,45 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
     save_file(stored | {"model.other.weight": more}, weights)
     with pytest.raises(ModelError, match=r"model\.other\.weight"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("laguna", {"gating_types": 2}, "gating_types is '2'; only per-head is supported"),
+        ("laguna", {"gating_types": ["per-head", "per-element"]}, "only per-head is supported"),
+        (
+            "hunyuan",
+            {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0}},
+            "alpha is set for 2 rotated dimensions",
+        ),
+    ],
+)
+def test_odd_settings_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = Truth(case_named(name)).save("folder", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(folder)
+
+
+def test_layers_of_one_matrix_for_queries_and_keys_that_have_no_keys_are_refused(tmp_path: Path) -> None:
+    """Of Gemma 4's GGUF files, whose last layers read the keys and values of others."""
+    file = read_gguf(Truth(case_named("gemma4-e")).save("gguf", tmp_path))
+    tensors = dict(file.tensors)
+    for layer in range(3):
+        q, k, v = (tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv")
+        rows = sum(part.shape[0] for part in (q, k, v))
+        data = np.concatenate([part.data for part in (q, k, v)])
+        tensors[f"blk.{layer}.attn_qkv.weight"] = replace(q, shape=(rows, q.shape[1]), data=data)
+    with pytest.raises(ModelError, match=r"blk\.3\.attn_qkv\.weight is of 3 matrices, not all of which the layer has"):
+        open_gguf(replace(file, tensors=tensors))
+
+
+def test_global_layers_of_llama_4_see_everything(tmp_path: Path) -> None:
+    """Also where a GGUF file states the size of the chunks of the others."""
+    file = read_gguf(Truth(case_named("llama4")).save("gguf", tmp_path))
+    stated = replace(file, metadata=file.metadata | {"llama4.attention.sliding_window": 8192})
+    for one in (file, stated):
+        layers = open_gguf(one).config.layers
+        assert [layer.attention.window for layer in layers] == [8192, 8192, 8192, None]

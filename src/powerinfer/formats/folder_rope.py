@@ -89,6 +89,8 @@ def _proportional(family: Folder, rope: Fields, dim: int) -> RopeConfig:
 def _stretched(rope: Fields, plain: RopeConfig) -> RopeConfig:
     """`plain` with a base that `alpha` stretches, whatever the length of a text; the class reads nothing else."""
     alpha = rope.number("alpha", 1e-6, layout.MAX_SCALE)
+    if plain.dim <= 2:
+        raise rope.bad("alpha", f"is set for {plain.dim} rotated dimensions of a head, which it cannot stretch")
     return replace(plain, theta=plain.theta * alpha ** (plain.dim / (plain.dim - 2)))
 
 
@@ -187,6 +189,8 @@ def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
     if not right or not all(type(one) in (int, float) and 1e-6 < one < layout.MAX_SCALE for one in values):
         raise rope.bad(key, f"is not a list of {count} positive numbers")
     return tuple(map(float, values))
+
+
 def _yarn_gain(factor: float, scale: float = 1.0) -> float:
     """Factor of YaRN where positions are divided by `factor`."""
     return 1 + 0.1 * scale * math.log(max(factor, 1))

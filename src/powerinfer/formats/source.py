@@ -166,7 +166,10 @@ def _part(
     layer, _, inner = canonical.rpartition(".")
     part, bias = inner.removesuffix("_bias"), "_bias" * inner.endswith("_bias")
     shape = shapes[canonical]
-    rows = [_row_count(shapes[f"{layer}.{matrix}{bias}"]) for matrix in fused.parts]
+    parts = [f"{layer}.{matrix}{bias}" for matrix in fused.parts]
+    if any(one not in shapes for one in parts):
+        raise ModelError(f"{source}: tensor {name} is of {len(parts)} matrices, not all of which the layer has")
+    rows = [_row_count(shapes[one]) for one in parts]
     tensor = _checked(stored, name, _rows_as(shape[-2:] if fused.flat else shape, sum(rows)), source)
     if len(shape) == 1 and block_type(tensor.type).block > 1:
         raise ModelError(f"{source}: tensor {name} has type {tensor.type}, in which it cannot be cut")

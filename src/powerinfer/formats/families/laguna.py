@@ -36,9 +36,9 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     fields.only("gating", True, "per-head")
     fields.only("moe_apply_router_weight_on_input", False)
     fields.only("moe_router_logit_softcapping", 0, 0.0)
-    for kind in fields.get("gating_types", None) or ():
-        if kind not in ("per-head", "per_head"):
-            raise fields.bad("gating_types", f"holds {shown(kind)}, which is not supported")
+    kinds: Any = fields.get("gating_types", None) or []
+    if type(kinds) is not list or any(kind not in ("per-head", "per_head") for kind in kinds):
+        raise fields.bad("gating_types", f"is {shown(kinds)}; only per-head is supported")
     heads = add_biases(family, fields, read_heads(family, fields, config))
     counts = fields.integers("num_attention_heads_per_layer", n_layers, 1, layout.MAX_HEADS, heads.n_heads)
     ropes = read_ropes(family, fields, config, heads, None)

@@ -125,7 +125,7 @@ def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionC
     fields.only("attention.sliding_window", 8192)
     plain = None if fields.peek("expert_count") == 128 else "plain"
     return [
-        replace(attention, rope=None, query_growth=0.1, query_interval=8192, query_offset=1)
+        replace(attention, rope=None, window=None, query_growth=0.1, query_interval=8192, query_offset=1)
         if layer % 4 == 0
         else replace(attention, qk_norm=plain, window=8192, chunked=True)
         for layer, attention in enumerate(heads, 1)
