@@ -310,6 +310,7 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
     [
         ("laguna", {"gating_types": 2}, "gating_types is '2'; only per-head is supported"),
         ("laguna", {"gating_types": ["per-head", "per-element"]}, "only per-head is supported"),
+        ("gemma4-e", {"vocab_size_per_layer_input": 100}, "the table of layers' inputs has 100 rows for 101 tokens"),
         (
             "hunyuan",
             {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0}},

@@ -1,5 +1,5 @@
-// What layers that keep a state for each sequence share (Gated DeltaNet, Mamba2, short convolutions): products with the layer's input, a
-// short causal convolution, and a norm with a gate around the rule by which a layer's states go on.
+// What layers that keep a state for each sequence share (Gated DeltaNet, Mamba2, short convolutions): products with the
+// layer's input, a short causal convolution, and a norm with a gate around the rule by which a layer's states go on.
 #pragma once
 #include <memory>
 #include <vector>
@@ -29,8 +29,8 @@ struct InputProduct {
   const char* name;
 };
 
-// Of what a layer gives, in `parts` equal parts of `width` (0: nothing is left to do): columns of `qkv` from `from` on, whose gate is in `attended`
-// from column `to` on. norms: of each part, or of all parts one.
+// Of what a layer gives, in `parts` equal parts of `width` (0: nothing is left to do): columns of `qkv` from `from` on,
+// whose gate is in `attended` from column `to` on. norms: of each part, or of all parts one.
 struct GatedNorm {
   GateNorm kind;
   std::vector<Norm> norms;

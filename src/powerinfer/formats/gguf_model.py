@@ -359,10 +359,8 @@ def _layer_inputs(file: GGUFFile, fields: Fields, family: Gguf) -> tuple[int, in
     numbers = 0
     if family.layer_inputs:
         numbers = fields.integer("embedding_length_per_layer_input", 0, layout.MAX_WIDTH, 0)
-    table = file.tensors.get("per_layer_token_embd.weight")
-    if not numbers or table is None:
-        return numbers, int(numbers > 0)  # a missing tensor is named later
-    return numbers, table.shape[0]
+    table = file.tensors.get("per_layer_token_embd.weight", file.tensors["token_embd.weight"])  # named later if missing
+    return numbers, table.shape[0] if numbers else 0
 
 
 def _cap(fields: Fields, key: str, default: float | None) -> float | None:

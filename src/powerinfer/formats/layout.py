@@ -132,6 +132,9 @@ def check(config: ModelConfig, source: str) -> None:
         raise ModelError(f"{source}: logits capped at {config.logit_cap:g}")
     if config.layer_inputs % 16:
         raise ModelError(f"{source}: inputs of layers of {config.layer_inputs} numbers, no multiple of 16")
+    if config.layer_inputs and config.layer_input_rows < config.vocab_size:
+        rows = f"{config.layer_input_rows} rows for {config.vocab_size} tokens"
+        raise ModelError(f"{source}: the table of layers' inputs has {rows}")
     _check_sources(config, source)
     for layer in set(config.layers):
         _check_norms(config, layer, source)
