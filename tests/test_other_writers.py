@@ -74,7 +74,7 @@ def architecture_of(builder: Builder) -> str:
     "key",
     [
         "use_parallel_residual", "rope.mrope_interleaved", "rope.mrope_section", "mrope_sections",
-        "mm.tokens_per_image", "vision.block_count", "vision.attention.layer_norm_epsilon",
+        "mm.tokens_per_image", "vision.block_count", "vision.attention.layer_norm_epsilon", "spatial_merge_size",
         "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "tensor_data_layout",
         "rope.scaling.original_context_length", "rope.scaling.type", "attn_logit_softcapping", "pooling_type",
         "attention.clamp_kqv", "expert_group_count", "expert_shared_feed_forward_length",
@@ -87,7 +87,7 @@ def test_keys_of_writers_base_classes_change_nothing(tmp_path: Path, model: str,
         "vision.attention.layer_norm_epsilon": 1e-6, "tensor_data_layout": "Meta AI original pth",
         "rope.scaling.original_context_length": 0, "rope.scaling.type": "", "attn_logit_softcapping": 0.0,
         "pooling_type": 0, "attention.clamp_kqv": 0.0, "expert_group_count": 1,
-        "expert_shared_feed_forward_length": 512,
+        "expert_shared_feed_forward_length": 512, "spatial_merge_size": 2,
     }  # fmt: skip
     plain = opened(BUILDERS[model](), tmp_path)
     builder = BUILDERS[model]()
@@ -140,7 +140,7 @@ def test_what_nothing_reads_is_listed(tmp_path: Path) -> None:
 
 def test_what_reads_pictures_is_left_out(tmp_path: Path) -> None:
     plain, builder = opened(tiny_gguf(), tmp_path), tiny_gguf()
-    for name in ("v.patch_embed.weight", "v.blk.0.attn_q.weight", "mm.mm_input_projection.weight"):
+    for name in ("v.patch_embed.weight", "v.blk.0.attn_q.weight", "mm.mm_input_projection.weight", "a.conv1d.0.weight"):
         builder.tensor(name, np.zeros((4, 4), np.float32))
     found = opened(builder.fields({"vision.block_count": 1}, "llama."), tmp_path)
     assert found.notes == ["only text is read: the part for pictures is left out"]

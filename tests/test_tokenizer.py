@@ -568,6 +568,22 @@ def test_merged_bpe_ids_are_those_of_the_tokenizers_library() -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
 
 
+def test_gemma_4_as_ollama_writes_it() -> None:
+    """With the name of scored merges, scores that say nothing, and bytes that are tokens like others."""
+    usual = merged_metadata()
+    types = [1 if kind == 6 else kind for kind in usual["tokenizer.ggml.token_type"]]
+    scores = [float(at) for at in range(len(types))]
+    names = {"model": "llama", "pre": "gemma4", "scores": scores, "token_type": types}
+    other = tokenizer_from_gguf(usual | {f"tokenizer.ggml.{name}": value for name, value in names.items()})
+    tokenizer = tokenizer_from_gguf(usual)
+    for text in [*CORPUS, *HARD]:
+        text = valid(text)
+        if "<0x" not in text:
+            assert other.encode(text) == tokenizer.encode(text), text[:80]
+    text = "  two  spaces\n\n\tü 日本 "
+    assert other.decode(other.encode(text, add_bos=False)) == text
+
+
 def test_scores_without_ties_merge_by_score() -> None:
     """Worked by hand: "abc" with ab (-1) before bc (-2); then abc is reached by ab + c alone."""
     pieces = ["<unk>", "a", "b", "c", "bc", "ab", "abc", "▁"]

@@ -220,8 +220,9 @@ def _check_trained(config: ModelConfig) -> None:
         raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
     if config.logit_cap is not None:
         raise RequestError("models that cap their logits (Gemma 2 and 4) are not trained so far")
-    if (reason := uncomputed_reason(config)) is not None:
-        raise RequestError(f"models with {reason} are not trained so far")
+    uncomputed = uncomputed_reason(config)
+    if uncomputed is not None:
+        raise RequestError(f"models with {uncomputed} are not trained so far")
 
 
 def check_recipe(name: str, config: ModelConfig) -> Recipe:

@@ -125,7 +125,7 @@ _QKV = Fused(("q", "k", "v"))
 _KV_B = ("k_b_rows", "v_b")  # head by head, in files of before April 2025
 _GATE_UP = ("experts_gate", "experts_up")
 _GATE_UP_EXPERTS = "ffn_gate_up_exps"
-_OF_PICTURES = ("v.", "mm.")  # the beginnings of names that Ollama gives to what reads pictures
+_OF_PICTURES = ("v.", "mm.", "a.")  # the beginnings of names that Ollama gives to what reads pictures and sound
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 

@@ -34,6 +34,8 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     makers["gemma4"] = _gguf_merged
     if not isinstance(model, str):
         raise ModelError("the GGUF file has no tokenizer (key tokenizer.ggml.model)")
+    if model == "llama" and metadata.get("tokenizer.ggml.pre") == "gemma4":  # Ollama's, whose scores are token ids
+        model = "gemma4"
     if model not in makers:
         names = ", ".join(sorted(makers))
         raise ModelError(f"tokenizer.ggml.model {model[:40]!r} is not supported; supported: {names}")
@@ -227,9 +229,10 @@ def _merges(gguf: _GGUF) -> list[str]:
 def _gguf_merged(gguf: _GGUF) -> Tokenizer:
     """Merges of whole texts, with "▁" for a space: what Gemma 4 has. A text begins with bos, whatever the file says."""
     merges = _merges(gguf)
+    pieces = _byte_pieces(gguf) or {gguf.vocab[name]: byte for name, byte in _SPELLED.items() if name in gguf.vocab}
     vocabulary = gguf.vocabulary(
         byte_level=False,
-        byte_pieces=_byte_pieces(gguf),
+        byte_pieces=pieces,
         strip_space=False,
         add_bos=gguf.ids["bos"] is not None,
         add_eos=gguf.flag("add_eos_token", False),
@@ -339,10 +342,13 @@ def _scores(gguf: _GGUF) -> list[float]:
     return values
 
 
+_SPELLED = {f"<0x{byte:02X}>": byte for byte in range(256)}
+"""Bytes by the tokens that stand for them."""
+
+
 def _byte_pieces(gguf: _GGUF) -> dict[int, int]:
     pieces = {at: gguf.pieces[at] for at, kind in gguf.types.items() if kind == BYTE}
-    spelled = {f"<0x{byte:02X}>": byte for byte in range(256)}
     for at, piece in pieces.items():
-        if piece not in spelled:
+        if piece not in _SPELLED:
             raise ModelError(f"token {at} is of type byte but spelled {piece[:40]!r}, not like <0x0A>")
-    return {at: spelled[piece] for at, piece in pieces.items()}
+    return {at: _SPELLED[piece] for at, piece in pieces.items()}
