@@ -346,3 +346,24 @@ def test_global_layers_of_llama_4_see_everything(tmp_path: Path) -> None:
     for one in (file, stated):
         layers = open_gguf(one).config.layers
         assert [layer.attention.window for layer in layers] == [8192, 8192, 8192, None]
+
+
+def test_ministral_3_as_ollama_writes_it(tmp_path: Path) -> None:
+    file = read_gguf(Truth(case_named("ministral3")).save("gguf", tmp_path))
+    keys = {
+        "attention.temperature_scale": "rope.scaling_beta",
+        "rope.scaling.yarn_log_multiplier": "rope.scaling.mscale_all_dim",
+    }
+    renamed = {f"mistral3.{old}": f"mistral3.{new}" for old, new in keys.items()}
+    assert renamed.keys() <= file.metadata.keys()
+    metadata = {renamed.get(key, key): value for key, value in file.metadata.items()}
+    metadata |= {"mistral3.rope.scaling.mscale": 1.0, "mistral3.image_token_index": 10}
+    assert open_gguf(replace(file, metadata=metadata)).config == open_gguf(file).config
+    with pytest.raises(ModelError, match="mscale"):
+        open_gguf(replace(file, metadata=metadata | {"mistral3.rope.scaling.mscale": 0.7}))
+
+
+def test_lfm2_as_ollama_writes_it(tmp_path: Path) -> None:
+    file = read_gguf(Truth(case_named("lfm2")).save("gguf", tmp_path))
+    tensors = {name.replace("token_embd_norm", "output_norm"): tensor for name, tensor in file.tensors.items()}
+    assert open_gguf(replace(file, tensors=tensors)).tensors.keys() == open_gguf(file).tensors.keys()

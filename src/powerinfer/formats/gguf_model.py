@@ -217,6 +217,8 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
         inner |= dict.fromkeys(one.parts, combined.get(one.parts) or inner[one.parts[-1]])
     family = GGUFS[config.architecture]
     outer = {name: family.names.get(name, own) for name, own in NAMES.outer.items()}
+    if "output_norm.weight" in file.tensors:  # in Ollama's files of LFM2, too
+        outer["final_norm"] = NAMES.outer["final_norm"]
     inner |= {name: own for name, own in family.names.items() if name not in outer}
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -808,7 +810,9 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
     plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
     multiplier = 0.0
     if family.multiplied:
-        multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0, layout.MAX_SCALE, 0.0)
+        fields.only("rope.scaling.mscale", 1.0)  # as Ollama calls it, whose files have both or none
+        multiplier = fields.number("rope.scaling.mscale_all_dim", 0, layout.MAX_SCALE, 0.0)
+        multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0, layout.MAX_SCALE, multiplier)
     kind, factor, original, gain = _rope_scaling(fields)
     if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
         raise ModelError(f"{fields.source}: has both rope_freqs.weight and RoPE scaling {kind!r}")

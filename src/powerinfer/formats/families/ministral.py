@@ -25,7 +25,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 
 def read_gguf_growth(fields: Fields) -> dict[str, Any]:
     """Settings of attention by which queries grow, with every `original_context_length` positions."""
-    growth = fields.number("attention.temperature_scale", 0, layout.MAX_SCALE, 0.0)
+    growth = fields.number("rope.scaling_beta", 0, layout.MAX_SCALE, 0.0)  # as Ollama calls it
+    growth = fields.number("attention.temperature_scale", 0, layout.MAX_SCALE, growth)
     if not growth:
         return {}
     interval = fields.integer("rope.scaling.original_context_length", 1, layout.MAX_CONTEXT)
