@@ -75,6 +75,7 @@ def architecture_of(builder: Builder) -> str:
     [
         "use_parallel_residual", "rope.mrope_interleaved", "rope.mrope_section", "mrope_sections",
         "mm.tokens_per_image", "vision.block_count", "vision.attention.layer_norm_epsilon", "spatial_merge_size",
+        "max_position_embeddings",
         "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "tensor_data_layout",
         "rope.scaling.original_context_length", "rope.scaling.type", "attn_logit_softcapping", "pooling_type",
         "attention.clamp_kqv", "expert_group_count", "expert_shared_feed_forward_length",
@@ -88,6 +89,7 @@ def test_keys_of_writers_base_classes_change_nothing(tmp_path: Path, model: str,
         "rope.scaling.original_context_length": 0, "rope.scaling.type": "", "attn_logit_softcapping": 0.0,
         "pooling_type": 0, "attention.clamp_kqv": 0.0, "expert_group_count": 1,
         "expert_shared_feed_forward_length": 512, "spatial_merge_size": 2,
+        "max_position_embeddings": 64,
     }  # fmt: skip
     plain = opened(BUILDERS[model](), tmp_path)
     builder = BUILDERS[model]()
