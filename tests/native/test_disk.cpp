@@ -310,7 +310,7 @@ struct ExpertLayer {
     all.slots = std::move(slots);
     RouterSpec router{};
     router.top_k = TOP;
-    p->experts({}, router, packed(PI_F32, EXPERTS, D, (const uint8_t*)scores.data()), std::move(all), {});
+    p->experts({}, router, packed(PI_F32, EXPERTS, D, (const uint8_t*)scores.data()), std::move(all), {}, {});
     return {workspace, std::move(p)};
   }
 
