@@ -36,8 +36,8 @@ MUTATIONS = [
     Mutation(
         "latent attention on a GPU computes what float64 does, over any pages and splits of a context",
         "src/powerinfer/kernels/gpu_latent.py",
-        "hidden = torch.arange(last, device=q.device) > positions",
-        "hidden = torch.arange(last, device=q.device) >= positions",
+        "hidden = torch.arange(last, device=q.device) > places",
+        "hidden = torch.arange(last, device=q.device) >= places",
         "tests/test_gpu_latent.py -k 'attention_over_latents and torch'",
     ),
     Mutation(
@@ -48,11 +48,18 @@ MUTATIONS = [
         "tests/test_gpu_delta.py -k 'test_a_step and torch and prompts'",
     ),
     Mutation(
-        "Mamba2 on a GPU computes what float64 does, a token or a prompt at a time; a state passes from piece to piece",
+        "Mamba2 and short convolutions on a GPU compute what float64 does: a state passes from piece to piece",
         "src/powerinfer/kernels/triton_mamba.py",
         "before = tl.where(begin > 0, write, read)",
         "before = read",
         "tests/test_gpu_mamba.py -k 'test_a_step and chunks and prompts'",
+    ),
+    Mutation(
+        "Mamba2 and short convolutions on a GPU compute what float64 does: what is convolved",
+        "src/powerinfer/kernels/gpu_short_conv.py",
+        "scan(net, x * b, states, runs, rows, rule)",
+        "scan(net, x, states, runs, rows, rule)",
+        "tests/test_gpu_short_conv.py -k 'test_a_step and torch'",
     ),
     Mutation(
         "layers in RAM give the same answer on a GPU through which their matrices stream: the panels",
