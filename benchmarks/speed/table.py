@@ -199,6 +199,7 @@ PAGES = {
         "benchmark table": benchmark_table(),
         "expert figures": bandwidth_table("experts"),
         "few bits table": bandwidth_table("few-bits"),
+        "new families table": bandwidth_table("families"),
         "processors table": processors_table(),
     },
     ROOT / "README.md": lambda: {"speed table": short_table(newest_speed())},
