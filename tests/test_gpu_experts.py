@@ -27,6 +27,8 @@ ROUTERS = {
     "correction": RouterConfig(TOP, scoring="sigmoid", correction=True),
     "groups": RouterConfig(2, groups=4, top_groups=2),
     "groups by two": RouterConfig(4, scoring="sigmoid", correction=True, groups=3, top_groups=2, group_best=2),
+    "factors": RouterConfig(TOP, factors=True),
+    "scaled inputs": RouterConfig(1, scoring="sigmoid", normalise=False, scales_input=True),
 }
 
 
@@ -45,7 +47,10 @@ def test_the_router_is_that_of_the_cpu(kernels: str, about: RouterConfig) -> Non
     correction = floats(3, N) if about.correction else None
     logits = 2 * floats(4, 40, N)
     experts, weights = routed(about, logits, correction)
-    settings: dict[str, Any] = asdict(about) | {"correction": correction, "bias": None}
+    factors = floats(5, N) if about.factors else None
+    if factors is not None:
+        weights = weights * factors[experts]  # as `HybridExperts` does behind it
+    settings: dict[str, Any] = asdict(about) | {"correction": correction, "bias": None, "factors": factors}
     native = _native.RouterSpec(**settings)
     for row, own, by in zip(logits, experts, weights, strict=True):
         expected, exact = _native.route(native, row)
