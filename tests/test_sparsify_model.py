@@ -24,12 +24,24 @@ from powerinfer.text.model_text import tokenizer_of
 from powerinfer.text.tokenizer_gguf import PRE_TOKENIZERS, tokenizer_from_gguf
 from powerinfer_train.as_gguf import ARCHITECTURES, SPLITS, AsGGUF
 from powerinfer_train.other_format import PROBE
-from powerinfer_train.recipes import StoredTypes, moved_biases, trained_names
+from powerinfer_train.recipes import StoredTypes, check_recipe, moved_biases, trained_names
 from powerinfer_train.torch_model import TorchModel, _Rms, activate, load
 from powerinfer_train.writing import check_writable, write_model
 
-TRAINED = [case for case in CASES if case.kind not in ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2")]
-"""All but those with Mamba2 (`recipes.UNTRAINED`)."""
+REFUSALS = {
+    **dict.fromkeys(
+        ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2", "lfm2_moe"), "Mamba2 or short convolutions"
+    ),
+    "gemma4-experts": "experts with norms of their own",
+    "gemma4-e": "inputs of layers",
+}
+"""Parts of models that are not trained, by the kind or the name of cases."""
+
+# Granite's attention alone is trained
+REFUSED = [
+    case for case in CASES if REFUSALS.keys() & {case.kind, case.name} and case.name != "granite-h-attention"
+]
+TRAINED = [case for case in CASES if case not in REFUSED]
 
 
 def layouts() -> list[Any]:
@@ -51,7 +63,7 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
     if kind not in ("silu", "gelu_tanh", "swiglu_oai"):
         pytest.skip(f"no recipe is for {kind}")
     names = (*trained_names(checkpoint.config)[1], *moved_biases(checkpoint.config))
-    if kind == "swiglu_oai" and layout != "gguf":  # rows of gate and up in turn, or transposed
+    if (kind == "swiglu_oai" or case.kind == "llama4_text") and layout != "gguf":  # gate and up in turn, or transposed
         with pytest.raises(ModelError, match="cannot be replaced: take the model as a GGUF file"):
             check_writable(checkpoint, StoredTypes("f16"), names, about)
         return
@@ -247,6 +259,14 @@ def test_logits(case: Case, tmp_path: Path) -> None:
     with torch.no_grad():
         mine = own.logits(own.states(torch.from_numpy(truth.texts[0].astype(np.int64))[None]))[0].numpy()
     assert rms(mine - truth.logits[0]) < 1e-4 * rms(truth.logits[0])
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_models_that_are_not_trained(case: Case, tmp_path: Path) -> None:
+    config = open_checkpoint(Truth(case).save(case.layouts[0], tmp_path)).config
+    part = REFUSALS.get(case.kind) or REFUSALS[case.name]
+    with pytest.raises(RequestError, match=f"^models with {part} are not trained so far"):
+        check_recipe("reglu", replace(config, logit_cap=None))  # which is a reason of its own
 
 
 @pytest.mark.parametrize("name", ["cats", "fatrelu"])
