@@ -36,8 +36,10 @@ def document() -> dict[str, Any]:
 
 
 def families_table() -> str:
-    """KeyError for a family that families.json does not describe."""
+    """ValueError for a family that families.json does not describe."""
     described = document()["families"]
+    if missing := families.FILES.keys() - described.keys():
+        raise ValueError(f"{FILE.name} has no entry for {', '.join(sorted(missing))}")
     body = []
     for file, module in families.FILES.items():
         name, sizes, since = described[file]
