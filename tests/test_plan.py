@@ -842,7 +842,7 @@ def test_the_command_reads_no_weights(tmp_path: Path) -> None:
         (["--shape", "opt-13b", "-m", "x"], "not both"),
         (["--shape", "nothing"], "no shape"),
         (["-m", "opt-175b"], "--shape opt-175b plans for it"),
-        (["-m", "nemotron-3-nano-30B-a3b"], "--shape nemotron-3-nano-30B-a3b plans for it"),
+        (["-m", "nemotron-nano-9B-v2"], "--shape nemotron-nano-9B-v2 plans for it"),
         (["-m", "opt-17b"], "no model opt-17b"),
         (["--shape", "opt-13b", "--hardware", "nothing"], "no machine"),
         (["--shape", "opt-13b", "--vram", "lots"], "size"),
