@@ -1319,6 +1319,13 @@ class EngineConfig:
         "(dynamic); auto: the one that decodes fastest, tried at the first load",
         choices=("static", "lru", "lfu", "dynamic", "auto"),
     )
+    speculate: str = option(
+        "auto",
+        "draft tokens, which the model verifies several at a time; answers stay the same: mtp, by the model's own "
+        "layers for that; lookup, by what followed the same words before; a smaller MODEL of the same vocabulary; off; "
+        "auto: mtp where the model has such layers",
+        metavar="HOW|MODEL",
+    )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
 
 

@@ -231,8 +231,10 @@ class CpuExecutor:
         pages: int | None = None,
         room: int | None = None,
         disk: DiskTier | None = None,
+        pool: _native.Pool | None = None,
     ) -> None:
-        """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing.
+        """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing. pool: another
+        executor's threads, for two that never run at the same time; None: it has its own.
 
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
         and room: the most bytes that they may take then. RequestError for options that cannot be met.
@@ -260,7 +262,7 @@ class CpuExecutor:
         self._embedded = 0  # operators up to the embedding's
         self._file_rows: FileRows | None = None  # of the embedding
         self.mapped: list[MappedFile] = []  # files that steps read views of
-        self._pool = _native.Pool(self.choices.threads.value)
+        self._pool = pool or _native.Pool(self.choices.threads.value)
         self._workspace = _native.Workspace(self._pool, self.choices.isa.value)
         self._pack = partial(pack, self._pool, _native.Arena())
         self.parts = PartMaker(config, self._workspace, self._pack)
@@ -1008,6 +1010,11 @@ class CpuExecutor:
         out = np.empty((len(rows), self.d_model), np.float32)
         self._program.hidden_states(rows, out)
         return out
+
+    @property
+    def pool(self) -> _native.Pool:
+        """Its threads."""
+        return self._pool
 
     @contextmanager
     def awake(self) -> Iterator[None]:

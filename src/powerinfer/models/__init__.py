@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from powerinfer import _native
 from powerinfer.config import EngineConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor, Rotation
 from powerinfer.devices.cpu_ffn import Weights
@@ -25,16 +26,17 @@ def load(
     in_experts: bool = False,
     predictors: Callable[[int], Weights] | None = None,
     disk: DiskTier | None = None,
+    pool: _native.Pool | None = None,
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
-    predictors: of each layer, what selects those that are computed. disk: what stays there. ModelError for a checkpoint
-    with tensors missing or left over, RequestError for options that cannot be met.
+    predictors: of each layer, what selects those that are computed. disk: what stays there; pool: another executor's
+    threads. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
-    executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk)
+    executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool)
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)

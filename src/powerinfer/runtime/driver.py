@@ -35,6 +35,7 @@ from powerinfer.errors import (
 from powerinfer.runtime.request import AnswerRequest, Request, StreamEvent
 from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
+from powerinfer.runtime.speculation import Speculation, SpeculationStats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,6 +65,10 @@ class EngineStats:
     disk_wanted: int  # neurons and experts on disk that steps used
     disk_hits: int  # of these, in RAM when the step began
     disk_stall_s: float  # seconds that steps waited for the disk
+    draft_steps: int  # steps that had drafts
+    drafted: int  # drafts that were computed
+    accepted: int  # of these, those that were right
+    accepted_places: tuple[int, ...]  # of these, by their place behind a request's last token
 
 
 class _Step(NamedTuple):
@@ -100,8 +105,9 @@ class Driver:
         *,
         load_s: float,
         max_queue: int,
+        speculation: Speculation | None = None,
     ) -> None:
-        """spell: the bytes of a token, for logprobs."""
+        """spell: the bytes of a token, for logprobs; speculation: gives requests their drafts, None: they have none."""
         self.scheduler = scheduler
         self.live: dict[Request, None] = {}
         self.open_commands = 0  # commands under way that must not meet idle work
@@ -110,6 +116,7 @@ class Driver:
         self._spell = spell
         self._load_s = load_s
         self._max_queue = max_queue
+        self._speculation = speculation
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._outbox: list[tuple[Request, StreamEvent | None]] = []
         self._arrived: list[Request] = []  # since the last step
@@ -205,7 +212,8 @@ class Driver:
 
     def stats(self) -> EngineStats:
         scheduler, cache = self.scheduler, self.scheduler.cache
-        running, disk = len(scheduler.running), self._disk
+        running, disk, drafts = len(scheduler.running), self._disk, self._speculation
+        draft_stats = SpeculationStats(0, 0, 0, ()) if drafts is None else drafts.stats()
         return EngineStats(
             running=running,
             waiting=max(0, len(self.live) - running),
@@ -225,6 +233,10 @@ class Driver:
             disk_wanted=int(disk.get("wanted", 0)),
             disk_hits=int(disk.get("hits", 0)),
             disk_stall_s=disk.get("waited", 0.0),
+            draft_steps=draft_stats.steps,
+            drafted=draft_stats.drafted,
+            accepted=draft_stats.accepted,
+            accepted_places=draft_stats.places,
         )
 
     def _start(self) -> None:
@@ -320,6 +332,8 @@ class Driver:
 
     def _step(self) -> bool:
         """Compute a step; whether there was one to compute."""
+        if self._speculation is not None:
+            self._speculation.draft(self.scheduler.running)
         begin = time.perf_counter()
         batch = self.scheduler.plan()
         self._refuse_excess()
@@ -333,12 +347,13 @@ class Driver:
         planned = self.scheduler.planned
         logits = self._rows(lambda: self.compute(batch, planned), planned)
         if logits is not None:
-            for row, request in enumerate(self.scheduler.commit()):
-                try:
-                    self._accept(request, logits[row])
-                except PowerInferError as error:  # this request failed: the others continue
-                    self._fail(request, error)
+            row = 0
+            for request in self.scheduler.commit():
+                row += self._accept(request, logits[row:])
             self._embed()
+            if self._speculation is not None and len(batch.tokens) == len(batch.logit_rows):  # of no prompt
+                drafts = len(batch.tokens) > len(planned)
+                self._speculation.computed(len(batch.tokens), time.perf_counter() - begin, drafts)
         self._disk = self._read()
         self._steps += 1
         self._step_s += time.perf_counter() - begin
@@ -399,7 +414,26 @@ class Driver:
                 if request.ended:
                     self._leave(request, None)
 
-    def _accept(self, request: AnswerRequest, logits: NDArray[np.float32]) -> None:
+    def _accept(self, request: AnswerRequest, logits: NDArray[np.float32]) -> int:
+        """Sample what follows a request's tokens, and its drafts while they are what was sampled; the number of rows
+        that it has. logits: from its first row on."""
+        drafts, request.drafts = request.drafts, ()
+        place = 0
+        try:
+            self._sample(request, logits[0])
+            while place < len(drafts) and not request.ended and request.tokens[-1] == drafts[place]:
+                place += 1
+                self.scheduler.accept(request)
+                self._sample(request, logits[place])
+        except PowerInferError as error:  # this request failed: the others continue
+            self._fail(request, error)
+        if self._speculation is not None and drafts:
+            request.drafted += len(drafts)
+            request.accepted += place
+            self._speculation.verified(request, len(drafts), place)
+        return 1 + len(drafts)
+
+    def _sample(self, request: AnswerRequest, logits: NDArray[np.float32]) -> None:
         """Sample the next token of a request, and end the request if it was the last."""
         token = request.sampler.sample(logits)
         count = request.params.logprobs
@@ -441,6 +475,8 @@ class Driver:
         self._outbox.append((request, last))
         if request in self.live:
             self.scheduler.finish(request)
+            if self._speculation is not None and isinstance(request, AnswerRequest):
+                self._speculation.forget(request)
             del self.live[request]
             self._idle_due = not self.live
 
@@ -482,6 +518,8 @@ class Driver:
         with self._gate:
             before, self._life = self._life, _Life.CLOSED
         if before is not _Life.CLOSED:
+            if self._speculation is not None:
+                self._speculation.close()
             self._executor.close()
 
     def _end(self, over: Callable[[], PowerInferError]) -> None:

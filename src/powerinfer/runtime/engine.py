@@ -19,6 +19,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
+from powerinfer.runtime.draft_sources import draft_source
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
     EmbeddingOptions,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from powerinfer.runtime.driver import EngineStats
     from powerinfer.runtime.runner import UseLogits
     from powerinfer.runtime.sampling import TokenMask
+    from powerinfer.runtime.speculation import DraftSource
     from powerinfer.text.chat import ChatTemplate
     from powerinfer.text.tokenizer import Tokenizer
 
@@ -148,7 +150,9 @@ class LLM:
         resolved = resolve(checkpoint, engine, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         try:
-            self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, time.perf_counter() - begin)
+            source = draft_source(engine, executor, checkpoint.config, tokenizer, progress)
+            load_s = time.perf_counter() - begin
+            self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, load_s, source)
         except BaseException:
             executor.close()
             raise
@@ -167,13 +171,14 @@ class LLM:
         config: ModelConfig,
         engine: EngineConfig | None = None,
         sparsity: Sparsity | None = None,
+        source: DraftSource | None = None,
     ) -> LLM:
         """An LLM on an executor that is there already, without a chat template.
 
-        sparsity: how its layers decode; None: densely.
+        sparsity: how its layers decode; None: densely. source: of drafts, None: there are none.
         """
         llm = cls.__new__(cls)
-        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), sparsity or Sparsity(), 0.0)
+        llm._set_up(executor, tokenizer, config, engine or EngineConfig(), sparsity or Sparsity(), 0.0, source)
         return llm
 
     def _set_up(
@@ -184,6 +189,7 @@ class LLM:
         engine: EngineConfig,
         sparsity: Sparsity,
         load_s: float,
+        source: DraftSource | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -196,7 +202,7 @@ class LLM:
         self._sparsity = sparsity
         self._executor = executor
         longest = config.context_length
-        self._runner = Runner(executor, tokenizer, engine.context or longest, engine, load_s, longest)
+        self._runner = Runner(executor, tokenizer, engine.context or longest, engine, load_s, longest, source)
 
     def __repr__(self) -> str:
         described = [f"{name}={value!r}" for name, value in self._described().items()]

@@ -48,6 +48,7 @@ class Completion:
     cached_tokens: prompt tokens that were taken from the prefix cache.
     timings: seconds and rates, a `Timings`.
     logprobs: for each token id a `TokenLogprob`, if `SamplingParams(logprobs=N)` asked for them.
+    drafted, accepted: drafts that were computed for it, and those of them that were right.
     """
 
     text: str
@@ -58,6 +59,8 @@ class Completion:
     cached_tokens: int
     timings: Timings
     logprobs: list[TokenLogprob] | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class StreamEvent(NamedTuple):
@@ -120,6 +123,7 @@ class Request:
         self.keys: list[bytes] = []  # keys of the pages that `tokens` fills
         self.published = 0  # leading pages that are in the prefix cache
         self.row = -1  # row of the page table while it runs
+        self.drafts: Sequence[int] = ()  # guesses of the tokens that follow, computed with the last of its own
         self.read_state = self.state = -1  # slots of its state before the next step and after it
         self.keeps: set[int] = set()  # numbers of tokens behind which its state is to be kept
         self.last_kept = b""  # key of the state that it kept last without being asked
@@ -160,6 +164,7 @@ class AnswerRequest(Request):
         self.text = text
         self.stop_ids = stop_ids
         self.all_tokens = False
+        self.drafted = self.accepted = 0  # drafts that were computed, and those of them that were right
 
         self.pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
@@ -187,6 +192,8 @@ class AnswerRequest(Request):
             cached_tokens=self.cached,
             timings=self._timings(len(generated), load_s),
             logprobs=None if self.params.logprobs is None else self.logprobs,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
         return self.completion
 

@@ -22,6 +22,7 @@ from powerinfer.runtime.params import SamplingParams, TextLimit
 from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request, RunningRequest, Terms
 from powerinfer.runtime.sampling import Sampler, TokenMask
 from powerinfer.runtime.scheduler import Scheduler, StepLimits
+from powerinfer.runtime.speculation import DraftSource, Speculation
 from powerinfer.runtime.text import TextStream
 
 if TYPE_CHECKING:
@@ -43,9 +44,16 @@ class Runner:
     """Runs requests on an executor. Any thread may call any method. The engine's thread ends with this object."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, context: int, engine: EngineConfig, load_s: float, longest: int
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        context: int,
+        engine: EngineConfig,
+        load_s: float,
+        longest: int,
+        source: DraftSource | None = None,
     ) -> None:
-        """longest: the maximum context of the model, in tokens."""
+        """longest: the maximum context of the model, in tokens; source: of drafts, None: there are none."""
         self._longest = longest
         self.context = min(context, executor.n_pages * executor.page_size)
         self._executor = executor
@@ -62,8 +70,9 @@ class Runner:
             n_states=executor.n_states,
         )
         self._driver = Driver(
-            executor, self._scheduler, tokenizer.token_bytes, load_s=load_s, max_queue=engine.max_queue
-        )
+            executor, self._scheduler, tokenizer.token_bytes, load_s=load_s, max_queue=engine.max_queue,
+            speculation=None if source is None else Speculation(source),
+        )  # fmt: skip
 
     def __del__(self) -> None:
         if hasattr(self, "_driver"):

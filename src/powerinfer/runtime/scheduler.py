@@ -5,6 +5,9 @@ shares, so requests can join and leave at any step. While requests decode the ch
 between their tokens stays short. A request is admitted if there are pages for all its tokens: in order, and clients
 (salts) in turn. If a growing request finds no page, the youngest one is preempted: it is recomputed later, before
 those that wait. Since a token's result does not depend on batch or chunk, this affects only the time.
+
+A decoding request may have drafts, tokens that are guessed to follow its own: the step takes these too, and gives
+logits for each. Those that turn out right are `accepted`; what the others left in pages is written again.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ class Scheduler:
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
         self._row_of = np.zeros(max_tokens, np.int32)
-        self._logit_rows = np.zeros(max_batch, np.int32)
+        self._logit_rows = np.zeros(max_tokens, np.int32)
         self._page_table = np.full((max_batch, -(-context // page_size)), -1, np.int32)
         self._read_states, self._states = (np.zeros(max_batch, np.int32) for _ in range(2))
         self._batch = Batch(self._tokens[:0], self._positions[:0], self._row_of[:0], self._page_table[:0],
@@ -127,6 +130,9 @@ class Scheduler:
                 self._grow(request)
         if not self.running:
             return None
+        for request in self.running:
+            if request.drafts:
+                self._limit_drafts(request)
         self._choose()
         return self._fill()
 
@@ -141,18 +147,26 @@ class Scheduler:
         return texts
 
     def commit(self) -> list[AnswerRequest]:
-        """The planned step was computed. Returns the requests that have logits, in the order of their rows."""
+        """The planned step was computed. Returns the requests that have logits, in the order of their rows: of each
+        that of its last token, then those of its drafts, none of which counts as computed yet."""
         ready = []
         for request, count in self._work:
-            request.computed += count
-            full = request.computed // self.page_size
-            if isinstance(request, AnswerRequest) and full > request.published and self.cache.reuse:
-                self._publish(request)
-            if self.states is not None:
-                self.states.commit(request)
+            self._advance(request, count - len(request.drafts))
             if isinstance(request, AnswerRequest) and request.computed == len(request.tokens):
                 ready.append(request)
         return ready
+
+    def accept(self, request: AnswerRequest) -> None:
+        """A draft of the planned step is the request's last token, so that this was computed."""
+        self._advance(request, 1)
+
+    def _advance(self, request: Request, count: int) -> None:
+        request.computed += count
+        full = request.computed // self.page_size
+        if isinstance(request, AnswerRequest) and full > request.published and self.cache.reuse:
+            self._publish(request)
+        if self.states is not None:
+            self.states.commit(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request and free its pages. Full pages stay in the prefix cache."""
@@ -253,6 +267,15 @@ class Scheduler:
         self._page_table[request.row, len(request.pages)] = page
         request.pages.append(page)
 
+    def _limit_drafts(self, request: Request) -> None:
+        """Keep those of a request's drafts for which there are pages, without putting another request back."""
+        room = len(request.pages) * self.page_size - len(request.tokens)
+        while len(request.drafts) > room and (page := self.cache.allocate()) is not None:
+            self._page_table[request.row, len(request.pages)] = page
+            request.pages.append(page)
+            room += self.page_size
+        request.drafts = request.drafts[:room]
+
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
         for key in request.keys[request.published :]:
@@ -263,6 +286,7 @@ class Scheduler:
             self.states.stop(request)
         request.pages = []
         request.computed = 0
+        request.drafts = ()
         self._page_table[request.row] = -1
         heappush(self._rows, request.row)
         request.row = -1
@@ -271,13 +295,15 @@ class Scheduler:
         """Choose one token of each decoding request, then shares of the prompts, up to the size of a call."""
         work = self._work
         work.clear()
-        prompts = []
+        prompts, spare = [], self._max_tokens - len(self.running)
         for request in self.running:
             if request.computed + 1 == len(request.tokens):
-                work.append((request, 1))
+                request.drafts = request.drafts[:spare]
+                spare -= len(request.drafts)
+                work.append((request, 1 + len(request.drafts)))
             else:
                 prompts.append(request)
-        room = min(self._max_tokens - len(work), self._mixed_chunk if work else self._prefill_chunk)
+        room = min(spare + len(prompts), self._mixed_chunk if work else self._prefill_chunk)
         prompts = prompts[:room]  # oldest first
         wanted = [len(request.tokens) - request.computed for request in prompts]
         if self.states is not None:
@@ -290,20 +316,22 @@ class Scheduler:
         at = n_logits = n_rows = 0
         for request, count in self._work:
             start = request.computed
+            drafts = len(request.drafts)
             if count == 1:
                 tokens[at] = request.tokens[start]
                 positions[at] = start
                 row_of[at] = request.row
             else:
-                tokens[at : at + count] = request.tokens[start : start + count]
+                tokens[at : at + count - drafts] = request.tokens[start : start + count - drafts]
+                tokens[at + count - drafts : at + count] = request.drafts
                 positions[at : at + count] = np.arange(start, start + count)
                 row_of[at : at + count] = request.row
             self._read_states[request.row], self._states[request.row] = request.read_state, request.state
             at += count
             n_rows = max(n_rows, request.row + 1)
-            if start + count == len(request.tokens) and isinstance(request, AnswerRequest):
-                logit_rows[n_logits] = at - 1
-                n_logits += 1
+            if start + count == len(request.tokens) + drafts and isinstance(request, AnswerRequest):
+                logit_rows[n_logits : n_logits + 1 + drafts] = np.arange(at - 1 - drafts, at)
+                n_logits += 1 + drafts
         batch = self._batch
         if (len(batch.tokens), len(batch.logit_rows), len(batch.page_table)) != (at, n_logits, n_rows):
             batch = self._batch = Batch(

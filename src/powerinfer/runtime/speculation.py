@@ -1,0 +1,252 @@
+"""Speculation: drafts, guesses of the tokens that follow, which a step computes together with a request's last token.
+
+The model samples at each place as it would without them, and a draft counts while it is the token that was sampled. So
+answers stay the same, bit for bit, where a token's logits do not depend on the batch; what is gained is time, and only
+while drafts are right often enough for what they cost. A `DraftSource` makes them. `Speculation` decides how many each
+request gets: it measures how long steps of that many tokens take and how often drafts are right, and takes the number
+with the most expected tokens a second (the utility of Cascade, arXiv 2506.20675, within every step).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple, Protocol
+
+from powerinfer.runtime.request import AnswerRequest, Request
+
+MOST = 7
+"""Drafts of a request in one step."""
+
+_MARGIN = 1.02  # expected gain below which there are no drafts
+_SLOPE = 0.02  # what a token more is taken to cost, as a share of a step, where no larger step was measured
+_WEIGHT = 4.0  # of what is known of all requests, in drafts, for one of which less is known
+_DECAY = 0.95  # of what was counted, with each verified guess
+_MEASURED = 7  # newest times of a step's size of which the median counts
+_STALE = 512  # steps after which a size's times are forgotten
+_PLAIN_EVERY = 128  # steps with drafts after which one has none, so that it is known what these take
+_PATIENCE = 48  # steps without drafts after which one is tried again; doubled each time that this brings nothing
+_LONGEST_PATIENCE = 16 * _PATIENCE
+
+
+class Outlook(NamedTuple):
+    """What a source can draft for a request. most: drafts; kind: of its guesses, by which they differ in how often they
+    are right; likely: the share that is right, until it was measured."""
+
+    most: int
+    kind: str
+    likely: float
+
+
+class DraftSource(Protocol):
+    """Source of drafts. All calls come from the engine's thread, between steps."""
+
+    name: str
+
+    def outlook(self, request: AnswerRequest) -> Outlook:
+        """What it could draft to follow the request's tokens; must be fast."""
+        ...
+
+    def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
+        """Up to so many drafts for each request, whose outlook was asked in this step."""
+        ...
+
+    def observe(self, requests: Sequence[tuple[Request, int, int]]) -> None:
+        """The step was computed. requests: each with its first token in the batch, and how many of these are right."""
+        ...
+
+    def forget(self, request: AnswerRequest) -> None:
+        """The request has ended, or was put back."""
+        ...
+
+    def close(self) -> None:
+        """Free what it has."""
+        ...
+
+
+@dataclass
+class _Rate:
+    """How often drafts were right, of those that were verified up to the first wrong one; older ones count less."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    def add(self, right: int, tried: int) -> None:
+        self.right, self.tried = _DECAY * self.right + right, _DECAY * self.tried + tried
+
+    def share(self, expected: float) -> float:
+        return (self.right + _WEIGHT * expected) / (self.tried + _WEIGHT)
+
+
+@dataclass
+class Guessing:
+    """Drafts of a request so far, and those of its next step."""
+
+    rates: dict[str, _Rate] = field(default_factory=dict)
+    kind: str = ""  # of the drafts of this step
+    idle: int = 0  # steps since it had drafts
+    patience: int = _PATIENCE
+    retried: bool = False  # its drafts of this step are a try
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """Counts of drafts. steps: those that had some; drafted, accepted: drafts; places: accepted ones by their place
+    behind a request's last token."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    places: tuple[int, ...]
+
+
+class StepTimes:
+    """Seconds of decode steps by their number of tokens."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}  # the step at which each size was measured last
+        self._steps = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._steps += 1
+        self._times.setdefault(tokens, deque(maxlen=_MEASURED)).append(seconds)
+        self._last[tokens] = self._steps
+        for size in [size for size, last in self._last.items() if self._steps - last > _STALE]:
+            if len(self._last) > 1:
+                del self._last[size], self._times[size]
+
+    def of(self, tokens: int) -> float | None:
+        """Expected seconds, between those of the nearest sizes that were measured; None: no step was."""
+        if not self._times:
+            return None
+        if tokens in self._times:
+            return median(self._times[tokens])
+        below = max((size for size in self._times if size < tokens), default=None)
+        above = min((size for size in self._times if size > tokens), default=None)
+        if below is None:
+            assert above is not None
+            return median(self._times[above]) / (1 + _SLOPE * (above - tokens))
+        low = median(self._times[below])
+        if above is None:
+            return low * (1 + _SLOPE * (tokens - below))
+        return low + (median(self._times[above]) - low) * (tokens - below) / (above - below)
+
+
+class Speculation:
+    """Drafts for the requests of an engine, as many as pay, and what is known of them."""
+
+    def __init__(self, source: DraftSource, most: int = MOST) -> None:
+        """most: drafts of a request in one step."""
+        self.source = source
+        self._most = most
+        self._requests: dict[AnswerRequest, Guessing] = {}
+        self._rates: dict[str, _Rate] = {}  # of all requests, by kind
+        self._times = StepTimes()
+        self._drafting: dict[int, deque[float]] = {}  # seconds that so many drafts took
+        self._steps = self._drafted = self._accepted = 0
+        self._since_plain = 0
+        self._places: Counter[int] = Counter()
+
+    def stats(self) -> SpeculationStats:
+        places = tuple(self._places[place] for place in range(max(self._places, default=-1) + 1))
+        return SpeculationStats(self._steps, self._drafted, self._accepted, places)
+
+    def draft(self, requests: Iterable[Request]) -> None:
+        """Give the requests of the next step their drafts. Where some of them are prompts there are none: what such a
+        step takes is not known."""
+        answers = [one for one in requests if isinstance(one, AnswerRequest) and one.computed + 1 == len(one.tokens)]
+        for request in answers:
+            request.drafts = ()
+        if not answers or any(one.computed + 1 < len(one.tokens) for one in requests):
+            return
+        outlooks = {request: self._outlook(request) for request in answers}
+        wanted = [(request, count) for request, count in self._counts(outlooks).items() if count]
+        self._since_plain = self._since_plain + 1 if wanted and self._since_plain < _PLAIN_EVERY else 0
+        if not self._since_plain:
+            return
+        begin = time.perf_counter()
+        for (request, _), drafts in zip(wanted, self.source.draft(wanted), strict=True):
+            request.drafts = drafts
+        taken = time.perf_counter() - begin
+        self._drafting.setdefault(sum(count for _, count in wanted), deque(maxlen=_MEASURED)).append(taken)
+
+    def _outlook(self, request: AnswerRequest) -> Outlook:
+        room = request.max_new - (len(request.tokens) - request.n_prompt) - 1  # the step itself brings a token
+        outlook = self.source.outlook(request)
+        return outlook._replace(most=max(0, min(outlook.most, room, self._most)))
+
+    def _counts(self, outlooks: dict[AnswerRequest, Outlook]) -> dict[AnswerRequest, int]:
+        """Drafts of each request: of all numbers those with the most expected tokens a second."""
+        counts = dict.fromkeys(outlooks, 0)
+        gains: list[tuple[float, AnswerRequest]] = []  # what another draft of a request is expected to bring
+        for request, outlook in outlooks.items():
+            guessing = self._requests.setdefault(request, Guessing())
+            guessing.kind, guessing.retried = outlook.kind, False
+            known = self._rates.setdefault(outlook.kind, _Rate()).share(outlook.likely)
+            share = guessing.rates.setdefault(outlook.kind, _Rate()).share(known)
+            gains += [(share ** (place + 1), request) for place in range(outlook.most)]
+        gains.sort(key=lambda gain: -gain[0])
+        plain = self._times.of(len(outlooks))
+        if plain is None:
+            return counts
+        best, best_count, expected = _MARGIN * len(outlooks) / plain, 0, float(len(outlooks))
+        for count, (gain, _) in enumerate(gains, 1):
+            expected += gain
+            seconds = self._times.of(len(outlooks) + count)
+            assert seconds is not None
+            if (speed := expected / (seconds + self._draft_time(count))) > best:
+                best, best_count = speed, count
+        for _, request in gains[:best_count]:
+            counts[request] += 1
+        for request, outlook in outlooks.items():
+            self._retry(request, outlook, counts)
+        return counts
+
+    def _retry(self, request: AnswerRequest, outlook: Outlook, counts: dict[AnswerRequest, int]) -> None:
+        """Try a draft of a request again that had none for long."""
+        guessing = self._requests[request]
+        if counts[request]:
+            guessing.idle = 0
+            return
+        guessing.idle += 1
+        if guessing.idle >= guessing.patience and outlook.most:
+            counts[request], guessing.idle, guessing.retried = 1, 0, True
+            guessing.patience = min(2 * guessing.patience, _LONGEST_PATIENCE)
+
+    def _draft_time(self, count: int) -> float:
+        if not self._drafting:
+            return 0.0
+        nearest = min(self._drafting, key=lambda one: abs(one - count))
+        return median(self._drafting[nearest]) * (count / nearest if count > nearest else 1.0)
+
+    def verified(self, request: AnswerRequest, drafted: int, accepted: int) -> None:
+        """Of a request's drafts of the step so many were right, up to the first wrong one."""
+        guessing = self._requests.get(request)
+        if not drafted or guessing is None:
+            return
+        self._drafted += drafted
+        self._accepted += accepted
+        self._places.update(range(accepted))
+        tried = min(accepted + 1, drafted)
+        for rates in (guessing.rates, self._rates):
+            rates.setdefault(guessing.kind, _Rate()).add(accepted, tried)
+        if accepted and guessing.retried:
+            guessing.patience = _PATIENCE
+
+    def computed(self, tokens: int, seconds: float, drafts: bool) -> None:
+        """A step of decoding requests alone took so long."""
+        self._steps += drafts
+        self._times.add(tokens, seconds)
+
+    def forget(self, request: AnswerRequest) -> None:
+        """The request has ended."""
+        if self._requests.pop(request, None) is not None:
+            self.source.forget(request)
+
+    def close(self) -> None:
+        """Free what the source has."""
+        self.source.close()

@@ -1,0 +1,347 @@
+"""Speculation on the toy model: the same answers whatever is drafted, fewer steps where drafts are right, and none
+where they are not; prompt lookup; a smaller model as the source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_model import D_MODEL, VOCAB, ToyExecutor, ToyTokenizer, ask, idle, reference_greedy, settled, toy_llm
+
+from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.errors import PowerInferError
+from powerinfer.runtime.draft_model import DraftModel
+from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.lookup import LookupDrafts, longest_match
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import AnswerRequest, Completion, Request
+from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, Speculation, StepTimes
+
+
+class Guesses:
+    """A source whose drafts are right with a given probability, each; after a wrong one nothing is."""
+
+    name = "test"
+
+    def __init__(self, right: float, seed: int = 0) -> None:
+        self._right, self._random = right, Random(seed)
+        self.answers: dict[tuple[int, ...], list[int]] = {}  # by prompt
+        self.asked = self.forgotten = 0
+        self.closed = False
+
+    def outlook(self, request: AnswerRequest) -> Outlook:
+        return Outlook(MOST, "test", 0.5)
+
+    def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
+        self.asked += 1
+        return [self._for(request, count) for request, count in wanted]
+
+    def _for(self, request: AnswerRequest, count: int) -> list[int]:
+        tokens, n = request.tokens, request.n_prompt
+        answer = self.answers.get(tuple(tokens[:n]), [])[len(tokens) - n :]
+        answer += [self._random.randrange(VOCAB) for _ in range(count)]
+        return [
+            token if self._random.random() < self._right else self._random.randrange(VOCAB) for token in answer[:count]
+        ]
+
+    def observe(self, requests: Sequence[tuple[Request, int, int]]) -> None:
+        pass
+
+    def forget(self, request: AnswerRequest) -> None:
+        self.forgotten += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every request has any number of drafts in every step, whatever they cost."""
+    random = Random(7)
+    monkeypatch.setattr(Speculation, "_counts", lambda self, outlooks: _any_counts(self, outlooks, random))
+    yield
+
+
+def _any_counts(speculation: Speculation, outlooks: dict[AnswerRequest, Outlook], random: Random) -> dict:
+    for request in outlooks:
+        speculation._requests.setdefault(request, Guessing())
+    return {request: random.randint(0, outlook.most) for request, outlook in outlooks.items()}
+
+
+def speculating(source: DraftSource, executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
+    config = ModelConfig(
+        architecture="toy", d_model=D_MODEL, vocab_size=VOCAB, context_length=context,
+        norm_eps=1e-5, layers=(LayerConfig(AttentionConfig(1, 1, 1), FfnConfig(1)),),
+    )  # fmt: skip
+    settings_ = EngineConfig(**engine)  # type: ignore[arg-type]
+    return LLM.from_parts(executor or ToyExecutor(), ToyTokenizer(), config, settings_, source=source)  # type: ignore[arg-type]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(0, 256, length).tolist()
+
+
+PROMPTS = [prompt(length) for length in (1, 31, 32, 33, 64, 65, 100, 2)]
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=1),
+    SamplingParams(temperature=1, seed=3, max_tokens=50, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0.8, seed=4, top_p=0.9, max_tokens=33, frequency_penalty=0.4, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=60, stop=["a", "e9"]),
+    SamplingParams(temperature=0, max_tokens=30, choice=["a long answer of many letters", "a short answer", "b"]),
+    SamplingParams(temperature=1, seed=9, max_tokens=100, regex="[a-f]{3,90}z"),
+    SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
+]
+
+
+def same(answer: Completion, plain: Completion) -> bool:
+    fields = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "logprobs")
+    return all(getattr(answer, field) == getattr(plain, field) for field in fields)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("chunk", [3, 64])
+@pytest.mark.parametrize("pages", [64, 26], ids=["room", "preempting"])
+def test_answers_stay_the_same(many: None, right: float, chunk: int, pages: int) -> None:
+    def executor() -> ToyExecutor:
+        return ToyExecutor(n_pages=pages, page_size=8)
+
+    context = 8 * 26  # tokens
+    plain = toy_llm(executor(), context, prefill_chunk=chunk).generate(PROMPTS, PARAMS)
+    source = Guesses(right)
+    source.answers = {tuple(one): answer.token_ids for one, answer in zip(PROMPTS, plain, strict=True)}
+    llm = speculating(source, executor(), context, prefill_chunk=chunk)
+    for _ in range(2):  # the second time with a prefix that the first left
+        answers = llm.generate(PROMPTS, PARAMS)
+        assert all(map(same, answers, plain))
+        assert idle(llm)
+    assert source.asked, "there were drafts"
+    stats = llm.stats()
+    assert stats.drafted >= stats.accepted == sum(answer_places := stats.accepted_places)
+    assert list(answer_places) == sorted(answer_places, reverse=True)
+    if pages == 64:
+        assert right - 0.4 < stats.accepted / stats.drafted < right + 0.1
+
+
+def test_right_drafts_save_steps(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "_counts", lambda self, outlooks: dict.fromkeys(outlooks, 3))
+    executor, source = ToyExecutor(), Guesses(1.0)
+    text, params = prompt(20), SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
+    source.answers[tuple(text)] = toy_llm().generate([text], params)[0].token_ids
+    answer = speculating(source, executor).generate([text], params)[0]
+    assert answer.token_ids == source.answers[tuple(text)]
+    assert executor.sizes == [20] + [4] * 25
+
+
+def test_drafts_take_no_page_of_others(many: None) -> None:
+    """Requests that fill the cache to its last page are not put back for the sake of drafts."""
+    executor = ToyExecutor(n_pages=8, page_size=8)
+    llm = speculating(Guesses(0.0), executor, context=64, max_batch=2, prefix_cache=False)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = [prompt(20, 1), prompt(20, 2)]
+    assert [one.token_ids for one in llm.generate(texts, params)] == [
+        toy_llm().generate([text], params)[0].token_ids for text in texts
+    ]
+    assert llm.stats().preemptions == 0
+
+
+def test_an_aborted_request_leaves_nothing(many: None) -> None:
+    source, executor = Guesses(0.5), ToyExecutor()
+    executor.held = True
+    llm = speculating(source, executor)
+    asked = ask(llm, prompt(40), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    executor.let(4)
+    executor.wait_for(4)
+    llm._runner.abort([asked.request])
+    executor.release()
+    asked.rest()
+    assert idle(llm) and source.forgotten == 1
+    llm.close()
+    assert source.closed
+
+
+def test_a_step_that_fails_ends_its_requests_alone(many: None) -> None:
+    source, executor = Guesses(0.5), ToyExecutor()
+    executor.fail_at[3] = PowerInferError("no")
+    llm = speculating(source, executor)
+    with pytest.raises(PowerInferError, match="no"):
+        llm.generate([prompt(5)], PARAMS[0])
+    assert llm.generate([prompt(5)], PARAMS[0])[0].token_ids == toy_llm().generate([prompt(5)], PARAMS[0])[0].token_ids
+    assert idle(llm)
+
+
+class Clock:
+    """Steps that take a given time by their number of tokens."""
+
+    def __init__(self, source: Guesses, seconds: list[float]) -> None:
+        self.speculation = Speculation(source)
+        self.seconds = seconds
+        self.spent = 0.0
+        self.steps = 0
+
+    def run(self, request: AnswerRequest, answer: Sequence[int]) -> None:
+        """Decode an answer."""
+        while len(request.tokens) - request.n_prompt < len(answer):
+            request.computed = len(request.tokens) - 1
+            self.speculation.draft([request])
+            drafts, at = list(request.drafts), len(request.tokens) - request.n_prompt
+            right = 0
+            while right < len(drafts) and at + right < len(answer) and drafts[right] == answer[at + right]:
+                right += 1
+            request.tokens += answer[at : at + right + 1]
+            seconds = self.seconds[len(drafts)]
+            self.speculation.computed(1 + len(drafts), seconds, bool(drafts))
+            if drafts:
+                self.speculation.verified(request, len(drafts), right)
+            self.spent += seconds
+            self.steps += 1
+        self.speculation.forget(request)
+
+
+def decoded(right: float, seconds: list[float], tokens: int = 600) -> tuple[float, Clock]:
+    """(speed, as that without drafts has it; the clock)."""
+    source = Guesses(right)
+    answer, text = prompt(tokens, 5), prompt(9)
+    source.answers[tuple(text)] = answer
+    llm = toy_llm(context=2 * tokens)
+    request = llm._runner.request(text, SamplingParams(max_tokens=tokens, temperature=0))
+    clock = Clock(source, seconds)
+    clock.run(request, answer)
+    return tokens * seconds[0] / clock.spent, clock
+
+
+FLAT = [1.0 + 0.05 * count for count in range(MOST + 1)]
+STEEP = [1.0 + 0.8 * count for count in range(MOST + 1)]
+
+
+def test_drafts_that_are_right_pay() -> None:
+    assert decoded(1.0, FLAT)[0] > 4.5
+    assert decoded(0.75, FLAT)[0] > 2.0
+
+
+@pytest.mark.parametrize(("right", "seconds"), [(0.0, FLAT), (0.0, STEEP), (0.3, STEEP), (0.75, STEEP)])
+def test_drafts_that_do_not_pay_are_few(right: float, seconds: list[float]) -> None:
+    """The worst cases cost at most 3 %."""
+    speed, clock = decoded(right, seconds)
+    assert speed > 0.97
+    assert clock.speculation.stats().drafted, "they were tried"
+
+
+def test_drafts_are_tried_again() -> None:
+    """A text whose end can be guessed, though nothing before could: drafts come back."""
+    source = Guesses(1.0)
+    answer, text = prompt(1500, 5), prompt(9)
+    llm = toy_llm(context=4000)
+    request = llm._runner.request(text, SamplingParams(max_tokens=1500, temperature=0))
+    clock = Clock(source, FLAT)
+    clock.run(request, answer[:400])
+    assert clock.spent < 400 * 1.03, "nothing could be guessed"
+    source.answers[tuple(text)] = answer
+    request = llm._runner.request(text, SamplingParams(max_tokens=1500, temperature=0))
+    before = clock.spent
+    clock.run(request, answer)
+    assert clock.spent - before < 1500 / 2.5
+
+
+def test_times_between_measured_sizes() -> None:
+    times = StepTimes()
+    assert times.of(3) is None
+    times.add(1, 1.0)
+    assert times.of(1) == 1.0 < times.of(4) < 1.2  # type: ignore[operator]
+    times.add(5, 3.0)
+    assert times.of(3) == 2.0
+    for _ in range(600):
+        times.add(1, 1.0)
+    assert times.of(5) < 1.2, "what was measured long ago is measured again"  # type: ignore[operator]
+
+
+# ---------------------------------------------------------------- prompt lookup
+
+
+def slow_match(tokens: list[int]) -> tuple[int, int]:
+    best = (0, 0)
+    for end in range(1, len(tokens)):
+        length = 0
+        while length < min(32, end) and tokens[end - 1 - length] == tokens[len(tokens) - 1 - length]:
+            length += 1
+        if length >= max(2, best[0]):
+            best = (length, end)
+    return best
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=90))
+def test_the_longest_match_is_found(tokens: list[int]) -> None:
+    assert longest_match(np.asarray(tokens, np.int32)) == slow_match(tokens)
+
+
+def test_lookup_goes_on_with_what_followed() -> None:
+    llm = toy_llm()
+    source = LookupDrafts()
+    request = llm._runner.request([*b"one two three. one two"], SamplingParams(max_tokens=9))
+    assert source.outlook(request).kind == "4 to 7"
+    assert source.draft([(request, 6)]) == [[*b" three"]]
+    request.tokens += b" thr"
+    assert source.outlook(request).kind == "8 to 15"
+    assert source.draft([(request, 3)]) == [[*b"ee."]]
+    repeated = llm._runner.request([*b"xabababab"], SamplingParams(max_tokens=9))
+    assert source.outlook(repeated).most == MOST
+    assert source.draft([(repeated, 7)]) == [[*b"abababa"]]
+    source.forget(request)
+    assert source.outlook(llm._runner.request([*b"abcdef"], SamplingParams(max_tokens=9))).most == 0
+
+
+def test_answers_with_lookup_stay_the_same() -> None:
+    texts = [[*b"abcabcabcabc"], [*b"to be or not to be"], prompt(40)]
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    llm = speculating(LookupDrafts())
+    plain = toy_llm().generate(texts, params)
+    assert all(map(same, llm.generate(texts, params), plain))
+    assert idle(llm)
+
+
+# ---------------------------------------------------------------- a smaller model
+
+
+class SimilarExecutor(ToyExecutor):
+    """A model that agrees with the toy in most places."""
+
+    def forward(self, batch: object) -> np.ndarray:
+        logits = super().forward(batch)  # type: ignore[arg-type]
+        for row in logits:
+            if float(row.sum()) % 1 < 0.2:
+                row[int(row.argmax())] = -30
+        return logits
+
+
+@pytest.mark.parametrize("executor", [ToyExecutor, SimilarExecutor])
+@pytest.mark.parametrize("pages", [64, 8])
+def test_a_smaller_model_drafts(many: None, executor: type[ToyExecutor], pages: int) -> None:
+    draft_executor = executor(n_pages=pages, page_size=16, max_tokens=24)
+    source = DraftModel(draft_executor, VOCAB)
+    llm = speculating(source, ToyExecutor(n_pages=128))
+    plain = toy_llm(ToyExecutor(n_pages=128)).generate(PROMPTS, PARAMS)
+    assert all(map(same, llm.generate(PROMPTS, PARAMS), plain))
+    assert idle(llm)
+    stats = settled(llm)
+    assert stats.accepted > 0.3 * stats.drafted > 0
+    assert source._pages.available == pages and not source._sequences
+    greedy = [reference_greedy(one, 30) for one in PROMPTS[:2]]
+    assert [one.token_ids for one in llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=30))] == greedy
+    llm.close()
+    assert draft_executor.closed
+
+
+def test_a_smaller_model_computes_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt once, then what was accepted and not its own draft."""
+    monkeypatch.setattr(Speculation, "_counts", lambda self, outlooks: dict.fromkeys(outlooks, 2))
+    executor = ToyExecutor()
+    llm = speculating(DraftModel(executor, VOCAB))
+    llm.generate([prompt(30)], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+    assert executor.positions == list(range(len(executor.positions)))
+    assert executor.sizes[0] == 31
