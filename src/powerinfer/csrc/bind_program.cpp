@@ -15,32 +15,52 @@
 
 namespace {
 
+struct SlotsOfRows {
+  const std::optional<Ints>&read, &written, &replayed, &undone;
+};
+
 // Slots of the runs' states, each written by one run and read by no other then.
-void add_states(const States& states, std::vector<Run>& runs, const std::vector<int32_t>& row_of,
-                const std::optional<Ints>& read, const std::optional<Ints>& written, int64_t sequences) {
-  require(read && written, "the model's layers have states: their slots are missing");
-  require((int64_t)read->shape(0) == sequences && (int64_t)written->shape(0) == sequences,
-          "the slots of states differ in length from the page table");
+void add_states(const States& states, Step& step, const std::vector<int32_t>& row_of, const SlotsOfRows& slots,
+                int64_t sequences) {
+  require(slots.read && slots.written, "the model's layers have states: their slots are missing");
+  require(!slots.replayed == !slots.undone, "tokens that are replayed, and the slots behind them, belong together");
+  for (const auto* one : {&slots.read, &slots.written, &slots.replayed, &slots.undone})
+    require(!*one || (int64_t)(*one)->shape(0) == sequences,
+            "the slots of states differ in length from the page table");
   std::vector<int64_t> writers((size_t)states.slots, -1);
-  for (size_t i = 0; i < runs.size(); i++) {
-    Run& run = runs[i];
-    run.read_state = read->data()[row_of[i]];
-    run.state = written->data()[row_of[i]];
-    require(run.state >= 0 && run.state < states.slots, "the slot of a state is outside its memory");
-    require(!run.position || (run.read_state >= 0 && run.read_state < states.slots),
-            "the slot of a state is outside its memory");
-    require(writers[(size_t)run.state] < 0, "two sequences write the same state");
-    writers[(size_t)run.state] = (int64_t)i;
+  const auto check_slot = [&](int64_t slot) {
+    require(slot >= 0 && slot < states.slots, "the slot of a state is outside its memory");
+  };
+  const auto write = [&](int64_t slot, size_t run) {
+    check_slot(slot);
+    require(writers[(size_t)slot] < 0 || writers[(size_t)slot] == (int64_t)run, "two sequences write the same state");
+    writers[(size_t)slot] = (int64_t)run;
+  };
+  for (size_t i = 0; i < step.runs.size(); i++) {
+    Run& run = step.runs[i];
+    run.read_state = slots.read->data()[row_of[i]];
+    run.state = slots.written->data()[row_of[i]];
+    run.replayed = slots.replayed ? slots.replayed->data()[row_of[i]] : 0;
+    write(run.state, i);
+    require(run.replayed >= 0 && run.replayed <= std::min(states.undo_tokens, run.position),
+            "more tokens are replayed than were kept");
+    if (run.position > run.replayed) check_slot(run.read_state);
+    if (!run.replayed) continue;
+    run.undo_state = slots.undone->data()[row_of[i]];
+    write(run.undo_state, i);
+    run.replay_row = step.tokens + step.replayed;
+    step.replayed += run.replayed;
   }
-  for (size_t i = 0; i < runs.size(); i++) {
-    const int64_t writer = runs[i].position ? writers[(size_t)runs[i].read_state] : -1;
+  for (size_t i = 0; i < step.runs.size(); i++) {
+    const Run& run = step.runs[i];
+    const int64_t writer = run.position > run.replayed ? writers[(size_t)run.read_state] : -1;
     require(writer < 0 || writer == (int64_t)i, "a sequence reads a state that another one writes");
   }
 }
 
 bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
          size_t first, size_t last, int64_t vocab, std::optional<Ints> read_states, std::optional<Ints> states,
-         std::optional<Ints> stop) {
+         std::optional<Ints> stop, std::optional<Ints> replayed, std::optional<Ints> undo_states) {
   Step step;
   step.tokens = (int64_t)tokens.shape(0);
   step.logit_rows = (int64_t)logit_rows.shape(0);
@@ -82,7 +102,7 @@ bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   }
   for (int64_t i = 0; i < step.logit_rows; i++)
     require(step.logit_row[i] >= 0 && step.logit_row[i] < step.tokens, "a logit row is outside the step");
-  if (p.states) add_states(*p.states, step.runs, row_of, read_states, states, sequences);
+  if (p.states) add_states(*p.states, step, row_of, {read_states, states, replayed, undo_states}, sequences);
   require(!stop || stop->shape(0) == 1, "stop is one number");
   step.stop = stop ? stop->data() : nullptr;
   nb::gil_scoped_release release;
@@ -379,7 +399,7 @@ void bind_states(nb::module_& m) {
       .def(
           "__init__",
           [](States* states, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool>>& layers,
-             int64_t slots) {
+             int64_t slots, int64_t undo_tokens) {
             std::vector<States::Layer> all;
             for (const auto& [taps, key_heads, key_dim, heads, value_dim, chunked] : layers) {
               require(taps >= 2 && taps <= PI_MOST_TAPS, "a convolution has between 2 and 8 taps");
@@ -390,14 +410,16 @@ void bind_states(nb::module_& m) {
               all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, key_heads, heads, key_dim,
                              value_dim, chunked});
             }
-            require(slots > 0, "states need slots");
-            new (states) States(std::move(all), slots);
+            require(slots > 0 && undo_tokens >= 0, "states need slots");
+            new (states) States(std::move(all), slots, undo_tokens);
           },
-          "layers"_a, "slots"_a,
+          "layers"_a, "slots"_a, "undo_tokens"_a = 0,
           "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions, whether it "
           "is\n"
-          "Mamba2, whose groups are key heads) of each on the CPU; without keys, a short convolution.")
+          "Mamba2, whose groups are key heads) of each on the CPU; without keys, a short convolution. undo_tokens: of\n"
+          "so many tokens of a step the inputs are kept, for `Program.run` to replay.")
       .def_ro("slots", &States::slots)
+      .def_ro("undo_tokens", &States::undo_tokens)
       .def_prop_ro("slot_bytes", &States::slot_bytes);
 }
 
@@ -470,9 +492,13 @@ void bind_program(nb::module_& m) {
            "Seconds spent in each operator since the last call, while `timed`.")
       .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
            "first"_a, "last"_a, "vocab"_a, "read_states"_a = nb::none(), "states"_a = nb::none(),
-           "stop"_a.noconvert() = nb::none(),
+           "stop"_a.noconvert() = nb::none(), "replayed"_a = nb::none(), "undo_states"_a = nb::none(),
            "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
            "logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page\n"
            "table the slots of its state before the step, not read at position 0, and after it. stop: one number;\n"
-           "once it is not 0 the run ends with the operator that is under way. False if that was not the last one.");
+           "once it is not 0 the run ends with the operator that is under way. False if that was not the last one.\n"
+           "replayed, undo_states: for each row the tokens right before it whose inputs the slot that it writes has, "
+           "since\n"
+           "a step before wrote it, and that the state that it reads lacks; and the slot that gets the state behind "
+           "them.");
 }

@@ -31,7 +31,6 @@ class DeltaNet : public Recurrent {
         dt_bias_(spec.dt_bias),
         key_heads_(spec.key_heads),
         keys_(spec.key_heads * layer.key_dim),
-        to_beta_(to_beta(layer)),
         tiled_(spec.tiled),
         of_query_(unit_norm(1.0f / sqrtf((float)layer.key_dim))),
         of_key_(unit_norm(1)) {}
@@ -53,23 +52,21 @@ class DeltaNet : public Recurrent {
     for (int64_t h = begin; h < end; h++) {
       const int64_t keys = 2 * key_heads_, dim = h < keys ? layer_.key_dim : layer_.value_dim;
       const int64_t at = h < keys ? h * dim : 2 * keys_ + (h - keys) * dim;
-      for (const Run& run : step.runs) {
-        convolve(p, w, run, at, at + dim);
-        for (int64_t i = run.first; h < keys && i < run.first + run.count; i++)
+      const auto mix_stretch = [&](const Stretch& stretch) {
+        convolve(p, w, stretch, at, at + dim);
+        for (int64_t i = stretch.first; h < keys && i < stretch.first + stretch.count; i++)
           (h < key_heads_ ? of_query_ : of_key_).apply(w.kernels, p.qkv + i * p.ldqkv + at, p.qkv + i * p.ldqkv + at);
-      }
-      if (h >= keys) make_gates(p, h - keys, step.tokens);
+      };
+      for (const Run& run : step.runs) visit_stretches(p, run, mix_stretch);
+      if (h >= keys) make_gates(p, step, h - keys, [&](float* row) { make_gate(row, (size_t)(h - keys)); });
     }
   }
 
   // alpha of a head becomes the decay, beta its sigmoid.
-  void make_gates(Program& p, int64_t h, int64_t tokens) const {
-    for (int64_t i = 0; i < tokens; i++) {
-      float* row = p.qkv + i * p.ldqkv + layer_.channels + h;
-      const float x = row[0] + dt_bias_[(size_t)h];
-      row[0] = expf(decay_[(size_t)h] * (x > 20 ? x : log1pf(expf(x))));
-      row[to_beta_] = 1.0f / (1.0f + expf(-row[to_beta_]));
-    }
+  void make_gate(float* row, size_t h) const {
+    const float x = row[0] + dt_bias_[h];
+    row[0] = expf(decay_[h] * (x > 20 ? x : log1pf(expf(x))));
+    row[to_second_] = 1.0f / (1.0f + expf(-row[to_second_]));
   }
 
   void advance(Program& p, Workspace& w, const Step& step) const override {
@@ -84,26 +81,27 @@ class DeltaNet : public Recurrent {
     for (int64_t h = begin / columns; h * columns < end; h++) {
       const int64_t c0 = std::max(begin - h * columns, (int64_t)0), c1 = std::min(end - h * columns, columns);
       const int64_t key_head = tiled_ ? h % key_heads_ : h / (layer_.heads / key_heads_);
-      for (const Run& run : step.runs) {
-        float* row = p.qkv + run.first * p.ldqkv;
+      const auto advance_stretch = [&](const Stretch& stretch) {
+        float* row = p.qkv + stretch.first * p.ldqkv;
         PiDelta a;
         a.query = row + key_head * layer_.key_dim;
         a.key = a.query + keys_;
         a.value = row + 2 * keys_ + h * columns;
         a.gates = row + layer_.channels + h;
         a.ld = a.ldg = p.ldqkv;
-        a.to_beta = to_beta_;
-        a.from = run.position ? states.head(spec_.state, run.read_state, h) : nullptr;
-        a.to = states.head(spec_.state, run.state, h);
+        a.to_beta = to_second_;
+        a.from = stretch.position ? states.head(spec_.state, stretch.read_state, h) : nullptr;
+        a.to = states.head(spec_.state, stretch.state, h);
         a.key_dim = layer_.key_dim;
-        a.tokens = run.count;
+        a.tokens = stretch.count;
         w.kernels->delta.rule(&a, c0, c1);
-      }
+      };
+      for (const Run& run : step.runs) visit_stretches(p, run, advance_stretch);
     }
   }
 
   const Vector decay_, dt_bias_;
-  const int64_t key_heads_, keys_, to_beta_;  // keys_, to_beta_: of a row: elements of all queries; from alpha to beta
+  const int64_t key_heads_, keys_;  // keys_: of a row: elements of all queries
   const bool tiled_;
   const Norm of_query_, of_key_;
 };

@@ -7,8 +7,6 @@
 
 namespace {
 
-int64_t to_decay(const States::Layer& layer) { return pi_round_up(layer.heads, PI_LANES); }
-
 std::vector<InputProduct> products(const MambaSpec& spec, const States::Layer& layer) {
   return {{spec.xbc, spec.xbc_bias, layer.channels, 0, false, "x, B and C"},
           {spec.dt, spec.dt_bias, layer.heads, layer.channels, false, "dt"},
@@ -34,57 +32,64 @@ class Mamba : public Recurrent {
         dt_scale_(spec.dt_scale),
         to_b_(layer.heads * layer.value_dim),
         to_c_(to_b_ + layer.key_heads * layer.key_dim),
-        to_decay_(to_decay(layer)),
-        to_scores_(layer.channels + 2 * to_decay_) {}
+        to_scores_(layer.inputs()) {}
   const char* name() const override { return "mamba"; }
 
  private:
-  // Consecutive tokens of one chunk of a run: the first of them in the step, their number, and those before in the chunk.
+  // Consecutive tokens of one chunk of a stretch: the first of them in the step, their number, and those before in the
+  // chunk; the slot that is read, -1: none is, and that is written.
   struct Piece {
-    int64_t first, count, before;
-    bool begins;  // the run
+    int64_t first, count, before, position, read_state, state;
   };
   // f(piece) for the pieces of a run.
   template <class F>
-  static void visit_pieces(const Run& run, F f) {
-    for (int64_t i = 0; i < run.count;) {
-      const int64_t before = (run.position + i) % PI_CHUNK, n = std::min(PI_CHUNK - before, run.count - i);
-      f(Piece{run.first + i, n, before, i == 0});
-      i += n;
-    }
+  static void visit_pieces(const Program& p, const Run& run, F f) {
+    visit_stretches(p, run, [&](const Stretch& stretch) {
+      for (int64_t i = 0; i < stretch.count;) {
+        const int64_t at = stretch.position + i, before = at % PI_CHUNK;
+        const int64_t n = std::min(PI_CHUNK - before, stretch.count - i);
+        f(Piece{stretch.first + i, n, before, at, i ? stretch.state : at ? stretch.read_state : -1, stretch.state});
+        i += n;
+      }
+    });
   }
 
-  // B of the tokens of a chunk, of one group: those before the run are in the state that it reads.
+  // B of the token at a position, of one group: of those before the run, and before what it replays, it is in the state
+  // that is read.
+  const float* row_of_b(const Program& p, const Run& run, int64_t group, int64_t position) const {
+    const int64_t in_run = position - run.position, in_replay = in_run + run.replayed;
+    if (in_replay < 0)
+      return p.states->group(spec_.state, run.read_state, group) + position % PI_CHUNK * layer_.key_dim;
+    const int64_t row = in_run < 0 ? run.replay_row + in_replay : run.first + in_run;
+    return p.qkv + row * p.ldqkv + to_b_ + group * layer_.key_dim;
+  }
+
+  // The same of the tokens of a piece's chunk.
   void rows_of_b(const Program& p, const Run& run, const Piece& piece, int64_t group, const float** b) const {
-    const float* before_run = p.states->group(spec_.state, run.read_state, group);
-    const int64_t in_run = piece.first - run.first, before = std::min(piece.before, in_run);
-    for (int64_t j = 0; j < piece.before - before; j++) b[j] = before_run + j * layer_.key_dim;
-    for (int64_t j = piece.before - before; j < piece.before + piece.count; j++)
-      b[j] = p.qkv + (piece.first - piece.before + j) * p.ldqkv + to_b_ + group * layer_.key_dim;
+    for (int64_t j = 0; j < piece.before + piece.count; j++)
+      b[j] = row_of_b(p, run, group, piece.position - piece.before + j);
   }
 
   void mix(Program& p, Workspace& w, const Step& step) const override {
     w.pool->phase(layer_.channels, PI_LANES, [&](int64_t begin, int64_t end) {
-      for (const Run& run : step.runs) convolve(p, w, run, begin, end);
+      for (const Run& run : step.runs)
+        visit_stretches(p, run, [&](const Stretch& stretch) { convolve(p, w, stretch, begin, end); });
     });
   }
 
   // dt of a head becomes the step, beside the decay.
-  void make_gates(Program& p, int64_t h, int64_t tokens) const {
-    for (int64_t i = 0; i < tokens; i++) {
-      float* row = p.qkv + i * p.ldqkv + layer_.channels + h;
-      const float x = row[0] * dt_scale_ + step_bias_[(size_t)h];
-      const float step = x > 20 ? x : log1pf(expf(x));
-      row[0] = step < least_step_ ? least_step_ : step > most_step_ ? most_step_ : step;
-      row[to_decay_] = expf(a_[(size_t)h] * row[0]);
-    }
+  void make_gate(float* row, size_t h) const {
+    const float x = row[0] * dt_scale_ + step_bias_[h];
+    const float step = x > 20 ? x : log1pf(expf(x));
+    row[0] = step < least_step_ ? least_step_ : step > most_step_ ? most_step_ : step;
+    row[to_second_] = expf(a_[h] * row[0]);
   }
 
-  // C of a token with B of its chunk, of groups [begin, end) of the tokens.
+  // C of a token with B of its chunk, of groups [begin, end) of the tokens, those that are replayed behind the step's.
   void score(Program& p, Workspace& w, const Step& step, int64_t begin, int64_t end) const {
     const float* b[PI_CHUNK];
     for (const Run& run : step.runs)
-      visit_pieces(run, [&](const Piece& piece) {
+      visit_pieces(p, run, [&](const Piece& piece) {
         if ((piece.first + piece.count) * layer_.key_heads <= begin || piece.first * layer_.key_heads >= end) return;
         for (int64_t g = 0; g < layer_.key_heads; g++) {
           rows_of_b(p, run, piece, g, b);
@@ -100,7 +105,7 @@ class Mamba : public Recurrent {
   }
 
   void advance(Program& p, Workspace& w, const Step& step) const override {
-    w.pool->phase(step.tokens * layer_.key_heads, 1,
+    w.pool->phase((step.tokens + step.replayed) * layer_.key_heads, 1,
                   [&](int64_t begin, int64_t end) { score(p, w, step, begin, end); });
     w.pool->phase(layer_.heads, 1, [&](int64_t begin, int64_t end) { advance_heads(p, w, step, begin, end); });
   }
@@ -109,23 +114,23 @@ class Mamba : public Recurrent {
     const States& states = *p.states;
     PiMamba a;
     a.ld = p.ldqkv;
-    a.to_decay = to_decay_;
+    a.to_decay = to_second_;
     a.head_dim = layer_.value_dim;
     a.state_dim = layer_.key_dim;
     for (int64_t h = begin; h < end; h++) {
       const int64_t g = h / (layer_.heads / layer_.key_heads);
-      make_gates(p, h, step.tokens);
+      make_gates(p, step, h, [&](float* row) { make_gate(row, (size_t)h); });
       a.d = d_[(size_t)h];
       for (const Run& run : step.runs)
-        visit_pieces(run, [&](const Piece& piece) {
+        visit_pieces(p, run, [&](const Piece& piece) {
           float* row = p.qkv + piece.first * p.ldqkv;
           a.x = row + h * layer_.value_dim;
           a.c = row + to_c_ + g * layer_.key_dim;
           a.gates = row + layer_.channels + h;
           a.scores = row + to_scores_ + g * PI_CHUNK;
           rows_of_b(p, run, piece, g, a.b);
-          a.to = states.head(spec_.state, run.state, h);
-          a.from = !piece.begins ? a.to : run.position ? states.head(spec_.state, run.read_state, h) : nullptr;
+          a.to = states.head(spec_.state, piece.state, h);
+          a.from = piece.read_state < 0 ? nullptr : states.head(spec_.state, piece.read_state, h);
           a.before = piece.before;
           a.tokens = piece.count;
           w.kernels->mamba.advance(&a);
@@ -139,21 +144,22 @@ class Mamba : public Recurrent {
     const States& states = *p.states;
     for (int64_t i = begin; i < end; i++) {
       const Run& run = step.runs[(size_t)(i / layer_.key_heads)];
-      const int64_t g = i % layer_.key_heads, pending = (run.position + run.count) % PI_CHUNK;
-      const int64_t old = std::max(pending - run.count, (int64_t)0);  // from before the run
-      float* to = states.group(spec_.state, run.state, g);
-      const size_t bytes = (size_t)layer_.key_dim * 4;
-      if (old && run.read_state != run.state)
-        memcpy(to, states.group(spec_.state, run.read_state, g), (size_t)old * bytes);
-      for (int64_t j = old; j < pending; j++)
-        memcpy(to + j * layer_.key_dim,
-               p.qkv + (run.first + run.count - pending + j) * p.ldqkv + to_b_ + g * layer_.key_dim, bytes);
+      const int64_t g = i % layer_.key_heads;
+      visit_stretches(p, run, [&](const Stretch& stretch) {
+        const int64_t end = stretch.position + stretch.count, pending = end % PI_CHUNK;
+        float* const rows = states.group(spec_.state, stretch.state, g);
+        for (int64_t j = 0; j < pending; j++) {
+          const float* from = row_of_b(p, run, g, end - pending + j);
+          float* const to = rows + j * layer_.key_dim;
+          if (from != to) memcpy(to, from, (size_t)layer_.key_dim * 4);
+        }
+      });
     }
   }
 
   const Vector a_, d_, step_bias_;
   const float least_step_, most_step_, dt_scale_;
-  const int64_t to_b_, to_c_, to_decay_, to_scores_;  // of a row
+  const int64_t to_b_, to_c_, to_scores_;  // of a row
 };
 
 }  // namespace

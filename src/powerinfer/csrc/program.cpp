@@ -75,6 +75,7 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
                    largest_of(*cache, sizes.heads,
                               [](auto& kv, int64_t q) { return pi_round_up(q * kv.value_dim(), PI_LANES); }))),
       ldh(pi_round_up(std::max({sizes.d_ff, sizes.d_model, sizes.embed_dim}), 2 * PI_LANES)),
+      qkv_rows(sizes.max_tokens + (states ? states->slots * states->undo_tokens : 0)),
       hidden(sizes.max_tokens * pi_round_up(sizes.d_ff, 32)) {
   check(sizes.heads.size() == cache->layers.size(), "the cache has another number of layers than there are heads for");
   for (size_t i = 0; i < cache->layers.size(); i++) {
@@ -85,7 +86,7 @@ Program::Program(std::shared_ptr<Workspace> workspace_, std::shared_ptr<Cache> c
   }
   const auto floats = [&](int64_t n) { return (float*)memory_.allocate(n * 4); };
   x = floats(sizes.max_tokens * ldx);
-  qkv = floats(sizes.max_tokens * ldqkv);
+  qkv = floats(qkv_rows * ldqkv);
   attended = floats(sizes.max_tokens * lda);
   gate = floats(sizes.max_tokens * ldh);
   up = floats(sizes.max_tokens * ldh);
@@ -230,8 +231,9 @@ void Program::run(int thread, Walk& walk) {
 
 void Program::forget() {
   workspace->pool->between_jobs([&] {
-    const std::pair<float*, int64_t> all[] = {{x, ldx}, {qkv, ldqkv}, {attended, lda}, {gate, ldh}, {up, ldh}};
+    const std::pair<float*, int64_t> all[] = {{x, ldx}, {attended, lda}, {gate, ldh}, {up, ldh}};
     for (const auto& [rows, ld] : all) give_back(rows, sizes.max_tokens * ld * 4);
+    give_back(qkv, qkv_rows * ldqkv * 4);
     hidden.forget();
     workspace->forget();
   });

@@ -38,10 +38,14 @@ struct Run {  // consecutive tokens of one sequence
   int64_t first, count, position;
   const int32_t* pages;
   int64_t read_state = 0, state = 0;  // slots of the state before the run, not read at position 0, and after it
+  // Tokens right before the run that the state in `read_state` lacks, and whose inputs are in `state`: those of the last
+  // step that were accepted. Then the run reads `undo_state`, where the state behind them is left. They are rows of `qkv`
+  // from `replay_row` on.
+  int64_t replayed = 0, replay_row = 0, undo_state = 0;
 };
 
 struct Step {
-  int64_t tokens = 0, logit_rows = 0, logit_stride = 0;
+  int64_t tokens = 0, replayed = 0, logit_rows = 0, logit_stride = 0;  // replayed: of all runs
   const int32_t *token = nullptr, *position = nullptr, *logit_row = nullptr;
   float* logits = nullptr;
   const int32_t* stop = nullptr;  // not 0: nobody needs the result any more; null: someone does
@@ -213,6 +217,7 @@ class Program {
   // The buffers that they share. Strides are padded to whole lanes. Rows of `gate` and `up` hold any row of the model:
   // between layers they are scratch.
   const int64_t ldx, ldqkv, lda, ldh;
+  const int64_t qkv_rows;  // more than a step has tokens, where some of the last step are replayed
   float *x, *qkv, *attended, *gate, *up;
   float* inputs = nullptr;  // of layers, rows of `ldinputs`; null: they have none
   int64_t ldinputs = 0;

@@ -1,5 +1,7 @@
 #include "recurrent.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <string>
 
@@ -15,7 +17,11 @@ const States::Layer& states_layer(const Program& p, size_t state) {
 }
 
 Recurrent::Recurrent(RecurrentSpec spec, const States::Layer& layer, std::vector<InputProduct> products, GatedNorm out)
-    : spec_(std::move(spec)), layer_(layer), products_(std::move(products)), out_(std::move(out)) {
+    : spec_(std::move(spec)),
+      layer_(layer),
+      to_second_(pi_round_up(layer.heads, PI_LANES)),
+      products_(std::move(products)),
+      out_(std::move(out)) {
   for (InputProduct& one : products_) one.bias = padded(std::move(one.bias));
 }
 
@@ -67,14 +73,19 @@ void Recurrent::project(Program& p, Workspace& w, int thread, int64_t tokens) co
   w.finish_products(thread, products, acts, tokens);
 }
 
-void Recurrent::convolve(Program& p, Workspace& w, const Run& run, int64_t begin, int64_t end) const {
+void Recurrent::convolve(Program& p, Workspace& w, const Stretch& stretch, int64_t begin, int64_t end) const {
   const States& states = *p.states;
-  float* const to = states.convolution(spec_.state, run.state) + begin;
-  const float* from = run.position ? states.convolution(spec_.state, run.read_state) + begin : nullptr;
+  for (int64_t i = 0; i < stretch.count && stretch.inputs >= 0; i++) {
+    float* const x = p.qkv + (stretch.first + i) * p.ldqkv + begin;
+    float* const inputs = states.inputs(spec_.state, stretch.inputs, i) + begin;
+    memcpy(stretch.replayed ? x : inputs, stretch.replayed ? inputs : x, (size_t)(end - begin) * 4);
+  }
+  float* const to = states.convolution(spec_.state, stretch.state) + begin;
+  const float* from = stretch.position ? states.convolution(spec_.state, stretch.read_state) + begin : nullptr;
   const float* const bias = spec_.taps_bias.empty() ? nullptr : spec_.taps_bias.data() + begin;
-  for (int64_t i = 0; i < run.count; i += TILE) {
-    float* x = p.qkv + (run.first + i) * p.ldqkv + begin;
-    const int64_t tokens = std::min(run.count - i, TILE);
+  for (int64_t i = 0; i < stretch.count; i += TILE) {
+    float* x = p.qkv + (stretch.first + i) * p.ldqkv + begin;
+    const int64_t tokens = std::min(stretch.count - i, TILE);
     w.kernels->convolve(x, p.ldqkv, tokens, spec_.taps.data() + begin, bias, layer_.channels, layer_.tokens + 1, from,
                         to, layer_.channels, end - begin);
     for (int64_t t = 0; t < tokens && spec_.activation != NO_ACTIVATION; t++)

@@ -38,6 +38,14 @@ struct GatedNorm {
   float scale = 1;  // of the gate
 };
 
+// Tokens of a run that the rule goes through one after another: those that it replays, or its own.
+struct Stretch {
+  int64_t first, count, position;  // first: row of `qkv`
+  int64_t read_state, state;       // as of a run
+  bool replayed;
+  int64_t inputs;  // slot where their inputs are, or, of the run's own, are put; -1: they are not kept
+};
+
 class Recurrent : public Op {
  public:
   void run(Thread& t, const Step& step) final;
@@ -53,11 +61,41 @@ class Recurrent : public Op {
   // What is kept for the next step besides, once all states have gone on: how many things, and [begin, end) of these.
   virtual int64_t keeps(const Step&) const { return 0; }
   virtual void keep(Program&, const Step&, int64_t /*begin*/, int64_t /*end*/) const {}
-  // Channels [begin, end) of a run: convolution and activation, in place.
-  void convolve(Program& p, Workspace& w, const Run& run, int64_t begin, int64_t end) const;
+  // f(stretch) for those of a run, in their order: so what is computed of the same channels, columns or heads of both
+  // needs no phase between them.
+  template <class F>
+  static void visit_stretches(const Program& p, const Run& run, F f) {
+    if (run.replayed)
+      f(Stretch{run.replay_row, run.replayed, run.position - run.replayed, run.read_state, run.undo_state, true,
+                run.state});
+    const int64_t read = run.replayed ? run.undo_state : run.read_state;
+    const bool undoable = run.count <= p.states->undo_tokens && (!run.position || read != run.state);
+    f(Stretch{run.first, run.count, run.position, read, run.state, false, undoable ? run.state : -1});
+  }
+  // Channels [begin, end) of a stretch: convolution and activation, in place. Those of tokens that are replayed come from
+  // where they were kept.
+  void convolve(Program& p, Workspace& w, const Stretch& stretch, int64_t begin, int64_t end) const;
+  // f(row) for the rows of a step from head h's gates on, whose two numbers f makes: they are `to_second` apart. Those of
+  // tokens that are replayed come from where they were kept.
+  template <class F>
+  void make_gates(Program& p, const Step& step, int64_t h, F f) const {
+    const int64_t at = layer_.channels + h;
+    for (const Run& run : step.runs)
+      visit_stretches(p, run, [&](const Stretch& stretch) {
+        for (int64_t i = 0; i < stretch.count; i++) {
+          float* row = p.qkv + (stretch.first + i) * p.ldqkv + at;
+          if (!stretch.replayed) f(row);
+          if (stretch.inputs < 0) continue;
+          float* inputs = p.states->inputs(spec_.state, stretch.inputs, i) + at;
+          for (const int64_t j : {(int64_t)0, to_second_})
+            (stretch.replayed ? row : inputs)[j] = (stretch.replayed ? inputs : row)[j];
+        }
+      });
+  }
 
   const RecurrentSpec spec_;
   const States::Layer layer_;
+  const int64_t to_second_;  // of a row: from the first of a head's gates to the other
 
  private:
   void project(Program& p, Workspace& w, int thread, int64_t tokens) const;

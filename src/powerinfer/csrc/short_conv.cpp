@@ -28,13 +28,17 @@ class ShortConv : public Recurrent {
   void mix(Program& p, Workspace& w, const Step& step) const override {
     w.pool->phase(layer_.channels, PI_LANES, [&](int64_t begin, int64_t end) {
       for (const Run& run : step.runs)
-        for (int64_t i = 0; i < run.count; i += TILE) mix_tile(p, w, run, i, begin, end);
+        visit_stretches(p, run, [&](const Stretch& stretch) {
+          if (stretch.replayed) convolve(p, w, stretch, begin, end);  // for the state alone
+          else
+            for (int64_t i = 0; i < stretch.count; i += TILE) mix_tile(p, w, stretch, i, begin, end);
+        });
     });
   }
 
   // Channels [begin, end) of tokens i to i + TILE of a run.
-  void mix_tile(Program& p, Workspace& w, const Run& run, int64_t i, int64_t begin, int64_t end) const {
-    Run tile = run;
+  void mix_tile(Program& p, Workspace& w, const Stretch& run, int64_t i, int64_t begin, int64_t end) const {
+    Stretch tile = run;
     tile.first += i;
     tile.count = std::min(run.count - i, TILE);
     tile.position += i;

@@ -7,7 +7,8 @@
 
 // In slots: [slot][layer]. A layer's is the inputs of the convolution for the last tokens, [taps - 1][channels], the
 // memory of every head (`PiDelta`, or, of Mamba2, `PiMamba`), and, of Mamba2, B of the tokens of a chunk that has begun,
-// [groups][PI_CHUNK][key_dim]; float32.
+// [groups][PI_CHUNK][key_dim]; float32. Where steps are to be undone, the inputs of the last step's tokens lie behind it,
+// [undo_tokens][inputs]: of a step of no more tokens, that read another slot.
 class States {
  public:
   struct Layer {
@@ -18,16 +19,21 @@ class States {
     int64_t convolution() const { return tokens * channels; }
     int64_t head() const { return chunked ? pi_mamba_head(value_dim, key_dim) : key_dim * value_dim; }
     int64_t group() const { return chunked ? PI_CHUNK * key_dim : 0; }
+    // What the convolution reads of a token, and two numbers of each head; the first of its floats.
+    int64_t inputs() const { return channels + (key_heads ? 2 * pi_round_up(heads, PI_LANES) : 0); }
   };
-  States(std::vector<Layer> layers, int64_t slots);
+  States(std::vector<Layer> layers, int64_t slots, int64_t undo_tokens = 0);
   const std::vector<Layer> layers;
-  const int64_t slots;
+  const int64_t slots, undo_tokens;
   float* convolution(size_t layer, int64_t slot) const { return data_() + slot * slot_floats_ + at_[layer]; }
   float* head(size_t layer, int64_t slot, int64_t head) const {
     return convolution(layer, slot) + pi_round_up(layers[layer].convolution(), PI_LANES) + head * layers[layer].head();
   }
   float* group(size_t layer, int64_t slot, int64_t group) const {
     return head(layer, slot, layers[layer].heads) + group * layers[layer].group();
+  }
+  float* inputs(size_t layer, int64_t slot, int64_t token) const {
+    return group(layer, slot, layers[layer].key_heads) + token * layers[layer].inputs();
   }
   int64_t slot_bytes() const { return slot_floats_ * 4; }
   static int64_t row(const Layer& layer);  // floats of a token while it is computed

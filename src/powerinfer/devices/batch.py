@@ -34,6 +34,11 @@ class Batch:
     # it; [S], only those of rows with tokens count. None: every row has a slot of its own, which nobody else uses.
     read_states: Int32 | None = None
     states: Int32 | None = None
+    # Of those, too: [S] tokens right before a row's first whose inputs are replayed, which the state in its slot lacks;
+    # the step that wrote `states` last computed them first, from that same state, and kept them. 0: none. And the slot
+    # that gets the state behind them, from which the row's tokens go on; it may be the one that is read.
+    replayed: Int32 | None = None
+    undo_states: Int32 | None = None
     # [1]: once it is not 0, set by any thread, nobody needs the result, and the call may end with StoppedError. None:
     # somebody does.
     stop: Int32 | None = None

@@ -232,12 +232,14 @@ class CpuExecutor:
         room: int | None = None,
         disk: DiskTier | None = None,
         pool: _native.Pool | None = None,
+        undo_tokens: int = 0,
     ) -> None:
         """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing. pool: another
         executor's threads, for two that never run at the same time; None: it has its own.
 
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
-        and room: the most bytes that they may take then. RequestError for options that cannot be met.
+        and room: the most bytes that they may take then; undo_tokens: of a sequence in a step, whose states can be
+        undone. RequestError for options that cannot be met.
         """
         self.choices = machine_choices(engine)
         assert self.choices.isa is not None and self.choices.threads is not None
@@ -266,20 +268,22 @@ class CpuExecutor:
         self._workspace = _native.Workspace(self._pool, self.choices.isa.value)
         self._pack = partial(pack, self._pool, _native.Arena())
         self.parts = PartMaker(config, self._workspace, self._pack)
-        self._program = self._empty_program(engine, pages, room)
+        self._program = self._empty_program(engine, pages, room, undo_tokens)
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
         self._expert_observer: ExpertObserver | None = None
         self.slots: Slots | None = None  # of the states of a step
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
-    def _empty_program(self, engine: EngineConfig, pages: int | None, room: int | None) -> _native.Program:
+    def _empty_program(
+        self, engine: EngineConfig, pages: int | None, room: int | None, undo_tokens: int
+    ) -> _native.Program:
         """A program without operators, and its KV cache; arguments as of the executor."""
         config, reason = self.config, "given"
         layers = config.n_layers - self.first_layer
         if pages is None:
             pages, reason = choose_pages(
-                config, engine, engine.context or config.context_length, self.first_layer, room
+                config, engine, engine.context or config.context_length, self.first_layer, room, undo_tokens
             )
         self.n_pages = pages
         # Without layers here the cache still defines the pages; they are never written, so they use no memory.
@@ -287,7 +291,7 @@ class CpuExecutor:
         self._states, self.n_states = None, 0
         if config.states:
             self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
-            self._states = StateMemory(config, self.n_states, self.first_layer)
+            self._states = StateMemory(config, self.n_states, self.first_layer, undo_tokens)
         self._cache = cache = _native.Cache(
             engine.kv_type,
             [(one.cached_heads, one.head_dim) for one in attentions],
@@ -296,7 +300,7 @@ class CpuExecutor:
         )
         self.choices.kv_cache = Choice(CachePages(pages, engine.kv_type, cache.nbytes * bool(layers)), reason)
         if self._states is not None:
-            slots = StateSlots(self.n_states, state_bytes(config))
+            slots = StateSlots(self.n_states, state_bytes(config, undo_tokens=undo_tokens))
             self.choices.states = Choice(slots, f"{engine.max_batch} requests")
         return _native.Program(
             self._workspace,
@@ -1105,6 +1109,8 @@ class CpuExecutor:
             read_states,
             states,
             batch.stop,
+            batch.replayed,
+            batch.undo_states,
         )
         if not finished:
             raise StoppedError
@@ -1254,16 +1260,23 @@ def head_rows(heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | Non
 
 
 def choose_pages(
-    config: ModelConfig, engine: EngineConfig, context: int, first_layer: int = 0, room: int | None = None
+    config: ModelConfig,
+    engine: EngineConfig,
+    context: int,
+    first_layer: int = 0,
+    room: int | None = None,
+    undo_tokens: int = 0,
 ) -> tuple[int, str]:
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
-    first_layer: the first that has its cache here; room: bytes that it must not exceed, enough for one context.
+    first_layer: the first that has its cache here; room: bytes that it must not exceed, enough for one context;
+    undo_tokens: as of `CpuExecutor`.
     RequestError when not even one context fits the memory.
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     pages = -(-context // cpu.PAGE)
-    states = state_slots(engine.max_batch, engine.prefix_cache) * state_bytes(config, slice(first_layer, None))
+    each = state_bytes(config, slice(first_layer, None), undo_tokens)
+    states = state_slots(engine.max_batch, engine.prefix_cache) * each
     free = available_memory() or 1 << 62
     memory = max(0, free - states)
     if pages * page > memory or states > free:

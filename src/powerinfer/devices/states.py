@@ -30,18 +30,20 @@ def state_slots(requests: int, prefixes: bool) -> int:
     return requests + 1 + prefixes * min(requests, _MOST_KEPT)
 
 
-def state_bytes(config: ModelConfig, layers: slice = slice(None)) -> int:
-    """Bytes of a sequence's state in these layers, on the CPU; 0: none has any."""
-    return sum(map(_layer_bytes, _kinds(config, layers)))
+def state_bytes(config: ModelConfig, layers: slice = slice(None), undo_tokens: int = 0) -> int:
+    """Bytes of a sequence's state in these layers, on the CPU; 0: none has any. undo_tokens: as of `StateMemory`."""
+    return sum(_layer_bytes(kind, undo_tokens) for kind in _kinds(config, layers))
 
 
-def _layer_bytes(kind: StateKind) -> int:
-    """Bytes of the convolution's last inputs and the heads' states, and of what is kept of a chunk's tokens."""
+def _layer_bytes(kind: StateKind, undo_tokens: int) -> int:
+    """Bytes of the convolution's last inputs and the heads' states, of what is kept of a chunk's tokens, and of the
+    inputs of those that may be undone."""
     convolution = -(-(kind.taps - 1) * kind.channels // _native.LANES) * _native.LANES
     floats = convolution + kind.width * kind.key_dim
     if kind.chunked:
         floats += _native.CHUNK * (kind.width + kind.n_key_heads * kind.key_dim + 2 * kind.n_value_heads)
-    return 4 * floats
+    inputs = kind.channels + 2 * -(-kind.n_value_heads // _native.LANES) * _native.LANES * bool(kind.n_key_heads)
+    return 4 * (floats + undo_tokens * inputs)
 
 
 def _kinds(config: ModelConfig, layers: slice) -> list[StateKind]:
@@ -53,17 +55,22 @@ class StateMemory:
     """Slots for states. A step reads the state of each of its sequences in one slot and leaves the new one in another,
     or in the same: so a state is kept by going on elsewhere, and nothing is ever copied.
 
+    Of a step of up to `undo_tokens` tokens of a sequence that wrote another slot than it read, what the rules read of
+    these tokens is kept, too. So if only the first of them hold, the next step replays them from the state before.
+
     Here are the states of the layers on the CPU, and which tokens' state a slot has on all devices."""
 
-    def __init__(self, config: ModelConfig, slots: int, first_layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, slots: int, first_layer: int = 0, undo_tokens: int = 0) -> None:
         """first_layer: the first that is on the CPU."""
         layers = [
             (one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, one.chunked)
             for one in _kinds(config, slice(first_layer, None))
         ]
-        self.native = _native.States(layers, slots)
+        self.native = _native.States(layers, slots, undo_tokens)
         self.slots = slots
+        self.undo_tokens = undo_tokens
         self._tokens = np.zeros(slots, np.int64)  # of a sequence that each state holds
+        self._inputs = np.zeros((slots, 2), np.int64)  # tokens whose inputs are kept: position of the first, number
 
     def begin(self, batch: Batch) -> Slots:
         """The slots of a step.
@@ -78,17 +85,36 @@ class StateMemory:
             return slots, slots
         first, _ = runs_of(batch)
         at, row = batch.positions[first], batch.rows[first]
+        written = batch.states[row]
+        if batch.replayed is not None and batch.undo_states is not None:
+            count = batch.replayed[row]
+            again = count > 0
+            at = at - count
+            inputs = self._inputs[written[again]]
+            if not (np.array_equal(inputs[:, 0], at[again]) and np.all(count[again] <= inputs[:, 1])):
+                raise RuntimeError("the inputs of tokens to be replayed are not kept")
+            written = np.concatenate([written, batch.undo_states[row[again]]])
         later = at > 0
         if not np.array_equal(self._tokens[batch.read_states[row[later]]], at[later]):
             raise RuntimeError("a sequence's state is not that of the tokens before the step")
-        self._tokens[batch.states[row]] = _UNKNOWN
+        self._tokens[written] = _UNKNOWN
+        self._inputs[written] = 0
         return batch.read_states, batch.states
 
     def end(self, batch: Batch) -> None:
         """The step was computed."""
-        if batch.states is not None:
-            _, last = runs_of(batch)
-            self._tokens[batch.states[batch.rows[last]]] = batch.positions[last] + 1
+        if batch.states is None or batch.read_states is None:
+            return
+        first, last = runs_of(batch)
+        at, row, count = batch.positions[first], batch.rows[first], last + 1 - first
+        read, written = batch.read_states[row], batch.states[row]
+        if batch.replayed is not None and batch.undo_states is not None:
+            again = batch.replayed[row] > 0
+            read = np.where(again, batch.undo_states[row], read)
+            self._tokens[read[again]] = at[again]
+        self._tokens[written] = batch.positions[last] + 1
+        undoable = (count <= self.undo_tokens) & ((at == 0) | (read != written))
+        self._inputs[written[undoable]] = np.stack([at, count], axis=1)[undoable]
 
 
 def runs_with_slots(batch: Batch, slots: Slots) -> NDArray[np.int32]:

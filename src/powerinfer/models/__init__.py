@@ -27,6 +27,7 @@ def load(
     predictors: Callable[[int], Weights] | None = None,
     disk: DiskTier | None = None,
     pool: _native.Pool | None = None,
+    undo_tokens: int = 0,
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 
@@ -37,6 +38,11 @@ def load(
     threads. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
     executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool)
+    predictors: of each layer, what selects those that are computed. disk: what stays there; undo_tokens: as of
+    `CpuExecutor`. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot
+    be met.
+    """
+    executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, undo_tokens=undo_tokens)
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)
