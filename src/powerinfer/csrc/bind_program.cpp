@@ -102,20 +102,21 @@ bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   }
   for (int64_t i = 0; i < step.logit_rows; i++)
     require(step.logit_row[i] >= 0 && step.logit_row[i] < step.tokens, "a logit row is outside the step");
-  if (p.states) add_states(*p.states, step, row_of, {read_states, states, replayed, undo_states}, sequences);
+  if (p.states && first < p.draft_from)
+    add_states(*p.states, step, row_of, {read_states, states, replayed, undo_states}, sequences);
   require(!stop || stop->shape(0) == 1, "stop is one number");
   step.stop = stop ? stop->data() : nullptr;
   nb::gil_scoped_release release;
   return p.run(step, first, last);
 }
 
-void hidden_states(Program& p, Ints rows, OutFloats2 out) {
+void hidden_states(Program& p, Ints rows, OutFloats2 out, bool draft) {
   require((int64_t)out.shape(1) == p.sizes.d_model && out.shape(0) == rows.shape(0),
           "the hidden states have another shape than (rows, d_model)");
   for (size_t i = 0; i < rows.shape(0); i++)
     require(rows.data()[i] >= 0 && rows.data()[i] < p.sizes.max_tokens, "a row is outside the step");
   nb::gil_scoped_release release;
-  p.hidden_states(rows.data(), (int64_t)rows.shape(0), out.data());
+  p.hidden_states(rows.data(), (int64_t)rows.shape(0), out.data(), draft);
 }
 
 int convolution_activation(const std::string& name) {
@@ -355,7 +356,16 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale,
              float cap) { p.head(norm_of(norm), std::move(project), std::move(w), scale, cap); },
           "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f, "cap"_a = 0.0f,
-          "logits = scale * w . project . norm(x); cap: they become cap * tanh(logits / cap), 0: they stay.");
+          "logits = scale * w . project . norm(x); cap: they become cap * tanh(logits / cap), 0: they stay.")
+      .def(
+          "draft_input",
+          [](Program& p, std::shared_ptr<Table> table, const Norm& embed_norm, const Norm& hidden_norm,
+             std::shared_ptr<Matrix> w,
+             float scale) { p.draft_input({std::move(table), embed_norm, hidden_norm, std::move(w), scale}); },
+          "table"_a, "embed_norm"_a, "hidden_norm"_a, "w"_a, "scale"_a = 1.0f, nb::keep_alive<1, 2>(),
+          "x = w . [embed_norm(scale * row of the token), hidden_norm(x)]: a draft head begins, behind the model's "
+          "head.\n\n"
+          "Its operators are run by themselves, with any states or none.");
 }
 
 }  // namespace
@@ -476,8 +486,8 @@ void bind_program(nb::module_& m) {
                                                               nb::find(p), {p.ldinputs, 1});
           },
           "tokens"_a, "The inputs of layers of the last step, [tokens, layers * numbers]: the program's own memory.")
-      .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(),
-           "out [rows, d_model] = norm(x) with the head's norm: rows of the last step.")
+      .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(), "draft"_a = false,
+           "out [rows, d_model] = norm(x) with the norm of the head, or of the draft head: rows of the last step.")
       .def(
           "set_window", &Program::set_window, "window"_a,
           "What matrices on disk pass through; once, when all operators are there. Then `run` raises ReadError if one\n"

@@ -716,8 +716,56 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
   check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
         "the head's projection does not lead from the width of the model to embed_dim");
   check_norm(norm, sizes.d_model, "the final norm");
-  final_norm_ = std::make_shared<const Norm>(norm);
+  (draft_from < ops_.size() ? draft_norm_ : final_norm_) = std::make_shared<const Norm>(norm);
   head_panels = w->panels;
   check(cap >= 0, "a cap of the logits is negative");
   add(std::make_shared<Head>(std::move(norm), project, w, scale, cap, workspace->pool->threads()), {project, w});
+}
+
+// ---- Draft head -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+class DraftIn : public Op {
+ public:
+  explicit DraftIn(DraftInput in) : in_(std::move(in)) {}
+  const char* name() const override { return "draft_input"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    Program& p = here.p;
+    const Table& table = *in_.table;
+    here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        float *row = p.joined + i * p.ldjoined, *hidden = row + p.sizes.d_model;
+        unpack_row(table.type, table.data + step.token[i] * stored_row_bytes(table.type, table.k), table.k, row);
+        if (in_.scale != 1.0f) here.kernels->scale(row, in_.scale, table.k);
+        in_.embed_norm.apply(here.kernels, row, row);
+        in_.hidden_norm.apply(here.kernels, p.x + i * p.ldx, hidden);
+      }
+    });
+    const PiActs* acts = here.w.prepare(t.id, {p.joined, p.ldjoined, in_.w->k, step.tokens}, {}, in_.w->form());
+    here.w.finish_product(t.id, *in_.w, acts, step.tokens, {p.x, p.ldx, false, NO_BIAS});
+  }
+
+ private:
+  const DraftInput in_;
+};
+
+}  // namespace
+
+void Program::draft_input(DraftInput in) {
+  const int64_t d = sizes.d_model;
+  check(!joined && final_norm_, "a draft head comes behind the model's head, and alone");
+  check(in.table->k == d && sizes.embed_dim == d, "the draft head's embedding has rows of another width than d_model");
+  check(in.w->rows == d && in.w->k == 2 * d, "the draft head's projection has a wrong shape");
+  check(in.embed_norm && in.hidden_norm, "a draft head has norms of what it reads");
+  check_norm(in.embed_norm, d, "the norm of the draft head's embedding");
+  check_norm(in.hidden_norm, d, "the norm of the draft head's hidden states");
+  table_rows = std::min(table_rows, in.table->rows);
+  ldjoined = pi_round_up(2 * d, PI_LANES);
+  joined = (float*)memory_.allocate(sizes.max_tokens * ldjoined * 4);
+  workspace->reserve(sizes.max_tokens, 2 * d);
+  draft_from = ops_.size();
+  const auto w = in.w;
+  add(std::make_shared<DraftIn>(std::move(in)), {w});
 }

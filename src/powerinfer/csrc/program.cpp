@@ -253,15 +253,16 @@ void Program::set_window(std::shared_ptr<Window> window) {
   workspace->pool->between_jobs([&] { window_ = std::move(window); });
 }
 
-void Program::hidden_states(const int32_t* rows, int64_t count, float* out) {
-  check((bool)final_norm_, "a program without a head has no hidden states");
+void Program::hidden_states(const int32_t* rows, int64_t count, float* out, bool draft) {
+  const std::shared_ptr<const Norm> norm = draft ? draft_norm_ : final_norm_;
+  check((bool)norm, "a program without a head has no hidden states");
   workspace->pool->run([&](int thread) {
     int64_t begin, end;
     share(count, 1, workspace->pool->threads(), thread, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
       const float* row = x + rows[i] * ldx;
       float* to = out + i * sizes.d_model;
-      if (*final_norm_) final_norm_->apply(workspace->kernels, row, to);
+      if (*norm) norm->apply(workspace->kernels, row, to);
       else std::copy(row, row + sizes.d_model, to);
     }
   });

@@ -97,6 +97,14 @@ struct EmbedInput {
   float scale = 1;                          // of the token's row
 };
 
+// The first operator of a draft head, whose operators follow the model's.
+struct DraftInput {
+  std::shared_ptr<Table> table;  // the embedding of the token that follows
+  Norm embed_norm, hidden_norm;
+  std::shared_ptr<Matrix> w;  // from [embedding, hidden state] to d_model
+  float scale = 1;            // of the token's row
+};
+
 struct AttentionInput {
   int layer;
   PiAttentionSettings settings;
@@ -175,6 +183,9 @@ class Program {
   // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`. cap: they become
   // cap * tanh(logits / cap), 0: they stay.
   void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1, float cap = 0);
+  // x = w . [embed_norm(scale * row of the token), hidden_norm(x)]. A draft head begins: its operators read no states,
+  // and are run by themselves.
+  void draft_input(DraftInput in);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
@@ -198,8 +209,8 @@ class Program {
   // Runs operators [first, last) on a step that has been checked. False if it was stopped before their end. ReadError if
   // something could not be read from disk.
   bool run(const Step& step, size_t first, size_t last);
-  // out [count, d_model] = norm(x), the head's: rows of the last step.
-  void hidden_states(const int32_t* rows, int64_t count, float* out);
+  // out [count, d_model] = norm(x), the head's or, where `draft`, the draft head's: rows of the last step.
+  void hidden_states(const int32_t* rows, int64_t count, float* out, bool draft = false);
   // Seconds spent in each operator since the last call, while `timed`.
   std::vector<std::pair<std::string, double>> take_times();
   bool timed = false;
@@ -207,6 +218,7 @@ class Program {
   // Limits that a step is checked against: rows of the embedding, positions that have a row, panels of the head. 0: no
   // limit.
   int64_t table_rows = 0, positions = 0, head_panels = 0;
+  size_t draft_from = SIZE_MAX;  // the number of the first operator of the draft head
 
   const Sizes sizes;
   const std::shared_ptr<Workspace> workspace;
@@ -221,6 +233,8 @@ class Program {
   float *x, *qkv, *attended, *gate, *up;
   float* inputs = nullptr;  // of layers, rows of `ldinputs`; null: they have none
   int64_t ldinputs = 0;
+  float* joined = nullptr;  // of the draft head, rows of `ldjoined`; null: there is none
+  int64_t ldjoined = 0;
   ActMemory hidden;                         // forms of an FFN's activations, whose floats are in `gate`
   std::shared_ptr<ExpertRows> expert_rows;  // null: there are no experts
   std::shared_ptr<LatentRows> latent_rows;  // null: there is no latent attention
@@ -273,7 +287,7 @@ class Program {
   static void check_settings(const PiAttentionSettings& settings);
   void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);
 
-  std::shared_ptr<const Norm> final_norm_;  // null: there is no head
+  std::shared_ptr<const Norm> final_norm_, draft_norm_;  // null: there is no such head
   std::vector<Rope> ropes_;
   std::vector<int32_t> rotated_;  // the positions that their angles are of
   Arena memory_;
