@@ -9,7 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -1057,6 +1057,21 @@ def uniform(n_layers: int, layer: LayerConfig) -> tuple[LayerConfig, ...]:
 
 
 @dataclass(frozen=True)
+class DraftHeadConfig:
+    """A head that predicts the token after the next (MTP), as of DeepSeek-V3 (arXiv 2412.19437).
+
+    It reads of a position what the model's final norm gives, and the embedding of the token that follows: a norm of
+    each, both side by side, the embedding first, and a projection make the input of its layer. embedding, head,
+    final_norm: it has its own, else it uses the model's.
+    """
+
+    layer: LayerConfig
+    embedding: bool = False
+    head: bool = False
+    final_norm: bool = True
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and layers of a decoder-only transformer, independent of the file format."""
 
@@ -1082,6 +1097,12 @@ class ModelConfig:
     final_norm: bool = True
     tied_embeddings: bool = False
     name: str = ""
+    draft: DraftHeadConfig | None = field(default=None, repr=False)  # which is read where it is asked for
+
+    @property
+    def with_draft(self) -> ModelConfig:
+        """The configuration with the layer of the draft head, if any, as one more layer."""
+        return self if self.draft is None else replace(self, layers=(*self.layers, self.draft.layer), draft=None)
 
     @property
     def n_layers(self) -> int:

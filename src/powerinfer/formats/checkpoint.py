@@ -29,11 +29,11 @@ from typing import NamedTuple
 import numpy as np
 
 from powerinfer.errors import ModelError, RequestError
-from powerinfer.formats.layout import is_router, matrix_names
+from powerinfer.formats.layout import draft_matrices, draft_prefix, is_router, matrix_names
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.mixes import stated_mix
 from powerinfer.formats.quant import Bytes, Float32, block_type
-from powerinfer.formats.source import Source
+from powerinfer.formats.source import NO_MTP, Source
 from powerinfer.formats.tensors import RawTensor, RestingTensor, StackedTensor, StoredTensor, convert, transpose
 from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 from powerinfer.neurons import Indices
@@ -85,7 +85,7 @@ class Checkpoint:
         self.predictor_threshold = source.predictor_threshold
         self.unread = source.unread
         self.file_bytes = sum(file.size for file in source.files)
-        self.parameters = sum(t.size for name, t in source.tensors.items() if not _is_predictor(name))
+        self.parameters = sum(t.size for name, t in source.tensors.items() if self._is_of_model(name))
         self._targets = self._plan(quantize)
         self._to_convert = sum(self._tensors[self._stored_name(name)].size for name in self._targets)
 
@@ -123,7 +123,8 @@ class Checkpoint:
         if quantize not in _QUANTIZE:
             raise RequestError(f"cannot quantise to {quantize!r} on load; choose q8_0 or q4_0")
         target = block_type(_QUANTIZE[quantize])
-        names = [name for name in matrix_names(self.config) if not is_router(name)]
+        names = [*matrix_names(self.config), *draft_matrices(self.config)]
+        names = [name for name in names if not is_router(name)]
         if not any(self._tensors[self._stored_name(name)].type in FLOAT_TYPES for name in names):
             raise RequestError(
                 f"{self.path} is quantised already ({self.main_type}); leave out the option to quantise it on load"
@@ -350,6 +351,20 @@ class Checkpoint:
             return _QUANTIZE[self.quantize]
         return stated_mix(self.metadata.get("general.file_type"), self.main_type) or self.main_type
 
+    def _is_of_model(self, name: str) -> bool:
+        """Whether a tensor is neither of a predictor nor of the draft head."""
+        return not _is_predictor(name) and not name.startswith(draft_prefix(self.config))
+
+    def leave_draft(self, reason: str) -> None:
+        """Leave the draft head out; a note says so. reason: for people."""
+        of_head = draft_prefix(self.config)
+        self._tensors = {name: one for name, one in self._tensors.items() if not name.startswith(of_head)}
+        self._targets = {name: one for name, one in self._targets.items() if not name.startswith(of_head)}
+        self._stored_types = {name: one for name, one in self._stored_types.items() if name in self._tensors}
+        self._to_convert = sum(self._tensors[self._stored_name(name)].size for name in self._targets)
+        self.config = replace(self.config, draft=None)
+        self.notes.append(f"{NO_MTP}: {reason}")
+
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, type, shape, bytes) of every tensor on disk."""
         tensors = ((name, self._tensors[name]) for name in self._stored_types)
@@ -362,7 +377,8 @@ class Checkpoint:
         for file in self._files:
             file.check()
         digest.update(repr(replace(self.config, name="", tied_embeddings="head" not in self._stored_types)).encode())
-        for name, type_name, shape, nbytes in sorted(self.tensor_list()):
+        listed = (one for one in self.tensor_list() if not one[0].startswith(draft_prefix(self.config)))
+        for name, type_name, shape, nbytes in sorted(listed):
             digest.update(f"{name} {type_name} {shape} {nbytes}\n".encode())
             for part in self._tensors[name].samples():
                 digest.update(part)
@@ -387,23 +403,26 @@ def _transposed_type(tensor: StoredTensor) -> str:
 
 def _loaded_type(name: str, tensor: StoredTensor) -> str:
     """The type of a tensor in memory: its own, but for F64, vectors in blocks and factors that a table cannot have."""
-    if name in ("embed", "positions") and tensor.scales is not None:
+    if name.endswith(("embed", "positions")) and tensor.scales is not None:
         return "Q8_0"  # rows are looked up as files have them, without factors beside
     if len(tensor.shape) == 1:
         return tensor.type if tensor.type in FLOAT_TYPES else "F32"
     return tensor.type if tensor.type in NATIVE_TYPES else "F32"  # F64 alone is none of those
 
 
-def open_checkpoint(path: str | Path, quantize: str | None = None, progress: Progress = silent) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, quantize: str | None = None, progress: Progress = silent, *, draft_head: bool = False
+) -> Checkpoint:
     """Open a GGUF file (any part of a split one), a Hugging Face folder, or a folder that holds one GGUF model.
 
-    quantize: "q8_0" or "q4_0", to quantise the matrices of a float model as they are taken. ModelError if the model
-    is malformed or not supported, RequestError if the request does not fit it.
+    quantize: "q8_0" or "q4_0", to quantise the matrices of a float model as they are taken; draft_head: with
+    the head that predicts further tokens (`ModelConfig.draft`), if the model has one that can be read. ModelError if
+    the model is malformed or not supported, RequestError if the request does not fit it.
     """
-    return Checkpoint(_open(Path(path)), quantize, progress)
+    return Checkpoint(_open(Path(path), draft_head), quantize, progress)
 
 
-def _open(path: Path) -> Source:
+def _open(path: Path, draft_head: bool) -> Source:
     if path.suffix in (".safetensors", ".json") and (path.parent / "config.json").exists():
         path = path.parent  # any file of a Hugging Face folder is accepted for the folder
     elif path.suffix in (".safetensors", ".json") and path.is_file():
@@ -415,15 +434,15 @@ def _open(path: Path) -> Source:
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ModelError(f"{path}: pickle files can run code and are never read; use a GGUF file or safetensors")
     if not path.is_dir():
-        return _open_gguf(path)
+        return _open_gguf(path, draft_head)
     if (path / "config.json").exists():
         from powerinfer.formats.folder import open_folder
 
-        return open_folder(path)
-    return _open(_only_gguf(path))
+        return open_folder(path, draft_head)
+    return _open(_only_gguf(path), draft_head)
 
 
-def _open_gguf(path: Path) -> Source:
+def _open_gguf(path: Path, draft_head: bool) -> Source:
     from powerinfer.formats.gguf import read_gguf
 
     file = read_gguf(path)
@@ -433,7 +452,7 @@ def _open_gguf(path: Path) -> Source:
         return open_published(file)
     from powerinfer.formats.gguf_model import open_gguf
 
-    return open_gguf(file)
+    return open_gguf(file, draft_head)
 
 
 def _only_gguf(folder: Path) -> Path:

@@ -31,6 +31,12 @@ LLAMA_NAMES = Names(
         "product_threshold": "mlp.product_threshold",
         "predictor_in": "mlp.predictor.fc1",  # of TurboSparse models
         "predictor_out": "mlp.predictor.fc2",
+        "draft_join": "eh_proj",
+        "draft_embed_norm": "enorm",
+        "draft_hidden_norm": "hnorm",
+        "draft_embed": "embed_tokens",
+        "draft_head": "shared_head.head",
+        "draft_norm": "shared_head.norm",
     },
 )
 """The names of tensors in a folder of Llama, which most families share."""
@@ -96,7 +102,7 @@ class Folder:
     Reading tensors. names, fused: as the files have them; find_names: in place of `names` where that depends on the
     model. rename: changes names of the file in place, and gives notes; make: takes tensors out and gives, by canonical
     name, what is made of them; norms_less_one: files keep the weights of norms less one; predictors: files may have
-    some.
+    some; mtp: a draft head is below `mtp`, as of Qwen3-Next, not in layers behind the model's.
     """
 
     model_type: str
@@ -133,6 +139,7 @@ class Folder:
     make: Callable[[ModelConfig, Tensors, str], dict[str, MadeTensor]] | None = None
     norms_less_one: bool = False
     predictors: bool = False
+    mtp: bool = False
 
     def key(self, usual: str) -> str:
         """The family's name of a key."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +12,7 @@ from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.column_order import settle_columns
+from powerinfer.formats.draft_head import read_draft, split_draft
 from powerinfer.formats.families import FOLDERS
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_config import quantisation, read_config
@@ -49,8 +48,11 @@ def fused(config: ModelConfig, names: Names) -> Sequence[Fused]:
     return matrices(config, names) if callable(matrices) else matrices
 
 
-def open_folder(folder: Path) -> Source:
-    """The model in a Hugging Face folder; ModelError if it is malformed or not one this engine runs."""
+def open_folder(folder: Path, draft_head: bool = False) -> Source:
+    """The model in a Hugging Face folder; ModelError if it is malformed or not one this engine runs.
+
+    draft_head: with the head that predicts further tokens, if it has one.
+    """
     metadata, config_file = read_json(folder / "config.json")
     notes: list[str] = []
     unread: list[str] = []
@@ -65,10 +67,12 @@ def open_folder(folder: Path) -> Source:
         unpack(stored, settings, str(folder))
     family = FOLDERS[config.architecture]
     made_tensors: dict[str, MadeTensor] = {}
+    stated = bool(metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers"))
+    stored, of_head, heads = split_draft(config, stored, stated, family.mtp)
     if family.make is not None:
         made_tensors = family.make(config, stored, str(folder))
     elif any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
-        stored = dict(_expert_tensors(config, metadata, stored))
+        stored, of_head = dict(_expert_tensors(stored)), dict(_expert_tensors(of_head))
     stored, left_out = drop_head_predictor(stored)
     notes += left_out
     if family.rename is not None:
@@ -80,8 +84,15 @@ def open_folder(folder: Path) -> Source:
     predictors = family.predictors and any(".mlp.predictor." in name for name in stored)
     extra = predictor_shapes(config, stored, names) if predictors else ()
     tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made_tensors)
+    if draft_head and heads:
+        for file in files:
+            file.check()
+        if family.rename is not None:
+            family.rename(of_head)
+        names = _draft_names(config, of_head)
+        config = read_draft(config, tensors, of_head, names, str(folder), fused(config, names), heads, notes)
     if settings is not None:
-        settle_columns(config, tensors, str(folder))
+        settle_columns(config.with_draft, tensors, str(folder))
         notes += describe(tensors.values())
     if family.norms_less_one:
         _add_one_to_norms(tensors, files)
@@ -97,17 +108,16 @@ def open_folder(folder: Path) -> Source:
     return replace(source, predictor_threshold=0.0)
 
 
-def _expert_tensors(
-    config: ModelConfig, metadata: dict[str, Any], stored: Tensors
-) -> Iterator[tuple[str, SingleTensor]]:
-    """The tensors with the names of other layers; without those of layers that only predict further tokens,
-    which follow the model's own (GLM-4.5)."""
-    further = metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers")
-    beyond = re.compile(r"model\.layers\.(\d{1,9})\.") if further else None
+def _draft_names(config: ModelConfig, of_head: Tensors) -> Names:
+    """Spelling of canonical names of the draft head, which may store experts otherwise than the model."""
+    at = f"model.layers.{config.n_layers}."
+    return file_names(config, {name.replace(at, "model.layers.0."): tensor for name, tensor in of_head.items()})
+
+
+def _expert_tensors(stored: Tensors) -> Iterator[tuple[str, SingleTensor]]:
+    """The tensors with the names of other layers, without those by which ERNIE predicts further tokens."""
     for name, tensor in stored.items():
-        if beyond and (match := beyond.match(name)) and int(match[1]) >= config.n_layers:
-            continue
-        if name.startswith("model.mtp_"):  # ERNIE's
+        if name.startswith("model.mtp_"):
             continue
         if name.endswith(".e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"

@@ -35,6 +35,7 @@ from powerinfer.config import (
 )
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
+from powerinfer.formats.draft_head import read_draft
 from powerinfer.formats.families import GGUFS
 from powerinfer.formats.family import Gguf
 from powerinfer.formats.fields import Fields
@@ -119,6 +120,12 @@ NAMES = Names(
         "experts_out_norm": "post_ffw_norm_2",
         "latent_in": "ffn_latent_down",
         "latent_out": "ffn_latent_up",
+        "draft_join": "nextn.eh_proj",
+        "draft_embed_norm": "nextn.enorm",
+        "draft_hidden_norm": "nextn.hnorm",
+        "draft_embed": "nextn.embed_tokens",
+        "draft_head": "nextn.shared_head_head",
+        "draft_norm": "nextn.shared_head_norm",
     },
 )
 _QKV = Fused(("q", "k", "v"))
@@ -130,8 +137,11 @@ _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the 
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 
 
-def open_gguf(file: GGUFFile) -> Source:
-    """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs."""
+def open_gguf(file: GGUFFile, draft_head: bool = False) -> Source:
+    """The model in a GGUF file, or in all parts of a split one; ModelError if it is not one this engine runs.
+
+    draft_head: with the head that predicts further tokens, if it has one.
+    """
     config_notes: list[str] = []
     unread: list[str] = []
     config = read_config(file, notes=config_notes, unread=unread)
@@ -140,17 +150,31 @@ def open_gguf(file: GGUFFile) -> Source:
     if len(text) < len(stored):
         notes.append(ONLY_TEXT)
     notes += config_notes
-    tensors = collect(config, text, names_of(file, config), str(file.path), fused=fused(file, config))
+    names, of_fused, path = names_of(file, config), fused(file, config), str(file.path)
+    tensors = collect(config, text, names, path, fused=of_fused)
+    heads = _blocks(file, config) - config.n_layers
+    if draft_head and heads and NO_MTP not in notes:
+        file.check()
+        at = f"blk.{config.n_layers}."
+        every = stored_tensors(file, config, config.n_layers + 1)
+        of_head = {name: tensor for name, tensor in every.items() if name.startswith(at)}
+        config = read_draft(config, tensors, of_head, names, path, of_fused, heads, notes)
     return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes, unread=unread)
 
 
-def stored_tensors(file: GGUFFile, config: ModelConfig) -> dict[str, RawTensor]:
-    """The tensors under the names of the file, without those that became part of the configuration."""
-    read = [f"{name}.weight" for name in _DIVISORS] if config.ropes else []
+def _blocks(file: GGUFFile, config: ModelConfig) -> int:
+    """Layers of the file, with those that predict further tokens."""
     fields = Fields(file.metadata, str(file.path), prefix=f"{config.architecture}.")
-    blocks = fields.integer("block_count", 1, layout.MAX_LAYERS)
-    beyond = tuple(f"blk.{layer}." for layer in range(config.n_layers, blocks))
-    left_out = {*read, *redundant_tensors(file, config)}
+    return int(fields.integer("block_count", 1, layout.MAX_LAYERS))
+
+
+def stored_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = None) -> dict[str, RawTensor]:
+    """The tensors under the names of the file, without those that became part of the configuration. layers: of which
+    they are, None: those of the model."""
+    layers = config.n_layers if layers is None else layers
+    read = [f"{name}.weight" for name in _DIVISORS] if config.ropes else []
+    beyond = tuple(f"blk.{layer}." for layer in range(layers, _blocks(file, config)))
+    left_out = {*read, *redundant_tensors(file, config, layers)}
     stored = {
         f"{name}.weight" if name.endswith((".ssm_a", ".ssm_d", ".ffn_norm")) else name: tensor  # the last: Falcon-H1's
         for name, tensor in file.tensors.items()
@@ -193,12 +217,12 @@ def _matrices(shape: tuple[int, ...]) -> tuple[int, int]:
     return 1, math.prod(shape[:-2])
 
 
-def redundant_tensors(file: GGUFFile, config: ModelConfig) -> list[str]:
+def redundant_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = None) -> list[str]:
     """Names that tensors may have which say what others do, or that nothing uses: files of latent attention may have
     `attn_kv_b` beside `attn_k_b` and `attn_v_b`, others keys of layers that read those of another layer."""
     has_both = "blk.0.attn_k_b.weight" in file.tensors
     if has_both:
-        return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers)]
+        return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers if layers is None else layers)]
     shared = [layer for layer, kind in enumerate(config.layers) if getattr(kind.attention, "kv_from", None) is not None]
     return [f"blk.{layer}.{name}.weight" for layer in shared for name in ("attn_k", "attn_v", "attn_k_norm")]
 
@@ -299,8 +323,8 @@ def read_config(
         fields.only("hidden_act", family.activation)
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
-    if family.experts is not None or family.delta:  # layers that only predict further tokens follow the model's own
-        n_layers -= fields.integer("nextn_predict_layers", 0, n_layers - 1, 0)
+    # Layers that only predict further tokens follow the model's own.
+    n_layers -= fields.integer("nextn_predict_layers", 0, n_layers - 1, 0)
     names = file.tensors
     if "token_embd.weight" not in names:
         raise ModelError(f"{source}: tensor token_embd.weight is missing")

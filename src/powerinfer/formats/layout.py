@@ -82,9 +82,7 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield "inputs_projection", (config.n_layers * numbers, config.d_model)
         yield "inputs_norm", (numbers,)
     for layer in range(config.n_layers):
-        for name in _layer_norms(config.layers[layer]):
-            yield from _norm(config, f"layers.{layer}.{name}")
-        yield from ((f"layers.{layer}.{name}", shape) for name, shape in _parts(config, layer))
+        yield from _layer_shapes(config, layer)
         if numbers > 0:
             yield f"layers.{layer}.input_gate", (numbers, config.d_model)
             yield f"layers.{layer}.input_out", (config.d_model, numbers)
@@ -95,6 +93,35 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield from _norm(config, "final_norm")
     if not config.tied_embeddings:
         yield "head", (config.vocab_size, width)
+
+
+def draft_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """The same of the draft head, whose tensors are those of a layer that follows the model's; nothing without one."""
+    draft, at, d_model = config.draft, draft_prefix(config), config.d_model
+    if draft is None:
+        return
+    yield from _layer_shapes(config.with_draft, config.n_layers)
+    for name in ("draft_embed_norm", "draft_hidden_norm", *["draft_norm"] * draft.final_norm):
+        yield from _norm(config, f"{at}{name}")
+    yield f"{at}draft_join", (d_model, 2 * d_model)
+    for name in [*["draft_embed"] * draft.embedding, *["draft_head"] * draft.head]:
+        yield f"{at}{name}", (config.vocab_size, d_model)
+
+
+def draft_matrices(config: ModelConfig) -> Iterator[str]:
+    """Canonical names of the draft head's matrices."""
+    return (name for name, shape in draft_shapes(config) if is_matrix(name, shape) and not name.endswith("_embed"))
+
+
+def draft_prefix(config: ModelConfig) -> str:
+    """The beginning of the canonical names of the draft head's tensors."""
+    return f"layers.{config.n_layers}."
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, Shape]]:
+    for name in _layer_norms(config.layers[layer]):
+        yield from _norm(config, f"layers.{layer}.{name}")
+    yield from ((f"layers.{layer}.{name}", shape) for name, shape in _parts(config, layer))
 
 
 def _norm(config: ModelConfig, name: str) -> Iterator[tuple[str, Shape]]:
@@ -136,7 +163,8 @@ def check(config: ModelConfig, source: str) -> None:
         rows = f"{config.layer_input_rows} rows for {config.vocab_size} tokens"
         raise ModelError(f"{source}: the table of layers' inputs has {rows}")
     _check_sources(config, source)
-    for layer in set(config.layers):
+    _check_draft(config, source)
+    for layer in set(config.with_draft.layers):
         _check_norms(config, layer, source)
         for part in (layer.attention, layer.ffn):
             problem = part.problem()
@@ -155,6 +183,18 @@ def _check_sources(config: ModelConfig, source: str) -> None:
         shape = attention.n_kv_heads, attention.head_dim
         if not same or other is None or (other.n_kv_heads, other.head_dim) != shape:
             raise ModelError(f"{source}: layer {number} reads keys of layer {attention.kv_from}, which has none such")
+
+
+def _check_draft(config: ModelConfig, source: str) -> None:
+    """ModelError where a draft head does not go with the model."""
+    reasons = {
+        "a table of positions": config.positions == "learned",
+        "an embedding of another width": config.embed_dim > 0,
+        "inputs of layers": config.layer_inputs > 0,
+        "no final norm": not config.final_norm,
+    }
+    if config.draft is not None and (strange := [reason for reason, true in reasons.items() if true]):
+        raise ModelError(f"{source}: a draft head does not go with {strange[0]}")
 
 
 def _check_norms(config: ModelConfig, layer: LayerConfig, source: str) -> None:

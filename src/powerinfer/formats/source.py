@@ -126,9 +126,23 @@ def collect(
     """
     if config.n_layers > len(stored):  # before anything loops over the layers
         raise ModelError(f"{source}: claims {config.n_layers} layers and holds {len(stored)} tensors")
+    asked = (*layout.shapes(config), *extra)
+    return collect_some(asked, stored, names, source, config.architecture, fused, made_tensors)
+
+
+def collect_some(
+    asked: Iterable[tuple[str, tuple[int, ...]]],
+    stored: Mapping[str, SingleTensor],
+    names: Names,
+    source: str,
+    architecture: str,
+    fused: Sequence[Fused] = (),
+    made_tensors: Mapping[str, StoredTensor] | None = None,
+) -> dict[str, StoredTensor]:
+    """The same for what is asked for: (canonical name, shape) of each tensor."""
     tensors: dict[str, StoredTensor] = {}
     rest = set(stored)
-    shapes_by_name = dict(_as_stored(canonical, shape, names) for canonical, shape in (*layout.shapes(config), *extra))
+    shapes_by_name = dict(_as_stored(canonical, shape, names) for canonical, shape in asked)
     for canonical, shape in shapes_by_name.items():
         if made_tensors is not None and canonical in made_tensors:
             tensors[canonical] = made_tensors[canonical]
@@ -150,7 +164,7 @@ def collect(
     if rest:
         names_text = ", ".join(shown(name) for name in sorted(rest)[:3])
         more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
-        raise ModelError(f"{source}: tensors that a {config.architecture} model does not have: {names_text}{more}")
+        raise ModelError(f"{source}: tensors that a {architecture} model does not have: {names_text}{more}")
     return tensors
 
 

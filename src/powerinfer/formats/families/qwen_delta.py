@@ -72,14 +72,12 @@ _RENAMED = {".linear_attn.A_log": ".linear_attn.decay.weight", ".linear_attn.dt_
 
 
 def _rename(stored: Tensors) -> list[str]:
-    """Names as of other layers, without pictures, which a note is about, and the prediction of further tokens."""
+    """Names as of other layers, without pictures, which a note is about."""
     all_tensors, pictures = dict(stored), False
     stored.clear()
     for name, tensor in all_tensors.items():
         if name.startswith(("model.visual.", "visual.")):
             pictures = True
-            continue
-        if name.startswith(("mtp.", "model.mtp.")):
             continue
         name = name.replace("model.language_model.", "model.", 1)
         for old, new in _RENAMED.items():
@@ -136,6 +134,7 @@ _NEXT = Folder(
     "qwen3_next", ("Qwen3NextForCausalLM",), _read,
     defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}, partial=0.25,
     mixed_act=True, ffns=read_qwen_experts, names=_NEXT_NAMES, fused=_next_fused, rename=_rename, norms_less_one=True,
+    mtp=True,
 )
 _QWEN35 = replace(
     _NEXT, model_type="qwen3_5_text", classes=("Qwen3_5ForCausalLM",), vision_class="Qwen3_5ForConditionalGeneration",

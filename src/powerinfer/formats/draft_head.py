@@ -1,0 +1,131 @@
+"""The draft head (MTP) of a model's files: a layer behind the model's, and what is around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from powerinfer.config import (
+    DraftHeadConfig,
+    ExpertsConfig,
+    LayerConfig,
+    ModelConfig,
+    NoAttention,
+    NoFfn,
+    ParallelConfig,
+    StateKind,
+)
+from powerinfer.errors import ModelError
+from powerinfer.formats import layout
+from powerinfer.formats.family import Tensors
+from powerinfer.formats.source import NO_MTP, Fused, Names, SingleTensor, collect_some
+from powerinfer.formats.tensors import StoredTensor
+
+_FIRST_OF = "of {} layers that predict further tokens (MTP) only the first is read"
+_APART = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+}  # fmt: skip
+"""Modules below `mtp` in folders of Qwen, beside its layers -> those of a layer of GLM-4.5 and DeepSeek-V3."""
+
+
+def split_draft(config: ModelConfig, stored: Tensors, stated: bool, apart: bool) -> tuple[Tensors, Tensors, int]:
+    """(tensors of the model in a folder, those of its first draft head, how many heads there are).
+
+    The head's have the names of a layer behind the model's. stated: config.json says that layers there are heads;
+    apart: tensors of heads are below `mtp`.
+    """
+    of_layer = re.compile(r"model\.layers\.(\d{1,9})\.")
+    below = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d{1,9})\.)?(.*)")
+    of_model: Tensors = {}
+    of_head: Tensors = {}
+    numbers = set()
+    for name, tensor in stored.items():
+        number, new = -1, name
+        if stated and (match := of_layer.match(name)):
+            number = int(match[1]) - config.n_layers
+        elif apart and (match := below.fullmatch(name)):
+            number, inner = int(match[1] or 0), match[2]
+            first, dot, rest = inner.partition(".")
+            inner = inner if match[1] else f"{_APART.get(first, first)}{dot}{rest}"
+            new = f"model.layers.{config.n_layers}.{inner}"
+        if number < 0:
+            of_model[name] = tensor
+            continue
+        numbers.add(number)
+        if number == 0:
+            of_head[new] = tensor
+    return of_model, of_head, len(numbers)
+
+
+def read_draft(
+    config: ModelConfig,
+    tensors: dict[str, StoredTensor],
+    stored: Mapping[str, SingleTensor],
+    names: Names,
+    source: str,
+    fused: Sequence[Fused],
+    heads: int,
+    notes: list[str],
+) -> ModelConfig:
+    """The configuration with its draft head, whose tensors join `tensors`; where the head cannot be read without it,
+    and a note says why.
+
+    stored: the head's tensors under the names of the file; heads: how many the file has.
+    """
+    try:
+        draft, of_head = _read(config, stored, names, source, fused)
+    except ModelError as error:
+        notes.append(f"{NO_MTP}: {str(error).removeprefix(f'{source}: ')}")
+        return config
+    if heads > 1:
+        notes.append(_FIRST_OF.format(heads))
+    at = layout.draft_prefix(config)
+    if draft.embedding and _alike(of_head[f"{at}draft_embed"], tensors["embed"]):
+        draft = replace(draft, embedding=False)
+        del of_head[f"{at}draft_embed"]
+    if draft.head and _alike(of_head[f"{at}draft_head"], tensors["embed" if config.tied_embeddings else "head"]):
+        draft = replace(draft, head=False)
+        del of_head[f"{at}draft_head"]
+    tensors |= of_head
+    return replace(config, draft=draft)
+
+
+def _read(
+    config: ModelConfig, stored: Mapping[str, SingleTensor], names: Names, source: str, fused: Sequence[Fused]
+) -> tuple[DraftHeadConfig, dict[str, StoredTensor]]:
+    at = layout.draft_prefix(config)
+
+    def has(name: str) -> bool:
+        return name in names.inner and names(f"{at}{name}") in stored
+
+    draft = DraftHeadConfig(
+        _layer(config, has("router"), source),
+        embedding=has("draft_embed"),
+        head=has("draft_head"),
+        final_norm=has("draft_norm"),
+    )
+    whole = replace(config, draft=draft)
+    layout.check(whole, source)
+    return draft, collect_some(layout.draft_shapes(whole), stored, names, source, config.architecture, fused)
+
+
+def _layer(config: ModelConfig, routed: bool, source: str) -> LayerConfig:
+    """The head's layer: one of the model's, with attention, and with experts or without."""
+
+    def suits(layer: LayerConfig) -> bool:
+        part = isinstance(layer.attention, NoAttention) or isinstance(layer.ffn, NoFfn)
+        return not part and isinstance(layer.ffn, ExpertsConfig) == routed
+
+    attentions = {one for one in config.attentions if not isinstance(one, StateKind | NoAttention | ParallelConfig)}
+    layers = {replace(layer, attention=one) for layer in config.layers if suits(layer) for one in attentions}
+    if len(layers) != 1:
+        count = "no layer" if not layers else f"{len(layers)} kinds of layers"
+        raise ModelError(f"{source}: the model has {count} that its layer could be like")
+    return layers.pop()
+
+
+def _alike(first: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are the same, by samples: files of DeepSeek-V3 and GLM-4.5 have copies of what is shared."""
+    kinds = [(one.type, one.shape, one.nbytes, list(one.samples())) for one in (first, other)]
+    return kinds[0] == kinds[1]
