@@ -39,6 +39,7 @@ from powerinfer.devices.cpu_experts import (
 )
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Selecting, Weights, pack
 from powerinfer.devices.disk import DiskTier
+from powerinfer.devices.drafter import CpuDraftHead, DraftHead
 from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
@@ -233,9 +234,11 @@ class CpuExecutor:
         disk: DiskTier | None = None,
         pool: _native.Pool | None = None,
         undo_tokens: int = 0,
+        draft_head: bool = False,
     ) -> None:
         """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing. pool: another
-        executor's threads, for two that never run at the same time; None: it has its own.
+        executor's threads, for two that never run at the same time; None: it has its own. draft_head: the config's is
+        wired, too.
 
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
         and room: the most bytes that they may take then; undo_tokens: of a sequence in a step, whose states can be
@@ -244,6 +247,9 @@ class CpuExecutor:
         self.choices = machine_choices(engine)
         assert self.choices.isa is not None and self.choices.threads is not None
         self.config = config
+        wired = config.with_draft if draft_head else replace(config, draft=None)
+        self._layers = wired.layers
+        self.drafter: DraftHead | None = None
         self.disk = disk
         if disk is not None:
             self.choices.disk = Choice(disk.about.why)
@@ -267,8 +273,12 @@ class CpuExecutor:
         self._pool = pool or _native.Pool(self.choices.threads.value)
         self._workspace = _native.Workspace(self._pool, self.choices.isa.value)
         self._pack = partial(pack, self._pool, _native.Arena())
-        self.parts = PartMaker(config, self._workspace, self._pack)
-        self._program = self._empty_program(engine, pages, room, undo_tokens)
+        self.parts = PartMaker(wired, self._workspace, self._pack)
+        self._program = self._empty_program(wired, engine, pages, room, undo_tokens)
+        self._embedding: _native.Table | None = None
+        self._head: tuple[_native.Norm | None, _native.Matrix] | None = None
+        self._draft_from: int | None = None  # the first operator of the draft head
+        self._of_model = False, 0  # `in_experts` and `bytes_per_token`, while that is wired
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
         self._expert_observer: ExpertObserver | None = None
@@ -276,10 +286,10 @@ class CpuExecutor:
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def _empty_program(
-        self, engine: EngineConfig, pages: int | None, room: int | None, undo_tokens: int
+        self, config: ModelConfig, engine: EngineConfig, pages: int | None, room: int | None, undo_tokens: int
     ) -> _native.Program:
         """A program without operators, and its KV cache; arguments as of the executor."""
-        config, reason = self.config, "given"
+        reason = "given"
         layers = config.n_layers - self.first_layer
         if pages is None:
             pages, reason = choose_pages(
@@ -353,7 +363,7 @@ class CpuExecutor:
         table = self._table(tensor)
         rows = self._table(replace(positions, data=positions.data.copy())) if positions is not None else None
         self._program.embed(table, rows, self.config.position_offset, projection, scale)
-        self._embedded = self._program.size
+        self._embedded, self._embedding = self._program.size, table
 
     def layer_inputs(self, table: RawTensor, projection: _native.Matrix, norm: Float32) -> None:
         """Numbers that every layer gets of a token beside the residual stream, from a table of the model's file and
@@ -396,7 +406,7 @@ class CpuExecutor:
         qkv, biases: of the layer's `projections`. q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the
         layer's qk_norm is "width". sinks: float32 [heads], scores in the softmax that belong to no value.
         """
-        settings = self.config.layers[layer].heads
+        settings = self._layers[layer].heads
         stores = settings.kv_from is None
         q, k, v = qkv[0], qkv[1] if stores else None, qkv[-1] if stores else None
         q_bias, k_bias, v_bias = biases[0], biases[1] if stores else None, biases[len(qkv) - 1] if stores else None
@@ -433,7 +443,7 @@ class CpuExecutor:
         dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); out_norm:
         float32 [value_dim], of each value head.
         """
-        settings = self.config.layers[layer].attention
+        settings = self._layers[layer].attention
         assert isinstance(settings, DeltaNetConfig)
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
         self._program.delta_net(
@@ -501,7 +511,7 @@ class CpuExecutor:
         q_latent: makes the latents of queries, None: q, of all heads, reads norm(x) itself; kv: makes latents and the
         rotated part of keys; rotated rows in the order of `head_rows`. q_norm, kv_norm: of latents. k_b: as the tensor.
         """
-        settings = self.config.layers[layer].attention
+        settings = self._layers[layer].attention
         assert isinstance(settings, LatentAttentionConfig)
         place, rope = layer - self.first_layer, self._ropes[settings.rope]
         of_q = _native.Norm(q_norm, settings.norm_eps) if q_norm is not None else None
@@ -541,7 +551,7 @@ class CpuExecutor:
 
     def _mamba_offset(self, layer: int) -> int:
         """The place of what Mamba2 gives in a row of what is attended: behind what attention beside it gives."""
-        kind = self.config.layers[layer].attention
+        kind = self._layers[layer].attention
         return cpu.round_up(kind.attention.width, cpu.LANES) if isinstance(kind, ParallelConfig) else 0
 
     def ffn(
@@ -591,7 +601,7 @@ class CpuExecutor:
         Experts that stay on disk are not asked for; a router that reads what the layer gets was given to
         `early_router`.
         """
-        config = self.config.layers[layer].ffn
+        config = self._layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         spec, slots = _native.NeuronSpec(config.activation, config.threshold), None
         by_neuron: ByNeuron | None = None
@@ -639,7 +649,7 @@ class CpuExecutor:
 
     def early_router(self, layer: int, router: _native.Matrix, correction: Float32 | None = None) -> None:
         """Select the experts of a layer from x as it is; router: [experts, d_model]."""
-        config = self.config.layers[layer].ffn
+        config = self._layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         self._early_routers[layer] = self._program.early_router(_router(config.router, correction, None), router)
 
@@ -748,7 +758,7 @@ class CpuExecutor:
         weights of the norm of their input, which they then are given as it is before; of experts of latents without its
         first matrix, for which they are given what that makes of the layer's input, and without norm; among: the only
         neurons of each that it selects, int32 [experts, some], ascending, of which alone it has rows."""
-        config = self.config.layers[layer].ffn
+        config = self._layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         tensors = iter(experts)
         first = next(tensors)
@@ -970,8 +980,32 @@ class CpuExecutor:
     def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
         """logits = the config's scale * matrix . projection . norm(x), capped as it says."""
         self._program.head(norm, matrix, projection, self.config.logit_scale, self.config.logit_cap or 0.0)
+        self._head = norm, matrix
         if self.disk is not None and self.disk.window is not None:
             self._program.set_window(self.disk.window)
+
+    def draft_input(
+        self, embedding: RawTensor | None, embed_norm: _native.Norm, hidden_norm: _native.Norm, matrix: _native.Matrix
+    ) -> None:
+        """x = matrix . [embed_norm(row of the embedding), hidden_norm(x)]: the draft head begins, behind the model's
+        head. embedding: its own, in memory, None: the model's."""
+        self._draft_from, self._of_model = self._program.size, (self.in_experts, self.bytes_per_token)
+        self.in_experts = False
+        table = self._embedding if embedding is None else self._table(embedding)
+        self._program.draft_input(table, embed_norm, hidden_norm, matrix, self.config.embedding_scale)
+
+    def draft_head(self, norm: _native.Norm | None, matrix: _native.Matrix | None) -> None:
+        """Its logits, as of `head`; None: with the model's. It ends: what is asked of the executor's layers, and how
+        much a token reads, is about the model."""
+        assert self._head is not None and self._draft_from is not None
+        first, (of_norm, of_matrix) = self._draft_from, self._head
+        self.head(norm or of_norm, matrix or of_matrix)
+        for parts in (self.ffns, self._experts):
+            parts.pop(self.config.n_layers, None)
+        self.in_experts, self.bytes_per_token = self._of_model
+        self._head = of_norm, of_matrix
+        run = partial(self._run, first=first, last=self._program.size)
+        self.drafter = CpuDraftHead(self._program, run, self.vocab_size)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -1003,7 +1037,7 @@ class CpuExecutor:
         if self._expert_observer is not None:
             self._run_experts(batch, self._expert_observer)
         elif self._observed is None:
-            self._run(batch, 0, self._program.size)
+            self._run(batch, 0, self.operators)
         else:
             self._run_observed(batch, self._observed)
         self.end(batch)
@@ -1039,7 +1073,7 @@ class CpuExecutor:
     def finish(self, batch: Batch, first: int | None = None) -> Float32:
         """Run everything after the embedding, or from operator `first` on, on the current residual stream; logits as
         from `forward`."""
-        self._run(batch, self._embedded if first is None else first, self._program.size)
+        self._run(batch, self._embedded if first is None else first, self.operators)
         return self._logits[: len(batch.logit_rows), : self.vocab_size]
 
     def run_part(self, batch: Batch, first: int | None, last: int) -> Float32:
@@ -1057,8 +1091,8 @@ class CpuExecutor:
 
     @property
     def operators(self) -> int:
-        """The number that is wired so far."""
-        return self._program.size
+        """The number of the model's that are wired so far."""
+        return self._program.size if self._draft_from is None else self._draft_from
 
     def end(self, batch: Batch) -> None:
         """The batch was computed in all layers, on this device and others. ChangedError if a file was changed that was
@@ -1081,20 +1115,20 @@ class CpuExecutor:
         if len(batch.logit_rows) > len(self._logits):
             self._logits = np.empty((len(batch.logit_rows), self._logits.shape[1]), np.float32)
 
-    def _run(self, batch: Batch, first: int, last: int) -> None:
-        """Operators `first` up to `last` of a call."""
-        if self._file_rows is not None and first < self._embedded:
+    def _run(self, batch: Batch, first: int, last: int, logits: Float32 | None = None) -> None:
+        """Operators `first` up to `last` of a call. logits: where they go, None: those of the model."""
+        if self._file_rows is not None and (first < self._embedded or first == self._draft_from):
             self._file_rows.fetch(batch.tokens)
         for file in self.mapped:
             file.check_unchanged()
         if self.disk is None:
-            return self._run_operators(batch, first, last)
+            return self._run_operators(batch, first, last, self._logits if logits is None else logits)
         self.disk.check()
         with self.disk.reading():
-            self._run_operators(batch, first, last)
+            self._run_operators(batch, first, last, self._logits)
         self.disk.check()
 
-    def _run_operators(self, batch: Batch, first: int, last: int) -> None:
+    def _run_operators(self, batch: Batch, first: int, last: int, logits: Float32) -> None:
         read_states, states = self.slots or (None, None)
         finished = self._program.run(
             batch.tokens,
@@ -1102,7 +1136,7 @@ class CpuExecutor:
             batch.rows,
             batch.page_table,
             batch.logit_rows,
-            self._logits,
+            logits,
             first,
             last,
             self.vocab_size,
@@ -1134,7 +1168,7 @@ class CpuExecutor:
             if observer is not None:
                 active = watch.active(tokens)[:, : -(-ffn.neurons // 8)]
                 observer.fires(layer, Fired(watch.counts[: ffn.neurons], active, watch.magnitudes.sum(axis=0)))
-        self._run(batch, at, self._program.size)
+        self._run(batch, at, self.operators)
 
     def _watched(self) -> list[tuple[int, CpuFfn]]:
         """The FFNs that can be observed, with their layers."""
@@ -1227,7 +1261,7 @@ class CpuExecutor:
                 op.fired_shared(of_shared)
                 active = np.concatenate((active, of_shared), axis=1)
             observer.fires(layer, selected, active)
-        self._run(batch, at, self._program.size)
+        self._run(batch, at, self.operators)
 
     def traced(self) -> AbstractContextManager[Trace]:
         """RequestError: tracing shows what a GPU and the CPU do side by side."""
@@ -1235,6 +1269,7 @@ class CpuExecutor:
 
     def close(self) -> None:
         names = "_observed _expert_observer _program _cache _states _ropes ffns _experts _early_routers expert_ffns"
+        names += " drafter _head _embedding"
         for name in (*names.split(), "disk", "parts", "_pack", "_workspace", "_pool", "_logits"):
             self.__dict__.pop(name, None)
 

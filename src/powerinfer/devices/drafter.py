@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
+from powerinfer.kernels import cpu
+
+if TYPE_CHECKING:
+    from powerinfer import _native
     from powerinfer.devices.batch import Batch
 
 
@@ -39,3 +43,33 @@ class DraftHead(Protocol):
         """What a further draft reads: the head's own hidden states of tokens of its last `forward`, float32
         [n, d_model]. rows, and when: as of `inputs`."""
         ...
+
+
+class CpuDraftHead:
+    """The draft head as the last operators of a model's program, with the pages of its cache."""
+
+    def __init__(self, program: _native.Program, run: Callable[..., None], vocab_size: int) -> None:
+        """run: called with a batch and logits=, where they go: runs these operators."""
+        self._program = program
+        self._run = run
+        self._vocab_size = vocab_size
+        self._logits = np.empty((0, cpu.round_up(vocab_size, cpu.LANES)), np.float32)
+
+    def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._hidden_states(rows, False)
+
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        n = len(batch.logit_rows)
+        if n > len(self._logits):
+            self._logits = np.empty((n, self._logits.shape[1]), np.float32)
+        self._program.residual(len(batch.tokens))[:] = inputs
+        self._run(batch, logits=self._logits)
+        return self._logits[:n, : self._vocab_size]
+
+    def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._hidden_states(rows, True)
+
+    def _hidden_states(self, rows: NDArray[np.int32], draft: bool) -> NDArray[np.float32]:
+        out = np.empty((len(rows), self._program.residual(1).shape[1]), np.float32)
+        self._program.hidden_states(rows, out, draft)
+        return out

@@ -11,6 +11,7 @@ from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.disk import DiskTier
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.blocks import wire
+from powerinfer.models.draft import wire_draft
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.progress import Progress, silent
 
@@ -34,18 +35,19 @@ def load(
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
-    predictors: of each layer, what selects those that are computed. disk: what stays there; pool: another executor's
-    threads. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot be met.
+    predictors: of each layer, what selects those that are computed. disk: what stays there, of a checkpoint without a
+    draft head, which is wired where the checkpoint has one; undo_tokens, pool: as of `CpuExecutor`. ModelError for a
+    checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
-    executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool)
-    predictors: of each layer, what selects those that are computed. disk: what stays there; undo_tokens: as of
-    `CpuExecutor`. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot
-    be met.
-    """
-    executor = CpuExecutor(checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, undo_tokens=undo_tokens)
+    executor = CpuExecutor(
+        checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool,
+        undo_tokens=undo_tokens, draft_head=checkpoint.config.draft is not None,
+    )  # fmt: skip
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)
+        if drafts:
+            wire_draft(executor, checkpoint)
         checkpoint.finish()
     except BaseException:
         executor.close()
@@ -57,4 +59,4 @@ def load(
 def rotations(checkpoint: Checkpoint, engine: EngineConfig) -> dict[RopeConfig, Rotation]:
     """(frequencies, factor) of each rotary embedding of the model."""
     context = engine.context or checkpoint.config.context_length
-    return {rope: rope_frequencies(rope, context) for rope in checkpoint.config.ropes}
+    return {rope: rope_frequencies(rope, context) for rope in checkpoint.config.with_draft.ropes}

@@ -1,0 +1,39 @@
+"""Wiring of the draft head of a model (`DraftHeadConfig`), behind the model itself."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Protocol
+
+from powerinfer.formats.layout import draft_prefix
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.models.blocks import wire_layer
+from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, vector
+
+
+class DraftBuilder(Builder[Matrix, Norm], Protocol):
+    """A device with a draft head: `CpuExecutor`, which documents the methods, or the `Recorder` of the inventory."""
+
+    def draft_input(
+        self, embedding: RawTensor | None, embed_norm: Norm, hidden_norm: Norm, matrix: Matrix
+    ) -> None: ...
+    def draft_head(self, norm: Norm | None, matrix: Matrix | None) -> None: ...
+
+
+def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None:
+    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once."""
+    config, at = checkpoint.config, draft_prefix(checkpoint.config)
+    draft = config.draft
+    assert draft is not None
+    embed_norm, hidden_norm = (_norm(builder, checkpoint, f"{at}draft_{name}_norm") for name in ("embed", "hidden"))
+    embedding = checkpoint.take(f"{at}draft_embed") if draft.embedding else None
+    builder.draft_input(embedding, embed_norm, hidden_norm, builder.matrix(checkpoint.take(f"{at}draft_join")))
+    layers = copy(checkpoint)  # the same tensors, of a model with one more layer
+    layers.config = config.with_draft
+    wire_layer(builder, layers, config.n_layers, None)
+    norm = _norm(builder, checkpoint, f"{at}draft_norm") if draft.final_norm else None
+    builder.draft_head(norm, builder.matrix(checkpoint.take(f"{at}draft_head")) if draft.head else None)
+
+
+def _norm(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors, name: str) -> Norm:
+    return builder.norm(checkpoint.take(name).float32(), vector(checkpoint, f"{name}_bias"))

@@ -1,0 +1,165 @@
+"""Tiny random models with a draft head (MTP), as files, and what `transformers` says of both.
+
+The head's layer is a model of one layer of the family: its embedding is replaced by the projection of what the head
+reads, written here from the paper (arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from families import CONTEXT, SIZES, TOKENS, Case, build, case_named, double_precision, random_model, save
+from safetensors.numpy import load_file, save_file
+
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from powerinfer.formats.gguf import read_gguf
+from powerinfer.formats.gguf_model import open_gguf
+from powerinfer.formats.tensors import RawTensor
+
+# Settings of a model of the head's layer alone.
+ONE_LAYER: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "deepseek_v3": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "glm4_moe_lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
+    "llama": {"num_hidden_layers": 1},
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+    ),
+}
+BELOW_MTP = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+OF_LAYER = {"join": "eh_proj", "embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+OF_MTP = {"join": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
+IN_GGUF = {
+    "join": "eh_proj", "embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head_norm",
+    "embed": "embed_tokens", "head": "shared_head_head",
+}  # fmt: skip
+
+
+class DraftModel:
+    """A random model of a case with a head. whole: the head has an embedding and an output head of its own."""
+
+    def __init__(self, name: str, *, whole: bool = False) -> None:
+        self.case: Case = case_named(name)
+        self.config = self.case.config()
+        self.layers: int = self.config.num_hidden_layers
+        self.one_layer = self.case.config(**ONE_LAYER[self.case.kind])
+        self.whole = whole
+        self.tokens = np.random.default_rng(3).integers(0, SIZES["vocab_size"], TOKENS + 1).astype(np.int32)
+        rng = np.random.default_rng(8)
+        d = self.config.hidden_size
+        self.around = {name: 1 + 0.3 * rng.standard_normal(d) for name in ("embed_norm", "hidden_norm")}
+        self.around["join"] = 1.5 * rng.standard_normal((d, 2 * d)) / np.sqrt(2 * d)
+        self.around = {name: values.astype(np.float32) for name, values in self.around.items()}
+
+    @cached_property
+    def model(self) -> Any:
+        return random_model(self.case, self.config, 11)
+
+    @cached_property
+    def head(self) -> Any:
+        """A model of the head's layer, final norm, and output head."""
+        return random_model(self.case, self.one_layer, 12)
+
+    # ---- what transformers says
+
+    @cached_property
+    def exact(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(hidden states that the head reads, those that it gives, its logits) of all positions, in float64."""
+        with double_precision(self.case.base):
+            return self._said(torch.float64)
+
+    @cached_property
+    def narrow(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same in float32."""
+        return self._said(torch.float32)
+
+    def _said(self, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        model, head = build(self.case, self.config).to(dtype), build(self.case, self.one_layer).to(dtype)
+        model.load_state_dict(self.model.state_dict())
+        head.load_state_dict(self.head.state_dict())
+        around = {name: torch.from_numpy(values).to(dtype) for name, values in self.around.items()}
+        eps, tokens = self.config.rms_norm_eps, torch.from_numpy(self.tokens.astype(np.int64))[None]
+
+        def norm(x: Any, name: str) -> Any:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * around[name]
+
+        with torch.inference_mode():
+            hidden = model.model(tokens[:, :-1]).last_hidden_state
+            embedded = (head if self.whole else model).model.embed_tokens(tokens[:, 1:])
+            both = torch.cat([norm(embedded, "embed_norm"), norm(hidden, "hidden_norm")], -1) @ around["join"].T
+            given = head.model(inputs_embeds=both).last_hidden_state
+            logits = (head if self.whole else model).lm_head(given)
+        return tuple(one[0].numpy() for one in (hidden, given, logits))  # type: ignore[return-value]
+
+    # ---- files
+
+    def save(self, layout: str, folder: Path) -> Path:
+        """The files of the model, and of its head in the same place."""
+        of_head = folder / "head"
+        for place in (folder, of_head):
+            place.mkdir(parents=True, exist_ok=True)
+        case = replace(self.case, metadata={})
+        head = save(case, self.one_layer, self.head, layout, of_head)
+        return self._add_to_folder(save(self.case, self.config, self.model, layout, folder), head)
+
+    def _add_to_folder(self, path: Path, head: Path) -> Path:
+        if path.is_file():
+            return path
+        mtp = self.case.kind in BELOW_MTP
+        at, outer, less = f"model.layers.{self.layers}.", f"model.layers.{self.layers}.", 0
+        names = OF_LAYER
+        if mtp:
+            at, outer, names, less = "mtp.layers.0.", "mtp.", OF_MTP, 1
+        tensors = {name: one for file in sorted(path.glob("*.safetensors")) for name, one in load_file(file).items()}
+        for file in sorted(path.glob("*.safetensors")):
+            file.unlink()
+        for file in sorted(head.glob("*.safetensors")):
+            for name, one in load_file(file).items():
+                if name.startswith("model.layers.0."):
+                    tensors[name.replace("model.layers.0.", at)] = one
+                elif name == "model.norm.weight":
+                    tensors[f"{outer}{names['norm']}.weight"] = one
+                elif self.whole:
+                    new = {"model.embed_tokens.weight": "embed_tokens", "lm_head.weight": "shared_head.head"}[name]
+                    tensors[f"{outer}{new}.weight"] = one
+        for name, values in self.around.items():
+            stored = values - less if values.ndim == 1 else values
+            tensors[f"{outer}{names[name]}.weight"] = stored.astype(np.float32)
+        (path / "model.safetensors.index.json").unlink()
+        save_file(tensors, path / "model.safetensors")
+        config = json.loads((path / "config.json").read_text())
+        config |= {"mtp_num_hidden_layers": 1} if mtp else {"num_nextn_predict_layers": 1}
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    def open(self, path: Path, draft_head: bool = True, change: Any = None) -> Checkpoint:
+        """The checkpoint; of a GGUF file the head's tensors are added as it is read. change: called with the tensors
+        (and keys) of such a file."""
+        if path.is_dir():
+            return open_checkpoint(path, draft_head=draft_head)
+        file, head = read_gguf(path), read_gguf(path.parent / "head" / path.name)
+        architecture, at = file.metadata["general.architecture"], f"blk.{self.layers}."
+        file.metadata[f"{architecture}.block_count"] = self.layers + 1
+        file.metadata[f"{architecture}.nextn_predict_layers"] = 1
+        own = {"output_norm.weight": "norm"} | ({"token_embd.weight": "embed", "output.weight": "head"} if self.whole else {})
+        for name, tensor in head.tensors.items():
+            if name.startswith("blk.0."):
+                file.tensors[name.replace("blk.0.", at)] = tensor
+            elif name in own:
+                file.tensors[f"{at}nextn.{IN_GGUF[own[name]]}.weight"] = tensor
+        for name, values in self.around.items():
+            data = np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8)
+            file.tensors[f"{at}nextn.{IN_GGUF[name]}.weight"] = RawTensor("F32", values.shape, data)
+        if change is not None:
+            change(file.metadata, file.tensors)
+        return Checkpoint(open_gguf(file, draft_head))
+
+
+CONTEXT_OF = CONTEXT
