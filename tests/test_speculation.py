@@ -107,9 +107,10 @@ def same(answer: Completion, plain: Completion) -> bool:
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("chunk", [3, 64])
 @pytest.mark.parametrize("pages", [64, 26], ids=["room", "preempting"])
-def test_answers_stay_the_same(many: None, right: float, chunk: int, pages: int) -> None:
+@pytest.mark.parametrize("states", [0, 20, 9], ids=["", "states", "few states"])
+def test_answers_stay_the_same(many: None, right: float, chunk: int, pages: int, states: int) -> None:
     def executor() -> ToyExecutor:
-        return ToyExecutor(n_pages=pages, page_size=8)
+        return ToyExecutor(n_pages=pages, page_size=8, n_states=states)
 
     context = 8 * 26  # tokens
     plain = toy_llm(executor(), context, prefill_chunk=chunk).generate(PROMPTS, PARAMS)

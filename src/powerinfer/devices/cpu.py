@@ -300,7 +300,7 @@ class CpuExecutor:
         attentions = [layer.attention for layer in config.layers[self.first_layer :] or config.layers[-1:]]
         self._states, self.n_states = None, 0
         if config.states:
-            self.n_states = state_slots(engine.max_batch, engine.prefix_cache)
+            self.n_states = state_slots(engine.max_batch, engine.prefix_cache, undo_tokens)
             self._states = StateMemory(config, self.n_states, self.first_layer, undo_tokens)
         self._cache = cache = _native.Cache(
             engine.kv_type,
@@ -1311,7 +1311,7 @@ def choose_pages(
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     pages = -(-context // cpu.PAGE)
     each = state_bytes(config, slice(first_layer, None), undo_tokens)
-    states = state_slots(engine.max_batch, engine.prefix_cache) * each
+    states = state_slots(engine.max_batch, engine.prefix_cache, undo_tokens) * each
     free = available_memory() or 1 << 62
     memory = max(0, free - states)
     if pages * page > memory or states > free:

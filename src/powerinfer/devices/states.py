@@ -22,12 +22,13 @@ _MOST_KEPT = 8  # states of prefixes, which may take a hundred megabytes each
 _UNKNOWN = -1  # of a state that a failed step left behind
 
 
-def state_slots(requests: int, prefixes: bool) -> int:
-    """Slots of a model whose layers have states, so that `requests` run together.
+def state_slots(requests: int, prefixes: bool, undo_tokens: int = 0) -> int:
+    """Slots of a model whose layers have states, so that `requests` run together. undo_tokens: as of `StateMemory`.
 
-    One for each request, one for a text that is scored, and, if prefixes are found again, some to keep states in.
+    One for each request, or two where steps are undone, one for a text that is scored, and, if prefixes are found
+    again, some to keep states in.
     """
-    return requests + 1 + prefixes * min(requests, _MOST_KEPT)
+    return requests * (1 + (undo_tokens > 0)) + 1 + prefixes * min(requests, _MOST_KEPT)
 
 
 def state_bytes(config: ModelConfig, layers: slice = slice(None), undo_tokens: int = 0) -> int:

@@ -46,7 +46,7 @@ def load(
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)
-        if drafts:
+        if checkpoint.config.draft is not None:
             wire_draft(executor, checkpoint)
         checkpoint.finish()
     except BaseException:

@@ -350,6 +350,9 @@ class Driver:
             row = 0
             for request in self.scheduler.commit():
                 row += self._accept(request, logits[row:])
+            parts = self.scheduler.settle()
+            if self._speculation is not None:
+                self._speculation.source.observe(parts)
             self._embed()
             if self._speculation is not None and len(batch.tokens) == len(batch.logit_rows):  # of no prompt
                 drafts = len(batch.tokens) > len(planned)
@@ -417,8 +420,7 @@ class Driver:
     def _accept(self, request: AnswerRequest, logits: NDArray[np.float32]) -> int:
         """Sample what follows a request's tokens, and its drafts while they are what was sampled; the number of rows
         that it has. logits: from its first row on."""
-        drafts, request.drafts = request.drafts, ()
-        place = 0
+        drafts, place = request.drafts, 0
         try:
             self._sample(request, logits[0])
             while place < len(drafts) and not request.ended and request.tokens[-1] == drafts[place]:

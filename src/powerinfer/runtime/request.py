@@ -125,6 +125,8 @@ class Request:
         self.row = -1  # row of the page table while it runs
         self.drafts: Sequence[int] = ()  # guesses of the tokens that follow, computed with the last of its own
         self.read_state = self.state = -1  # slots of its state before the next step and after it
+        self.spare_state = -1  # a slot for the state behind drafts, which may not last
+        self.replayed = 0  # tokens that the state to read lacks: the step that wrote `state` kept what it needs of them
         self.keeps: set[int] = set()  # numbers of tokens behind which its state is to be kept
         self.last_kept = b""  # key of the state that it kept last without being asked
 

@@ -68,6 +68,7 @@ class Runner:
             limits=StepLimits(executor.max_tokens, engine.max_batch, engine.prefill_chunk, engine.mixed_chunk),
             prefix_cache=engine.prefix_cache,
             n_states=executor.n_states,
+            drafts=source is not None,
         )
         self._driver = Driver(
             executor, self._scheduler, tokenizer.token_bytes, load_s=load_s, max_queue=engine.max_queue,

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from powerinfer.devices import Batch
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request
 from powerinfer.runtime.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class WaitingRequests:
@@ -84,10 +87,12 @@ class Scheduler:
         limits: StepLimits,
         prefix_cache: bool = True,
         n_states: int = 0,
+        drafts: bool = False,
     ) -> None:
-        """n_states: slots for states, 0: sequences have none."""
+        """n_states: slots for states, 0: sequences have none; drafts: requests may have some."""
         self.cache = PageCache(n_pages, reuse=prefix_cache)
-        self.states = StateCache(n_states, page_size, prefix_cache) if n_states else None
+        self._drafts = drafts
+        self.states = StateCache(n_states, page_size, prefix_cache, drafts) if n_states else None
         self.page_size = page_size
         self.waiting = WaitingRequests()
         self.preempted: deque[Request] = deque()  # to be started before those that wait
@@ -102,15 +107,16 @@ class Scheduler:
         self._rows = list(range(max_batch))
         heapify(self._rows)
         self._work: list[tuple[Request, int]] = []  # the planned step: requests and their numbers of tokens
+        self._begun: list[int] = []  # tokens of each of these that were computed before
         self._pending: dict[bytes, Request] = {}  # pages being computed, by key
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
         self._row_of = np.zeros(max_tokens, np.int32)
         self._logit_rows = np.zeros(max_tokens, np.int32)
         self._page_table = np.full((max_batch, -(-context // page_size)), -1, np.int32)
-        self._read_states, self._states = (np.zeros(max_batch, np.int32) for _ in range(2))
+        self._read_states, self._states, self._replayed, self._undo_states = np.zeros((4, max_batch), np.int32)
         self._batch = Batch(self._tokens[:0], self._positions[:0], self._row_of[:0], self._page_table[:0],
-                            self._logit_rows[:0], self._read_states[:0], self._states[:0])  # fmt: skip
+                            self._logit_rows[:0], *self._slots_of(0))  # fmt: skip
 
     def submit(self, request: Request) -> None:
         """Queue a request. All its tokens, including those to generate, must fit the context and the cache."""
@@ -150,6 +156,7 @@ class Scheduler:
         """The planned step was computed. Returns the requests that have logits, in the order of their rows: of each
         that of its last token, then those of its drafts, none of which counts as computed yet."""
         ready = []
+        self._begun = [request.computed for request, _ in self._work]
         for request, count in self._work:
             self._advance(request, count - len(request.drafts))
             if isinstance(request, AnswerRequest) and request.computed == len(request.tokens):
@@ -165,8 +172,20 @@ class Scheduler:
         full = request.computed // self.page_size
         if isinstance(request, AnswerRequest) and full > request.published and self.cache.reuse:
             self._publish(request)
-        if self.states is not None:
-            self.states.commit(request)
+
+    def settle(self) -> list[tuple[Request, int, int]]:
+        """All that is accepted of the planned step is. Returns its requests that still run, each with its first token
+        in the batch and the number of tokens that are right."""
+        parts, at = [], 0
+        for (request, count), begun in zip(self._work, self._begun, strict=True):
+            if request.row >= 0:
+                right = request.computed - begun
+                if self.states is not None:
+                    self.states.commit(request, begun, right < count or len(request.drafts) > 0, right < count)
+                parts.append((request, at, right))
+                request.drafts = ()
+            at += count
+        return parts
 
     def finish(self, request: Request) -> None:
         """Remove a request and free its pages. Full pages stay in the prefix cache."""
@@ -178,6 +197,7 @@ class Scheduler:
             self.waiting.remove(request)
         if not self.running:  # nothing is kept of the last one, such as its compiled grammar
             self._work.clear()
+            self._begun.clear()
             self.started.clear()
 
     def _admit(self) -> None:
@@ -269,6 +289,8 @@ class Scheduler:
 
     def _limit_drafts(self, request: Request) -> None:
         """Keep those of a request's drafts for which there are pages, without putting another request back."""
+        if self.states is not None:
+            request.drafts = request.drafts[: self.states.draft_room(request)]
         room = len(request.pages) * self.page_size - len(request.tokens)
         while len(request.drafts) > room and (page := self.cache.allocate()) is not None:
             self._page_table[request.row, len(request.pages)] = page
@@ -326,7 +348,10 @@ class Scheduler:
                 tokens[at + count - drafts : at + count] = request.drafts
                 positions[at : at + count] = np.arange(start, start + count)
                 row_of[at : at + count] = request.row
-            self._read_states[request.row], self._states[request.row] = request.read_state, request.state
+            if self.states is not None:
+                row = request.row
+                self._read_states[row], self._states[row] = self.states.slots(request)
+                self._replayed[row], self._undo_states[row] = request.replayed, request.read_state
             at += count
             n_rows = max(n_rows, request.row + 1)
             if start + count == len(request.tokens) + drafts and isinstance(request, AnswerRequest):
@@ -336,9 +361,14 @@ class Scheduler:
         if (len(batch.tokens), len(batch.logit_rows), len(batch.page_table)) != (at, n_logits, n_rows):
             batch = self._batch = Batch(
                 tokens[:at], positions[:at], row_of[:at], self._page_table[:n_rows], logit_rows[:n_logits],
-                self._read_states[:n_rows], self._states[:n_rows],
+                *self._slots_of(n_rows),
             )  # fmt: skip
         return batch
+
+    def _slots_of(self, rows: int) -> tuple[NDArray[np.int32], ...]:
+        """The slots of states of these rows, and what is replayed in them, as a batch has them."""
+        numbers = (self._read_states, self._states, self._replayed, self._undo_states)
+        return tuple(one[:rows] for one in numbers[: 4 if self._drafts else 2])
 
     def _publish(self, request: Request) -> None:
         self.extend_keys(request)

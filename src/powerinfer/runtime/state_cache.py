@@ -10,6 +10,9 @@ reused only where its state was kept. States are kept at page boundaries:
 
 A state is kept by leaving its slot as it is and going on in another one, so nothing is copied. Slots that no request
 uses are reused, those with the state of a prefix last, least recently used first.
+
+A step with drafts goes on in a spare slot. If all of them were right the two change roles; else the state before the
+step is still there, and the next step first replays in it those tokens that were.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ if TYPE_CHECKING:
 
 _INTERVAL = 512  # tokens
 _WORTH = 128  # tokens that two prompts must share before their common state is kept
+UNDO_TOKENS = 8
+"""Tokens of a request in a step with drafts."""
 
 
 class StateCache:
     """The slots of running requests, and the kept states by the key of the last page of their prefix."""
 
-    def __init__(self, slots: int, page_size: int, reuse: bool) -> None:
+    def __init__(self, slots: int, page_size: int, reuse: bool, undo: bool = False) -> None:
+        """undo: requests may have drafts, each a spare slot for these."""
+        self._undo = undo
         self._slots = PageCache(slots, reuse)
         self._page_size = page_size
         self._promised: dict[bytes, Request] = {}  # states that running requests are going to keep
@@ -64,6 +71,8 @@ class StateCache:
             self._slots.release(kept_slots)
             return False
         request.state, request.read_state = free, next(iter(kept_slots), free)
+        spare = self._slots.allocate() if self._undo else None
+        request.spare_state = -1 if spare is None else spare
         if (cached - usable) * self._page_size >= _WORTH:
             self._promise(request, cached)
         self._promise(request, (len(request.tokens) - 1) // self._page_size)
@@ -75,15 +84,38 @@ class StateCache:
             request.keeps.add(pages * self._page_size)
             self._promised.setdefault(request.keys[pages - 1], request)
 
-    def limit(self, request: Request) -> int:
-        """Tokens of a request that are computed next, at most: up to where its state is to be kept."""
-        at = request.computed
-        regular = (at // _INTERVAL + 1) * _INTERVAL if request.keys else len(request.tokens)
-        return min(regular, *(stop for stop in request.keeps if stop > at), len(request.tokens)) - at
+    def limit(self, request: Request, end: int | None = None) -> int:
+        """Tokens of a request that are computed next, at most: up to where its state is to be kept. end: of these
+        tokens, None: of those that it has."""
+        at, end = request.computed, len(request.tokens) if end is None else end
+        regular = (at // _INTERVAL + 1) * _INTERVAL if request.keys else end
+        return min(regular, *(stop for stop in request.keeps if stop > at), end) - at
 
-    def commit(self, request: Request) -> None:
-        """A step of the request was computed."""
-        if request.read_state != request.state:
+    def draft_room(self, request: Request) -> int:
+        """Drafts of a request in the next step, at most: none where its state is in a slot that is kept, or no other is
+        free; none beyond where its state is to be kept."""
+        if not request.replayed and (request.spare_state < 0 or request.read_state != request.state):
+            return 0
+        return self.limit(request, request.computed + UNDO_TOKENS) - 1
+
+    def slots(self, request: Request) -> tuple[int, int]:
+        """The slots that the next step reads and writes."""
+        if request.drafts and not request.replayed:
+            return request.state, request.spare_state
+        return request.read_state, request.state
+
+    def commit(self, request: Request, begin: int, drafts: bool, wrong: bool) -> None:
+        """A step of the request was computed. begin: tokens computed before it; drafts: it had some, of which the last
+        ones may be wrong."""
+        if drafts and not request.replayed:
+            request.read_state, request.state, request.spare_state = request.state, request.spare_state, -1
+        undoable = drafts or request.replayed
+        request.replayed = request.computed - begin if wrong else 0
+        if wrong:
+            return
+        if undoable:
+            request.spare_state, request.read_state = request.read_state, request.state
+        elif request.read_state != request.state:
             self._slots.release([request.read_state])
             request.read_state = request.state
         at, pages = request.computed, request.computed // self._page_size
@@ -107,11 +139,12 @@ class StateCache:
 
     def stop(self, request: Request) -> None:
         """The request does not run any more."""
-        self._slots.release(list({request.read_state, request.state}))
+        self._slots.release(list({request.read_state, request.state, request.spare_state} - {-1}))
         for stop in request.keeps:
             self._unpromise(request, request.keys[stop // self._page_size - 1])
         request.keeps.clear()
-        request.state = request.read_state = -1
+        request.state = request.read_state = request.spare_state = -1
+        request.replayed = 0
 
     def _unpromise(self, request: Request, key: bytes) -> None:
         if self._promised.get(key) is request:
