@@ -11,7 +11,7 @@ from powerinfer.devices import Batch, Executor
 from powerinfer.errors import PowerInferError
 from powerinfer.runtime.kv_cache import PageCache
 from powerinfer.runtime.request import AnswerRequest, Request
-from powerinfer.runtime.speculation import Outlook
+from powerinfer.runtime.speculation import Outlook, likeliest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,9 +98,7 @@ class DraftModel:
         logits = self._compute([(self._sequences[one], pending[one]) for one in batch], logits=True)
         result = []
         for request, row in zip(batch, logits, strict=True):
-            token = int(row.argmax())
-            weights = np.exp(row - row[token])
-            result.append((request, token, 1.0 / float(weights.sum())))
+            result.append((request, *likeliest(row)))
         return result
 
     def _compute(self, parts: Sequence[tuple[_Sequence, list[int]]], logits: bool) -> NDArray[np.float32]:

@@ -14,9 +14,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
 
 from powerinfer.runtime.request import AnswerRequest, Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MOST = 7
 """Drafts of a request in one step."""
@@ -134,6 +139,13 @@ class StepTimes:
         if above is None:
             return low * (1 + _SLOPE * (tokens - below))
         return low + (median(self._times[above]) - low) * (tokens - below) / (above - below)
+
+
+def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
+    """The most likely token, and its probability. logits: float32 [vocab]."""
+    token = int(logits.argmax())
+    weights = np.exp(logits - logits[token])
+    return token, 1.0 / float(weights.sum(dtype=np.float64))
 
 
 class Speculation:
