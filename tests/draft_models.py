@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import CONTEXT, SIZES, TOKENS, Case, build, case_named, double_precision, random_model, save
+from families import SIZES, TOKENS, Case, build, case_named, double_precision, random_model, save
 from safetensors.numpy import load_file, save_file
 
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
@@ -28,12 +28,9 @@ ONE_LAYER: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     "glm4_moe_lite": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
     "llama": {"num_hidden_layers": 1},
-    **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
-    ),
 }
 BELOW_MTP = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+ONE_LAYER |= {kind: {"num_hidden_layers": 1, "layer_types": ["full_attention"]} for kind in BELOW_MTP}
 OF_LAYER = {"join": "eh_proj", "embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
 OF_MTP = {"join": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
 IN_GGUF = {
@@ -148,7 +145,8 @@ class DraftModel:
         architecture, at = file.metadata["general.architecture"], f"blk.{self.layers}."
         file.metadata[f"{architecture}.block_count"] = self.layers + 1
         file.metadata[f"{architecture}.nextn_predict_layers"] = 1
-        own = {"output_norm.weight": "norm"} | ({"token_embd.weight": "embed", "output.weight": "head"} if self.whole else {})
+        own = {"output_norm.weight": "norm"}
+        own |= {"token_embd.weight": "embed", "output.weight": "head"} if self.whole else {}
         for name, tensor in head.tensors.items():
             if name.startswith("blk.0."):
                 file.tensors[name.replace("blk.0.", at)] = tensor
@@ -160,6 +158,3 @@ class DraftModel:
         if change is not None:
             change(file.metadata, file.tensors)
         return Checkpoint(open_gguf(file, draft_head))
-
-
-CONTEXT_OF = CONTEXT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,23 @@ families = pytest.importorskip("families")
 from draft_models import DraftModel  # noqa: E402
 from families import CONTEXT, ROUNDING, TOKENS, rms, scattered_pages  # noqa: E402
 
+from powerinfer import _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
+from powerinfer.devices.cpu_ffn import pack  # noqa: E402
+from powerinfer.devices.disk import OnDisk  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
+from powerinfer.hybrid import resolve as resolving  # noqa: E402
+from powerinfer.hybrid.load import load_resolved  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
+from powerinfer.hybrid.resolved import Resolved, model_of, ram_bytes  # noqa: E402
+from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.models import load  # noqa: E402
+from powerinfer.models.draft import wire_draft  # noqa: E402
+from powerinfer.placement.budget import Workload, in_ram  # noqa: E402
+from powerinfer.placement.disk import DiskPlan  # noqa: E402
+from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 
 CASES = [
     ("qwen35", False), ("qwen35-moe", False), ("qwen3-next", False), ("glm4-moe", False), ("glm4-moe", True),
@@ -68,3 +82,290 @@ def test_a_head_is_that_of_transformers(name: str, whole: bool, layout: str, tmp
     executor.close()
     for got, exact, narrow in zip(ours, model.exact, model.narrow, strict=True):
         assert rms(got - exact) <= ROUNDING * rms(narrow - exact)
+
+
+KINDS = ["qwen35", "glm4-moe", "deepseek-v3"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[DraftModel, Path]]:
+    """A model of each kind as a folder."""
+    models = {name: DraftModel(name) for name in KINDS}
+    return {name: (one, one.save("folder", tmp_path_factory.mktemp(name))) for name, one in models.items()}
+
+
+Files = dict[str, tuple[DraftModel, Path]]
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_type": "q8_0", "quantize": "q8_0"}], ids=["floats", "quantised"])
+@pytest.mark.parametrize("name", KINDS)
+def test_chunks_give_the_same_bits(name: str, options: dict[str, Any], files: Files) -> None:
+    """In one go, in pieces, token by token at the end, on more threads; and the model's own bits are those without."""
+    model, path = files[name]
+    quantize = {key: one for key, one in options.items() if key == "quantize"}
+    of_engine = {key: one for key, one in options.items() if key != "quantize"}
+    results = []
+    for threads, chunks in ((1, [TOKENS]), (2, [32, 1, 30, *[1] * (TOKENS - 63)]), (1, [3] * (TOKENS // 3))):
+        checkpoint = open_checkpoint(path, draft_head=True, **quantize)
+        executor = executor_of(checkpoint, threads=threads, **of_engine)
+        results.append(run(executor, model.tokens, scattered_pages(executor, 1)[0], chunks))
+        executor.close()
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0], strict=True):
+            assert np.array_equal(got, wanted)
+    executor = executor_of(open_checkpoint(path, **quantize), **of_engine)
+    assert executor.drafter is None
+    alone = executor.forward(batch_of(model.tokens[:-1], 0, scattered_pages(executor, 1)[0]))
+    assert np.array_equal(alone, results[0][0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_batches_give_the_bits_of_single_runs(name: str, files: Files) -> None:
+    model, path = files[name]
+    texts = model.tokens, np.roll(model.tokens, 7)
+    executor = executor_of(open_checkpoint(path, draft_head=True))
+    head, pages = executor.drafter, scattered_pages(executor, 4)
+    assert head is not None
+    alone = [run(executor, text, pages[at], [40, TOKENS - 40]) for at, text in enumerate(texts)]
+    for at, text in enumerate(texts):
+        run(executor, text[:41], pages[2 + at], [40])  # their beginnings, elsewhere
+    n = TOKENS - 40
+    both = Batch(
+        np.concatenate([text[40:-1] for text in texts]),
+        np.tile(np.arange(40, TOKENS, dtype=np.int32), 2),
+        np.repeat(np.arange(2, dtype=np.int32), n),
+        np.ascontiguousarray(pages[2:]),
+        np.arange(2 * n, dtype=np.int32),
+    )
+    following = Batch(
+        np.concatenate([text[41:] for text in texts]), both.positions, both.rows, both.page_table, both.logit_rows
+    )
+    if executor.n_states == 0:  # else the states of their beginnings are in one slot: inputs are those of `alone`
+        executor.forward(both)
+    inputs = np.concatenate([one[1][40:] for one in alone])
+    if executor.n_states == 0:
+        assert np.array_equal(head.inputs(both.logit_rows), inputs)
+    together = head.forward(following, inputs)
+    assert np.array_equal(together, np.concatenate([one[3][40:] for one in alone]))
+    assert np.array_equal(head.outputs(both.logit_rows), np.concatenate([one[2][40:] for one in alone]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_further_drafts_leave_the_model_alone(name: str, files: Files) -> None:
+    """Drafts read what the head gave before, one position on; the model then goes on as if there had been none."""
+    model, path = files[name]
+    executor = executor_of(open_checkpoint(path, draft_head=True))
+    pages, last = scattered_pages(executor, 1)[0], np.array([0], np.int32)
+    first, *_ = run(executor, model.tokens[:41], pages, [40])
+    head = executor.drafter
+    assert head is not None
+    logits = executor.forward(batch_of(model.tokens[40:41], 40, pages))
+    copied, inputs = logits.copy(), head.inputs(last)
+    drafts, position = [int(model.tokens[41])], 40
+    for _ in range(4):
+        said = head.forward(batch_of(np.array(drafts[-1:], np.int32), position, pages), inputs)
+        drafts.append(int(said[0].argmax()))
+        inputs, position = head.outputs(last), position + 1
+    assert np.array_equal(logits, copied)
+    rest = executor.forward(batch_of(model.tokens[41:-1], 41, pages))
+    wanted = executor_of(open_checkpoint(path)).forward(batch_of(model.tokens[:-1], 0, pages))
+    assert np.array_equal(np.concatenate([first, copied, rest]), wanted)
+
+
+# ---- files
+
+
+def test_nothing_changes_where_no_head_is_asked_for(files: Files) -> None:
+    for _, path in files.values():
+        plain, whole = open_checkpoint(path), open_checkpoint(path, draft_head=True)
+        assert plain.config.draft is None and whole.config.draft is not None
+        assert plain.fingerprint == whole.fingerprint and plain.parameters == whole.parameters
+        assert set(plain.names()) < set(whole.names())
+        assert [note.split()[0] for note in plain.notes] == [note.split()[0] for note in whole.notes]
+        executor = executor_of(plain)
+        assert executor.drafter is None and executor.bytes_per_token == executor_of(whole).bytes_per_token
+
+
+MISSING = ["nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "attn_norm", "ffn_gate_inp", "attn_q"]
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_a_head_that_lacks_a_tensor_is_left_out(missing: str, tmp_path: Path) -> None:
+    model = DraftModel("glm4-moe")
+    path, name = model.save("gguf", tmp_path), f"blk.{model.layers}.{missing}.weight"
+    whole = model.open(path, draft_head=False)
+    checkpoint = model.open(path, change=lambda keys, tensors: tensors.pop(name))
+    assert checkpoint.config == whole.config
+    (line,) = checkpoint.notes
+    assert line.startswith("the layers that predict further tokens (MTP) are left out: tensor")
+    if missing != "ffn_gate_inp":  # without a router the layer is a dense one
+        assert name in line
+    executor = executor_of(checkpoint)
+    assert executor.drafter is None
+    said = executor.forward(batch_of(model.tokens[:-1], 0, scattered_pages(executor, 1)[0]))
+    assert np.array_equal(
+        said, executor_of(whole).forward(batch_of(model.tokens[:-1], 0, np.arange(3, dtype=np.int32)))
+    )
+
+
+def test_a_tensor_of_another_shape_or_a_strange_one_leaves_it_out(tmp_path: Path) -> None:
+    model = DraftModel("qwen35")
+    path, at = model.save("gguf", tmp_path), f"blk.{model.layers}."
+
+    def swap(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors[f"{at}nextn.eh_proj.weight"] = tensors[f"{at}nextn.enorm.weight"]
+
+    def add(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors[f"{at}nextn.strange.weight"] = tensors[f"{at}nextn.enorm.weight"]
+
+    for change, line in ((swap, "nextn.eh_proj.weight has shape"), (add, "nextn.strange.weight")):
+        checkpoint = model.open(path, change=change)
+        assert checkpoint.config.draft is None and line in checkpoint.notes[0], checkpoint.notes
+
+
+def test_without_a_norm_of_its_own_a_head_has_the_models(tmp_path: Path) -> None:
+    model = DraftModel("glm4-moe")
+    path, name = model.save("gguf", tmp_path), f"blk.{model.layers}.nextn.shared_head_norm.weight"
+    checkpoint = model.open(path, change=lambda keys, tensors: tensors.pop(name))
+    draft = checkpoint.config.draft
+    assert draft is not None and not draft.final_norm
+    executor = executor_of(checkpoint)
+    ours = run(executor, model.tokens, scattered_pages(executor, 1)[0], [TOKENS])
+
+    def same(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors[name] = tensors["output_norm.weight"]
+
+    executor = executor_of(model.open(path, change=same))
+    theirs = run(executor, model.tokens, scattered_pages(executor, 1)[0], [TOKENS])
+    assert all(map(np.array_equal, ours, theirs))
+
+
+def test_copies_of_the_models_tensors_are_shared(tmp_path: Path) -> None:
+    """Files of DeepSeek-V3 and GLM-4.5 have the embedding and the output head once more in the head's layer."""
+    model = DraftModel("deepseek-v3")
+    path, at = model.save("gguf", tmp_path), f"blk.{model.layers}.nextn."
+
+    def copy(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors[f"{at}embed_tokens.weight"] = tensors["token_embd.weight"]
+        tensors[f"{at}shared_head_head.weight"] = tensors["output.weight"]
+
+    checkpoint, plain = model.open(path, change=copy), model.open(path)
+    assert checkpoint.config == plain.config and set(checkpoint.names()) == set(plain.names())
+
+
+def test_of_several_heads_the_first_is_read(tmp_path: Path) -> None:
+    model = DraftModel("glm4-moe")
+    path, first, second = model.save("gguf", tmp_path), f"blk.{model.layers}.", f"blk.{model.layers + 1}."
+
+    def add(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        keys["glm4moe.block_count"] += 1
+        keys["glm4moe.nextn_predict_layers"] = 2
+        tensors |= {name.replace(first, second): one for name, one in tensors.items() if name.startswith(first)}
+
+    checkpoint = model.open(path, change=add)
+    assert checkpoint.config == model.open(path).config
+    assert checkpoint.notes == ["of 2 layers that predict further tokens (MTP) only the first is read"]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("quantize", [None, "q8_0"])
+@pytest.mark.parametrize("name", KINDS)
+def test_its_memory_is_counted(name: str, quantize: str | None, whole: bool, tmp_path: Path) -> None:
+    """The bytes of matrices as the executor packs them, those of vectors, and a layer more of the cache."""
+    model = DraftModel(name, whole=whole)
+    path = model.save("folder", tmp_path)
+    plain, drafting = (open_checkpoint(path, quantize, draft_head=one) for one in (False, True))
+    without, counted = checkpoint_model(plain), checkpoint_model(drafting)
+    assert without.inventory.draft == 0
+    assert replace(counted.inventory, draft=0) == without.inventory and counted.parameters == without.parameters
+    packed = Counted()
+    wire_draft(packed, open_checkpoint(path, quantize, draft_head=True))  # type: ignore[arg-type]
+    assert counted.inventory.draft == packed.nbytes
+    work = Workload("f16", CONTEXT, 32)
+    held, before = in_ram(counted, work), in_ram(without, work)
+    draft = drafting.config.draft
+    assert draft is not None and held.pop("draft") == packed.nbytes
+    page = cpu.kv_page_bytes("f16", draft.layer.attention)
+    assert held.pop("kv") == before.pop("kv") + CONTEXT // cpu.PAGE * page
+    assert held.pop("scratch") > before.pop("scratch") and held == before
+
+
+class Counted(CpuExecutor):
+    """A device that adds up what a draft head takes."""
+
+    def __init__(self) -> None:
+        self._pool, self.disk, self.bytes_per_token, self.nbytes = _native.Pool(1), None, 0, 0
+        self._pack = partial(pack, self._pool, _native.Arena())
+
+    def _add(self, *packed: Any) -> None:
+        self.nbytes += sum(one.nbytes for one in packed)
+
+    def norm(self, weight: Any, bias: Any = None, order: Any = None) -> Any:
+        self._add(weight)
+        return weight
+
+    def attention(self, layer: int, norm: Any, qkv: Any, **vectors: Any) -> None:
+        self._add(*qkv, *(one for one in vectors.values() if isinstance(one, np.ndarray)))
+
+    def gate_attended(self, layer: int, norm: Any, matrix: Any) -> None:
+        self._add(matrix)
+
+    def latent_attention(self, layer: int, norm: Any, *parts: Any) -> None:
+        *rest, k_b = parts
+        self._add(*rest, self._stack(k_b))
+
+    def latent_project(self, layer: int, v_b: Any, matrix: Any, norm: Any = None) -> None:
+        self._add(self._stack(v_b), matrix)
+
+    def project(self, layer: int, matrix: Any, bias: Any = None, norm: Any = None, order: Any = None) -> None:
+        self._add(matrix)
+
+    def ffn(self, layer: int, norm: Any, gate: Any, up: Any, down: Any, *_: Any) -> None:
+        self._add(gate, up, down)
+
+    def experts(self, layer: int, norm: Any, weights: Any, out_norm: Any = None) -> None:
+        self._add(self.matrix(weights.router), *map(self._stack, weights.experts()), *map(self.matrix, weights.shared))
+        self._add(*(one for one in (weights.correction,) if one is not None))
+
+    def draft_input(self, embedding: Any, embed_norm: Any, hidden_norm: Any, matrix: Any) -> None:
+        self._add(self.matrix(matrix), *([] if embedding is None else [embedding.data]))
+
+    def draft_head(self, norm: Any, matrix: Any) -> None:
+        self._add(*([] if matrix is None else [self.matrix(matrix)]))
+
+
+def test_it_is_left_out_where_it_cannot_be_computed(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU, where memory is too little for it, and where some of the model stays on disk."""
+    _, path = files["glm4-moe"]
+    engine = EngineConfig(gpu="none", context=CONTEXT, threads=1, max_batch=1)
+
+    def resolved(**options: Any) -> tuple[Resolved, list[str]]:
+        said: list[str] = []
+        return resolve(open_checkpoint(path, draft_head=True), replace(engine, **options), say=said.append), said
+
+    placed, said = resolved()
+    assert placed.checkpoint.config.draft is not None and not said
+    loaded, _ = load_resolved(placed, lambda: [1, 2, 3])
+    assert loaded.drafter is not None  # type: ignore[attr-defined]
+    ram = ram_bytes(model_of(placed), engine)
+    least, said = resolved(ram=ram)
+    assert least.checkpoint.config.draft is not None and least.placement.disk is None and not said
+    less, said = resolved(ram=ram - 1, disk="none")
+    assert less.checkpoint.config.draft is None
+    assert said == ["the layers that predict further tokens (MTP) are left out: there is too little memory for them"]
+    beside, said = resolved(gpu="cpu", vram=1 << 30)
+    assert beside.checkpoint.config.draft is None and any("beside a GPU" in line for line in said)
+    executor, _ = load_resolved(beside, lambda: [1, 2, 3])
+    executor.close()
+    plan = DiskPlan(OnDisk(), {}, 1)
+
+    def placed_on_disk(checkpoint: Checkpoint, *_: Any) -> Resolved:
+        return Resolved(checkpoint, engine).placed(disk=plan)
+
+    monkeypatch.setattr(resolving, "_placed", placed_on_disk)
+    fewer, said = resolved()
+    assert fewer.checkpoint.config.draft is None and fewer.placement.disk is plan
+    assert len(said) == 1 and "not read from disk" in said[0]

@@ -985,21 +985,23 @@ class CpuExecutor:
             self._program.set_window(self.disk.window)
 
     def draft_input(
-        self, embedding: RawTensor | None, embed_norm: _native.Norm, hidden_norm: _native.Norm, matrix: _native.Matrix
+        self, embedding: RawTensor | None, embed_norm: _native.Norm, hidden_norm: _native.Norm, matrix: RawTensor
     ) -> None:
         """x = matrix . [embed_norm(row of the embedding), hidden_norm(x)]: the draft head begins, behind the model's
-        head. embedding: its own, in memory, None: the model's."""
+        head. embedding: its own, None: the model's."""
         self._draft_from, self._of_model = self._program.size, (self.in_experts, self.bytes_per_token)
         self.in_experts = False
         table = self._embedding if embedding is None else self._table(embedding)
-        self._program.draft_input(table, embed_norm, hidden_norm, matrix, self.config.embedding_scale)
+        assert table is not None
+        join = self.matrix(matrix)
+        self._program.draft_input(table, embed_norm, hidden_norm, join, self.config.embedding_scale)
 
-    def draft_head(self, norm: _native.Norm | None, matrix: _native.Matrix | None) -> None:
+    def draft_head(self, norm: _native.Norm | None, matrix: RawTensor | None) -> None:
         """Its logits, as of `head`; None: with the model's. It ends: what is asked of the executor's layers, and how
         much a token reads, is about the model."""
         assert self._head is not None and self._draft_from is not None
         first, (of_norm, of_matrix) = self._draft_from, self._head
-        self.head(norm or of_norm, matrix or of_matrix)
+        self.head(norm or of_norm, of_matrix if matrix is None else self.matrix(matrix))
         for parts in (self.ffns, self._experts):
             parts.pop(self.config.n_layers, None)
         self.in_experts, self.bytes_per_token = self._of_model

@@ -9,7 +9,9 @@ and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_n
 `_bias` behind the name of a matrix or a LayerNorm, and perhaps `threshold` of each neuron's activation, and
 `product_threshold` of its product. Latent attention has `q` or `q_a q_a_norm q_b`, and `kv_a kv_a_norm k_b v_b o`
 (`LatentAttentionConfig`). Layers of experts have `router experts_gate experts_up experts_down` (of all experts,
-[experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up down`. Which of
+[experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up down`. A draft
+head is one more layer, with `draft_join` [d_model, 2 * d_model], `draft_embed_norm draft_hidden_norm`, and perhaps
+`draft_embed draft_head draft_norm` (`DraftHeadConfig`). Which of
 them a model has follows from its configuration (`layout.py`). A file may also have `predictor_in` [rank, d_model] and
 `predictor_out` [neurons, rank] for every layer, and may store `down` as `down_rows` [neurons, d_model], or `k_b` as
 `k_b_rows`; then there are both. All matrices are [out_features, in_features]. Opening reads headers only; tensors are
@@ -355,15 +357,15 @@ class Checkpoint:
         """Whether a tensor is neither of a predictor nor of the draft head."""
         return not _is_predictor(name) and not name.startswith(draft_prefix(self.config))
 
-    def leave_draft(self, reason: str) -> None:
-        """Leave the draft head out; a note says so. reason: for people."""
+    def leave_draft(self, reason: str) -> str:
+        """Leave the draft head out. reason, and the line that is returned: for people."""
         of_head = draft_prefix(self.config)
         self._tensors = {name: one for name, one in self._tensors.items() if not name.startswith(of_head)}
         self._targets = {name: one for name, one in self._targets.items() if not name.startswith(of_head)}
         self._stored_types = {name: one for name, one in self._stored_types.items() if name in self._tensors}
         self._to_convert = sum(self._tensors[self._stored_name(name)].size for name in self._targets)
         self.config = replace(self.config, draft=None)
-        self.notes.append(f"{NO_MTP}: {reason}")
+        return f"{NO_MTP}: {reason}"
 
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, type, shape, bytes) of every tensor on disk."""

@@ -70,7 +70,7 @@ def _seconds(resolved: Resolved, sample: Sequence[int]) -> float:
     layers, steps = max(slots) + 1, PROMPT + TIMED
     pages = -(-steps // cpu.PAGE)
     small = replace(resolved.engine, context=cpu.PAGE * pages, max_batch=1, prefill_chunk=cpu.PAGE)
-    config = replace(checkpoint.config, layers=checkpoint.config.layers[:layers])
+    config = replace(checkpoint.config, layers=checkpoint.config.layers[:layers], draft=None)
     tier = first_layers_tier(resolved, slots)
     executor = CpuExecutor(config, small, rotations(checkpoint, small), pages=pages, disk=tier)
     executor.in_experts = resolved.selection.in_experts

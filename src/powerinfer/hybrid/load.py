@@ -176,6 +176,7 @@ def load_split(
     from powerinfer.models.blocks import wire
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
+    assert checkpoint.config.draft is None
     config, placement, spared = checkpoint.config, resolved.placement, resolved.device.spared
     assert not placement.head or placement.layers == config.n_layers
     device = choose_device(resolved.gpu)

@@ -18,7 +18,8 @@ NOT_USED = "the GPU is not used: {}"
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
-    say: told where a GPU, a budget for one, or a policy for what is on disk is not used.
+    A draft head is for a model on the CPU whose memory holds all of it: elsewhere the checkpoint loses it.
+    say: told where a GPU, a budget for one, a draft head, or a policy for what is on disk is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
@@ -29,7 +30,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
         from powerinfer.placement.budget import check_ram
 
         check_ram(engine.ram, "give less, or leave it out")
-    resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
+    resolved = _placed_with_draft(checkpoint, engine, progress, say)
     on_disk = None if resolved.placement.disk is None else resolved.placement.disk.about
     if engine.disk_policy != EngineConfig.disk_policy and not (on_disk and (on_disk.experts or on_disk.neurons)):
         say(f"--disk-policy {engine.disk_policy} is not used: neither experts nor neurons stay on disk")
@@ -38,6 +39,28 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     from powerinfer.hybrid.expert_policy import with_policy
 
     return with_policy(resolved)
+
+
+def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
+    if checkpoint.config.draft is None:
+        return demand(permitted(_placed(checkpoint, engine, progress, say)))
+    told: list[str] = []
+    try:
+        resolved = demand(permitted(_placed(checkpoint, engine, progress, told.append)))
+    except RequestError:  # perhaps of memory that the head is too much for
+        reason = "there is too little memory for them"
+    else:
+        if resolved.device.gpu is None and resolved.placement.disk is None:
+            for line in told:
+                say(line)
+            return resolved
+        reason = "they are not computed beside a GPU"
+        if resolved.device.gpu is None:
+            reason = "they are not read from disk, where some of the model stays"
+    line = checkpoint.leave_draft(reason)
+    resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
+    say(line)
+    return resolved
 
 
 def permitted(resolved: Resolved) -> Resolved | RequestError:

@@ -39,14 +39,16 @@ def load(
     draft head, which is wired where the checkpoint has one; undo_tokens, pool: as of `CpuExecutor`. ModelError for a
     checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
+    drafts = checkpoint.config.draft is not None
+    assert disk is None or not drafts
     executor = CpuExecutor(
         checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool,
-        undo_tokens=undo_tokens, draft_head=checkpoint.config.draft is not None,
+        undo_tokens=undo_tokens, draft_head=drafts,
     )  # fmt: skip
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)
-        if checkpoint.config.draft is not None:
+        if drafts:
             wire_draft(executor, checkpoint)
         checkpoint.finish()
     except BaseException:

@@ -15,9 +15,9 @@ class DraftBuilder(Builder[Matrix, Norm], Protocol):
     """A device with a draft head: `CpuExecutor`, which documents the methods, or the `Recorder` of the inventory."""
 
     def draft_input(
-        self, embedding: RawTensor | None, embed_norm: Norm, hidden_norm: Norm, matrix: Matrix
+        self, embedding: RawTensor | None, embed_norm: Norm, hidden_norm: Norm, matrix: RawTensor
     ) -> None: ...
-    def draft_head(self, norm: Norm | None, matrix: Matrix | None) -> None: ...
+    def draft_head(self, norm: Norm | None, matrix: RawTensor | None) -> None: ...
 
 
 def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None:
@@ -27,12 +27,12 @@ def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None
     assert draft is not None
     embed_norm, hidden_norm = (_norm(builder, checkpoint, f"{at}draft_{name}_norm") for name in ("embed", "hidden"))
     embedding = checkpoint.take(f"{at}draft_embed") if draft.embedding else None
-    builder.draft_input(embedding, embed_norm, hidden_norm, builder.matrix(checkpoint.take(f"{at}draft_join")))
+    builder.draft_input(embedding, embed_norm, hidden_norm, checkpoint.take(f"{at}draft_join"))
     layers = copy(checkpoint)  # the same tensors, of a model with one more layer
     layers.config = config.with_draft
     wire_layer(builder, layers, config.n_layers, None)
     norm = _norm(builder, checkpoint, f"{at}draft_norm") if draft.final_norm else None
-    builder.draft_head(norm, builder.matrix(checkpoint.take(f"{at}draft_head")) if draft.head else None)
+    builder.draft_head(norm, checkpoint.take(f"{at}draft_head") if draft.head else None)
 
 
 def _norm(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors, name: str) -> Norm:

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
 from powerinfer.devices.cpu import head_rows
-from powerinfer.formats.layout import is_matrix, is_router, shapes
+from powerinfer.formats.layout import draft_shapes, is_matrix, is_router, shapes
 from powerinfer.formats.quant import Float32, block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.kernels import cpu, gpu
 from powerinfer.models.blocks import wire_head, wire_layer
 from powerinfer.models.builder import Vector
+from powerinfer.models.draft import wire_draft
 from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 
 
@@ -88,12 +89,14 @@ class Unit:
 @dataclass(frozen=True)
 class Inventory:
     """units: in the order in which a step uses them; vectors: elements of norms, biases, thresholds and taps, by
-    canonical name; tables: bytes of the embedding and of learned positions, as a file has them; parameters: weights."""
+    canonical name; tables: bytes of the embedding and of learned positions, as a file has them; parameters: weights.
+    draft: bytes in RAM of a draft head, which is no part of the rest; 0: there is none."""
 
     units: tuple[Unit, ...]
     vectors: Mapping[str, int]
     tables: int
     parameters: int
+    draft: int = 0
 
     def of_layer(self, layer: int, *uses: str) -> tuple[Unit, ...]:
         """The units of a layer that have one of these uses."""
@@ -138,7 +141,18 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     large = matrices | {"embed", "positions", "input_table"}
     vectors = {name: prod(known[name]) for name in headers.taken if name not in large}
     nbytes = sum(prod(one.shape[:-1]) * block_type(one.type).row_bytes(one.shape[-1]) for one in tables)
-    return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())))
+    draft = 0 if config.draft is None else _draft_bytes(config, type_of)
+    return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())), draft)
+
+
+def _draft_bytes(config: ModelConfig, type_of: Callable[[str], str]) -> int:
+    """Bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors."""
+    headers, recorder = Headers(config, type_of), Recorder()
+    headers.known = dict(draft_shapes(config))
+    wire_draft(recorder, headers)
+    matrices = {name for unit in recorder.units for name in unit.names}
+    vectors = sum(prod(shape) for name, shape in headers.known.items() if name not in matrices and len(shape) == 1)
+    return sum(unit.panels for unit in recorder.units) + recorder.tables + 4 * vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +205,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.units: list[Unit] = []
+        self.tables = 0  # bytes of the draft head's own embedding
 
     def add(self, use: str, layer: int | None, *matrices: Matrix) -> None:
         """Record a unit."""
@@ -293,6 +308,15 @@ class Recorder:
     def head(self, norm: bool | None, matrix: Matrix, projection: Matrix | None = None) -> None:
         self.add("head", None, matrix)
         self.add("projection", None, *([] if projection is None else [projection]))
+
+    def draft_input(self, embedding: RawTensor | None, embed_norm: bool, hidden_norm: bool, matrix: RawTensor) -> None:
+        if embedding is not None:
+            rows, cols = embedding.shape
+            self.tables += rows * block_type(embedding.type).row_bytes(cols)
+        self.add("projection", None, self.matrix(matrix))
+
+    def draft_head(self, norm: bool | None, matrix: RawTensor | None) -> None:
+        self.add("head", None, *([] if matrix is None else [self.matrix(matrix)]))
 
 
 _NO_DATA: NDArray[np.uint8] = np.empty(0, np.uint8)

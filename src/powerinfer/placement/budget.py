@@ -73,8 +73,8 @@ Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
 attention, predictor, head, kv (with the states of sequences), panels (dense matrices of FFNs in RAM), ffn (neurons, or
 dense FFNs on a GPU), experts (those that are on either device of layers on a GPU, or that RAM has of those on disk),
-window (through which dense matrices on disk pass), passing (of layers in RAM that stream: norms, biases, and a cache
-that passes through)."""
+draft (a draft head in RAM), window (through which dense matrices on disk pass), passing (of layers in RAM that stream:
+norms, biases, and a cache that passes through)."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,8 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         + model.state_bytes(work.requests, slice(layers, None)),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted or model.in_experts else 0,
     }
+    if model.inventory.draft:
+        held["draft"] = model.inventory.draft
     every = range(layers, config.n_layers)
     dense = sum(_panels(model.ffn[layer] if panels else model.whole_ffn(layer)) for layer in every)
     if panels or dense:

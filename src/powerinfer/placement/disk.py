@@ -237,6 +237,7 @@ class _Budget:
             self._in_panels[unit.use] += 0 if unit in free else unit.panels
         self._fixed = sum(self.held[use] for use in ("runtime", "scratch", "embedding", "norms", "kv", "predictor"))
         self._fixed += self._in_panels.total() + experts.beside + experts.nbytes(experts.least)
+        self._fixed += self.held.get("draft", 0)
         self._fixed += sum(layer.least for layer in neurons.values())
         self._prompts = [layer.prompts for layer in neurons.values()]
         self._units = [unit for unit in (_decoded(dense, neurons) for dense in free) if unit.names]

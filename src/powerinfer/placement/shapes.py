@@ -316,7 +316,8 @@ class Model:
 
     def kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
         """Keys and values of these layers, `batch` requests of `context` tokens each, in whole pages."""
-        page = sum(cpu.kv_page_bytes(kv_type, layer.attention) for layer in self.config.layers[layers])
+        every = self.config.with_draft.layers  # the draft head's is the last
+        page = sum(cpu.kv_page_bytes(kv_type, layer.attention) for layer in every[layers])
         return batch * -(-context // cpu.PAGE) * page
 
     def gpu_kv_bytes(self, kv_type: str, context: int, batch: int, layers: slice = _EVERY) -> int:
@@ -431,8 +432,9 @@ class Model:
         qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
-        floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers
-        rows = wide + config.widest_ffn
+        joined = 2 * config.d_model if config.draft is not None else 0
+        floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers + joined
+        rows = max(wide, joined) + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         return 4 * floats + forms
 

@@ -353,6 +353,7 @@ _PARTS = {
     **dict.fromkeys(("embedding", "head"), ("embedding, output head", _ORANGE)),
     "kv": ("keys and values", _SKY),
     "predictor": ("predictor", "#f0e442"),
+    "draft": ("draft head", "#b2df8a"),
 }
 _REMAINDER = ("norms, scratch, runtime", _GREY)
 

@@ -78,7 +78,7 @@ class FewExperts:
         self._checkpoint = checkpoint
         layers = first_layer(checkpoint) + 1 if layers is None else layers
         cut = map(self._cut, checkpoint.config.layers[:layers])
-        self.config = replace(checkpoint.config, layers=tuple(cut))
+        self.config = replace(checkpoint.config, layers=tuple(cut), draft=None)
 
     def _cut(self, layer: LayerConfig) -> LayerConfig:
         if not isinstance(layer.ffn, ExpertsConfig):
