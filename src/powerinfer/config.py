@@ -1349,6 +1349,15 @@ class EngineConfig:
     )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
 
+    @property
+    def reads_draft_head(self) -> bool:
+        """Whether a model's draft head is read, if it has one."""
+        return self.speculate in ("auto", "mtp")
+
+    def drafts_for(self, config: ModelConfig) -> bool:
+        """Whether requests of a model may have drafts."""
+        return self.speculate != "off" and (self.speculate != "auto" or config.draft is not None)
+
 
 @dataclass(frozen=True)
 class PlanConfig:

@@ -19,6 +19,9 @@ Slots = tuple["NDArray[np.int32]", "NDArray[np.int32]"]
 """The slots that a step reads and writes, for each row of its page table."""
 
 _MOST_KEPT = 8  # states of prefixes, which may take a hundred megabytes each
+UNDO_TOKENS = 8
+"""Tokens of a sequence in a step with drafts, at most."""
+
 _UNKNOWN = -1  # of a state that a failed step left behind
 
 

@@ -9,6 +9,7 @@ from powerinfer.config import EngineConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor, Rotation
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.disk import DiskTier
+from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.blocks import wire
 from powerinfer.models.draft import wire_draft
@@ -28,7 +29,7 @@ def load(
     predictors: Callable[[int], Weights] | None = None,
     disk: DiskTier | None = None,
     pool: _native.Pool | None = None,
-    undo_tokens: int = 0,
+    undo_tokens: int | None = None,
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 
@@ -36,11 +37,14 @@ def load(
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
     predictors: of each layer, what selects those that are computed. disk: what stays there, of a checkpoint without a
-    draft head, which is wired where the checkpoint has one; undo_tokens, pool: as of `CpuExecutor`. ModelError for a
+    draft head, which is wired where the checkpoint has one; pool, undo_tokens: as of `CpuExecutor`, the latter None: as
+    many as drafts need, if there may be some. ModelError for a
     checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
     drafts = checkpoint.config.draft is not None
     assert disk is None or not drafts
+    if undo_tokens is None:
+        undo_tokens = UNDO_TOKENS if engine.drafts_for(checkpoint.config) else 0
     executor = CpuExecutor(
         checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool,
         undo_tokens=undo_tokens, draft_head=drafts,

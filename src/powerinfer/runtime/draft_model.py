@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
-from powerinfer.errors import PowerInferError
 from powerinfer.runtime.kv_cache import PageCache
 from powerinfer.runtime.request import AnswerRequest, Request
 from powerinfer.runtime.speculation import Outlook, likeliest

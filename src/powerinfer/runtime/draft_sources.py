@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
+from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress
 from powerinfer.runtime.speculation import DraftSource
@@ -24,14 +25,18 @@ def draft_source(
     engine: EngineConfig, executor: Executor, config: ModelConfig, tokenizer: Tokenizer, progress: Progress
 ) -> DraftSource | None:
     """The source of drafts for a model; None: it decodes without. RequestError for one that it cannot have."""
-    how = engine.speculate
-    if how in ("off", "auto"):
+    how, head = engine.speculate, executor.drafter if isinstance(executor, CpuExecutor) else None
+    if not engine.drafts_for(config):
         return None
-    if config.states:
+    if config.states and not isinstance(executor, CpuExecutor):
         raise RequestError(
-            f"--speculate {how}: not for models whose layers keep a state of what they read ({config.architecture}); "
-            "use --speculate off"
+            f"--speculate {how}: not beside a GPU for models whose layers keep a state of what they read; use "
+            "--speculate off, or --gpu none"
         )
+    if how in ("auto", "mtp") and head is not None:
+        from powerinfer.runtime.mtp import MtpDrafts
+
+        return MtpDrafts(head, executor.page_size, max(1, min(64, executor.max_tokens // engine.max_batch)))
     if how == "mtp":
         raise RequestError(
             "--speculate mtp: the model's file has no layers that predict further tokens; use lookup, the name of a "
@@ -53,7 +58,6 @@ def _draft_model(
     progress: Progress,
 ) -> DraftSource:
     """A smaller model on the CPU, on the threads of the one that answers where that is there, too."""
-    from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
     from powerinfer.models import load

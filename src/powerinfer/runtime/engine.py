@@ -135,7 +135,9 @@ class LLM:
         from powerinfer.hybrid.resolve import resolve
 
         path = resolve_model(model, say=_to_stderr, progress=progress)
-        checkpoint = open_checkpoint(path, quantize=engine.quantize, progress=progress)
+        checkpoint = open_checkpoint(
+            path, quantize=engine.quantize, progress=progress, draft_head=engine.reads_draft_head
+        )
         if check is not None:
             check(checkpoint)
         tokenizer = tokenizer_of(checkpoint)

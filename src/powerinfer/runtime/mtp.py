@@ -61,7 +61,8 @@ class MtpDrafts:
         for request, _, count in answers:
             pending = self._add(request, request.computed - count, inputs[at : at + count])
             at += count
-            if request.computed <= request.n_prompt or count > MOST + 1:  # the last one waits for what follows it, and for drafts
+            if request.computed <= request.n_prompt or count > MOST + 1:
+                # the last one waits for what follows it, and for drafts
                 read.append((request, pending.begin, pending.inputs[:-1]))
                 pending = _Pending(pending.begin + len(pending.inputs) - 1, pending.inputs[-1:])
             self._pending[request] = pending

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.runtime.kv_cache import PageCache
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 _INTERVAL = 512  # tokens
 _WORTH = 128  # tokens that two prompts must share before their common state is kept
-UNDO_TOKENS = 8
-"""Tokens of a request in a step with drafts."""
 
 
 class StateCache:

@@ -1,0 +1,181 @@
+"""Speculation with executors: whatever is drafted, answers have the bits of decoding without; with states, too, and
+with the drafts of a model's own head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from draft_models import DraftModel
+from families import case_named, random_model, save
+from model_files import conv_gguf, delta_gguf, mamba_gguf
+from toy_model import ToyTokenizer, idle
+
+from powerinfer.config import EngineConfig
+from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.models import load
+from powerinfer.runtime.draft_model import DraftModel as SmallerModel
+from powerinfer.runtime.draft_sources import draft_source
+from powerinfer.runtime.engine import LLM
+from powerinfer.runtime.params import SamplingParams
+from powerinfer.runtime.request import AnswerRequest
+from powerinfer.runtime.speculation import DraftSource, Guessing, Outlook, Speculation
+
+GGUFS = {"delta": delta_gguf, "mamba": mamba_gguf, "conv": conv_gguf}
+NAMES = (*GGUFS, "qwen3-next", "falcon-h1", "qwen3", "gemma3", "deepseek-v3", "gpt-oss")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param in GGUFS:
+        return GGUFS[request.param]().write(folder / "m.gguf")
+    case = case_named(request.param)
+    config = case.config()
+    return save(case, config, random_model(case, config, 3), "folder", folder)
+
+
+class Truth:
+    """A source that knows the answers, and is wrong now and then."""
+
+    name = "test"
+
+    def __init__(self, answers: list[list[int]], vocab: int) -> None:
+        self._answers, self._vocab, self._random = answers, vocab, Random(3)
+
+    def outlook(self, request: AnswerRequest) -> Outlook:
+        return Outlook(7, "test", 0.5)
+
+    def draft(self, wanted: list[tuple[AnswerRequest, int]]) -> list[list[int]]:
+        return [self._for(request.tokens, count) for request, count in wanted]
+
+    def _for(self, tokens: list[int], count: int) -> list[int]:
+        known = next((one for one in self._answers if one[: len(tokens)] == tokens), [])
+        following = known[len(tokens) : len(tokens) + count]
+        return [one if self._random.random() < 0.75 else self._random.randrange(self._vocab) for one in following]
+
+    def observe(self, parts: object) -> None:
+        pass
+
+    def forget(self, request: AnswerRequest) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests have any number of drafts, whatever these cost."""
+    random = Random(5)
+
+    def counts(self: Speculation, outlooks: dict[AnswerRequest, Outlook]) -> dict[AnswerRequest, int]:
+        for request in outlooks:
+            self._requests.setdefault(request, Guessing())
+        return {request: random.randint(0, outlook.most) for request, outlook in outlooks.items()}
+
+    monkeypatch.setattr(Speculation, "_counts", counts)
+
+
+def llm_of(executor: CpuExecutor, engine: EngineConfig, source: DraftSource | None = None) -> LLM:
+    return LLM.from_parts(executor, ToyTokenizer(), executor.config, engine, source=source)  # type: ignore[arg-type]
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    shared = np.random.default_rng(1).integers(0, vocab, 70).tolist()
+    texts = [np.random.default_rng(seed).integers(0, vocab, 3 + 5 * seed).tolist() for seed in range(3)]
+    return [*texts, shared + texts[0], shared + texts[1], [1, 2, 3, 1, 2, 3, 1, 2, 3]]
+
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1, top_k=8, seed=2, max_tokens=30, ignore_eos=True, logprobs=1),
+] * 3
+
+
+def test_answers_have_the_same_bits(path: Path) -> None:
+    engine = EngineConfig(threads=2, context=128, max_batch=3, speculate="lookup")
+    plain = EngineConfig(threads=2, context=128, max_batch=3)
+    executor = load(open_checkpoint(path), plain)
+    texts = prompts(executor.vocab_size)
+    expected = llm_of(executor, plain).generate(texts, PARAMS)
+    answers = [text + one.token_ids for text, one in zip(texts, expected, strict=True)]
+    llm = llm_of(load(open_checkpoint(path), engine), engine, Truth(answers, executor.vocab_size))
+    for _ in range(2):  # the second time with prefixes that the first left
+        for one, before in zip(llm.generate(texts, PARAMS), expected, strict=True):
+            assert one.token_ids == before.token_ids
+            assert one.logprobs == before.logprobs
+        assert idle(llm)
+    stats = llm.stats()
+    assert 0.3 * stats.drafted < stats.accepted < 0.9 * stats.drafted
+    assert stats.accepted > 60
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen35", "deepseek-v3"])
+def test_a_models_own_head_drafts(name: str, tmp_path: Path) -> None:
+    model = DraftModel(name)
+    path = model.save("folder", tmp_path)
+    plain = EngineConfig(threads=2, context=128, max_batch=3, speculate="off")
+    expected = llm_of(load(open_checkpoint(path), plain), plain).generate(prompts(SIZE := 96), PARAMS)
+    engine = EngineConfig(threads=2, context=128, max_batch=3, prefill_chunk=16)
+    executor = load(open_checkpoint(path, draft_head=True), engine)
+    source = draft_source(engine, executor, executor.config, ToyTokenizer(), lambda *_: None)  # type: ignore[arg-type]
+    assert source is not None and source.name == "mtp"
+    llm = llm_of(executor, engine, source)
+    for _ in range(2):
+        for one, before in zip(llm.generate(prompts(SIZE), PARAMS), expected, strict=True):
+            assert (one.token_ids, one.logprobs) == (before.token_ids, before.logprobs)
+        assert idle(llm)
+    assert llm.stats().drafted > 100
+
+
+def test_a_head_that_repeats_the_model_is_right(tmp_path: Path) -> None:
+    """Drafts in a row are those of the head's own logits, with its own hidden states."""
+    model = DraftModel("glm4-moe")
+    engine = EngineConfig(threads=1, context=128)
+    executor = load(open_checkpoint(model.save("folder", tmp_path), draft_head=True), engine)
+    source = draft_source(engine, executor, executor.config, ToyTokenizer(), lambda *_: None)  # type: ignore[arg-type]
+    assert source is not None
+    llm = llm_of(executor, engine, source)
+    seen: list[tuple[list[int], list[int]]] = []
+    draft = source.draft
+
+    def watched(wanted: list[tuple[AnswerRequest, int]]) -> list[list[int]]:
+        drafts = draft(wanted)
+        seen.extend((list(request.tokens), one) for (request, _), one in zip(wanted, drafts, strict=True))
+        return drafts
+
+    source.draft = watched  # type: ignore[method-assign, assignment]
+    tokens = model.tokens[:-1].tolist()
+    llm.generate([tokens], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert not seen, "nothing is drafted for the last token"
+    llm.generate([tokens[:9]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert seen
+    for text, drafts in seen:
+        assert drafts and drafts[0] == _first_draft(model, text)
+
+
+def _first_draft(model: DraftModel, tokens: list[int]) -> int:
+    """What transformers says that the head predicts behind these tokens."""
+    model.tokens = np.asarray(tokens, np.int32)
+    model.__dict__.pop("exact", None)
+    return int(model.exact[2][-1].argmax())
+
+
+def test_a_smaller_model_shares_the_threads(tmp_path: Path) -> None:
+    case = case_named("qwen3")
+    config = case.config()
+    path = save(case, config, random_model(case, config, 3), "folder", tmp_path)
+    engine = EngineConfig(threads=2, context=128, max_batch=3, speculate="off")
+    expected = llm_of(load(open_checkpoint(path), engine), engine).generate(prompts(96), PARAMS)
+    executor = load(open_checkpoint(path), engine)
+    small = load(open_checkpoint(path), engine, pool=executor.pool)
+    llm = llm_of(executor, engine, SmallerModel(small, executor.vocab_size))
+    for one, before in zip(llm.generate(prompts(96), PARAMS), expected, strict=True):
+        assert one.token_ids == before.token_ids
+    stats = llm.stats()
+    assert stats.accepted > 0.4 * stats.drafted > 0
+    llm.close()
