@@ -57,6 +57,9 @@ class Truth:
         following = known[len(tokens) : len(tokens) + count]
         return [one if self._random.random() < 0.75 else self._random.randrange(self._vocab) for one in following]
 
+    def prepare(self, requests: object) -> None:
+        pass
+
     def observe(self, parts: object) -> None:
         pass
 
@@ -109,7 +112,7 @@ def test_answers_have_the_same_bits(path: Path) -> None:
             assert one.token_ids == before.token_ids
             assert one.logprobs == before.logprobs
         assert idle(llm)
-    stats = llm.stats()
+    stats = llm.stats().speculation
     assert 0.3 * stats.drafted < stats.accepted < 0.9 * stats.drafted
     assert stats.accepted > 60
 
@@ -129,7 +132,7 @@ def test_a_models_own_head_drafts(name: str, tmp_path: Path) -> None:
         for one, before in zip(llm.generate(prompts(SIZE), PARAMS), expected, strict=True):
             assert (one.token_ids, one.logprobs) == (before.token_ids, before.logprobs)
         assert idle(llm)
-    assert llm.stats().drafted > 100
+    assert llm.stats().speculation.drafted > 100
 
 
 def test_a_head_that_repeats_the_model_is_right(tmp_path: Path) -> None:
@@ -176,6 +179,6 @@ def test_a_smaller_model_shares_the_threads(tmp_path: Path) -> None:
     llm = llm_of(executor, engine, SmallerModel(small, executor.vocab_size))
     for one, before in zip(llm.generate(prompts(96), PARAMS), expected, strict=True):
         assert one.token_ids == before.token_ids
-    stats = llm.stats()
+    stats = llm.stats().speculation
     assert stats.accepted > 0.4 * stats.drafted > 0
     llm.close()

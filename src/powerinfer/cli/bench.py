@@ -16,13 +16,14 @@ neurons that fired, those on the GPU), jobs (share of the FFNs in which the CPU 
 moved to the GPU) and streams_from. With --trace, trace: seconds of a step in total and by kind of work, overlap (1 -
 the share of it in which neither device worked), path. Where weights are read from disk, disk: mode, bytes,
 bytes_per_token, read_gb_s, stall_seconds, hit_rate (of neurons and experts on disk), guess_rate (of experts read
-ahead), small_reads (of neurons) and joined_reads (in how many the disk read these) of the last round's decode.
+ahead), small_reads (of neurons) and joined_reads (in how many the disk read these) of the last round's decode. With
+drafts (--speculate), speculation: their source, steps, drafted, accepted, places, tokens, seconds, plain_seconds, gain.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             **({"streams_from": llm.streams_from} if "prefill" in llm.choices else {}),
             **({"sparsity": sparsity} if sparsity else {}),
             **({"disk": _disk(llm.disk, args.gen_tokens)} if llm.disk else {}),
+            **({"speculation": _speculation(llm)} if llm.drafts else {}),
             **({"trace": _trace(llm, Path(args.trace))} if args.trace else {}),
         }
         neurons = neuron_rows(llm, sparsity) if sparsity else {}
@@ -206,6 +208,11 @@ def _disk(disk: dict[str, Any], tokens: int) -> dict[str, Any]:
     return {**disk, "bytes_per_token": disk["bytes"] / tokens}
 
 
+def _speculation(llm: LLM) -> dict[str, Any]:
+    stats = llm.stats().speculation
+    return {"drafts": llm.drafts, **asdict(stats), "gain": stats.gain}
+
+
 def _show(document: dict[str, Any], neurons: dict[str, str], out: Output) -> None:
     for name, label in (("prefill_tok_s", "prefill"), ("decode_tok_s", "decode")):
         rate = document[name]
@@ -218,6 +225,12 @@ def _show(document: dict[str, Any], neurons: dict[str, str], out: Output) -> Non
     if "disk" in document:
         disk = document["disk"]
         out.line(f"{'disk':<12}{disk['bytes_per_token'] / 1e6:>10.1f} MB a token; {disk_text(disk)}")
+    if "speculation" in document:
+        drafts = document["speculation"]
+        text = f"{drafts['accepted']} of {drafts['drafted']} drafts right"
+        if drafts["steps"]:
+            text += f", {drafts['tokens'] / drafts['steps']:.1f} tokens a step, {drafts['gain']:.2f} times as fast"
+        out.line(f"{'drafts':<12}{text}")
     if "trace" in document:
         trace = document["trace"]
         out.line(

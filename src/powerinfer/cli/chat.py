@@ -442,6 +442,7 @@ def speed(document: dict[str, Any]) -> str:
     timings = document.get("timings", {})
     parts = [f"{document['completion_tokens']} tokens"]
     parts += [f"{rate:.1f} tok/s" for rate in [timings.get("decode_tok_s")] if rate]
+    parts += [f"{document['accepted']} of {drafted} drafts right" for drafted in [document.get("drafted")] if drafted]
     if "prompt_tokens" in document:
         cached = document["cached_tokens"]
         parts.append(f"prompt of {document['prompt_tokens']}" + (f" ({cached} cached)" if cached else ""))

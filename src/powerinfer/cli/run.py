@@ -319,6 +319,8 @@ def describe(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "timings": asdict(completion.timings),
     }
+    if completion.drafted:
+        document |= {"drafted": completion.drafted, "accepted": completion.accepted}
     if completion.logprobs is not None:
         document["logprobs"] = [
             _logprob(one) | {"top": [_logprob(top) for top in one.top]} for one in completion.logprobs
@@ -341,6 +343,7 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> dict[str, Any]:
 def _explain(llm: LLM, document: dict[str, Any], out: Output) -> None:
     rows = {**llm.choices, **{name: f"{value:.3f}" for name, value in document.get("timings", {}).items() if value}}
     rows |= {name: value for name, value in document.items() if name.endswith("_tokens")}
+    rows |= {name: document[name] for name in ("drafted", "accepted") if name in document}
     rows["sampling"] = ", ".join(f"{name} {value}" for name, value in document["sampling"].items())
     if (sparsity := llm.sparsity) is not None:
         from powerinfer.cli.neurons import neuron_rows

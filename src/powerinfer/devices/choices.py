@@ -75,7 +75,7 @@ class Choices:
 
     memory: its NUMA nodes; gpu: its part of the model, whose value is None where the CPU has all; steps: who acts in
     steps on both devices; neurons: the kernel that sums them; prefill: how prompts are computed; experts: the policy
-    over those on the GPU; trial: the time of the selector's trial, or the file of an earlier one.
+    over those on the GPU; drafts: where they come from; trial: the time of the selector's trial, or the file of an earlier one.
     """
 
     isa: Choice[str] | None = None
@@ -89,6 +89,7 @@ class Choices:
     neurons: Choice[str] | None = None
     prefill: Choice[str] | None = None
     experts: Choice[str] | None = None
+    drafts: Choice[str] | None = None
     trial: Choice[str] | None = None
     selector: Choice[str] | None = None
 

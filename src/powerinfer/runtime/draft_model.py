@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ MOST = 4
 """Drafts of a request in one step."""
 
 _LIKELY = 0.7  # share of drafts that is right, until it was measured
+_FEW = 8  # tokens that it computes with a draft; more are a text's, which it computes before
 _SURE = 0.3  # probability below which a draft is the last one
 
 
@@ -55,6 +56,16 @@ class DraftModel:
         longest = self._executor.n_pages * self._executor.page_size
         return Outlook(MOST if len(request.tokens) + MOST <= longest else 0, "model", _LIKELY)
 
+    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
+        for request in requests:
+            if self._has_room(request, len(request.tokens)):
+                sequence, room = self._sequences[request], self._executor.max_tokens
+                known = sequence.agree(request.tokens)
+                while len(request.tokens) - known > _FEW:
+                    part = request.tokens[known : known + room][: len(request.tokens) - 1 - known]
+                    self._compute([(sequence, part)], logits=False)
+                    known += len(part)
+
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}
         counts = dict(wanted)
@@ -80,9 +91,6 @@ class DraftModel:
             sequence = self._sequences[request]
             missing = tokens[min(sequence.agree(tokens), len(tokens) - 1) :]
             del sequence.tokens[len(tokens) - len(missing) :]
-            while len(missing) > self._executor.max_tokens:
-                self._compute([(sequence, missing[: self._executor.max_tokens])], logits=False)
-                missing = missing[self._executor.max_tokens :]
             if len(missing) > room:
                 result += self._answer(batch, pending)
                 batch, room = [], self._executor.max_tokens

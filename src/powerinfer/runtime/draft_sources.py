@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
+from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress
@@ -47,6 +48,14 @@ def draft_source(
 
         return LookupDrafts()
     return _draft_model(how, engine, executor, config, tokenizer, progress)
+
+
+def drafts_choice(engine: EngineConfig, source: DraftSource | None) -> Choice[str] | None:
+    """The choice of a source, for people; None: there was none to choose."""
+    if source is None:
+        return None
+    value = source.name if source.name != "model" else engine.speculate
+    return Choice(value, "the model has a head for them" if engine.speculate == "auto" else "asked for")
 
 
 def _draft_model(

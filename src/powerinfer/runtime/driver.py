@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from queue import Empty, SimpleQueue
@@ -65,10 +65,14 @@ class EngineStats:
     disk_wanted: int  # neurons and experts on disk that steps used
     disk_hits: int  # of these, in RAM when the step began
     disk_stall_s: float  # seconds that steps waited for the disk
-    draft_steps: int  # steps that had drafts
-    drafted: int  # drafts that were computed
-    accepted: int  # of these, those that were right
-    accepted_places: tuple[int, ...]  # of these, by their place behind a request's last token
+    speculation: SpeculationStats = SpeculationStats()
+
+    def numbers(self) -> dict[str, float]:
+        """The counts by name, those of drafts too: `speculation.drafted`, `speculation.places.0`."""
+        numbers = {name: value for name, value in asdict(self).items() if name != "speculation"}
+        drafts = asdict(self.speculation)
+        drafts |= {f"places.{place}": count for place, count in enumerate(drafts.pop("places"))}
+        return numbers | {f"speculation.{name}": value for name, value in drafts.items()}
 
 
 class _Step(NamedTuple):
@@ -212,8 +216,7 @@ class Driver:
 
     def stats(self) -> EngineStats:
         scheduler, cache = self.scheduler, self.scheduler.cache
-        running, disk, drafts = len(scheduler.running), self._disk, self._speculation
-        draft_stats = SpeculationStats(0, 0, 0, ()) if drafts is None else drafts.stats()
+        running, disk = len(scheduler.running), self._disk
         return EngineStats(
             running=running,
             waiting=max(0, len(self.live) - running),
@@ -233,10 +236,7 @@ class Driver:
             disk_wanted=int(disk.get("wanted", 0)),
             disk_hits=int(disk.get("hits", 0)),
             disk_stall_s=disk.get("waited", 0.0),
-            draft_steps=draft_stats.steps,
-            drafted=draft_stats.drafted,
-            accepted=draft_stats.accepted,
-            accepted_places=draft_stats.places,
+            speculation=SpeculationStats() if self._speculation is None else self._speculation.stats(),
         )
 
     def _start(self) -> None:
@@ -347,7 +347,7 @@ class Driver:
         planned = self.scheduler.planned
         logits = self._rows(lambda: self.compute(batch, planned), planned)
         if logits is not None:
-            row = 0
+            row, answered = 0, self._answer_tokens
             for request in self.scheduler.commit():
                 row += self._accept(request, logits[row:])
             parts = self.scheduler.settle()
@@ -355,8 +355,8 @@ class Driver:
                 self._speculation.source.observe(parts)
             self._embed()
             if self._speculation is not None and len(batch.tokens) == len(batch.logit_rows):  # of no prompt
-                drafts = len(batch.tokens) > len(planned)
-                self._speculation.computed(len(batch.tokens), time.perf_counter() - begin, drafts)
+                brought, seconds = self._answer_tokens - answered, time.perf_counter() - begin
+                self._speculation.computed(len(batch.tokens), len(planned), brought, seconds)
         self._disk = self._read()
         self._steps += 1
         self._step_s += time.perf_counter() - begin

@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
-from powerinfer.runtime.draft_sources import draft_source
+from powerinfer.runtime.draft_sources import draft_source, drafts_choice
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
     EmbeddingOptions,
@@ -153,6 +153,7 @@ class LLM:
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         try:
             source = draft_source(engine, executor, checkpoint.config, tokenizer, progress)
+            executor.choices.drafts = drafts_choice(engine, source)
             load_s = time.perf_counter() - begin
             self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, load_s, source)
         except BaseException:
@@ -284,6 +285,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counts of the engine since the model was loaded, and what it is doing. Does not wait for a step."""
         return self._runner.stats()
+
+    @property
+    def drafts(self) -> str | None:
+        """The source of drafts: "mtp", "lookup" or "model"; None: the model decodes without."""
+        return self._runner.drafts
 
     def running(self) -> list[RunningRequest]:
         """Progress of the running requests. Does not wait for a step."""

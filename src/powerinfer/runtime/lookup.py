@@ -6,7 +6,7 @@ weights, and pays where answers repeat what they were given: code that is edited
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +55,9 @@ class LookupDrafts:
             return Outlook(0, "none", 0.0)
         _, kind, likely = next(one for one in _KINDS if length >= one[0])
         return Outlook(MOST, kind, likely)
+
+    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
+        pass
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts = []

@@ -6,7 +6,7 @@ computed; those of answers when it is asked for drafts, so that requests without
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -78,6 +78,9 @@ class MtpDrafts:
         if request.computed > request.n_prompt:
             inputs = inputs[-self._waiting :]
         return _Pending(end - len(inputs), inputs)
+
+    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
+        pass
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}

@@ -59,6 +59,7 @@ class Runner:
         self._executor = executor
         self._tokenizer = tokenizer
         self._max_batch = engine.max_batch
+        self.drafts = None if source is None else source.name
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
         self._grammars = Grammars(tokenizer, executor.vocab_size)
         self._scheduler = Scheduler(

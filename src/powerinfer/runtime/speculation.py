@@ -55,6 +55,10 @@ class DraftSource(Protocol):
         """What it could draft to follow the request's tokens; must be fast."""
         ...
 
+    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
+        """Compute what it lacks of long texts: this does not count as the time that drafts take."""
+        ...
+
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         """Up to so many drafts for each request, whose outlook was asked in this step."""
         ...
@@ -99,13 +103,25 @@ class Guessing:
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Counts of drafts. steps: those that had some; drafted, accepted: drafts; places: accepted ones by their place
-    behind a request's last token."""
+    """Counts of drafts.
 
-    steps: int
-    drafted: int
-    accepted: int
-    places: tuple[int, ...]
+    steps: those that had some; drafted, accepted: drafts, and those of them that were right; places: the right ones by
+    their place behind a request's last token; tokens: that these steps brought; seconds: that they took, drafts
+    included; plain_seconds: that their tokens would have taken without drafts, by steps that had none.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    places: tuple[int, ...] = ()
+    tokens: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast the steps with drafts were; None: there were none."""
+        return self.plain_seconds / self.seconds if self.seconds else None
 
 
 class StepTimes:
@@ -159,13 +175,15 @@ class Speculation:
         self._rates: dict[str, _Rate] = {}  # of all requests, by kind
         self._times = StepTimes()
         self._drafting: dict[int, deque[float]] = {}  # seconds that so many drafts took
-        self._steps = self._drafted = self._accepted = 0
+        self._steps = self._drafted = self._accepted = self._tokens = 0
         self._since_plain = 0
         self._places: Counter[int] = Counter()
+        self._drafted_s = self._seconds = self._plain_seconds = 0.0  # the first: of the next step's drafts
 
     def stats(self) -> SpeculationStats:
         places = tuple(self._places[place] for place in range(max(self._places, default=-1) + 1))
-        return SpeculationStats(self._steps, self._drafted, self._accepted, places)
+        counts = self._steps, self._drafted, self._accepted, places
+        return SpeculationStats(*counts, self._tokens, self._seconds, self._plain_seconds)
 
     def draft(self, requests: Iterable[Request]) -> None:
         """Give the requests of the next step their drafts. Where some of them are prompts there are none: what such a
@@ -180,11 +198,13 @@ class Speculation:
         self._since_plain = self._since_plain + 1 if wanted and self._since_plain < _PLAIN_EVERY else 0
         if not self._since_plain:
             return
+        self.source.prepare(request for request, _ in wanted)
         begin = time.perf_counter()
         for (request, _), drafts in zip(wanted, self.source.draft(wanted), strict=True):
             request.drafts = drafts
-        taken = time.perf_counter() - begin
-        self._drafting.setdefault(sum(count for _, count in wanted), deque(maxlen=_MEASURED)).append(taken)
+        self._drafted_s = time.perf_counter() - begin
+        number = sum(count for _, count in wanted)
+        self._drafting.setdefault(number, deque(maxlen=_MEASURED)).append(self._drafted_s)
 
     def _outlook(self, request: AnswerRequest) -> Outlook:
         room = request.max_new - (len(request.tokens) - request.n_prompt) - 1  # the step itself brings a token
@@ -249,9 +269,14 @@ class Speculation:
         if accepted and guessing.retried:
             guessing.patience = _PATIENCE
 
-    def computed(self, tokens: int, seconds: float, drafts: bool) -> None:
-        """A step of decoding requests alone took so long."""
-        self._steps += drafts
+    def computed(self, tokens: int, requests: int, brought: int, seconds: float) -> None:
+        """A step of decoding requests alone took so long, and brought so many tokens."""
+        plain = self._times.of(requests)
+        if tokens > requests and plain is not None:
+            self._steps += 1
+            self._tokens += brought
+            self._seconds += seconds + self._drafted_s
+            self._plain_seconds += plain * brought / requests
         self._times.add(tokens, seconds)
 
     def forget(self, request: AnswerRequest) -> None:

@@ -66,6 +66,7 @@ class LiveView:
             "tokens_per_second": tokens / seconds if seconds else None,
             "busy": min(1.0, step_s / seconds) if seconds else None,
             "overlap": _overlap(look, step_s),
+            "drafts": _drafts(stats, before) if before and seconds else None,
             "running": stats.running,
             "waiting": stats.waiting,
             "bytes_per_token": llm.bytes_per_token,
@@ -141,3 +142,13 @@ def _layer(live: LiveLayer) -> dict[str, Any]:
         "on_gpu": None if live.device != "both" else (1000 * live.placed).round().astype(int).tolist(),
         "why_not": live.reason,
     }
+
+
+def _drafts(now: EngineStats, before: EngineStats) -> dict[str, Any] | None:
+    """Drafts since the frame before: the share that was right, and the tokens of a step that had some; None: none had
+    any."""
+    new, old = now.speculation, before.speculation
+    steps, drafted = new.steps - old.steps, new.drafted - old.drafted
+    if not steps or not drafted:
+        return None
+    return {"accepted": (new.accepted - old.accepted) / drafted, "tokens_per_step": (new.tokens - old.tokens) / steps}

@@ -204,7 +204,8 @@ def _properties(model: ServedModel) -> dict[str, Any]:
 
 def _slot(llm: LLM, number: int, running: RunningRequest | None) -> dict[str, Any]:
     """A place of the batch, and what it computes, without texts."""
-    slot = {"id": number, "n_ctx": llm.context, "speculative": False, "is_processing": running is not None}
+    drafts = llm.drafts is not None
+    slot = {"id": number, "n_ctx": llm.context, "speculative": drafts, "is_processing": running is not None}
     if running is None:
         return slot
     computed = min(running.computed, running.prompt_tokens)

@@ -75,8 +75,16 @@ COUNTERS = (
     ("disk_wanted", "Neurons and experts on disk that steps used", "disk_wanted"),
     ("disk_hits", "Those of them that RAM had when the step began", "disk_hits"),
     ("disk_stall_seconds", "Time that steps waited for the disk", "disk_stall_s"),
+    ("draft_steps", "Steps that had drafts", "speculation.steps"),
+    ("drafted_tokens", "Drafts that were computed", "speculation.drafted"),
+    ("accepted_tokens", "Those of them that were right", "speculation.accepted"),
+    ("draft_step_tokens", "Tokens that steps with drafts brought", "speculation.tokens"),
+    ("draft_step_seconds", "Time in them, drafting included", "speculation.seconds"),
+    ("draft_step_plain_seconds", "Time that their tokens take without drafts", "speculation.plain_seconds"),
 )
-"""Name, description, field of `EngineStats`."""
+"""Name, description, name in `EngineStats.numbers`."""
+
+PLACES = "speculation.places."
 
 
 class _EngineFigures(Collector):
@@ -99,9 +107,16 @@ class _EngineFigures(Collector):
                 if stats is not None:
                     gauge.add_metric([model.name], getattr(stats, field))
             yield gauge
+        counted = [(model, {} if stats is None else stats.numbers(), past) for model, stats, past in read if stats or past]
         for name, text, field in COUNTERS:
             counter = CounterMetricFamily(f"powerinfer_{name}", text, labels=["model"])
-            for model, stats, past in read:
-                if stats is not None or past:
-                    counter.add_metric([model.name], past.get(field, 0) + (getattr(stats, field) if stats else 0))
+            for model, now, past in counted:
+                counter.add_metric([model.name], past.get(field, 0) + now.get(field, 0))
             yield counter
+        places = CounterMetricFamily(
+            "powerinfer_accepted_places", "Drafts that were right, by their place in a step", labels=["model", "place"]
+        )
+        for model, now, past in counted:
+            for name in sorted(name for name in now.keys() | past.keys() if name.startswith(PLACES)):
+                places.add_metric([model.name, name.removeprefix(PLACES)], past.get(name, 0) + now.get(name, 0))
+        yield places

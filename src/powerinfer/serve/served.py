@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -200,7 +200,7 @@ class ServedModel:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        for name, value in asdict(engine.llm.stats()).items():
+        for name, value in engine.llm.stats().numbers().items():
             self._past[name] = self._past.get(name, 0) + value
         await asyncio.to_thread(self.view.close)
         await engine.close()

@@ -19,7 +19,7 @@ class AnswerTimings:
         self._prompt = prompt_tokens
         self._begin = time.perf_counter()
         self._first: float | None = None
-        self._generated = self._cached = 0
+        self._generated = self._cached = self._drafted = self._accepted = 0
         self._prompt_ms = self._answer_ms = 0.0
 
     def add(self, event: StreamEvent) -> None:
@@ -32,6 +32,7 @@ class AnswerTimings:
                 self._first, self._prompt_ms = now, 1e3 * (now - self._begin)
             self._answer_ms = 1e3 * (now - self._first)
         if event.completion is not None:
+            self._drafted, self._accepted = event.completion.drafted, event.completion.accepted
             measured = event.completion.timings
             if measured.prefill_tok_s:
                 self._prompt_ms = 1e3 * (self._prompt - self._cached) / measured.prefill_tok_s
@@ -41,6 +42,7 @@ class AnswerTimings:
     def document(self) -> dict[str, Any]:
         """The object of the API. The first token comes with the prompt: rates are of those after it."""
         prompt, answer = self._prompt - self._cached, max(0, self._generated - 1)
+        drafts = {"draft_n": self._drafted, "draft_n_accepted": self._accepted} if self._drafted else {}
         return {
             "cache_n": self._cached,
             "prompt_n": prompt,
@@ -51,6 +53,7 @@ class AnswerTimings:
             "predicted_ms": self._answer_ms,
             "predicted_per_token_ms": _ratio(self._answer_ms, answer),
             "predicted_per_second": _ratio(1e3 * answer, self._answer_ms),
+            **drafts,
         }
 
 

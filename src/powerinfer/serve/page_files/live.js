@@ -103,6 +103,8 @@ export class Live {
       counts && carried && [`The hottest ${percent(hot)}`, `${percent(carried)} of firings`, "The share of all activations that the neurons carry which fire most often"],
       frame.bytes_per_token && ["Read for a token", bytes(frame.bytes_per_token), "Weights that are read from memory for each token that is written: what mostly sets the speed"],
       gpu && ["Neurons on the GPU", percent(gpu / all), "The hot ones; the rest are computed by the CPU"],
+      frame.drafts && ["Drafts that are right", percent(frame.drafts.accepted), "The share of guessed tokens that the model wrote, too: a step with drafts brings several tokens at once"],
+      frame.drafts && ["Tokens of a step with drafts", frame.drafts.tokens_per_step.toFixed(1), "Tokens that one step brought when some were guessed before"],
       overlap && ["CPU beside the GPU", percent(overlap.cpu), "The share of the time at work in which the CPU computes cold neurons while the GPU computes hot ones"],
       overlap && ["CPU waits for the GPU", percent(overlap.wait), "The share of the time at work in which the CPU has nothing to do until the GPU is done"],
       frame.running + frame.waiting > 1 && ["Requests", `${frame.running} answered, ${frame.waiting} waiting`, "Of all users of this server"],
