@@ -125,7 +125,7 @@ def test_a_models_own_head_drafts(name: str, tmp_path: Path) -> None:
     expected = llm_of(load(open_checkpoint(path), plain), plain).generate(prompts(SIZE := 96), PARAMS)
     engine = EngineConfig(threads=2, context=128, max_batch=3, prefill_chunk=16)
     executor = load(open_checkpoint(path, draft_head=True), engine)
-    source = draft_source(engine, executor, executor.config, ToyTokenizer(), lambda *_: None)  # type: ignore[arg-type]
+    source = draft_source(engine, executor, executor.config)
     assert source is not None and source.name == "mtp"
     llm = llm_of(executor, engine, source)
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_a_head_that_repeats_the_model_is_right(tmp_path: Path) -> None:
     model = DraftModel("glm4-moe")
     engine = EngineConfig(threads=1, context=128)
     executor = load(open_checkpoint(model.save("folder", tmp_path), draft_head=True), engine)
-    source = draft_source(engine, executor, executor.config, ToyTokenizer(), lambda *_: None)  # type: ignore[arg-type]
+    source = draft_source(engine, executor, executor.config)
     assert source is not None
     llm = llm_of(executor, engine, source)
     seen: list[tuple[list[int], list[int]]] = []

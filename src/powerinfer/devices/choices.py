@@ -75,7 +75,8 @@ class Choices:
 
     memory: its NUMA nodes; gpu: its part of the model, whose value is None where the CPU has all; steps: who acts in
     steps on both devices; neurons: the kernel that sums them; prefill: how prompts are computed; experts: the policy
-    over those on the GPU; drafts: where they come from; trial: the time of the selector's trial, or the file of an earlier one.
+    over those on the GPU; drafts: where they come from; trial: the time of the selector's trial, or the file of an
+    earlier one.
     """
 
     isa: Choice[str] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from powerinfer.config import EngineConfig, ModelConfig
+from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import CpuExecutor
@@ -14,18 +14,82 @@ from powerinfer.progress import Progress
 from powerinfer.runtime.speculation import DraftSource
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from powerinfer.config import ModelConfig
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.text.tokenizer import Tokenizer
 
 HOW = ("auto", "mtp", "lookup", "off")
 """Ways of `--speculate`; anything else names a model."""
 
 
-def draft_source(
-    engine: EngineConfig, executor: Executor, config: ModelConfig, tokenizer: Tokenizer, progress: Progress
-) -> DraftSource | None:
-    """The source of drafts for a model; None: it decodes without. RequestError for one that it cannot have."""
+class SmallerModel:
+    """A model whose files are open, to draft for another one on the CPU."""
+
+    def __init__(self, engine: EngineConfig, progress: Progress) -> None:
+        """RequestError for a model that there is not, or that cannot draft."""
+        from powerinfer.formats.checkpoint import open_checkpoint
+        from powerinfer.hub import resolve_model
+
+        self.name = engine.speculate
+        self._checkpoint: Checkpoint = open_checkpoint(resolve_model(self.name, progress=progress), progress=progress)
+        config = self._checkpoint.config
+        if config.states:
+            raise RequestError(f"--speculate {self.name}: its layers keep a state of what they read; use another model")
+        context = min(engine.context or config.context_length, config.context_length)
+        plain = replace(engine, speculate="off", selector="all", threshold=None, prepared=None)
+        self._engine = replace(plain, context=context, gpu="none", vram=None, ram=None)
+
+    def beside(self, engine: EngineConfig) -> EngineConfig:
+        """The options of the model that answers: --ram without what this one needs. RequestError if too little is
+        left."""
+        if engine.ram is None:
+            return engine
+        from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, ram_bytes
+        from powerinfer.placement.budget import gib
+        from powerinfer.sparsity.selection import DENSE
+
+        needed = ram_bytes(model_of(Resolved(self._checkpoint, self._engine, DENSE, UsedGpu(reason=""))), self._engine)
+        if needed >= engine.ram:
+            raise RequestError(
+                f"--speculate {self.name} needs {gib(needed)} of RAM, and --ram gives {gib(engine.ram)}: raise --ram, "
+                "lower --context, or use lookup or off"
+            )
+        return replace(engine, ram=engine.ram - needed)
+
+    def load(self, executor: Executor, config: ModelConfig, tokenizer: Tokenizer, progress: Progress) -> DraftSource:
+        """The source of drafts for a loaded model, on its threads. RequestError if the vocabularies differ."""
+        from powerinfer.hybrid.resolved import Resolved, UsedGpu, kv_bytes, model_of
+        from powerinfer.models import load
+        from powerinfer.runtime.draft_model import DraftModel
+        from powerinfer.sparsity.selection import DENSE
+        from powerinfer.text.model_text import tokenizer_of
+
+        self._check_vocabulary(tokenizer, tokenizer_of(self._checkpoint))
+        threads = executor.choices.threads
+        engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
+        pool = executor.pool if isinstance(executor, CpuExecutor) else None
+        room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
+        return DraftModel(load(self._checkpoint, engine, progress, room, pool=pool), config.vocab_size)
+
+    def _check_vocabulary(self, tokenizer: Tokenizer, drafts: Tokenizer) -> None:
+        """RequestError unless every token of both models is the same text."""
+        n = min(tokenizer.vocab_size, drafts.vocab_size)
+        same = all(tokenizer.token_bytes(token) == drafts.token_bytes(token) for token in range(n))
+        if not same or tokenizer.eos_ids != drafts.eos_ids:
+            raise RequestError(
+                f"--speculate {self.name}: its vocabulary is another one; use a smaller model of the same family, "
+                "lookup or off"
+            )
+
+
+def smaller_model(engine: EngineConfig, progress: Progress) -> SmallerModel | None:
+    """The model that `--speculate` names; None: it names none."""
+    return None if engine.speculate in HOW else SmallerModel(engine, progress)
+
+
+def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) -> DraftSource | None:
+    """The source of drafts that needs no other model; None: there is none. RequestError for one that a model cannot
+    have."""
     how, head = engine.speculate, executor.drafter if isinstance(executor, CpuExecutor) else None
     if not engine.drafts_for(config):
         return None
@@ -43,11 +107,11 @@ def draft_source(
             "--speculate mtp: the model's file has no layers that predict further tokens; use lookup, the name of a "
             "smaller model of the same vocabulary, or off"
         )
-    if how == "lookup":
-        from powerinfer.runtime.lookup import LookupDrafts
+    if how != "lookup":
+        return None
+    from powerinfer.runtime.lookup import LookupDrafts
 
-        return LookupDrafts()
-    return _draft_model(how, engine, executor, config, tokenizer, progress)
+    return LookupDrafts()
 
 
 def drafts_choice(engine: EngineConfig, source: DraftSource | None) -> Choice[str] | None:
@@ -56,42 +120,3 @@ def drafts_choice(engine: EngineConfig, source: DraftSource | None) -> Choice[st
         return None
     value = source.name if source.name != "model" else engine.speculate
     return Choice(value, "the model has a head for them" if engine.speculate == "auto" else "asked for")
-
-
-def _draft_model(
-    name: str,
-    engine: EngineConfig,
-    executor: Executor,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> DraftSource:
-    """A smaller model on the CPU, on the threads of the one that answers where that is there, too."""
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hub import resolve_model
-    from powerinfer.models import load
-    from powerinfer.runtime.draft_model import DraftModel
-    from powerinfer.text.model_text import tokenizer_of
-
-    path: Path = resolve_model(name, progress=progress)
-    checkpoint = open_checkpoint(path, progress=progress)
-    if checkpoint.config.states:
-        raise RequestError(f"--speculate {name}: its layers keep a state of what they read; use another model")
-    _check_vocabulary(name, tokenizer, tokenizer_of(checkpoint))
-    context = min(engine.context or config.context_length, checkpoint.config.context_length)
-    settings = replace(
-        engine, context=context, speculate="off", selector="all", threads=executor.choices.threads.value
-        if executor.choices.threads else engine.threads,
-    )  # fmt: skip
-    pool = executor.pool if isinstance(executor, CpuExecutor) else None
-    return DraftModel(load(checkpoint, settings, progress, pool=pool), config.vocab_size)
-
-
-def _check_vocabulary(name: str, tokenizer: Tokenizer, drafts: Tokenizer) -> None:
-    """RequestError unless every token of the model that drafts is the same text in the one that answers."""
-    n = min(tokenizer.vocab_size, drafts.vocab_size)
-    same = all(tokenizer.token_bytes(token) == drafts.token_bytes(token) for token in range(n))
-    if not same or tokenizer.eos_ids != drafts.eos_ids:
-        raise RequestError(
-            f"--speculate {name}: its vocabulary is another one; use a smaller model of the same family, lookup or off"
-        )

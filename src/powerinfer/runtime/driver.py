@@ -35,7 +35,7 @@ from powerinfer.errors import (
 from powerinfer.runtime.request import AnswerRequest, Request, StreamEvent
 from powerinfer.runtime.sampling import token_logprob
 from powerinfer.runtime.scheduler import Scheduler
-from powerinfer.runtime.speculation import Speculation, SpeculationStats
+from powerinfer.runtime.speculation import NO_DRAFTS, Speculation, SpeculationStats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,7 +65,7 @@ class EngineStats:
     disk_wanted: int  # neurons and experts on disk that steps used
     disk_hits: int  # of these, in RAM when the step began
     disk_stall_s: float  # seconds that steps waited for the disk
-    speculation: SpeculationStats = SpeculationStats()
+    speculation: SpeculationStats = NO_DRAFTS
 
     def numbers(self) -> dict[str, float]:
         """The counts by name, those of drafts too: `speculation.drafted`, `speculation.places.0`."""
@@ -236,7 +236,7 @@ class Driver:
             disk_wanted=int(disk.get("wanted", 0)),
             disk_hits=int(disk.get("hits", 0)),
             disk_stall_s=disk.get("waited", 0.0),
-            speculation=SpeculationStats() if self._speculation is None else self._speculation.stats(),
+            speculation=NO_DRAFTS if self._speculation is None else self._speculation.stats(),
         )
 
     def _start(self) -> None:

@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
-from powerinfer.runtime.draft_sources import draft_source, drafts_choice
+from powerinfer.runtime.draft_sources import draft_source, drafts_choice, smaller_model
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
     EmbeddingOptions,
@@ -149,10 +149,14 @@ class LLM:
         if template is not None and pinned is not None:
             template = template.with_variables(pinned.template)
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
-        resolved = resolve(checkpoint, engine, progress, notes.append)
+        smaller = smaller_model(engine, progress)
+        beside = engine if smaller is None else smaller.beside(engine)
+        resolved = resolve(checkpoint, beside, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         try:
-            source = draft_source(engine, executor, checkpoint.config, tokenizer, progress)
+            source = draft_source(engine, executor, checkpoint.config)
+            if smaller is not None:
+                source = smaller.load(executor, checkpoint.config, tokenizer, progress)
             executor.choices.drafts = drafts_choice(engine, source)
             load_s = time.perf_counter() - begin
             self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, load_s, source)

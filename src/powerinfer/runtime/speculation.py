@@ -124,6 +124,9 @@ class SpeculationStats:
         return self.plain_seconds / self.seconds if self.seconds else None
 
 
+NO_DRAFTS = SpeculationStats()
+
+
 class StepTimes:
     """Seconds of decode steps by their number of tokens."""
 
