@@ -283,6 +283,7 @@ class CpuExecutor:
         self._observed: _Observed | None = None
         self._expert_observer: ExpertObserver | None = None
         self.slots: Slots | None = None  # of the states of a step
+        self.undo_tokens = undo_tokens
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def _empty_program(

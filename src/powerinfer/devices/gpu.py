@@ -53,6 +53,7 @@ from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_mamba, gpu_short_conv, gpu_states
+from powerinfer.kernels.gpu_types import States
 from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 
 if TYPE_CHECKING:
@@ -67,11 +68,13 @@ step."""
 
 
 class CacheSize(NamedTuple):
-    """A cache's type and pages; states: slots for the states of sequences, of a model whose layers have any."""
+    """A cache's type and pages; states: slots for the states of sequences, of a model whose layers have any;
+    undo_tokens: as of `StateMemory`."""
 
     kv_type: str
     pages: int
     states: int = 0
+    undo_tokens: int = 0
 
 
 class GpuLayers:
@@ -100,7 +103,7 @@ class GpuLayers:
         """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; share:
         theirs of the device's memory, which ends with them; None: one of their own."""
         torch = import_torch()
-        kv_type, pages, states = cache
+        kv_type, pages, states, undo_tokens = cache
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
         self.page_size = cpu.PAGE
@@ -126,7 +129,8 @@ class GpuLayers:
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
-        self._make_caches(states)
+        self._undo_tokens = undo_tokens
+        self._make_caches(states, undo_tokens)
         changed = config.residual_scale != 1 or not {"output", "both"}.isdisjoint(
             layer.norms for layer in config.layers[:layers]
         )
@@ -137,7 +141,11 @@ class GpuLayers:
         self._calls = self._can_call = self.link is not None and self._caller_reason is None
         vectors = max_tokens, config.d_model, config.vocab_size
         self.buffers = StepBuffers(
-            device, *vectors, totals=split and changed, inputs=config.layer_inputs * config.n_layers
+            device,
+            *vectors,
+            totals=split and changed,
+            inputs=config.layer_inputs * config.n_layers,
+            undo_tokens=undo_tokens,
         )
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
@@ -146,14 +154,14 @@ class GpuLayers:
         self._shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
 
-    def _make_caches(self, states: int) -> None:
+    def _make_caches(self, states: int, undo_tokens: int) -> None:
         """Caches, and states, of the first layers, empty."""
         config, device = self._config, self.device
         kinds = [layer.attention for layer in config.layers[: self.layers]]
         heads = [(kind.cached_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
         self._cache = [tuple(self._new_cache(n, dim, device) for _ in parts) for n, dim, parts in heads]
         remembered = {layer: kind for layer, kind in config.states.items() if layer < self.layers}
-        layer_states = gpu_states.new_states(list(remembered.values()), states, device)
+        layer_states = gpu_states.new_states(list(remembered.values()), states, device, undo_tokens)
         self._states = dict(zip(remembered, layer_states, strict=True))
         self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
@@ -394,9 +402,9 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             assert step.runs is not None
-            step.attended = gpu_delta.delta_net(
-                net, products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
-            )
+            of_layer = products(step.normalised(norm, products.for_codes))
+            self._replay_and_keep(gpu_delta.replay, net, of_layer, states, step)
+            step.attended = gpu_delta.delta_net(net, of_layer, states, step.runs, step.rows)
 
         self._add(layer, "delta_net", run)
 
@@ -424,7 +432,9 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             assert step.runs is not None
-            of_step = products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
+            of_layer = products(step.normalised(norm, products.for_codes))
+            self._replay_and_keep(gpu_mamba.replay, net, of_layer, states, step)
+            of_step = of_layer, states, step.runs, step.rows
             if beside:
                 step.beside = gpu_mamba.mamba(net, *of_step)
             else:
@@ -450,10 +460,20 @@ class GpuLayers:
 
         def run(step: Step) -> None:
             assert step.runs is not None
-            of_step = products(step.normalised(norm, products.for_codes)), states, step.runs, step.rows
-            step.attended = gpu_short_conv.short_conv(net, *of_step)
+            of_layer = products(step.normalised(norm, products.for_codes))
+            self._replay_and_keep(gpu_short_conv.replay, net, of_layer, states, step)
+            step.attended = gpu_short_conv.short_conv(net, of_layer, states, step.runs, step.rows)
 
         self._add(layer, "short_conv", run)
+
+    def _replay_and_keep(
+        self, replay: Callable[..., None], net: Any, products: Tensor, states: States, step: Step
+    ) -> None:
+        """Replay what the step replays, and keep the inputs of its tokens, if they may be undone."""
+        if step.replay is not None:
+            replay(net, states, step.replay)
+        if step.input_places is not None:
+            gpu_states.keep_inputs(net.about, products, states, step.input_places)
 
     def project(
         self,
@@ -833,6 +853,8 @@ class GpuLayers:
             self._rehearse(min(tokens, largest), logit_rows)
         for tokens in (largest, *few):
             self._rehearse(tokens, logit_rows)
+        if self._states and self._undo_tokens:
+            self._rehearse(1, logit_rows, 1, replayed=1)
         if self._cuda:
             self._passed = torch.cuda.max_memory_allocated(self.device) - allocated
             torch.cuda.empty_cache()
@@ -850,18 +872,23 @@ class GpuLayers:
             self._recordings = None
         return self._passed
 
-    def _rehearse(self, tokens: int, logit_rows: int, first: int = 0, x: Float32 | None = None) -> None:
-        """x: of the tokens, by default zeros."""
+    def _rehearse(
+        self, tokens: int, logit_rows: int, first: int = 0, x: Float32 | None = None, replayed: int = 0
+    ) -> None:
+        """x: of the tokens, by default zeros; replayed: tokens before them."""
         self.rehearses = True
         try:
-            self._rehearse_once(tokens, logit_rows, first, x)
+            self._rehearse_once(tokens, logit_rows, first, x, replayed)
         finally:
             self.rehearses = False
 
-    def _rehearse_once(self, tokens: int, logit_rows: int, first: int, x: Float32 | None) -> None:
+    def _rehearse_once(self, tokens: int, logit_rows: int, first: int, x: Float32 | None, replayed: int) -> None:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
         pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]
-        batch = Batch(rows, first + places, rows, pages, places[:logit_rows])
+        zero = np.zeros(1, np.int32)
+        batch = Batch(
+            rows, first + places, rows, pages, places[:logit_rows], replayed=zero + replayed, undo_states=zero
+        )
         x = np.zeros((tokens, self.d_model), np.float32) if x is None else x
         self.run(batch, x)
         streamed = [operator for layer in range(self.layers, len(self._layers)) for operator in self.streamed(layer)]

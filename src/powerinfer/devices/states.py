@@ -110,15 +110,13 @@ class StateMemory:
         if batch.states is None or batch.read_states is None:
             return
         first, last = runs_of(batch)
-        at, row, count = batch.positions[first], batch.rows[first], last + 1 - first
-        read, written = batch.read_states[row], batch.states[row]
+        at, row = batch.positions[first], batch.rows[first]
         if batch.replayed is not None and batch.undo_states is not None:
             again = batch.replayed[row] > 0
-            read = np.where(again, batch.undo_states[row], read)
-            self._tokens[read[again]] = at[again]
-        self._tokens[written] = batch.positions[last] + 1
-        undoable = (count <= self.undo_tokens) & ((at == 0) | (read != written))
-        self._inputs[written[undoable]] = np.stack([at, count], axis=1)[undoable]
+            self._tokens[batch.undo_states[row[again]]] = at[again]
+        self._tokens[batch.states[row]] = batch.positions[last] + 1
+        some = undoable_runs(batch, (batch.read_states, batch.states), self.undo_tokens)
+        self._inputs[batch.states[row[some]]] = np.stack([at, last + 1 - first], axis=1)[some]
 
 
 def runs_with_slots(batch: Batch, slots: Slots) -> NDArray[np.int32]:
@@ -126,10 +124,59 @@ def runs_with_slots(batch: Batch, slots: Slots) -> NDArray[np.int32]:
     that is read, -1 for a sequence that begins, and the slot that is written."""
     runs = np.zeros((len(batch.page_table), 4), np.int32)
     first, last = runs_of(batch)
-    row, (read, written) = batch.rows[first], slots
+    row, (_, written) = batch.rows[first], slots
     runs[row, 0], runs[row, 1] = first, last + 1 - first
-    runs[row, 2], runs[row, 3] = np.where(batch.positions[first] > 0, read[row], -1), written[row]
+    runs[row, 2] = np.where(batch.positions[first] > 0, _read_by_runs(batch, slots), -1)
+    runs[row, 3] = written[row]
     return runs
+
+
+def replayed_runs(batch: Batch, slots: Slots, undo_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    """The same of the tokens that the step replays, int32 [S, 4], in rows of which each row of the page table has
+    `undo_tokens`; and where the inputs of these are, int32 [S * undo_tokens], slot * undo_tokens + number in its step.
+    None: it replays none."""
+    if batch.replayed is None or batch.undo_states is None:
+        return None
+    first, _ = runs_of(batch)
+    row, (read, written) = batch.rows[first], slots
+    if not batch.replayed[row].any():
+        return None
+    runs = np.zeros((len(batch.page_table), 4), np.int32)
+    runs[:, 0] = np.arange(len(runs)) * undo_tokens
+    runs[row, 1] = count = batch.replayed[row]
+    runs[row, 2] = np.where(batch.positions[first] > count, read[row], -1)
+    runs[row, 3] = batch.undo_states[row]
+    places = np.zeros((len(runs), undo_tokens), np.int32)
+    places[row] = written[row, None] * undo_tokens + np.arange(undo_tokens)
+    return runs, places.reshape(-1)
+
+
+def input_places(batch: Batch, slots: Slots, undo_tokens: int) -> NDArray[np.int64] | None:
+    """Where the inputs of the step's tokens are kept, int64 [T], as of `replayed_runs`. None: none may be undone.
+
+    Those of a sequence that cannot be undone are anywhere in its slot, where nobody reads them."""
+    if not undo_tokens or not undoable_runs(batch, slots, undo_tokens).any():
+        return None
+    first, last = runs_of(batch)
+    number = np.arange(len(batch.tokens)) - np.repeat(first, last + 1 - first)
+    places: NDArray[np.int64] = slots[1][batch.rows] * np.int64(undo_tokens) + number % undo_tokens
+    return places
+
+
+def undoable_runs(batch: Batch, slots: Slots, undo_tokens: int) -> NDArray[np.bool_]:
+    """Whether the tokens of each run of `runs_of` are few enough to be undone, and the state before them stays."""
+    first, last = runs_of(batch)
+    stays = (batch.positions[first] == 0) | (_read_by_runs(batch, slots) != slots[1][batch.rows[first]])
+    few: NDArray[np.bool_] = last - first < undo_tokens
+    return few & stays
+
+
+def _read_by_runs(batch: Batch, slots: Slots) -> NDArray[np.int32]:
+    """The slots from which the tokens of each run of `runs_of` go on."""
+    row = batch.rows[runs_of(batch)[0]]
+    if batch.replayed is None or batch.undo_states is None:
+        return slots[0][row]
+    return np.where(batch.replayed[row] > 0, batch.undo_states[row], slots[0][row])
 
 
 def runs_of(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

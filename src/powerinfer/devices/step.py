@@ -11,6 +11,8 @@ from powerinfer.kernels import gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.kernels.gpu_types import Replay
+
     Norm = Callable[..., Tensor]
     """Called with its input and, optionally, the tensor to write the result into, and `for_codes` as `gpu.norm`."""
 
@@ -32,6 +34,8 @@ class Step:
     shared: Tensor | None = None  # float32 [T, d_model], of a shared expert that is added behind a norm of its own
     hidden: Tensor | None = None  # float32 [T, rank], of a predictor inside experts; None: it selects nothing
     runs: Tensor | None = None  # int32 [S, 4] of models with states, as `runs_with_slots`
+    replay: Replay | None = None  # of tokens of the step before, for their states; None: there are none
+    input_places: Tensor | None = None  # int64 [T], as of the function; None: no inputs are kept
     inputs: Tensor | None = None  # float32 [T, layers * numbers], what layers get of tokens beside x
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
 
@@ -43,7 +47,8 @@ class Step:
     @property
     def key(self) -> tuple[int, ...]:
         """Steps with the same key have their tensors at the same addresses."""
-        return len(self.x), len(self.logit_rows), *self.page_table.shape
+        of_states = self.replay is not None, self.input_places is not None
+        return len(self.x), len(self.logit_rows), *self.page_table.shape, *of_states
 
     def normalised(self, norm: Norm | None, for_codes: bool = False) -> Tensor:
         """norm(x); x itself without a norm. for_codes: as of `gpu.norm`."""

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.states import Slots, runs_with_slots
+from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
 from powerinfer.devices.streams import Streams, streams_of
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import cpu
-from powerinfer.kernels.gpu_types import tensor_bytes
+from powerinfer.kernels.gpu_types import Replay, tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -27,15 +27,24 @@ class StepBuffers:
     """The residual stream and the description of a batch on a device, pinned memory for what is transferred.
 
     totals: whether the parts of an FFN are added in a buffer of their own (`Step.total`); inputs: numbers that layers
-    get of a token beside the residual stream.
+    get of a token beside the residual stream; undo_tokens: as of `StateMemory`.
     """
 
     def __init__(
-        self, to: device, max_tokens: int, d_model: int, vocab_size: int, *, totals: bool, inputs: int = 0
+        self,
+        to: device,
+        max_tokens: int,
+        d_model: int,
+        vocab_size: int,
+        *,
+        totals: bool,
+        inputs: int = 0,
+        undo_tokens: int = 0,
     ) -> None:
         torch = import_torch()
         self._streams = streams_of(to)
         self._vocab_size = vocab_size
+        self._undo_tokens = undo_tokens
         self._x = torch.zeros((max_tokens, d_model), device=to)
         self._host_x = self._streams.pinned(self._x.shape, torch.float32)
         self._host_rows: Float32 = self._host_x.numpy()
@@ -72,8 +81,8 @@ class StepBuffers:
         each; nothing of the last one is under way. slots: of states, if layers have them."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
-        runs = None if slots is None else runs_with_slots(batch, slots)
-        (positions, rows, places, page_table, logit_rows), runs_there = self._description.upload(batch, runs)
+        states = None if slots is None else _StateNumbers.of(batch, slots, self._undo_tokens)
+        (positions, rows, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
         self._host_rows[:tokens] = x
         on_device = self._x[:tokens]
         on_device.copy_(self._host_x[:tokens], non_blocking=True)
@@ -82,7 +91,7 @@ class StepBuffers:
         if on_layers is not None and self._host_inputs is not None and inputs is not None:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
-        more = {"total": total, "runs": runs_there, "inputs": on_layers}
+        more = {"total": total, "inputs": on_layers} | on_states
         return Step(on_device, positions, rows, places, page_table, logit_rows, **more)
 
     def residual(self, rows: Tensor) -> Tensor:
@@ -116,15 +125,39 @@ _MOST_SHAPES = 64
 
 
 @dataclass(frozen=True)
+class _StateNumbers:
+    """Numbers of a step of a model with states: as of the functions, whose tensors a `Step` has."""
+
+    runs: NDArray[np.int32]
+    replayed: tuple[NDArray[np.int32], NDArray[np.int32]] | None
+    input_places: NDArray[np.int64] | None
+
+    @classmethod
+    def of(cls, batch: Batch, slots: Slots, undo_tokens: int) -> _StateNumbers:
+        runs, replayed = runs_with_slots(batch, slots), replayed_runs(batch, slots, undo_tokens)
+        return cls(runs, replayed, input_places(batch, slots, undo_tokens))
+
+    @property
+    def narrow(self) -> list[NDArray[np.int32]]:
+        """The int32 numbers: runs, then the parts of `Replay`."""
+        if self.replayed is None:
+            return [self.runs.reshape(-1)]
+        runs, places = self.replayed
+        rows = np.repeat(np.arange(len(runs), dtype=np.int32), len(places) // len(runs))
+        return [self.runs.reshape(-1), runs.reshape(-1), rows, places]
+
+
+@dataclass(frozen=True)
 class _Places:
     """The places of the numbers of a step of some shape: in pinned memory, and on the device as a `Step` has them."""
 
     slots: NDArray[np.int64]
-    numbers: tuple[NDArray[np.int32], ...]  # positions, rows, logit_rows, page_table, and runs if there are any
+    input_places: NDArray[np.int64]
+    numbers: tuple[NDArray[np.int32], ...]  # positions, rows, logit_rows, page_table, and those of states
     pinned: Tensor
     uploaded: Tensor
     on_device: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # positions, rows, slots, page_table, logit_rows
-    runs: Tensor | None
+    on_states: dict[str, Any]  # of a `Step`
 
 
 class _Description:
@@ -152,39 +185,52 @@ class _Description:
         return int(self._uploaded.data_ptr())
 
     def upload(
-        self, batch: Batch, runs: NDArray[np.int32] | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | None]:
-        """positions, rows, slots, page_table and logit_rows of a `Step`, and its runs, if there are any."""
+        self, batch: Batch, states: _StateNumbers | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
+        """positions, rows, slots, page_table and logit_rows of a `Step`, and its tensors for states."""
         positions, rows, table = batch.positions, batch.rows, batch.page_table
         # The columns that are in use, as a power of two: shapes hardly change from step to step.
         width = min(table.shape[1], 1 << int(int(positions.max()) // cpu.PAGE).bit_length())
-        shape = len(positions), len(batch.logit_rows), len(table), width, 0 if runs is None else runs.size
+        narrow = [] if states is None else states.narrow
+        undoable = states is not None and states.input_places is not None
+        shape = len(positions), len(batch.logit_rows), len(table), width, undoable, *map(len, narrow)
         places = self._places.get(shape) or self._make_places(*shape)
         within = positions % cpu.PAGE
         np.multiply(table[rows, positions // cpu.PAGE], cpu.PAGE, out=places.slots, dtype=np.int64)
         np.add(places.slots, within, out=places.slots)
-        for place, part in zip(places.numbers, (positions, rows, batch.logit_rows, table[:, :width]), strict=False):
+        numbers = positions, rows, batch.logit_rows, table[:, :width], *narrow
+        for place, part in zip(places.numbers, numbers, strict=True):
             place[...] = part
-        if runs is not None:
-            places.numbers[-1][...] = runs.reshape(-1)
+        if states is not None and states.input_places is not None:
+            places.input_places[...] = states.input_places
         places.uploaded.copy_(places.pinned, non_blocking=True)
-        return places.on_device, places.runs
+        return places.on_device, places.on_states
 
-    def _make_places(self, tokens: int, logit_rows: int, sequences: int, width: int, runs: int) -> _Places:
+    def _make_places(
+        self, tokens: int, logit_rows: int, sequences: int, width: int, undoable: bool, *narrow: int
+    ) -> _Places:
+        """undoable: inputs are kept; narrow: lengths of `_StateNumbers.narrow`."""
         torch = import_torch()
-        # First the slots, which are int64; runs last, so that the other places do not depend on them.
-        sizes = [2 * tokens, tokens, tokens, logit_rows, sequences * width, runs]
+        # First what is int64; what states need last, so that the other places do not depend on it.
+        sizes = [2 * tokens, 2 * tokens * undoable, tokens, tokens, logit_rows, sequences * width, *narrow]
         nbytes = 4 * sum(sizes)
         if nbytes > len(self._pinned):
             self._allocate(1 << (nbytes - 1).bit_length())
         pinned, uploaded = self._pinned[:nbytes], self._uploaded[:nbytes]
-        slots, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
-        wide, positions, rows, logits, table, more = uploaded.view(torch.int32).split(sizes)
+        slots, inputs, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
+        wide, kept, positions, rows, logits, table, *more = uploaded.view(torch.int32).split(sizes)
         on_device = positions, rows, wide.view(torch.int64), table.view(sequences, width), logits
         numbers[3] = numbers[3].reshape(sequences, width)
-        run_table = more.view(-1, 4) if runs else None
-        places = _Places(slots.view(np.int64), tuple(numbers), pinned, uploaded, on_device, run_table)
+        on_states: dict[str, Any] = {}
+        if more:
+            on_states["runs"] = more[0].view(-1, 4)
+        if more[1:]:
+            on_states["replay"] = Replay(more[1].view(-1, 4), *more[2:])
+        if undoable:
+            on_states["input_places"] = kept.view(torch.int64)
+        wide_numbers = slots.view(np.int64), inputs.view(np.int64)
+        places = _Places(*wide_numbers, tuple(numbers), pinned, uploaded, on_device, on_states)
         if len(self._places) == _MOST_SHAPES:
             del self._places[next(iter(self._places))]
-        self._places[tokens, logit_rows, sequences, width, runs] = places
+        self._places[tokens, logit_rows, sequences, width, undoable, *narrow] = places
         return places

@@ -142,6 +142,7 @@ def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
     resolved = with_choice(resolved, loading)
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     options: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
+    options["undo_tokens"] = resolved.undo_tokens
     disk = open_tier(resolved, loading.say)
     executor = load(checkpoint, engine, loading.progress, resolved.placement.kv_room, disk=disk, **options)
     executor.choices.gpu = Choice(None, resolved.device.reason)
@@ -186,7 +187,8 @@ def load_split(
         disk = open_tier(resolved, say)
         share = MemoryShare(device)
         opened.callback(share.end)
-        cpu = CpuExecutor(config, engine, rotary, first_layer=placement.layers, pages=placement.pages, disk=disk)
+        options: dict[str, Any] = {"first_layer": placement.layers, "pages": placement.pages, "disk": disk}
+        cpu = CpuExecutor(config, engine, rotary, undo_tokens=resolved.undo_tokens, **options)
         opened.callback(cpu.close)
         cpu.in_experts = selection.in_experts
         cpu.expert_predictors = selection.predictors if selection.in_experts else None
@@ -198,7 +200,7 @@ def load_split(
                 config,
                 device,
                 layers=placement.layers,
-                cache=CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states),
+                cache=CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens),
                 max_tokens=cpu.max_tokens,
                 rotations=rotary,
                 split=split is not None,

@@ -101,7 +101,7 @@ class Resolved:
     """All that loading a model depends on.
 
     engine: its options; selection: the selector with its prepared files; policy: over experts. vram: limit in bytes on
-    the GPU without the driver, None: the device's memory.
+    the GPU without the driver, None: the device's memory. undo_tokens: as of `CpuExecutor`.
     """
 
     checkpoint: Checkpoint
@@ -111,6 +111,7 @@ class Resolved:
     placement: Placement = Placement()
     policy: UsedPolicy = UsedPolicy()
     vram: int | None = None
+    undo_tokens: int = 0
 
     @property
     def gpu(self) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from powerinfer.config import DeltaNetConfig
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_states import scan
-from powerinfer.kernels.gpu_types import UNIT_EPS
+from powerinfer.kernels.gpu_states import replayed_inputs, scan
+from powerinfer.kernels.gpu_types import UNIT_EPS, Replay
 from powerinfer.kernels.gpu_types import DeltaNet as DeltaNet
 from powerinfer.kernels.gpu_types import States as States
 
@@ -30,11 +30,31 @@ def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, row
         from powerinfer.kernels import triton_delta
 
         return triton_delta.delta_net(net, products, states, runs, rows)
+    about = net.about
+    inputs, gate, gates = products.split([about.channels, about.width, 2 * about.n_value_heads], dim=1)
+    out = _advance(net, inputs, gates, states, runs, rows)
+    out = gpu.norm(out, net.norm, None, net.eps, False).view(len(products), -1)
+    return out * (gate * gate.sigmoid())
+
+
+def replay(net: DeltaNet, states: States, tokens: Replay) -> None:
+    """Change the states of several sequences by tokens whose inputs they have."""
+    inputs = replayed_inputs(states, tokens)
+    if gpu.which(inputs) == "triton":
+        from powerinfer.kernels import triton_delta
+
+        return triton_delta.replay(net, inputs, states, tokens)
+    mixed, gates = inputs.split([net.about.channels, 2 * net.about.n_value_heads], dim=1)
+    _advance(net, mixed, gates, states, tokens.runs, tokens.rows)
+
+
+def _advance(net: DeltaNet, inputs: Tensor, gates: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+    """Convolution and rule. inputs: float32 [T, channels]; gates: float32 [T, 2 * value heads], beta, then alpha."""
     import torch
 
     about = net.about
     heads, keys = about.n_value_heads, about.n_key_heads * about.key_dim
-    inputs, gate, beta, alpha = products.split([about.channels, about.width, heads, heads], dim=1)
+    beta, alpha = gates.split(heads, dim=1)
     beta = beta.sigmoid()
     decay = torch.exp(net.decay * torch.nn.functional.softplus(alpha + net.dt_bias))
 
@@ -47,9 +67,7 @@ def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, row
         state = state + delta[:, :, None] * k[:, None, :]
         return state, (state * q[:, None, :]).sum(dim=-1)
 
-    out = scan(net, inputs, states, runs, rows, rule)
-    out = gpu.norm(out, net.norm, None, net.eps, False).view(len(products), -1)
-    return out * (gate * gate.sigmoid())
+    return scan(net, inputs, states, runs, rows, rule)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_states import scan
+from powerinfer.kernels.gpu_states import replayed_inputs, scan
 from powerinfer.kernels.gpu_types import Mamba as Mamba
+from powerinfer.kernels.gpu_types import Replay
 from powerinfer.kernels.gpu_types import States as States
 
 if TYPE_CHECKING:
@@ -28,20 +29,39 @@ def mamba(net: Mamba, products: Tensor, states: States, runs: Tensor, rows: Tens
     import torch
 
     about = net.about
-    heads, groups, shared = about.n_heads, about.n_groups, about.n_heads // about.n_groups
-    gate, inputs, steps = products.split([about.width, about.channels, heads], dim=1)
+    gate, inputs, steps = products.split([about.width, about.channels, about.n_heads], dim=1)
+    out = _advance(net, inputs, steps, states, runs, rows)
+    return _gated(net, out.flatten(1), torch.nn.functional.silu(gate * about.scales[0]))
+
+
+def replay(net: Mamba, states: States, tokens: Replay) -> None:
+    """Change the states of several sequences by tokens whose inputs they have."""
+    inputs = replayed_inputs(states, tokens)
+    if gpu.which(inputs) == "triton":
+        from powerinfer.kernels import triton_mamba
+
+        return triton_mamba.replay(net, inputs, states, tokens)
+    mixed, steps = inputs.split([net.about.channels, net.about.n_heads], dim=1)
+    _advance(net, mixed, steps, states, tokens.runs, tokens.rows)
+
+
+def _advance(net: Mamba, inputs: Tensor, steps: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+    """Convolution and rule. inputs: float32 [T, channels]; steps: float32 [T, heads]."""
+    import torch
+
+    about = net.about
+    groups, shared = about.n_groups, about.n_heads // about.n_groups
     steps = torch.nn.functional.softplus(steps * about.scales[-1] + net.step_bias).clamp(*about.step_limits)
     decay = torch.exp(net.a * steps)
 
     def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         x, b, c = mixed.split([about.width, groups * about.state_dim, groups * about.state_dim])
         b, c = (part.view(groups, -1).repeat_interleave(shared, dim=0) for part in (b, c))
-        x = x.view(heads, -1)
+        x = x.view(about.n_heads, -1)
         state = state * decay[t, :, None, None] + (steps[t, :, None] * x)[:, :, None] * b[:, None, :]
         return state, (state * c[:, None, :]).sum(dim=-1) + net.d[:, None] * x
 
-    out = scan(net, inputs, states, runs, rows, rule)
-    return _gated(net, out.flatten(1), torch.nn.functional.silu(gate * about.scales[0]))
+    return scan(net, inputs, states, runs, rows, rule)
 
 
 def _gated(net: Mamba, out: Tensor, gate: Tensor) -> Tensor:

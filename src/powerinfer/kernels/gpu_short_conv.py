@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from powerinfer.kernels import gpu
-from powerinfer.kernels.gpu_states import scan
+from powerinfer.kernels.gpu_states import replayed_inputs, scan
+from powerinfer.kernels.gpu_types import Replay
 from powerinfer.kernels.gpu_types import ShortConv as ShortConv
 from powerinfer.kernels.gpu_types import States as States
 
@@ -26,9 +27,25 @@ def short_conv(net: ShortConv, products: Tensor, states: States, runs: Tensor, r
 
         return triton_short_conv.short_conv(net, products, states, runs, rows)
     x, b, c = products.split(net.about.size, dim=1)
+    output: Tensor = _advance(net, x * b, states, runs, rows).flatten(1) * c
+    return output
+
+
+def replay(net: ShortConv, states: States, tokens: Replay) -> None:
+    """Change the states of several sequences by tokens whose inputs they have."""
+    inputs = replayed_inputs(states, tokens)
+    if gpu.which(inputs) == "triton":
+        from powerinfer.kernels import triton_short_conv
+
+        return triton_short_conv.replay(net, inputs, states, tokens)
+    x, b = inputs.split(net.about.size, dim=1)
+    _advance(net, x * b, states, tokens.runs, tokens.rows)
+
+
+def _advance(net: ShortConv, inputs: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+    """Run the convolution of inputs float32 [T, channels]."""
 
     def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return state, mixed.view(-1, net.about.value_dim)
 
-    output: Tensor = scan(net, x * b, states, runs, rows, rule).flatten(1) * c
-    return output
+    return scan(net, inputs, states, runs, rows, rule)

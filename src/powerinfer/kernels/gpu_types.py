@@ -284,15 +284,30 @@ class ShortConv:
 class States:
     """A layer's states of sequences, in slots. window: float32 [slots, taps - 1, channels], the convolution's inputs
     for the last tokens; heads: float32 [slots, heads, n, m], a matrix for each: of Gated DeltaNet [value_dim,
-    key_dim], of Mamba2 [head_dim, state_dim], of short convolutions without elements."""
+    key_dim], of Mamba2 [head_dim, state_dim], of short convolutions without elements; inputs: float32 [slots * tokens,
+    n], what the last step of few tokens read of each: the convolution's inputs, and, behind them, the heads' gates."""
 
     window: Tensor
     heads: Tensor
+    inputs: Tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return tensor_bytes(self.window, self.heads)
+        return tensor_bytes(self.window, self.heads, self.inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """Tokens of S sequences that are computed again for their states alone, in rows of which each sequence has as many.
+
+    runs: int32 [S, 4], as of `gpu_delta.delta_net`; rows: int32 [n], the sequence of each row, also of those that hold
+    no token; inputs: int32 [n], rows of `States.inputs`.
+    """
+
+    runs: Tensor
+    rows: Tensor
+    inputs: Tensor
 
 
 def tensor_bytes(*tensors: Tensor | None) -> int:

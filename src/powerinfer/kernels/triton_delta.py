@@ -20,7 +20,7 @@ from powerinfer.kernels.triton_states import convolved, gate_and_norm, keep_wind
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import DeltaNet, States
+    from powerinfer.kernels.gpu_types import DeltaNet, Replay, States
 
 COLUMNS = 16  # of a head's state, in registers
 CHUNKED = FEW + 1  # tokens of a step from which on they are computed some at a time:
@@ -185,21 +185,34 @@ def _chunked_rule_kernel(
 def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
     """`gpu_delta.delta_net`."""
     about, tokens, sequences = net.about, len(products), len(runs)
-    heads, keys, channels, stride = about.n_value_heads, about.n_key_heads, about.channels, products.shape[1]
     products = products.contiguous()
-    mixed = torch.empty((tokens, channels), dtype=torch.float32, device=products.device)
     out = torch.empty((tokens, about.width), dtype=torch.float32, device=products.device)
-    dims = about.key_dim, about.value_dim
-    _mix_kernel[(tokens, 2 * keys + heads)](
-        products, stride, net.taps, states.window, runs, rows, mixed, channels, keys, *dims, about.key_dim**-0.5,
-        TAPS=about.taps, BLOCK=triton.next_power_of_2(max(dims)), ACT=about.activation, num_warps=1,
-    )  # fmt: skip
-    keep_window(products, stride, states.window, runs, about.taps)
-    gates = products[:, channels + about.width :]
+    mixed = _mix(net, products, states, runs, rows)
+    gates = products[:, about.channels + about.width :]
     rule = _chunked_rule if tokens >= max(CHUNKED, 2 * sequences) else _rule  # not where many decode
     rule(net, mixed, gates, states.heads, runs, out)
-    gate_and_norm(out, products[:, channels:], net.norm, heads, net.eps, first=True)
+    gate_and_norm(out, products[:, about.channels :], net.norm, about.n_value_heads, net.eps, first=True)
     return out
+
+
+def replay(net: DeltaNet, inputs: Tensor, states: States, tokens: Replay) -> None:
+    """`gpu_delta.replay`; inputs: `replayed_inputs`."""
+    out = torch.empty((len(inputs), net.about.width), dtype=torch.float32, device=inputs.device)
+    mixed = _mix(net, inputs, states, tokens.runs, tokens.rows)
+    _rule(net, mixed, inputs[:, net.about.channels :], states.heads, tokens.runs, out)
+
+
+def _mix(net: DeltaNet, inputs: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
+    """Queries, keys and values of T tokens, float32 [T, channels]; the states' windows change."""
+    about, (tokens, stride) = net.about, inputs.shape
+    keys, dims = about.n_key_heads, (about.key_dim, about.value_dim)
+    mixed = torch.empty((tokens, about.channels), dtype=torch.float32, device=inputs.device)
+    _mix_kernel[(tokens, 2 * keys + about.n_value_heads)](
+        inputs, stride, net.taps, states.window, runs, rows, mixed, about.channels, keys, *dims, about.key_dim**-0.5,
+        TAPS=about.taps, BLOCK=triton.next_power_of_2(max(dims)), ACT=about.activation, num_warps=1,
+    )  # fmt: skip
+    keep_window(inputs, stride, states.window, runs, about.taps)
+    return mixed
 
 
 def _rule(net: DeltaNet, mixed: Tensor, gates: Tensor, states: Tensor, runs: Tensor, out: Tensor) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import Mamba2Config
-    from powerinfer.kernels.gpu_types import Mamba, States
+    from powerinfer.kernels.gpu_types import Mamba, Replay, States
 
 CHANNELS = 256  # of the convolution, of a token
 ROWS = 16  # of a head's state, in registers
@@ -188,27 +188,41 @@ def _chunked_scan_kernel(
 def mamba(net: Mamba, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
     """`gpu_mamba.mamba`."""
     about, tokens, sequences = net.about, len(products), len(runs)
-    inner, channels = about.width, about.channels
     products = products.contiguous()
-    inputs, stride = products[:, inner:], products.shape[1]
-    mixed = torch.empty((tokens, channels), dtype=torch.float32, device=products.device)
-    out = torch.empty((tokens, inner), dtype=torch.float32, device=products.device)
-    blocks = triton.cdiv(channels, CHANNELS)
-    given = inputs, stride, net.taps, net.conv_bias, states.window, runs
-    kinds = {"TAPS": about.taps, "C": CHANNELS, "ACT": about.activation}
-    kinds |= {"num_warps": 4, "launch_pdl": early(products)}
-    if tokens < CHUNKED:
-        pad = triton.next_power_of_2(about.taps - 1)
-        _convolve_few_kernel[(sequences, blocks)](*given, mixed, channels, PAD=pad, **kinds)
-    else:
-        _convolve_kernel[(tokens, blocks)](*given, rows, mixed, channels, **kinds)
-        keep_window(inputs, stride, states.window, runs, about.taps)
-    gates = inputs[:, channels:]
+    inputs = products[:, about.width :]
+    out = torch.empty((tokens, about.width), dtype=torch.float32, device=products.device)
+    mixed = _mix(net, inputs, states, runs, None if tokens < CHUNKED else rows)
+    gates = inputs[:, about.channels :]
     scan = _chunked_scan if tokens >= max(CHUNKED, 2 * sequences) else _scan  # not where many decode
     scan(net, mixed, gates, states.heads, runs, out)
     first, scale = about.norm == "before", about.scales[0]
     gate_and_norm(out, products, net.norm, about.norm_groups, net.eps, first=first, scale=scale)
     return out
+
+
+def replay(net: Mamba, inputs: Tensor, states: States, tokens: Replay) -> None:
+    """`gpu_mamba.replay`; inputs: `replayed_inputs`."""
+    out = torch.empty((len(inputs), net.about.width), dtype=torch.float32, device=inputs.device)
+    mixed = _mix(net, inputs, states, tokens.runs, None)
+    _scan(net, mixed, inputs[:, net.about.channels :], states.heads, tokens.runs, out)
+
+
+def _mix(net: Mamba, inputs: Tensor, states: States, runs: Tensor, rows: Tensor | None) -> Tensor:
+    """x, B and C of T tokens, float32 [T, channels]; the states' windows change. rows: None where sequences have few
+    tokens."""
+    about, channels, stride = net.about, net.about.channels, inputs.stride(0)
+    mixed = torch.empty((len(inputs), channels), dtype=torch.float32, device=inputs.device)
+    blocks = triton.cdiv(channels, CHANNELS)
+    given = inputs, stride, net.taps, net.conv_bias, states.window, runs
+    kinds = {"TAPS": about.taps, "C": CHANNELS, "ACT": about.activation}
+    kinds |= {"num_warps": 4, "launch_pdl": early(inputs)}
+    if rows is None:
+        pad = triton.next_power_of_2(about.taps - 1)
+        _convolve_few_kernel[(len(runs), blocks)](*given, mixed, channels, PAD=pad, **kinds)
+    else:
+        _convolve_kernel[(len(inputs), blocks)](*given, rows, mixed, channels, **kinds)
+        keep_window(inputs, stride, states.window, runs, about.taps)
+    return mixed
 
 
 def _scan(net: Mamba, mixed: Tensor, gates: Tensor, states: Tensor, runs: Tensor, out: Tensor) -> None:

@@ -19,7 +19,7 @@ from powerinfer.kernels.triton_states import convolved, keep_inputs, keep_window
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import ShortConv, States
+    from powerinfer.kernels.gpu_types import Replay, ShortConv, States
 
 CHANNELS = 256  # of a token
 MANY = FEW + 1  # tokens of a step from which on each has programs of its own
@@ -80,3 +80,8 @@ def short_conv(net: ShortConv, products: Tensor, states: States, runs: Tensor, r
         _token_kernel[(tokens, blocks)](*inputs, rows, out, about.size, **kinds)
         keep_window(products, stride, states.window, runs, about.taps, paired=True)
     return out
+
+
+def replay(net: ShortConv, inputs: Tensor, states: States, tokens: Replay) -> None:
+    """`gpu_short_conv.replay`; inputs: `replayed_inputs`."""
+    keep_window(inputs, inputs.shape[1], states.window, tokens.runs, net.about.taps, paired=True)

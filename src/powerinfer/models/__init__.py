@@ -38,8 +38,8 @@ def load(
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
     predictors: of each layer, what selects those that are computed. disk: what stays there, of a checkpoint without a
     draft head, which is wired where the checkpoint has one; pool, undo_tokens: as of `CpuExecutor`, the latter None: as
-    many as drafts need, if there may be some. ModelError for a
-    checkpoint with tensors missing or left over, RequestError for options that cannot be met.
+    many as drafts need, if there may be some. ModelError for a checkpoint with tensors missing or left over,
+    RequestError for options that cannot be met.
     """
     drafts = checkpoint.config.draft is not None
     assert disk is None or not drafts

@@ -84,7 +84,7 @@ class Workload:
     kv_type, context, batch: of the KV cache, which holds `batch` contexts of `context` tokens. chunk: tokens of a
     prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`; scratch: bytes of
     working memory on a GPU, where that was measured, None: an estimate. moves: experts on a GPU are exchanged, so that
-    every layer has use for some.
+    every layer has use for some. undo_tokens: of a sequence in a step, whose states can be undone.
     """
 
     kv_type: str
@@ -95,6 +95,7 @@ class Workload:
     selector: str = "all"
     scratch: int | None = None
     moves: bool = False
+    undo_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -224,7 +225,7 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
         "norms": model.rotation_bytes + model.layer_vectors(dense, layers) + head * model.end_vectors,
         "attention": sum(map(_stored, model.attention[:layers])),
         "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers))
-        + model.gpu_state_bytes(work.requests, slice(layers)),
+        + model.gpu_state_bytes(work.requests, slice(layers), work.undo_tokens),
     }
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
@@ -262,7 +263,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
         "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None))
-        + model.state_bytes(work.requests, slice(layers, None)),
+        + model.state_bytes(work.requests, slice(layers, None), work.undo_tokens),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted or model.in_experts else 0,
     }
     if model.inventory.draft:
