@@ -1,4 +1,4 @@
-"""States on a GPU after steps of which not all tokens were accepted: plain torch and the Triton kernels, and models with
+"""States on a GPU after steps of which not all tokens were accepted: plain torch, the Triton kernels, and models with
 layers on the stand-in for a GPU. On the CPU: test_undone_states.py."""
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def test_replayed_tokens(kernels: str, name: str) -> None:  # noqa: F811
     before = [part.clone() for part in (states.window, states.heads, states.inputs)]
     rows = np.repeat(np.arange(5, dtype=np.int32), undo)
     replay(net, states, Replay(on_device(runs), on_device(rows), on_device(places)))
-    shorter = [replace(one, tokens=one.tokens[: two.replayed], write=two.undo) for one, two in zip(FIRST, AGAIN)]
+    pairs = zip(FIRST, AGAIN, strict=True)
+    shorter = [replace(one, tokens=one.tokens[: two.replayed], write=two.undo) for one, two in pairs]
     compute(shorter, products[[0, 1, 3, 7, 8, 9, 10]], wanted)
     for slot in range(8):
         for own, kept, other in zip((states.window, states.heads), before, (wanted.window, wanted.heads), strict=False):

@@ -48,6 +48,13 @@ MUTATIONS = [
         "tests/test_gpu_delta.py -k 'test_a_step and torch and prompts'",
     ),
     Mutation(
+        "a state after a step of which only the first tokens were accepted is that of these: on a GPU, elsewhere",
+        "src/powerinfer/devices/states.py",
+        "runs[row, 3] = batch.undo_states[row]",
+        "runs[row, 3] = written[row]",
+        "tests/test_gpu_undone_states.py -k 'replayed_tokens and torch'",
+    ),
+    Mutation(
         "Mamba2 and short convolutions on a GPU compute what float64 does: a state passes from piece to piece",
         "src/powerinfer/kernels/triton_mamba.py",
         "before = tl.where(begin > 0, write, read)",
@@ -57,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "Mamba2 and short convolutions on a GPU compute what float64 does: what is convolved",
         "src/powerinfer/kernels/gpu_short_conv.py",
-        "scan(net, x * b, states, runs, rows, rule)",
-        "scan(net, x, states, runs, rows, rule)",
+        "_advance(net, x * b, states, runs, rows)",
+        "_advance(net, x, states, runs, rows)",
         "tests/test_gpu_short_conv.py -k 'test_a_step and torch'",
     ),
     Mutation(

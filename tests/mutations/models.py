@@ -20,8 +20,8 @@ MUTATIONS = [
     Mutation(
         "the same, and the same bits for the same steps, launched or replayed, where layers are on a GPU",
         "src/powerinfer/devices/step_buffers.py",
-        "zip(places.numbers, (positions, rows, batch.logit_rows, table[:, :width])",
-        "zip(places.numbers, (positions, 0 * rows, batch.logit_rows, table[:, :width])",
+        "numbers = positions, rows, batch.logit_rows, table[:, :width]",
+        "numbers = positions, 0 * rows, batch.logit_rows, table[:, :width]",
         "tests/test_gpu_layers.py -k 'test_logits and qwen3'",
     ),
     Mutation(

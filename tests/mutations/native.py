@@ -43,8 +43,8 @@ MUTATIONS = [
     Mutation(
         "layers with states on the CPU compute what numpy does: the state before a chunk",
         "src/powerinfer/csrc/mamba.cpp",
-        "a.from = !piece.begins ? a.to : run.position",
-        "a.from = run.position",
+        "i ? stretch.state : at ? stretch.read_state : -1",
+        "at ? stretch.read_state : -1",
         "tests/test_mamba.py -k numpy",
     ),
     Mutation(
@@ -53,6 +53,13 @@ MUTATIONS = [
         "    if (i) tile.read_state = run.state;\n",
         "",
         "tests/test_short_conv.py -k numpy",
+    ),
+    Mutation(
+        "a state after a step of which only the first tokens were accepted is that of these: its chunk",
+        "src/powerinfer/csrc/mamba.cpp",
+        "in_replay = in_run + run.replayed;",
+        "in_replay = in_run;",
+        "tests/test_undone_states.py -k 'random and mamba'",
     ),
     Mutation(
         "reads give the file's bytes or fail; what is in slots is what was asked for",

@@ -1313,8 +1313,8 @@ def choose_pages(
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])
     pages = -(-context // cpu.PAGE)
-    each = state_bytes(config, slice(first_layer, None), undo_tokens)
-    states = state_slots(engine.max_batch, engine.prefix_cache, undo_tokens) * each
+    slot = state_bytes(config, slice(first_layer, None), undo_tokens)
+    states = state_slots(engine.max_batch, engine.prefix_cache, undo_tokens) * slot
     free = available_memory() or 1 << 62
     memory = max(0, free - states)
     if pages * page > memory or states > free:

@@ -115,8 +115,8 @@ class StateMemory:
             again = batch.replayed[row] > 0
             self._tokens[batch.undo_states[row[again]]] = at[again]
         self._tokens[batch.states[row]] = batch.positions[last] + 1
-        some = undoable_runs(batch, (batch.read_states, batch.states), self.undo_tokens)
-        self._inputs[batch.states[row[some]]] = np.stack([at, last + 1 - first], axis=1)[some]
+        undoable = undoable_runs(batch, (batch.read_states, batch.states), self.undo_tokens)
+        self._inputs[batch.states[row[undoable]]] = np.stack([at, last + 1 - first], axis=1)[undoable]
 
 
 def runs_with_slots(batch: Batch, slots: Slots) -> NDArray[np.int32]:
@@ -167,8 +167,8 @@ def undoable_runs(batch: Batch, slots: Slots, undo_tokens: int) -> NDArray[np.bo
     """Whether the tokens of each run of `runs_of` are few enough to be undone, and the state before them stays."""
     first, last = runs_of(batch)
     stays = (batch.positions[first] == 0) | (_read_by_runs(batch, slots) != slots[1][batch.rows[first]])
-    few: NDArray[np.bool_] = last - first < undo_tokens
-    return few & stays
+    undoable: NDArray[np.bool_] = stays & (last - first < undo_tokens)
+    return undoable
 
 
 def _read_by_runs(batch: Batch, slots: Slots) -> NDArray[np.int32]:

@@ -218,7 +218,7 @@ class _Description:
             self._allocate(1 << (nbytes - 1).bit_length())
         pinned, uploaded = self._pinned[:nbytes], self._uploaded[:nbytes]
         slots, inputs, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
-        wide, kept, positions, rows, logits, table, *more = uploaded.view(torch.int32).split(sizes)
+        wide, wide_inputs, positions, rows, logits, table, *more = uploaded.view(torch.int32).split(sizes)
         on_device = positions, rows, wide.view(torch.int64), table.view(sequences, width), logits
         numbers[3] = numbers[3].reshape(sequences, width)
         on_states: dict[str, Any] = {}
@@ -227,7 +227,7 @@ class _Description:
         if more[1:]:
             on_states["replay"] = Replay(more[1].view(-1, 4), *more[2:])
         if undoable:
-            on_states["input_places"] = kept.view(torch.int64)
+            on_states["input_places"] = wide_inputs.view(torch.int64)
         wide_numbers = slots.view(np.int64), inputs.view(np.int64)
         places = _Places(*wide_numbers, tuple(numbers), pinned, uploaded, on_device, on_states)
         if len(self._places) == _MOST_SHAPES:
