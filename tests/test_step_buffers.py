@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from powerinfer.devices import step_buffers  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
-from powerinfer.devices.states import runs_with_slots  # noqa: E402
+from powerinfer.devices.states import input_places, replayed_runs, runs_with_slots  # noqa: E402
 from powerinfer.devices.step_buffers import StepBuffers  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 
@@ -63,3 +64,35 @@ def test_a_step_of_any_shape_after_any_other(monkeypatch: pytest.MonkeyPatch, mo
         for at in rng.permutation(len(shapes)):
             for states in (False, True, False):
                 check(buffers, rng, batch_of(rng, *shapes[at]), states)
+
+
+def test_tokens_that_are_replayed_and_kept() -> None:
+    """Steps with the same key have them at the same addresses, whatever came between."""
+    rng, undo = np.random.default_rng(5), 3
+    buffers = StepBuffers(torch.device("cpu"), MOST, D_MODEL, 16, totals=False, undo_tokens=undo)
+    own = np.arange(4, dtype=np.int32)
+    addresses: dict[tuple[int, ...], list[int]] = {}
+    for each in (1, 3, 4, 1, 3, 4):
+        batch = batch_of(rng, 4, each, 2, 4)
+        for replayed in (0, 2):
+            for slots in ((own, own + 4), (own + 4, own + 4)):
+                again = np.array([replayed, 0, replayed, 0], np.int32)
+                one = replace(batch, read_states=slots[0], states=slots[1], replayed=again, undo_states=own + 8)
+                step = buffers.upload(one, rng.standard_normal((4 * each, D_MODEL), np.float32), slots)
+                found, places = replayed_runs(one, slots, undo), input_places(one, slots, undo)
+                tensors = [step.positions, step.slots, step.logit_rows, step.page_table, step.runs]
+                assert (step.replay is None) == (found is None) == (not replayed)
+                if step.replay is not None and found is not None:
+                    np.testing.assert_array_equal(step.replay.runs.numpy(), found[0])
+                    np.testing.assert_array_equal(step.replay.inputs.numpy(), found[1])
+                    np.testing.assert_array_equal(step.replay.rows.numpy(), np.repeat(own, undo))
+                    tensors += [step.replay.runs, step.replay.inputs, step.replay.rows]
+                assert (step.input_places is None) == (places is None)
+                if step.input_places is not None and places is not None:
+                    np.testing.assert_array_equal(step.input_places.numpy(), places)
+                    tensors.append(step.input_places)
+                np.testing.assert_array_equal(step.positions.numpy(), one.positions)
+                np.testing.assert_array_equal(step.runs.numpy(), runs_with_slots(one, slots))
+                at = [part.data_ptr() for part in tensors if part is not None]
+                assert addresses.setdefault(step.key, at) == at
+    assert len(addresses) > 6

@@ -87,7 +87,8 @@ class ToyExecutor:
         self.n_pages, self.page_size, self.max_tokens = n_pages, page_size, max_tokens
         self.n_states = n_states
         self.states: dict[int, int] = {}  # the value that a sequence had reached, by slot
-        self.kept: dict[int, tuple[int, list[int]]] = {}  # by slot: the value before the step that wrote it, its tokens
+        self.undo_tokens = 8
+        self.inputs: dict[int, list[int]] = {}  # tokens of the last step of few, by slot that it wrote
         self.store = np.full((n_pages, page_size), -(2**40), np.int64)
         self.values: list[int] = []  # of the tokens of the last call
         self.sizes: list[int] = []  # tokens of each call
@@ -129,9 +130,7 @@ class ToyExecutor:
             self.values.append(next_value(value, int(token)))
             self.store[page, position % self.page_size] = self.values[-1]
             if self.n_states:
-                slot = int(batch.states[row])
-                self.states[slot] = self.values[-1]
-                self.kept.setdefault(slot, (value, []))[1].append(int(token))
+                self.states[batch.states[row]] = self.values[-1]
         self.sizes.append(len(batch.tokens))
         self.positions += batch.positions.tolist()
         self.sequences.append(changes)
@@ -174,27 +173,29 @@ class ToyExecutor:
         written = [int(batch.states[row]) for row in rows]
         assert len(set(written)) == len(written), "two sequences write a state"
         pairs = zip(rows.tolist(), first.tolist(), strict=True)
-        later = {row: int(batch.read_states[row]) for row, at in pairs if batch.positions[at]}
+        again = {row: int(batch.replayed[row]) for row in rows.tolist()} if batch.replayed is not None else {}
+        undone = {row: int(batch.undo_states[row]) for row, count in again.items() if count}
+        written += [slot for row, slot in undone.items() if slot != batch.states[row]]
+        assert len(set(written)) == len(written), "two sequences write a state"
+        later = {row: int(batch.read_states[row]) for row, at in pairs if batch.positions[at] > again.get(row, 0)}
         for row, slot in later.items():
-            assert slot == batch.states[row] or slot not in written, "a sequence reads what another one writes"
-        before = {row: self._replayed(batch, row, slot) for row, slot in later.items()}
+            mine = batch.states[row], undone.get(row)
+            assert slot in mine or slot not in written, "a sequence reads what another one writes"
+        before = {row: self.states[slot] for row, slot in later.items()}
+        for row in undone:
+            inputs = self.inputs[batch.states[row]][: again[row]]
+            assert len(inputs) == again[row], "more tokens are replayed than were kept"
+            for token in inputs:
+                before[row] = next_value(before.get(row, 0), token)
         for slot in written:
             self.states.pop(slot, None)
-            self.kept.pop(slot, None)
+            self.inputs.pop(slot, None)
+        self.states |= {slot: before[row] for row, slot in undone.items()}
+        for row in rows.tolist():
+            tokens, read = batch.tokens[batch.rows == row].tolist(), undone.get(row, later.get(row))
+            if len(tokens) <= self.undo_tokens and read != batch.states[row]:
+                self.inputs[int(batch.states[row])] = tokens
         return before
-
-    def _replayed(self, batch: Batch, row: int, slot: int) -> int:
-        """The value of a sequence's state, with the tokens that the step replays."""
-        count = 0 if batch.replayed is None else int(batch.replayed[row])
-        value = self.states[slot]
-        if count:
-            assert slot != batch.states[row], "the state before the step was overwritten"
-            before, tokens = self.kept[int(batch.states[row])]
-            assert before == value and count <= len(tokens) <= 8, "inputs of other tokens"
-            for token in tokens[:count]:
-                value = next_value(value, token)
-            self.states[int(batch.undo_states[row])] = value
-        return value
 
     def _slots(self, batch: Batch, row: int, count: int) -> np.ndarray:
         pages = batch.page_table[row, : -(-int(count) // self.page_size)]

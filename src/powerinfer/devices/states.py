@@ -152,7 +152,7 @@ def replayed_runs(batch: Batch, slots: Slots, undo_tokens: int) -> tuple[NDArray
 
 
 def input_places(batch: Batch, slots: Slots, undo_tokens: int) -> NDArray[np.int64] | None:
-    """Where the inputs of the step's tokens are kept, int64 [T], as of `replayed_runs`. None: none may be undone.
+    """Rows of the inputs of the step's tokens, int64 [T], as of `replayed_runs`. None: none may be undone.
 
     Those of a sequence that cannot be undone are anywhere in its slot, where nobody reads them."""
     if not undo_tokens or not undoable_runs(batch, slots, undo_tokens).any():

@@ -81,7 +81,7 @@ class StepBuffers:
         each; nothing of the last one is under way. slots: of states, if layers have them."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
-        states = None if slots is None else _StateNumbers.of(batch, slots, self._undo_tokens)
+        states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
         (positions, rows, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
         self._host_rows[:tokens] = x
         on_device = self._x[:tokens]
@@ -133,7 +133,7 @@ class _StateNumbers:
     input_places: NDArray[np.int64] | None
 
     @classmethod
-    def of(cls, batch: Batch, slots: Slots, undo_tokens: int) -> _StateNumbers:
+    def make(cls, batch: Batch, slots: Slots, undo_tokens: int) -> _StateNumbers:
         runs, replayed = runs_with_slots(batch, slots), replayed_runs(batch, slots, undo_tokens)
         return cls(runs, replayed, input_places(batch, slots, undo_tokens))
 

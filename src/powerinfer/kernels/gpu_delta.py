@@ -52,16 +52,16 @@ def _advance(net: DeltaNet, inputs: Tensor, gates: Tensor, states: States, runs:
     """Convolution and rule. inputs: float32 [T, channels]; gates: float32 [T, 2 * value heads], beta, then alpha."""
     import torch
 
-    about = net.about
-    heads, keys = about.n_value_heads, about.n_key_heads * about.key_dim
+    kind = net.about
+    heads, keys = kind.n_value_heads, kind.n_key_heads * kind.key_dim
     beta, alpha = gates.split(heads, dim=1)
     beta = beta.sigmoid()
     decay = torch.exp(net.decay * torch.nn.functional.softplus(alpha + net.dt_bias))
 
     def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = mixed.split([keys, keys, about.width])
-        q = _of_value_heads(_unit(q.view(-1, about.key_dim)) * about.key_dim**-0.5, about)
-        k = _of_value_heads(_unit(k.view(-1, about.key_dim)), about)
+        q, k, v = mixed.split([keys, keys, kind.width])
+        q = _of_value_heads(_unit(q.view(-1, kind.key_dim)) * kind.key_dim**-0.5, kind)
+        k = _of_value_heads(_unit(k.view(-1, kind.key_dim)), kind)
         state = state * decay[t, :, None, None]
         delta = beta[t, :, None] * (v.view(heads, -1) - (state * k[:, None, :]).sum(dim=-1))
         state = state + delta[:, :, None] * k[:, None, :]

@@ -49,15 +49,15 @@ def _advance(net: Mamba, inputs: Tensor, steps: Tensor, states: States, runs: Te
     """Convolution and rule. inputs: float32 [T, channels]; steps: float32 [T, heads]."""
     import torch
 
-    about = net.about
-    groups, shared = about.n_groups, about.n_heads // about.n_groups
-    steps = torch.nn.functional.softplus(steps * about.scales[-1] + net.step_bias).clamp(*about.step_limits)
+    kind = net.about
+    groups, shared = kind.n_groups, kind.n_heads // kind.n_groups
+    steps = torch.nn.functional.softplus(steps * kind.scales[-1] + net.step_bias).clamp(*kind.step_limits)
     decay = torch.exp(net.a * steps)
 
     def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, b, c = mixed.split([about.width, groups * about.state_dim, groups * about.state_dim])
+        x, b, c = mixed.split([kind.width, groups * kind.state_dim, groups * kind.state_dim])
         b, c = (part.view(groups, -1).repeat_interleave(shared, dim=0) for part in (b, c))
-        x = x.view(about.n_heads, -1)
+        x = x.view(kind.n_heads, -1)
         state = state * decay[t, :, None, None] + (steps[t, :, None] * x)[:, :, None] * b[:, None, :]
         return state, (state * c[:, None, :]).sum(dim=-1) + net.d[:, None] * x
 

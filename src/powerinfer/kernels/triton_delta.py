@@ -204,14 +204,14 @@ def replay(net: DeltaNet, inputs: Tensor, states: States, tokens: Replay) -> Non
 
 def _mix(net: DeltaNet, inputs: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
     """Queries, keys and values of T tokens, float32 [T, channels]; the states' windows change."""
-    about, (tokens, stride) = net.about, inputs.shape
-    keys, dims = about.n_key_heads, (about.key_dim, about.value_dim)
-    mixed = torch.empty((tokens, about.channels), dtype=torch.float32, device=inputs.device)
-    _mix_kernel[(tokens, 2 * keys + about.n_value_heads)](
-        inputs, stride, net.taps, states.window, runs, rows, mixed, about.channels, keys, *dims, about.key_dim**-0.5,
-        TAPS=about.taps, BLOCK=triton.next_power_of_2(max(dims)), ACT=about.activation, num_warps=1,
+    kind, (tokens, stride) = net.about, inputs.shape
+    keys, dims = kind.n_key_heads, (kind.key_dim, kind.value_dim)
+    mixed = torch.empty((tokens, kind.channels), dtype=torch.float32, device=inputs.device)
+    _mix_kernel[(tokens, 2 * keys + kind.n_value_heads)](
+        inputs, stride, net.taps, states.window, runs, rows, mixed, kind.channels, keys, *dims, kind.key_dim**-0.5,
+        TAPS=kind.taps, BLOCK=triton.next_power_of_2(max(dims)), ACT=kind.activation, num_warps=1,
     )  # fmt: skip
-    keep_window(inputs, stride, states.window, runs, about.taps)
+    keep_window(inputs, stride, states.window, runs, kind.taps)
     return mixed
 
 

@@ -210,18 +210,18 @@ def replay(net: Mamba, inputs: Tensor, states: States, tokens: Replay) -> None:
 def _mix(net: Mamba, inputs: Tensor, states: States, runs: Tensor, rows: Tensor | None) -> Tensor:
     """x, B and C of T tokens, float32 [T, channels]; the states' windows change. rows: None where sequences have few
     tokens."""
-    about, channels, stride = net.about, net.about.channels, inputs.stride(0)
+    kind, channels, stride = net.about, net.about.channels, inputs.stride(0)
     mixed = torch.empty((len(inputs), channels), dtype=torch.float32, device=inputs.device)
     blocks = triton.cdiv(channels, CHANNELS)
     given = inputs, stride, net.taps, net.conv_bias, states.window, runs
-    kinds = {"TAPS": about.taps, "C": CHANNELS, "ACT": about.activation}
+    kinds = {"TAPS": kind.taps, "C": CHANNELS, "ACT": kind.activation}
     kinds |= {"num_warps": 4, "launch_pdl": early(inputs)}
     if rows is None:
-        pad = triton.next_power_of_2(about.taps - 1)
+        pad = triton.next_power_of_2(kind.taps - 1)
         _convolve_few_kernel[(len(runs), blocks)](*given, mixed, channels, PAD=pad, **kinds)
     else:
         _convolve_kernel[(len(inputs), blocks)](*given, rows, mixed, channels, **kinds)
-        keep_window(inputs, stride, states.window, runs, about.taps)
+        keep_window(inputs, stride, states.window, runs, kind.taps)
     return mixed
 
 
