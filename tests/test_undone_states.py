@@ -166,6 +166,12 @@ def test_inputs_take_memory_only_where_they_are_wanted(path: Path) -> None:
     assert state_bytes(config, undo_tokens=UNDO) - state_bytes(config) == 4 * UNDO * each
 
 
+def test_too_many_tokens_to_be_undone() -> None:
+    for undo_tokens in (-1, 17):
+        with pytest.raises(ValueError, match="at most 16 tokens"):
+            _native.States([(3, 0, 0, 3, 16, False)], 2, undo_tokens)
+
+
 def test_nothing_is_replayed_where_nothing_is_kept(path: Path) -> None:
     model = speculating(path, 0)
     text, tables = some_texts(model, 1)[0], tables_of(1)

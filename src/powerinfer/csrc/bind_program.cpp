@@ -420,7 +420,8 @@ void bind_states(nb::module_& m) {
               all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, key_heads, heads, key_dim,
                              value_dim, chunked});
             }
-            require(slots > 0 && undo_tokens >= 0, "states need slots");
+            require(slots > 0, "states need slots");
+            require(undo_tokens >= 0 && undo_tokens <= PI_CHUNK, "inputs are kept of at most 16 tokens of a step");
             new (states) States(std::move(all), slots, undo_tokens);
           },
           "layers"_a, "slots"_a, "undo_tokens"_a = 0,
