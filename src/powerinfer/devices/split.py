@@ -41,6 +41,7 @@ class SplitExecutor:
         self.streamed = streamed
         self.page_size = cpu.page_size
         self.n_states = cpu.n_states
+        self.undo_tokens = cpu.undo_tokens
         self.n_pages = cpu.n_pages
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size
