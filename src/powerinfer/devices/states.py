@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer import _native
-from powerinfer.config import ModelConfig, StateKind
+from powerinfer.config import EngineConfig, ModelConfig, StateKind
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ def state_slots(requests: int, prefixes: bool, undo_tokens: int = 0) -> int:
     again, some to keep states in.
     """
     return requests * (1 + (undo_tokens > 0)) + 1 + prefixes * min(requests, _MOST_KEPT)
+
+
+def tokens_to_undo(engine: EngineConfig, config: ModelConfig) -> int:
+    """`undo_tokens` of a model's executor: what drafts need, where requests may have some."""
+    return UNDO_TOKENS if config.states and engine.drafts_for(config) else 0
 
 
 def state_bytes(config: ModelConfig, layers: slice = slice(None), undo_tokens: int = 0) -> int:

@@ -142,7 +142,7 @@ def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
     resolved = with_choice(resolved, loading)
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     options: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
-    options["undo_tokens"] = resolved.undo_tokens
+    options["undo_tokens"] = resolved.tokens_to_undo
     disk = open_tier(resolved, loading.say)
     executor = load(checkpoint, engine, loading.progress, resolved.placement.kv_room, disk=disk, **options)
     executor.choices.gpu = Choice(None, resolved.device.reason)
@@ -188,7 +188,7 @@ def load_split(
         share = MemoryShare(device)
         opened.callback(share.end)
         options: dict[str, Any] = {"first_layer": placement.layers, "pages": placement.pages, "disk": disk}
-        cpu = CpuExecutor(config, engine, rotary, undo_tokens=resolved.undo_tokens, **options)
+        cpu = CpuExecutor(config, engine, rotary, undo_tokens=resolved.tokens_to_undo, **options)
         opened.callback(cpu.close)
         cpu.in_experts = selection.in_experts
         cpu.expert_predictors = selection.predictors if selection.in_experts else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from powerinfer.config import EngineConfig
+from powerinfer.devices.states import tokens_to_undo
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
@@ -101,7 +102,8 @@ class Resolved:
     """All that loading a model depends on.
 
     engine: its options; selection: the selector with its prepared files; policy: over experts. vram: limit in bytes on
-    the GPU without the driver, None: the device's memory. undo_tokens: as of `CpuExecutor`.
+    the GPU without the driver, None: the device's memory. undo_tokens: as of `CpuExecutor`, None: what
+    the options ask for.
     """
 
     checkpoint: Checkpoint
@@ -111,7 +113,12 @@ class Resolved:
     placement: Placement = Placement()
     policy: UsedPolicy = UsedPolicy()
     vram: int | None = None
-    undo_tokens: int = 0
+    undo_tokens: int | None = None
+
+    @property
+    def tokens_to_undo(self) -> int:
+        """`undo_tokens`, known."""
+        return tokens_to_undo(self.engine, self.checkpoint.config) if self.undo_tokens is None else self.undo_tokens
 
     @property
     def gpu(self) -> str:
@@ -208,9 +215,9 @@ def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workl
     from powerinfer.placement.budget import Workload
 
     selector = selector if model.config.whole_reason is None else "all"
-    return Workload(
-        engine.kv_type, context_of(model, engine), engine.prefill_chunk, engine.max_batch, selector=selector
-    )
+    context, undo = context_of(model, engine), tokens_to_undo(engine, model.config)
+    sizes = engine.kv_type, context, engine.prefill_chunk, engine.max_batch
+    return Workload(*sizes, selector=selector, undo_tokens=undo)
 
 
 def kv_bytes(model: Model, engine: EngineConfig) -> int:

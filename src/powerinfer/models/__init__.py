@@ -9,7 +9,7 @@ from powerinfer.config import EngineConfig, RopeConfig
 from powerinfer.devices.cpu import CpuExecutor, Rotation
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.disk import DiskTier
-from powerinfer.devices.states import UNDO_TOKENS
+from powerinfer.devices.states import tokens_to_undo
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.models.blocks import wire
 from powerinfer.models.draft import wire_draft
@@ -44,7 +44,7 @@ def load(
     drafts = checkpoint.config.draft is not None
     assert disk is None or not drafts
     if undo_tokens is None:
-        undo_tokens = UNDO_TOKENS if engine.drafts_for(checkpoint.config) else 0
+        undo_tokens = tokens_to_undo(engine, checkpoint.config)
     executor = CpuExecutor(
         checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool,
         undo_tokens=undo_tokens, draft_head=drafts,

@@ -329,13 +329,13 @@ class Model:
     def state_bytes(self, requests: int, layers: slice = _EVERY, undo_tokens: int = 0) -> int:
         """The states of sequences, if these layers have any, for that many requests and their prefixes; undo_tokens: as
         of `StateMemory`."""
-        return state_slots(requests, True) * state_bytes(self.config, layers, undo_tokens)
+        return state_slots(requests, True, undo_tokens) * state_bytes(self.config, layers, undo_tokens)
 
     def gpu_state_bytes(self, requests: int, layers: slice = _EVERY, undo_tokens: int = 0) -> int:
         """The same on a GPU."""
         some = range(self.config.n_layers)[layers]
         kinds = (kind for layer, kind in self.config.states.items() if layer in some)
-        return state_slots(requests, True) * sum(gpu_states.state_bytes(kind, undo_tokens) for kind in kinds)
+        return state_slots(requests, True, undo_tokens) * sum(gpu_states.state_bytes(kind, undo_tokens) for kind in kinds)
 
     def layer_state(self, layer: int) -> int:
         """Bytes of a sequence's state in a layer, 0 where it has none."""
