@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.choices import Choices
     from powerinfer.devices.disk import DiskTier
+    from powerinfer.devices.drafter import DraftHead
     from powerinfer.devices.trace import Trace
 
 __all__ = ["Batch", "Executor"]
@@ -31,6 +32,11 @@ class Executor(Protocol):
     max_tokens: int  # maximum tokens of one forward call
     vocab_size: int
     choices: Choices  # made for this machine (instruction set, threads, ...), with their reasons
+
+    @property
+    def drafter(self) -> DraftHead | None:
+        """The model's draft head; None: it has none, or was loaded without it."""
+        ...
 
     @property
     def disk(self) -> DiskTier | None:

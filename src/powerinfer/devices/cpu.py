@@ -998,8 +998,8 @@ class CpuExecutor:
         self._program.draft_input(table, embed_norm, hidden_norm, join, self.config.embedding_scale)
 
     def draft_head(self, norm: _native.Norm | None, matrix: RawTensor | None) -> None:
-        """Its logits, as of `head`; None: with the model's. It ends: what is asked of the executor's layers, and how
-        much a token reads, is about the model."""
+        """The logits of the draft head, as of `head`; None: with the model's. It ends: what is asked of the executor's
+        layers, and how much a token reads, is about the model."""
         assert self._head is not None and self._draft_from is not None
         first, (of_norm, of_matrix) = self._draft_from, self._head
         self.head(norm or of_norm, of_matrix if matrix is None else self.matrix(matrix))

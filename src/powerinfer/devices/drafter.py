@@ -23,7 +23,7 @@ class DraftHead(Protocol):
     """
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
-        """What the head reads of tokens of the last `forward` of the model, float32 [n, d_model].
+        """Hidden states that the head reads, of tokens of the last `forward` of the model, float32 [n, d_model].
 
         rows: int32 [n], their indices in its batch. To be asked for before the next `forward` of either.
         """
@@ -40,7 +40,7 @@ class DraftHead(Protocol):
         ...
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
-        """What a further draft reads: the head's own hidden states of tokens of its last `forward`, float32
+        """Hidden states that a further draft reads: those that the head gave tokens of its last `forward`, float32
         [n, d_model]. rows, and when: as of `inputs`."""
         ...
 

@@ -42,6 +42,7 @@ class SplitExecutor:
         self.page_size = cpu.page_size
         self.n_states = cpu.n_states
         self.undo_tokens = cpu.undo_tokens
+        self.drafter = None
         self.n_pages = cpu.n_pages
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size

@@ -23,17 +23,17 @@ from powerinfer.formats.source import NO_MTP, Fused, Names, SingleTensor, collec
 from powerinfer.formats.tensors import StoredTensor
 
 _FIRST_OF = "of {} layers that predict further tokens (MTP) only the first is read"
-_APART = {
+_MTP_NAMES = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
 }  # fmt: skip
 """Modules below `mtp` in folders of Qwen, beside its layers -> those of a layer of GLM-4.5 and DeepSeek-V3."""
 
 
-def split_draft(config: ModelConfig, stored: Tensors, stated: bool, apart: bool) -> tuple[Tensors, Tensors, int]:
+def split_draft(config: ModelConfig, stored: Tensors, stated: bool, below_mtp: bool) -> tuple[Tensors, Tensors, int]:
     """(tensors of the model in a folder, those of its first draft head, how many heads there are).
 
     The head's have the names of a layer behind the model's. stated: config.json says that layers there are heads;
-    apart: tensors of heads are below `mtp`.
+    below_mtp: tensors of heads are below `mtp`.
     """
     of_layer = re.compile(r"model\.layers\.(\d{1,9})\.")
     below = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d{1,9})\.)?(.*)")
@@ -44,10 +44,10 @@ def split_draft(config: ModelConfig, stored: Tensors, stated: bool, apart: bool)
         number, new = -1, name
         if stated and (match := of_layer.match(name)):
             number = int(match[1]) - config.n_layers
-        elif apart and (match := below.fullmatch(name)):
+        elif below_mtp and (match := below.fullmatch(name)):
             number, inner = int(match[1] or 0), match[2]
             first, dot, rest = inner.partition(".")
-            inner = inner if match[1] else f"{_APART.get(first, first)}{dot}{rest}"
+            inner = inner if match[1] else f"{_MTP_NAMES.get(first, first)}{dot}{rest}"
             new = f"model.layers.{config.n_layers}.{inner}"
         if number < 0:
             of_model[name] = tensor
@@ -105,9 +105,9 @@ def _read(
         head=has("draft_head"),
         final_norm=has("draft_norm"),
     )
-    whole = replace(config, draft=draft)
-    layout.check(whole, source)
-    return draft, collect_some(layout.draft_shapes(whole), stored, names, source, config.architecture, fused)
+    drafting = replace(config, draft=draft)
+    layout.check(drafting, source)
+    return draft, collect_some(layout.draft_shapes(drafting), stored, names, source, config.architecture, fused)
 
 
 def _layer(config: ModelConfig, routed: bool, source: str) -> LayerConfig:

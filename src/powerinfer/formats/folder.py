@@ -85,21 +85,13 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     extra = predictor_shapes(config, stored, names) if predictors else ()
     tensors = collect(config, stored, names, str(folder), extra, fused(config, names), made_tensors)
     if draft_head and heads:
-        for file in files:
-            file.check()
-        if family.rename is not None:
-            family.rename(of_head)
-        names = _draft_names(config, of_head)
-        config = read_draft(config, tensors, of_head, names, str(folder), fused(config, names), heads, notes)
+        config = _with_draft(config, tensors, of_head, heads, files, notes, str(folder))
     if settings is not None:
         settle_columns(config.with_draft, tensors, str(folder))
         notes += describe(tensors.values())
     if family.norms_less_one:
         _add_one_to_norms(tensors, files)
-    for name in [name for name in tensors if name.endswith((".delta_decay", ".mamba_a"))]:
-        with np.errstate(over="ignore"):  # `Checkpoint.take` refuses what is no number
-            rates = -np.exp(tensors[name].gathered().float32())
-        tensors[name] = RawTensor("F32", rates.shape, rates.astype("<f4").view(np.uint8))
+    _make_rates(tensors)
     source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes, unread=unread)
     if not predictors:
         return source
@@ -108,10 +100,31 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     return replace(source, predictor_threshold=0.0)
 
 
-def _draft_names(config: ModelConfig, of_head: Tensors) -> Names:
-    """Spelling of canonical names of the draft head, which may store experts otherwise than the model."""
-    at = f"model.layers.{config.n_layers}."
-    return file_names(config, {name.replace(at, "model.layers.0."): tensor for name, tensor in of_head.items()})
+def _make_rates(tensors: dict[str, StoredTensor]) -> None:
+    """Decays of states, of whose rates files have the logarithms."""
+    for name in [name for name in tensors if name.endswith((".delta_decay", ".mamba_a"))]:
+        with np.errstate(over="ignore"):  # `Checkpoint.take` refuses what is no number
+            rates = -np.exp(tensors[name].gathered().float32())
+        tensors[name] = RawTensor("F32", rates.shape, rates.astype("<f4").view(np.uint8))
+
+
+def _with_draft(
+    config: ModelConfig,
+    tensors: dict[str, StoredTensor],
+    of_head: Tensors,
+    heads: int,
+    files: Sequence[MappedFile],
+    notes: list[str],
+    source: str,
+) -> ModelConfig:
+    """The configuration with the draft head, as of `read_draft`. It may store experts otherwise than the model."""
+    for file in files:
+        file.check()
+    rename, at = FOLDERS[config.architecture].rename, f"model.layers.{config.n_layers}."
+    if rename is not None:
+        rename(of_head)
+    names = file_names(config, {name.replace(at, "model.layers.0."): tensor for name, tensor in of_head.items()})
+    return read_draft(config, tensors, of_head, names, source, fused(config, names), heads, notes)
 
 
 def _expert_tensors(stored: Tensors) -> Iterator[tuple[str, SingleTensor]]:

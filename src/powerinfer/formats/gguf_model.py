@@ -156,8 +156,8 @@ def open_gguf(file: GGUFFile, draft_head: bool = False) -> Source:
     if draft_head and heads and NO_MTP not in notes:
         file.check()
         at = f"blk.{config.n_layers}."
-        every = stored_tensors(file, config, config.n_layers + 1)
-        of_head = {name: tensor for name, tensor in every.items() if name.startswith(at)}
+        stored = stored_tensors(file, config, config.n_layers + 1)
+        of_head = {name: tensor for name, tensor in stored.items() if name.startswith(at)}
         config = read_draft(config, tensors, of_head, names, path, of_fused, heads, notes)
     return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes, unread=unread)
 

@@ -19,7 +19,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
     A draft head is for a model on the CPU whose memory holds all of it: elsewhere the checkpoint loses it.
-    say: told where a GPU, a budget for one, a draft head, or a policy for what is on disk is not used.
+    say: lines where a GPU, a budget for one, a draft head, or a policy for what is on disk is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
@@ -44,14 +44,14 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
     if checkpoint.config.draft is None:
         return demand(permitted(_placed(checkpoint, engine, progress, say)))
-    told: list[str] = []
+    lines: list[str] = []
     try:
-        resolved = demand(permitted(_placed(checkpoint, engine, progress, told.append)))
+        resolved = demand(permitted(_placed(checkpoint, engine, progress, lines.append)))
     except RequestError:  # perhaps of memory that the head is too much for
         reason = "there is too little memory for them"
     else:
         if resolved.device.gpu is None and resolved.placement.disk is None:
-            for line in told:
+            for line in lines:
                 say(line)
             return resolved
         reason = "they are not computed beside a GPU"

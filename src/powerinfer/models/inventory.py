@@ -148,10 +148,9 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
 def _draft_bytes(config: ModelConfig, type_of: Callable[[str], str]) -> int:
     """Bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors."""
     headers, recorder = Headers(config, type_of), Recorder()
-    headers.known = dict(draft_shapes(config))
+    headers.known.update(draft_shapes(config))
     wire_draft(recorder, headers)
-    matrices = {name for unit in recorder.units for name in unit.names}
-    vectors = sum(prod(shape) for name, shape in headers.known.items() if name not in matrices and len(shape) == 1)
+    vectors = sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))
     return sum(unit.panels for unit in recorder.units) + recorder.tables + 4 * vectors
 
 

@@ -40,6 +40,7 @@ class Silenced:
 
     def __init__(self, executor: CpuExecutor, thresholds: Sequence[float] | None) -> None:
         self.page_size, self.n_pages, self.n_states = executor.page_size, executor.n_pages, executor.n_states
+        self.drafter = None
         self.max_tokens, self.vocab_size, self.disk = executor.max_tokens, executor.vocab_size, executor.disk
         self.choices, self.bytes_per_token, self.traced = executor.choices, executor.bytes_per_token, executor.traced
         self._executor, self._thresholds = executor, thresholds
