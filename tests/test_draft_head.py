@@ -14,6 +14,7 @@ families = pytest.importorskip("families")
 
 from draft_models import DraftModel  # noqa: E402
 from families import CONTEXT, ROUNDING, TOKENS, rms, scattered_pages  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -369,3 +370,84 @@ def test_it_is_left_out_where_it_cannot_be_computed(files: Files, monkeypatch: p
     fewer, said = resolved()
     assert fewer.checkpoint.config.draft is None and fewer.placement.disk is plan
     assert len(said) == 1 and "not read from disk" in said[0]
+
+
+# ---- other files, and the native operator
+
+
+def test_names_below_mtp(tmp_path: Path) -> None:
+    """A further head, a strange module, experts in one tensor or one each, the prefix of a folder for pictures."""
+    model = DraftModel("qwen35-moe")
+    path = model.save("folder", tmp_path)
+    file = path / "model.safetensors"
+    tensors, plain = load_file(file), open_checkpoint(path, draft_head=True)
+    assert plain.config.draft is not None and plain.notes == []
+
+    def reopened(change: dict[str, np.ndarray]) -> Checkpoint:
+        save_file(change, file)
+        return open_checkpoint(path, draft_head=True)
+
+    further = {name.replace("mtp.layers.0", "mtp.layers.1"): one for name, one in tensors.items()}
+    several = reopened(tensors | further)
+    assert several.config == plain.config
+    assert several.notes == ["of 2 layers that predict further tokens (MTP) only the first is read"]
+    strange = reopened(tensors | {"mtp.strange.weight": tensors["mtp.norm.weight"]})
+    assert strange.config.draft is None and "strange" in strange.notes[0]
+    at, n, size = "mtp.layers.0.mlp.experts", model.config.num_experts, model.config.moe_intermediate_size
+    other = {name: one for name, one in tensors.items() if not name.startswith(at)}
+    if f"{at}.gate_up_proj" in tensors:
+        gate_up, down = tensors[f"{at}.gate_up_proj"], tensors[f"{at}.down_proj"]
+        for expert in range(n):
+            matrices = gate_up[expert, :size], gate_up[expert, size:], down[expert]
+            for part, matrix in zip(PARTS, matrices, strict=True):
+                other[f"{at}.{expert}.{part}_proj.weight"] = np.ascontiguousarray(matrix)
+    else:
+        parts = {part: [tensors[f"{at}.{expert}.{part}_proj.weight"] for expert in range(n)] for part in PARTS}
+        both = [np.concatenate(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        other |= {f"{at}.gate_up_proj": np.stack(both), f"{at}.down_proj": np.stack(parts["down"])}
+    experts = [f"layers.{model.layers}.experts_{part}" for part in PARTS]
+    wanted = [reopened(tensors).take(name).float32().copy() for name in experts]
+    checkpoint = reopened(other)
+    assert checkpoint.config == plain.config and checkpoint.notes == []
+    assert all(np.array_equal(checkpoint.take(name).float32(), one) for name, one in zip(experts, wanted, strict=True))
+
+
+PARTS = ("gate", "up", "down")
+
+
+def test_the_native_operator_is_checked() -> None:
+    pool, arena = _native.Pool(1), _native.Arena()
+    workspace, cache = _native.Workspace(pool, ""), _native.Cache("f32", [(1, 16)], 2)
+
+    def matrix(rows: int, cols: int) -> _native.Matrix:
+        return _native.pack_matrix(pool, arena, "F32", rows, cols, np.zeros(rows * cols * 4, np.uint8), None)
+
+    def table(cols: int) -> _native.Table:
+        return _native.Table("F32", 32, cols, np.zeros(32 * cols * 4, np.uint8))
+
+    def norm(n: int) -> _native.Norm:
+        return _native.Norm(np.ones(n, np.float32), 1e-6)
+
+    def program(head: bool = True) -> _native.Program:
+        made = _native.Program(workspace, cache, 8, 64, 64, [1])
+        made.embed(table(64))
+        if head:
+            made.head(norm(64), matrix(32, 64))
+        return made
+
+    right = table(64), norm(64), norm(64), matrix(64, 128)
+    program().draft_input(*right)
+    wrong = {0: table(32), 1: norm(32), 2: norm(80), 3: matrix(64, 64)}
+    for at, value in wrong.items():
+        with pytest.raises(ValueError, match="draft head"):
+            program().draft_input(*(value if number == at else one for number, one in enumerate(right)))
+        with pytest.raises(TypeError):
+            program().draft_input(*(None if number == at else one for number, one in enumerate(right)))
+    with pytest.raises(ValueError, match="behind the model's head"):
+        program(head=False).draft_input(*right)
+    twice = program()
+    twice.draft_input(*right)
+    with pytest.raises(ValueError, match="and alone"):
+        twice.draft_input(*right)
+    with pytest.raises(ValueError, match="has no hidden states"):
+        twice.hidden_states(np.zeros(1, np.int32), np.zeros((1, 64), np.float32), True)

@@ -99,6 +99,8 @@ def _read(
     def has(name: str) -> bool:
         return name in names.inner and names(f"{at}{name}") in stored
 
+    if "draft_join" not in names.inner:
+        raise ModelError(f"{source}: those of {config.architecture} are not read")
     draft = DraftHeadConfig(
         _layer(config, has("router"), source),
         embedding=has("draft_embed"),
