@@ -81,6 +81,7 @@ class ToyExecutor:
     vocab_size = VOCAB
     bytes_per_token = None
     disk = None
+    drafter = None
 
     def __init__(self, n_pages: int = 64, page_size: int = 32, max_tokens: int = 64, n_states: int = 0) -> None:
         """n_states: slots for states, without which the model does not go on; 0: it needs none."""

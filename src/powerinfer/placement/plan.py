@@ -109,8 +109,8 @@ class PlanRequest:
     `batch`, which only working memory counts; 0: as many as `batch`. insist: use the GPU even if it is slower than the
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
-    room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves: as of
-    `Workload`.
+    room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves,
+    undo_tokens: as of `Workload`.
     """
 
     model: Model
@@ -135,6 +135,7 @@ class PlanRequest:
     profiled: bool = True
     scratch: int | None = None
     moves: bool = False
+    undo_tokens: int = 0
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -156,7 +157,7 @@ class PlanRequest:
     def workload(self) -> Workload:
         """The settings that memory depends on."""
         own = self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector
-        return Workload(*own, self.scratch, self.moves)
+        return Workload(*own, self.scratch, self.moves, undo_tokens=self.undo_tokens)
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig, PlanConfig
+from powerinfer.devices.states import tokens_to_undo
 from powerinfer.devices.wanted import NO_GPU, wanted_gpu
 from powerinfer.errors import RequestError, demand
 from powerinfer.hardware.cards import NONE, described_machine, typical_card
@@ -94,6 +95,7 @@ class Subject:
             moves=cached or engine.adjust,
             hits=self.hits,
             chosen=self.chosen,
+            undo_tokens=tokens_to_undo(engine, self.model.config),
         )
         return made.settled()[0]
 

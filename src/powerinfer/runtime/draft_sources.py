@@ -90,14 +90,9 @@ def smaller_model(engine: EngineConfig, progress: Progress) -> SmallerModel | No
 def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) -> DraftSource | None:
     """The source of drafts that needs no other model; None: there is none. RequestError for one that a model cannot
     have."""
-    how, head = engine.speculate, executor.drafter if isinstance(executor, CpuExecutor) else None
+    how, head = engine.speculate, executor.drafter
     if not engine.drafts_for(config):
         return None
-    if config.states and not isinstance(executor, CpuExecutor):
-        raise RequestError(
-            f"--speculate {how}: not beside a GPU for models whose layers keep a state of what they read; use "
-            "--speculate off, or --gpu none"
-        )
     if how in ("auto", "mtp") and head is not None:
         from powerinfer.runtime.mtp import MtpDrafts
 
