@@ -96,3 +96,13 @@ def test_tokens_that_are_replayed_and_kept() -> None:
                 at = [part.data_ptr() for part in tensors if part is not None]
                 assert addresses.setdefault(step.key, at) == at
     assert len(addresses) > 6
+def test_inputs_of_layers_that_are_not_given_are_zeros() -> None:
+    """Also behind a step that had some."""
+    rng = np.random.default_rng(5)
+    buffers = StepBuffers(torch.device("cpu"), MOST, D_MODEL, 16, totals=False, inputs=32)
+    batch = batch_of(rng, 2, 3, 1, 1)
+    x, inputs = rng.standard_normal((6, D_MODEL), np.float32), rng.standard_normal((6, 32), np.float32)
+    for given in (inputs, None, inputs):
+        step = buffers.upload(batch, x, None, given)
+        assert step.inputs is not None
+        np.testing.assert_array_equal(step.inputs.numpy(), np.zeros_like(inputs) if given is None else given)

@@ -78,7 +78,7 @@ class StepBuffers:
         self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> Step:
         """A step on the device: its description, its residual stream and what layers get of its tokens, one transfer
-        each; nothing of the last one is under way. slots: of states, if layers have them."""
+        each; nothing of the last one is under way. slots: of states, if layers have them; inputs: None: zeros."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
@@ -88,7 +88,9 @@ class StepBuffers:
         on_device.copy_(self._host_x[:tokens], non_blocking=True)
         total = None if self._total is None else self._total[:tokens]
         on_layers = None if self._inputs is None else self._inputs[:tokens]
-        if on_layers is not None and self._host_inputs is not None and inputs is not None:
+        if on_layers is not None and inputs is None:
+            on_layers.zero_()  # it has those of an earlier step
+        elif on_layers is not None and self._host_inputs is not None:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
         more = {"total": total, "inputs": on_layers} | on_states
