@@ -541,6 +541,13 @@ CASES = [
         ("folder", "gguf"),
     ),
     Case(
+        "gemma4-e-wide",
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 208, "attention_k_eq_v": False, "num_global_key_value_heads": None},
+        {"rms_norm_eps": 1e-2},
+        ("folder", "gguf"),
+    ),
+    Case(
         "gemma4-unified",
         "gemma4_unified_text",
         {"final_logit_softcapping": None, "global_head_dim": 24, "num_hidden_layers": 2, "attention_bias": True,

@@ -318,7 +318,7 @@ class CpuExecutor:
             cache,
             self.max_tokens,
             config.d_model,
-            max(config.widest_ffn, 1),
+            max(config.widest_ffn, config.layer_inputs, 1),
             [one.n_heads for one in attentions],
             config.embed_dim or config.d_model,
             None if self._states is None else self._states.native,

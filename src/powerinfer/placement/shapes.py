@@ -432,7 +432,7 @@ class Model:
         every = [layer.attention for layer in config.layers]
         qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
-        hidden = max(config.widest_ffn, config.d_model, config.embed_dim)
+        hidden = max(config.widest_ffn, config.d_model, config.embed_dim, config.layer_inputs)
         joined = 2 * config.d_model if config.draft is not None else 0
         floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers + joined
         rows = max(wide, joined) + config.widest_ffn
