@@ -779,6 +779,10 @@ CASES = [
         {"sliding_window": 20, "max_window_layers": 2}, ("folder",),
     ),
     Case("ling-2", "bailing_moe", {}, {"topk_group": 3}, ("folder", "gguf")),
+    Case(
+        "ling-2-one", "bailing_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False},
+        {"num_experts_per_tok": 1, "norm_topk_prob": True}, ("folder",),
+    ),
     Case("ling-1", "bailing_moe_1", {}, {"num_experts_per_tok": 2}, ("folder", "gguf")),
     Case("granite-moe", "granitemoe", {}, {"attention_multiplier": 0.31}, metadata=GRANITE_KEYS),
     Case("granite-moe-shared", "granitemoeshared", {}, {"num_experts_per_tok": 2}, metadata=GRANITE_KEYS),

@@ -48,6 +48,7 @@ def as_bailing(config: dict[str, Any], tensors: Tensors) -> Tensors:
             config[new] = value
     config |= {"architectures": [name], "model_type": "bailing_moe", "use_bias": False, "use_qkv_bias": False}
     if second:
+        config["norm_topk_prob"] = True  # which the class of Ling does not look at
         config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "num_nextn_predict_layers": 0}
         config["partial_rotary_factor"] = config["rope_parameters"].pop("partial_rotary_factor")
     else:

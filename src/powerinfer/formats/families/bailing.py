@@ -32,7 +32,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 
 def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
     """Experts beside a shared one, behind the first layers. The first version's router is Mixtral's, the second's that
-    of DeepSeek-V3, with weights that always add up to their factor."""
+    of DeepSeek-V3, with weights that add up to their factor. The weight of a single expert is its score."""
     if _is_second(fields):
         fields.only("norm_topk_prob", True)
         groups = fields.integer("n_group", 1, layout.MAX_EXPERTS, 8)
@@ -42,6 +42,7 @@ def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[Ffn
             "num_experts",
             "moe_intermediate_size",
             scoring="sigmoid",
+            normalise=fields.integer("num_experts_per_tok", 1, layout.MAX_EXPERTS) > 1,
             scale=fields.number("routed_scaling_factor", 1e-6, layout.MAX_SCALE, 1.0),
             correction=fields.flag("moe_router_enable_expert_bias", True),
             groups=groups,
