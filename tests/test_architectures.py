@@ -326,22 +326,64 @@ def test_odd_settings_are_refused(name: str, changes: dict[str, Any], message: s
         open_checkpoint(folder)
 
 
-def test_layers_of_one_matrix_for_queries_and_keys_that_have_no_keys_are_refused(tmp_path: Path) -> None:
-    """Of Gemma 4's GGUF files, whose last layers read the keys and values of others."""
-    file = read_gguf(Truth(case_named("gemma4-e")).save("gguf", tmp_path))
-    tensors = dict(file.tensors)
-    for layer in range(3):
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-e"])
+def test_some_layers_have_one_matrix_for_queries_keys_and_values(name: str, tmp_path: Path) -> None:
+    """Of Gemma 4's GGUF files: not those whose keys are values, or which read the keys and values of others."""
+    file = read_gguf(Truth(case_named(name)).save("gguf", tmp_path))
+    plain, tensors = open_gguf(file), dict(file.tensors)
+    for layer, kind in enumerate(plain.config.layers):
+        if kind.heads.keys_as_values or kind.heads.kv_from is not None:
+            continue
         q, k, v = (tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv")
         rows = sum(part.shape[0] for part in (q, k, v))
         data = np.concatenate([part.data for part in (q, k, v)])
         tensors[f"blk.{layer}.attn_qkv.weight"] = replace(q, shape=(rows, q.shape[1]), data=data)
-    with pytest.raises(ModelError, match=r"blk\.3\.attn_qkv\.weight is of 3 matrices, not all of which the layer has"):
+    assert sum(name.endswith("attn_q.weight") for name in tensors) == {"gemma4": 2, "gemma4-e": 2}[name]
+    found = open_gguf(replace(file, tensors=tensors))
+    assert found.config == plain.config and found.tensors.keys() == plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert np.array_equal(found.tensors[name].float32(), tensor.float32()), name
+
+
+def test_a_matrix_of_more_than_the_layer_has_is_refused(tmp_path: Path) -> None:
+    file = read_gguf(Truth(case_named("gemma4-e")).save("gguf", tmp_path))
+    tensors = dict(file.tensors)
+    for layer in range(4):
+        q = tensors.pop(f"blk.{layer}.attn_q.weight")
+        k, v = (tensors.pop(f"blk.{layer}.attn_{part}.weight", q) for part in "kv")
+        rows = sum(part.shape[0] for part in (q, k, v))
+        data = np.concatenate([part.data for part in (q, k, v)])
+        tensors[f"blk.{layer}.attn_qkv.weight"] = replace(q, shape=(rows, q.shape[1]), data=data)
+    with pytest.raises(ModelError, match=r"attn_qkv\.weight is of 3 matrices, not all of which the layer has"):
         open_gguf(replace(file, tensors=tensors))
 
 
 def test_global_layers_of_llama_4_see_everything(tmp_path: Path) -> None:
     """Also where a GGUF file states the size of the chunks of the others."""
     file = read_gguf(Truth(case_named("llama4")).save("gguf", tmp_path))
+@pytest.mark.parametrize("window", [None, 0])
+def test_a_window_that_a_family_always_has_must_be_stated(window: int | None, tmp_path: Path) -> None:
+    """In layers without one, Cohere2 does not rotate positions."""
+    file = read_gguf(Truth(case_named("cohere2")).save("gguf", tmp_path))
+    metadata = file.metadata | {"cohere2.attention.sliding_window": window}
+    message = r"cohere2\.attention\.sliding_window is (missing|'0', not a number from 1)"
+    with pytest.raises(ModelError, match=message):
+        open_gguf(replace(file, metadata={key: value for key, value in metadata.items() if value is not None}))
+
+
+@pytest.mark.parametrize("name", ["seed-oss", "ernie"])
+def test_head_dim_null_is_what_the_width_leaves(name: str, tmp_path: Path) -> None:
+    """As in the classes, whose default for a missing key is another."""
+    case = case_named(name)
+    folder = Truth(case).save("folder", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    read = read_folder_config(config | {"head_dim": None}, folder)
+    assert {layer.heads.head_dim for layer in read.layers} == {case.config(head_dim=None).head_dim} == {16}
+    del config["head_dim"]
+    missing = read_folder_config(config, folder)
+    assert {layer.heads.head_dim for layer in missing.layers} == {128}
+
+
     stated = replace(file, metadata=file.metadata | {"llama4.attention.sliding_window": 8192})
     for one in (file, stated):
         layers = open_gguf(one).config.layers

@@ -236,7 +236,8 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
         inner["delta_a"] = "ssm_ba"
     if _somewhere(file, "ssm_in"):  # of the first files of Qwen3-Next
         inner["delta_z"] = "ssm_in"
-    for one in fused(file, config):
+    together = fused(file, config)
+    for one in together:
         combined = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
         inner |= dict.fromkeys(one.parts, combined.get(one.parts) or inner[one.parts[-1]])
     family = GGUFS[config.architecture]
@@ -246,7 +247,19 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     inner |= {name: own for name, own in family.names.items() if name not in outer}
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
-    return replace(NAMES, outer=outer, inner=inner)
+    return replace(NAMES, outer=outer, inner=inner, others=_apart(file, config) if _QKV in together else {})
+
+
+def _apart(file: GGUFFile, config: ModelConfig) -> dict[str, str]:
+    """Names of q, k and v in layers that have not all three, and no matrix of them, where other layers have one."""
+    layers = [layer for layer in range(config.n_layers) if f"blk.{layer}.attn_qkv.weight" not in file.tensors]
+    kinds = ("", "weight"), ("_bias", "bias")
+    return {
+        f"layers.{layer}.{part}{of}": f"blk.{layer}.attn_{part}.{kind}"
+        for layer in layers
+        for part in _QKV.parts
+        for of, kind in kinds
+    }
 
 
 def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -467,12 +480,12 @@ def _window_heads(
     dim = fields.integer("attention.key_length_swa", 2, layout.MAX_HEAD_DIM, heads[0].head_dim)
     fields.only("attention.value_length_swa", dim)
     fields.only("rope.dimension_count_swa", dim)
-    together = "blk.0.attn_qkv.weight" in file.tensors
+    values = ("attn_v", "attn_qkv")
     return [
         replace(
             attention,
             head_dim=attention.head_dim if window is None else dim,
-            keys_as_values=not together and f"blk.{layer}.attn_v.weight" not in file.tensors,
+            keys_as_values=not any(f"blk.{layer}.{name}.weight" in file.tensors for name in values),
         )
         for layer, (attention, window) in enumerate(zip(heads, windows, strict=True))
     ]
