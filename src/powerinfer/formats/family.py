@@ -153,7 +153,7 @@ class Gguf:
     architecture: as files state it; activation: the default; interleaved: as in `RopeConfig`; norms, parallel: as in
     `LayerConfig`; qk_norm: as in `AttentionConfig`, "stored": of heads, if the file has its weights; v_norm: likewise;
     partial: the file says how many dimensions of a head are rotated. window: where the file states none, 0: there is
-    none then. window_heads: layers with a window have heads of another size.
+    none then, None: it must. window_heads: layers with a window have heads of another size.
     full_every: if the file states a window and no pattern, every
     full_every-th layer has no window, 0: all layers have it; full_first: these are the first of so many, not the last,
     and positions are not rotated in them; unrotated_every: positions are not rotated in each layer whose number, from
@@ -193,7 +193,7 @@ class Gguf:
     v_norm: bool = False
     qkv_bias: bool = False
     partial: bool = False
-    window: int = 0
+    window: int | None = 0
     window_heads: bool = False
     full_every: int = 0
     full_first: bool = False

@@ -923,7 +923,8 @@ def _yarn(fields: Fields, factor: float, gain: float) -> dict[str, Any]:
 
 def _windows(fields: Fields, n_layers: int, family: Gguf) -> list[int | None]:
     """The sliding window of each layer."""
-    window = fields.integer("attention.sliding_window", 0, layout.MAX_CONTEXT, family.window)
+    default = {} if family.window is None else {"default": family.window}
+    window = fields.integer("attention.sliding_window", int(not default), layout.MAX_CONTEXT, **default)
     pattern = fields.get("attention.sliding_window_pattern", None)
     if not window:
         return [None] * n_layers

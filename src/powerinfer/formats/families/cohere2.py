@@ -34,7 +34,7 @@ FOLDERS = (
 )  # fmt: skip
 GGUFS = (
     Gguf(
-        "cohere2", "silu", norm="layer", interleaved=True, parallel=True, full_every=4, single_rope=True,
+        "cohere2", "silu", norm="layer", interleaved=True, parallel=True, window=None, full_every=4, single_rope=True,
         full_unrotated=True, scaled_logits=True,
     ),
 )  # fmt: skip
