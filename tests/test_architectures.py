@@ -38,6 +38,7 @@ from powerinfer.errors import ModelError  # noqa: E402
 from powerinfer.formats import families as family_files  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.families import CLASSES, FOLDERS, GGUFS  # noqa: E402
+from powerinfer.formats.folder_config import read_config as read_folder_config  # noqa: E402
 from powerinfer.formats.gguf import read_gguf  # noqa: E402
 from powerinfer.formats.gguf_model import open_gguf  # noqa: E402
 
@@ -268,6 +269,8 @@ def test_of_gemma_for_pictures_the_text_is_read(name: str, outer: str, prefix: s
     read = open_checkpoint(whole)
     assert read.notes == ["only text is read: the part for pictures is left out"]
     assert read.config.layers == plain.config.layers and read.fingerprint == plain.fingerprint
+
+
 def test_llama_4_for_pictures_is_read_as_text(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
@@ -358,9 +361,6 @@ def test_a_matrix_of_more_than_the_layer_has_is_refused(tmp_path: Path) -> None:
         open_gguf(replace(file, tensors=tensors))
 
 
-def test_global_layers_of_llama_4_see_everything(tmp_path: Path) -> None:
-    """Also where a GGUF file states the size of the chunks of the others."""
-    file = read_gguf(Truth(case_named("llama4")).save("gguf", tmp_path))
 @pytest.mark.parametrize("window", [None, 0])
 def test_a_window_that_a_family_always_has_must_be_stated(window: int | None, tmp_path: Path) -> None:
     """In layers without one, Cohere2 does not rotate positions."""
@@ -384,6 +384,9 @@ def test_head_dim_null_is_what_the_width_leaves(name: str, tmp_path: Path) -> No
     assert {layer.heads.head_dim for layer in missing.layers} == {128}
 
 
+def test_global_layers_of_llama_4_see_everything(tmp_path: Path) -> None:
+    """Also where a GGUF file states the size of the chunks of the others."""
+    file = read_gguf(Truth(case_named("llama4")).save("gguf", tmp_path))
     stated = replace(file, metadata=file.metadata | {"llama4.attention.sliding_window": 8192})
     for one in (file, stated):
         layers = open_gguf(one).config.layers

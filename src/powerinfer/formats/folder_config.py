@@ -26,11 +26,11 @@ from powerinfer.formats.source import printable
 _VISION = re.compile("Llava|VL|Vision|Vlm|VLM|ImageText|Pixtral|Idefics|PaliGemma|Florence")
 """A part of the names of classes that read pictures."""
 
-# Here null does not mean the default but no window, as many as heads, false, no cap.
+# Here null does not mean the default but no window, as many as heads, what the width leaves to each, false, no cap.
 _NULLABLE = (
-    "sliding_window", "num_key_value_heads", "alibi", "new_decoder_architecture", "parallel_attn", "multi_query",
-    "bias", "q_lora_rank", "norm_topk_prob", "rope_interleave", "attn_logit_softcapping", "final_logit_softcapping",
-    "attention_chunk_size",
+    "sliding_window", "head_dim", "num_key_value_heads", "alibi", "new_decoder_architecture", "parallel_attn",
+    "multi_query", "bias", "q_lora_rank", "norm_topk_prob", "rope_interleave", "attn_logit_softcapping",
+    "final_logit_softcapping", "attention_chunk_size",
 )  # fmt: skip
 
 
