@@ -177,7 +177,7 @@ class Gguf:
     positions are not rotated in any layer; short_conv: layers without heads for keys and values are `ShortConvConfig`;
     layer_inputs: layers may get numbers of tokens beside the residual stream, and share keys and values;
     change: makes the heads of all layers of those that follow from the rest.
-    names: of tensors, where the family calls them otherwise.
+    names: of tensors, where the family calls them otherwise; ollama_names: those that Ollama's files may have instead.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
     """
@@ -229,6 +229,7 @@ class Gguf:
     layer_inputs: bool = False
     change: Callable[[Fields, Sequence[AttentionConfig]], list[AttentionConfig]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    ollama_names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
     pre_tokenizer: str | None = None
 

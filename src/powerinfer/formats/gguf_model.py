@@ -132,7 +132,8 @@ _QKV = Fused(("q", "k", "v"))
 _KV_B = ("k_b_rows", "v_b")  # head by head, in files of before April 2025
 _GATE_UP = ("experts_gate", "experts_up")
 _GATE_UP_EXPERTS = "ffn_gate_up_exps"
-_OF_PICTURES = ("v.", "mm.", "a.")  # the beginnings of names that Ollama gives to what reads pictures and sound
+_OF_PICTURES = ("v.", "mm.", "a.", "model.vision_tower.")
+"""The beginnings of names that Ollama gives to what reads pictures and sound."""
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 
@@ -183,11 +184,14 @@ def stored_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = Non
     for name in [name for name in stored if name.endswith(".ssm_norm.weight")]:  # by groups
         if stored[name].type in FLOAT_TYPES:
             stored[name] = replace(stored[name], shape=(stored[name].size,))
+    for name in [name for name in stored if name.endswith(_OLLAMA_FACTORS)]:
+        stored[name.replace(_OLLAMA_FACTORS, _FACTORS[1])] = stored.pop(name)
     stored = with_scales(file, stored)
     return {f"{name}.weight" if name.endswith(_FACTORS) else name: tensor for name, tensor in stored.items()}
 
 
 _FACTORS = (".ffn_gate_inp.scale", ".ffn_down_exps.scale")  # vectors of Gemma 4, beside matrices of these names
+_OLLAMA_FACTORS = ".ffn_gate_inp.per_expert_scale"  # what the second is called in Ollama's first files
 
 
 def with_scales(file: GGUFFile, stored: dict[str, RawTensor]) -> dict[str, RawTensor]:
@@ -245,6 +249,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     if "output_norm.weight" in file.tensors:  # in Ollama's files of LFM2, too
         outer["final_norm"] = NAMES.outer["final_norm"]
     inner |= {name: own for name, own in family.names.items() if name not in outer}
+    inner |= {name: own for name, own in family.ollama_names.items() if _somewhere(file, own)}
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
     return replace(NAMES, outer=outer, inner=inner, others=_apart(file, config) if _QKV in together else {})
@@ -672,8 +677,11 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
     if family.mamba:
         sizes = _block_numbers(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
     else:
-        default = {"default": 1} if fields.has("expert_feed_forward_length") and family.delta else {}
+        implied = family.short_conv or (family.delta and fields.has("expert_feed_forward_length"))
+        default = {"default": 1} if implied else {}
         sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
+    if family.short_conv:
+        sizes = _stored_sizes(file, fields, sizes)
     ffns: list[FfnKind] = [
         FfnConfig(size, activation, threshold, family.gated, bias, has_thresholds, of_products) if size else NoFfn()
         for size, threshold in zip(sizes, thresholds, strict=True)
@@ -705,6 +713,16 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         replace(experts, threshold=threshold) if routed else ffn
         for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
     ]
+
+
+def _stored_sizes(file: GGUFFile, fields: Fields, stated: list[int]) -> list[int]:
+    """The neurons of dense FFNs as their matrices have them: Ollama's files of LFM2 state the number in config.json,
+    which the class adjusts."""
+    tensors = (file.tensors.get(f"blk.{layer}.ffn_up.weight") for layer in range(len(stated)))
+    sizes = [size if one is None else one.shape[0] for one, size in zip(tensors, stated, strict=True)]
+    if sizes != stated and fields.has("feed_forward_length"):
+        fields.notes.append(f"FFNs have {max(sizes)} neurons, not feed_forward_length {max(stated)}, as in Ollama")
+    return sizes
 
 
 def _has_factors(file: GGUFFile) -> bool:
@@ -875,6 +893,7 @@ def _rope_scaling(fields: Fields) -> tuple[str, float, int, float]:
     """(kind, factor, original context or 0, factor of attention)."""
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
     kind = fields.text("rope.scaling.type", "") or "linear"
+    kind = "none" if kind == "default" else kind  # as config.json says it, and Ollama repeats it
     kinds = "none", "linear", "yarn", "longrope"
     if kind not in kinds:
         raise fields.bad("rope.scaling.type", f"is {shown(kind)}, which is not supported (only {', '.join(kinds)})")

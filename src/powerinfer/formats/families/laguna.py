@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from powerinfer.formats.folder_parts import (
     read_ffn_size,
     read_heads,
     read_layer_types,
+    read_switches,
     read_window,
 )
 from powerinfer.formats.folder_rope import GLOBAL, LOCAL, read_ropes
@@ -81,12 +83,46 @@ def _rename(stored: Tensors) -> list[str]:
 def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionConfig]:
     """Heads with gates; those with a window, three of four unless the file says which, have a rotary embedding of
     their own."""
+    _check_ollama(fields)
     if type(fields.peek("attention.sliding_window_pattern")) is not list:
-        heads = [one if layer % 4 else replace(one, window=None) for layer, one in enumerate(heads)]
-    dim = fields.integer("rope.dimension_count_swa", 2, heads[0].head_dim, heads[0].head_dim)
-    theta = fields.number("rope.freq_base_swa", 1.0001, layout.MAX_THETA, heads[0].rope.theta if heads[0].rope else 1e4)
-    local = RopeConfig(theta, dim)
-    return [_gated(one if one.window is None else replace(one, rope=local)) for one in heads]
+        slides = [layer % 4 for layer in range(len(heads))]
+        if fields.has("attention.layer_types"):  # of Ollama's files
+            slides = read_switches(fields, "attention.layer_types", len(heads), 0)
+        heads = [one if sliding else replace(one, window=None) for one, sliding in zip(heads, slides, strict=True)]
+    dim, theta = heads[0].head_dim, heads[0].rope.theta if heads[0].rope else 1e4
+    for dims, base in (("swa.dimension_count", "swa.freq_base"), ("dimension_count_swa", "freq_base_swa")):
+        dim = fields.integer(f"rope.{dims}", 2, heads[0].head_dim, dim)
+        theta = fields.number(f"rope.{base}", 1.0001, layout.MAX_THETA, theta)
+    ropes = {True: _factored(fields, heads[0].rope), False: RopeConfig(theta, dim)}
+    return [_gated(replace(one, rope=ropes[one.window is None])) for one in heads]
+
+
+def _check_ollama(fields: Fields) -> None:
+    """Keys of Ollama's files alone, which say what is so in every model, or again what others do."""
+    fields.only("attention.sink_enabled", False)
+    fields.only("attention.gating_type", 1)
+    fields.only("attention.qk_norm", True)
+    fields.only("decoder_sparse_step", 1)
+    fields.only("rope.swa.scaling.type", "", "default", "linear", "none")
+    fields.only("rope.swa.scaling.factor", 0.0, 1.0)
+    fields.only("dense_layers", list(range(fields.integer("leading_dense_block_count", 0, layout.MAX_LAYERS, 0))))
+    fields.get("attention.layer_types", None)
+    for of in ("", "swa."):
+        fields.number(f"rope.{of}partial_rotary_factor", 0, 1, None)
+
+
+def _factored(fields: Fields, rope: RopeConfig | None) -> RopeConfig | None:
+    """The rotary embedding of global layers. Config.json states YaRN's whole factor, under one key in Ollama's files
+    and under another in those of others: it holds, as in transformers."""
+    key = "attn_factor" if fields.has("rope.swa.freq_base") else "yarn_attn_factor"
+    stated = fields.number(f"rope.scaling.{key}", -1, layout.MAX_SCALE, -1.0)
+    if rope is None or rope.scaling != "yarn" or stated <= 0:
+        return rope
+    computed = 1 + 0.1 * math.log(max(rope.factor, 1))
+    note = f"{key} {stated:g} replaces YaRN's {computed:.4g}, as in transformers"
+    if not math.isclose(stated, computed, rel_tol=1e-4) and note not in fields.notes:
+        fields.notes.append(note)
+    return replace(rope, attention_factor=stated)
 
 
 FOLDERS = (
@@ -105,5 +141,6 @@ FOLDERS = (
 GGUFS = (
     Gguf(
         "laguna", "silu", qk_norm="head", partial=True, experts=SIGMOIDS, change=_change, names={"q_gate": "attn_gate"},
+        ollama_names={"q_gate": "attn_g"},
     ),
 )  # fmt: skip

@@ -121,13 +121,14 @@ def _transposed(shape: tuple[int, int], size: int, columns: slice, data: Bytes) 
 
 def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionConfig]:
     """Attention as llama.cpp implies it: in chunks, but for every fourth layer, which does not rotate positions; norms
-    of q and k, but not in Maverick, which it knows by its experts."""
+    of q and k, but not in Maverick, which it knows by its experts. Ollama's files state chunks and norms."""
     fields.only("attention.sliding_window", 8192)
-    plain = None if fields.peek("expert_count") == 128 else "plain"
+    chunk = fields.integer("attention.chunk_size", 1, layout.MAX_CONTEXT, 8192)
+    plain = "plain" if fields.flag("use_qk_norm", fields.peek("expert_count") != 128) else None
     return [
         replace(attention, rope=None, window=None, query_growth=0.1, query_interval=8192, query_offset=1)
         if layer % 4 == 0
-        else replace(attention, qk_norm=plain, window=8192, chunked=True)
+        else replace(attention, qk_norm=plain, window=chunk, chunked=True)
         for layer, attention in enumerate(heads, 1)
     ]
 
