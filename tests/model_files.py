@@ -515,7 +515,6 @@ def mamba_gguf(pattern: str = "M-*M", latents: int = 0) -> Builder:
 def conv_gguf(pattern: str = "C*C") -> Builder:
     """A tiny model of LFM2's kind: C, short convolutions, and *, attention, as its pattern has them."""
     builder = tiny_gguf("lfm2").put("lfm2.block_count", U32, len(pattern)).drop("lfm2.attention.head_count_kv")
-    builder.tensors = []
     kv_heads = [KV_HEADS * (one == "*") for one in pattern]
     builder.fields({"attention.head_count_kv": kv_heads, "shortconv.l_cache": 3}, "lfm2.")
     own: dict[str, dict[str, tuple[int, ...]]] = {
@@ -534,12 +533,80 @@ def conv_gguf(pattern: str = "C*C") -> Builder:
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "token_embd_norm.weight": (D,)}
     for layer, part in enumerate(pattern):
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in (own[part] | both).items()}
-    rng = np.random.default_rng(7)
+    return with_random(builder, shapes)
+
+
+def with_random(builder: Builder, shapes: dict[str, tuple[int, ...]]) -> Builder:
+    """The same with these tensors alone, matrices and, about 1, vectors."""
+    rng, builder.tensors = np.random.default_rng(7), []
     for name, shape in shapes.items():
         drawn = rng.standard_normal(shape).astype(np.float32)
         made = drawn / np.float32(shape[-1] ** 0.5) if len(shape) > 1 else 1 + drawn / 10
         builder.tensor(name, made.astype(np.float32))
     return builder
+
+
+def gemma4_gguf(experts: bool) -> Builder:
+    """A tiny model of Gemma 4's kind: with experts, or with inputs of layers and two layers that read the keys and
+    values of others."""
+    slides, inputs = [True, False] * 2, 0 if experts else 16
+    builder = tiny_gguf("gemma4")
+    heads = [(HEAD_DIM, KV_HEADS) if sliding else (2 * HEAD_DIM, 1) for sliding in slides]
+    attention = {
+        "head_count_kv": [kv for _, kv in heads], "key_length": 2 * HEAD_DIM, "value_length": 2 * HEAD_DIM,
+        "key_length_swa": HEAD_DIM, "value_length_swa": HEAD_DIM, "sliding_window": 20,
+        "sliding_window_pattern": slides, "shared_kv_layers": 0 if experts else 2,
+    }  # fmt: skip
+    keys = {f"attention.{key}": value for key, value in attention.items()}
+    keys |= {"block_count": 4, "rope.dimension_count": 2 * HEAD_DIM, "rope.dimension_count_swa": HEAD_DIM}
+    keys |= {"embedding_length_per_layer_input": inputs, "final_logit_softcapping": 20.0}
+    if experts:
+        keys |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    for key in keys:
+        builder.drop(f"gemma4.{key}")
+    builder.fields(keys, "gemma4.")
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, D), "output_norm.weight": (D,)}
+    shapes["rope_freqs.weight"] = (HEAD_DIM,)
+    if inputs:
+        shapes |= {"per_layer_token_embd.weight": (VOCAB, 4 * inputs), "per_layer_model_proj.weight": (4 * inputs, D)}
+        shapes["per_layer_proj_norm.weight"] = (inputs,)
+    norms = ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"]
+    norms += ["pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"] if experts else ["post_norm"]
+    for layer, (dim, kv) in enumerate(heads):
+        own: dict[str, tuple[int, ...]] = {f"{name}.weight": (D,) for name in norms}
+        own["layer_output_scale.weight"] = (1,)
+        own |= {"attn_q.weight": (HEADS * dim, D), "attn_output.weight": (D, HEADS * dim), "attn_q_norm.weight": (dim,)}
+        own |= {"ffn_gate.weight": (FF, D), "ffn_up.weight": (FF, D), "ffn_down.weight": (D, FF)}
+        if experts or layer < 2:
+            own |= {"attn_k.weight": (kv * dim, D), "attn_k_norm.weight": (dim,)}
+            own |= {"attn_v.weight": (kv * dim, D)} if slides[layer] else {}
+        if inputs:
+            own |= {"inp_gate.weight": (inputs, D), "proj.weight": (D, inputs)}
+        if experts:
+            own |= {"ffn_gate_inp.weight": (4, D), "ffn_gate_inp.scale": (D,), "ffn_down_exps.scale": (4,)}
+            own |= {"ffn_gate_up_exps.weight": (4, 64, D), "ffn_down_exps.weight": (4, D, 32)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    return with_random(builder, shapes)
+
+
+def llama4_gguf() -> Builder:
+    """A tiny model of Llama 4's kind, as Ollama writes it: experts in every second of four layers."""
+    builder = tiny_gguf("llama4").drop("llama4.block_count")
+    keys = {"block_count": 4, "interleave_moe_layer_step": 2, "attention.chunk_size": 20, "use_qk_norm": True}
+    builder.fields(keys | {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 32}, "llama4.")
+    shapes = {tensor.name: tuple(reversed(tensor.dims)) for tensor in builder.tensors}
+    layers = {name.partition("blk.0.")[2]: shape for name, shape in shapes.items() if name.startswith("blk.0.")}
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith("blk.")}
+    for layer in range(4):
+        own = dict(layers)
+        if layer % 2:
+            own = {name: shape for name, shape in layers.items() if name.startswith("attn") or "norm" in name}
+            own["ffn_gate_inp.weight"] = (4, D)
+            for of, count in (("exps", (4,)), ("shexp", ())):
+                own |= {f"ffn_{part}_{of}.weight": (*count, 32, D) for part in ("gate", "up")}
+                own[f"ffn_down_{of}.weight"] = (*count, D, 32)
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    return with_random(builder, shapes)
 
 
 LATENTS, ROTATED, UNROTATED, HEAD_VALUES = 32, 8, 32, 16  # of latent attention

@@ -25,7 +25,9 @@ from model_files import (
     delta_gguf,
     experts_gguf,
     family_gguf,
+    gemma4_gguf,
     latent_gguf,
+    llama4_gguf,
     mamba_gguf,
     plain_config,
     plain_folder,
@@ -276,7 +278,8 @@ GGUF_BASES = [in_q4_0(tiny_gguf("llama", True)), in_q4_0(tiny_gguf("llama", Fals
 GGUF_BASES += [in_q4_0(tiny_gguf("qwen3", True)), in_q4_0(family_gguf("nemotron"))]
 GGUF_BASES += [in_q4_0(family_gguf(name, published=True)) for name in ("llama", "falcon", "opt")]
 GGUF_BASES += [in_q4_0(experts_gguf()), delta_gguf(), in_q4_0(latent_gguf(True)), latent_gguf(False), mamba_gguf()]
-GGUF_BASES += [in_q4_0(conv_gguf())]
+GGUF_BASES += [in_q4_0(conv_gguf()), *(in_q4_0(gemma4_gguf(experts)) for experts in (False, True))]
+GGUF_BASES += [in_q4_0(llama4_gguf())]
 GGUF_KEYS = ["general.alignment", "general.type", "split.no", "split.count", "split.tensors.count", "powerinfer.x"]
 GGUF_KEYS += ["powerinfer.sparse_threshold", "llama.hidden_act", "llama.hidden_act_param", "falcon.hidden_act"]
 GGUF_KEYS += [f"llama.{key}" for key in ("attention.key_length", "rope.scaling.type", "rope.scaling.factor", "new")]
@@ -288,6 +291,9 @@ GGUF_KEYS += [f"llama.expert_{key}" for key in ("group_count", "group_used_count
 GGUF_KEYS += [f"qwen35.ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank")]
 GGUF_KEYS += [f"qwen35.{key}" for key in ("ssm.inner_size", "full_attention_interval", "attention.recurrent_layers")]
 GGUF_KEYS += ["lfm2.shortconv.l_cache", "lfm2.attention.head_count_kv"]
+GGUF_KEYS += [f"gemma4.attention.{key}" for key in ("shared_kv_layers", "key_length_swa", "sliding_window_pattern")]
+GGUF_KEYS += ["gemma4.embedding_length_per_layer_input", "gemma4.feed_forward_length", "gemma4.expert_count"]
+GGUF_KEYS += [f"llama4.{key}" for key in ("attention.chunk_size", "use_qk_norm", "interleave_moe_layer_step")]
 GGUF_KEYS += [f"deepseek2.attention.{key}" for key in ("q_lora_rank", "kv_lora_rank", "key_length_mla", "value_length")]
 GGUF_KEYS += [f"tokenizer.ggml.{key}" for key in ("scores", "bos_token_id", "eot_token_id", "add_bos_token", "tokens")]
 
