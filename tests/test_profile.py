@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from model_files import gemma4_gguf
 from sparse_models import give_bundles, tiny_llama
 from test_watch import MODELS, products
 
@@ -97,7 +98,24 @@ def test_the_profile_is_what_plain_loops_count(name: str, tmp_path: Path, corpor
         assert np.array_equal(np.unpackbits(samples.layers[layer][1], axis=1, count=d_ff, bitorder="little"), fires)
 
 
-def inputs(path: Path, ids: np.ndarray, layer: int) -> tuple[np.ndarray, np.ndarray]:
+def test_models_whose_layers_get_numbers_beside_the_residual_stream(tmp_path: Path, corpora: list[str]) -> None:
+    """Of Gemma 4 E2B's kind: what is computed in parts, to be observed, is what is computed at once."""
+    path = gemma4_gguf(experts=False).write(tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.config.layer_inputs
+    one = made(path, corpora).file.profile
+    assert one.thresholds is not None and min(one.thresholds) > 0
+    samples = open_samples(checkpoint)
+    windows = read_windows(open_corpora(corpora), tokenizer_of(checkpoint), WINDOW, 200_000)
+    for layer in range(checkpoint.config.n_layers):
+        x, fires = inputs(path, windows.ids, layer, one.thresholds)
+        assert np.array_equal(one.counts[layer], fires.sum(axis=0)) and fires.any()
+        assert np.array_equal(samples.layers[layer][0], x.reshape(one.tokens, -1).astype(np.float16))
+
+
+def inputs(
+    path: Path, ids: np.ndarray, layer: int, thresholds: Sequence[float] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """(x [tokens, d_model], who fires bool [tokens, d_ff]) of windows that are computed one by one, token by token."""
     checkpoint = open_checkpoint(path)
     executor = load(checkpoint, EngineConfig(threads=1, context=WINDOW, max_batch=1, selector="all"))
@@ -113,7 +131,7 @@ def inputs(path: Path, ids: np.ndarray, layer: int) -> tuple[np.ndarray, np.ndar
             if at == layer:
                 active.append(fired.active.copy())
 
-    with executor.observed(Seen()):
+    with executor.observed(Seen(), thresholds):
         for window in ids:
             for at, token in enumerate(window):
                 one, zero = np.array([token], np.int32), np.zeros(1, np.int32)
