@@ -266,6 +266,19 @@ def test_the_context_of_a_plan_without_one(capsys: pytest.CaptureFixture[str]) -
     assert "counts with" not in text
 
 
+def test_a_plan_without_a_context_takes_one_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    for model, ram, context in (("qwen3-8b", "8GiB", 20480), ("llama-4-scout", "96GiB", 327680)):
+        pc = ("-m", model, "--card", "none", "--ram", ram)
+        document, text = plan(capsys, *pc)
+        longest = find_shape(model).config.context_length
+        assert document["context"] == context < longest
+        assert f"context: {context} tokens, since the model's {longest} do not fit and -c does not say" in text
+        assert main(["plan", *pc, "-c", str(2 * context)]) == 2
+        assert f"{model} needs " in capsys.readouterr().err
+    assert main(["plan", "-m", "llama-4-scout", "--card", "none", "--ram", "100MiB"]) == 2
+    assert "the model's longest, 10485760 tokens" in capsys.readouterr().err
+
+
 def test_a_plan_that_skips_neurons_assumes_bundles(capsys: pytest.CaptureFixture[str]) -> None:
     document, text = plan(capsys, "-m", "nemotron-mini-4b", "--card", "RTX 4060", "-c", "4096")
     assert document["selector"] == "predicted" and "assumed: that bundles are packed (`powerinfer pack`)" in text

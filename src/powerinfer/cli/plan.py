@@ -37,7 +37,7 @@ from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
     from powerinfer.placement.estimates import Offer
-    from powerinfer.placement.plan import Plan
+    from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
 
 ENGINE = (
@@ -103,10 +103,15 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
+    plan = place(request)
     if planning.described and not engine.context and request.context > CONTEXT:
-        longest = f"context: the model's longest, {request.context} tokens, as -c does not say"
-        out.note(f"{longest}; the table of all models (--card alone) counts with {CONTEXT}")
-    plan = demand(place(request))
+        plan = _shortened(plan, request) if isinstance(plan, RequestError) else plan
+        context = request.context if isinstance(plan, RequestError) else plan.request.context
+        text = f"context: the model's longest, {context} tokens, as -c does not say"
+        if context < request.context:
+            text = f"context: {context} tokens, since the model's {request.context} do not fit and -c does not say"
+        out.note(f"{text}; the table of all models (--card alone) counts with {CONTEXT}")
+    plan = demand(plan)
     saved = None if folder is None else save_plan(plan, folder)
     machine = request.hardware.assumed if planning.hardware is None else ""
     assumed = [*subject.assumed, *([EMULATED] if request.insist else []), *([machine] if machine else [])]
@@ -114,6 +119,19 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _shortened(error: RequestError, request: PlanRequest) -> Plan | RequestError:
+    """The plan of a context that fits: the longest, halved until it does. The error of the longest if none does."""
+    from powerinfer.placement.estimates import CONTEXT
+    from powerinfer.placement.plan import place
+
+    tried = request
+    while tried.context > CONTEXT:
+        tried = replace(request, context=max(CONTEXT, tried.context // 2))
+        if not isinstance(tried.claims_if_any(), RequestError) and not isinstance(plan := place(tried), RequestError):
+            return plan
+    return error
 
 
 def _plan_from_catalogue(args: argparse.Namespace, out: Output) -> None:
