@@ -168,6 +168,13 @@ def test_the_nearest_model_is_of_the_same_kind() -> None:
         ("llama3.2:3b-instruct-fp16", ("llama-3.2-3b", "f16")),
         ("qwen3.6-35b-a3b:UD-IQ4_XS", ("qwen3.6-35b-a3b", "UD-IQ4_XS")),
         ("qwen3-4b:other", ("qwen3-4b", "other")),
+        ("llama4", ("llama-4-scout", None)),
+        ("llama4:scout", ("llama-4-scout", None)),
+        ("llama4:maverick", ("llama-4-maverick", None)),
+        ("llama4:q8_0", ("llama-4-scout", "q8_0")),
+        ("llama4:other", None),  # of an alias a tag that is no quantisation is another model
+        ("gemma4", ("gemma-4-e4b", None)),  # as Ollama has it
+        ("gemma4:26b", ("gemma-4-26b-a4b", None)),
         ("qwen3:235b", None),
         ("qwen3-4b:", None),
         ("owner/qwen3-4b", None),
@@ -195,6 +202,10 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
         ("rwkv7", "RWKV", "`powerinfer pull --names` lists what is"),
         ("kimi-linear:48b", "Kimi-Linear", "seed-oss-36b is, and fits this machine"),
         ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
+        ("bitnet", "BitNet", "`powerinfer pull --names` lists what is"),
+        ("BitNet-b1.58-2B-4T", "BitNet", "qwen3.5-2b is, and fits this machine"),
+        ("internlm3:8b", "InternLM 3", "qwen3-8b is, and fits this machine"),
+        ("phi-3.5-moe", "Phi-3.5-MoE", "`powerinfer pull --names` lists what is"),
     ],
 )
 def test_families_that_do_not_run_yet_are_named(
@@ -208,7 +219,7 @@ def test_families_that_do_not_run_yet_are_named(
 
 
 @pytest.mark.parametrize("name", ["gemma-4b", "granite-4.0-micro", "granite-4.0-h-tiny", "nemotron-3-nano:30b-a3b",
-                                  "falcon-h1", "llama-3.1-8b", "", "x" * 10**5])
+                                  "falcon-h1", "llama-3.1-8b", "phi-3.5-mini", "", "x" * 10**5])
 def test_families_that_run_are_not(name: str) -> None:
     assert unsupported(name) is None
 

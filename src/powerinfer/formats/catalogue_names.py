@@ -52,8 +52,8 @@ def short_name(name: str) -> tuple[str, str | None] | None:
     quantised = _QUANTISED.fullmatch(name)
     if quantised is not None and name_form(quantised["head"]) in names:
         head, tag = quantised["head"], re.sub("^fp", "f", quantised["tag"], flags=re.IGNORECASE)
-    elif not separator or _SIZE.match(tag):  # qwen3:235b is no qwen3-8b
-        return None
+    elif not separator or _SIZE.match(tag) or name_form(names.get(name_form(head), "")) != name_form(head):
+        return None  # qwen3:235b is no qwen3-8b, and llama4:maverick no llama-4-scout
     short = names.get(name_form(head))
     return (short, tag) if short is not None and tag else None
 
