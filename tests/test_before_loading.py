@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from model_files import tiny_folder, tiny_gguf
+from model_files import Builder, conv_gguf, llama4_gguf, mamba_gguf, tiny_folder, tiny_gguf
 from sparse_models import tiny_llama
 
 from powerinfer import hub, pinned
@@ -78,6 +81,43 @@ def test_inspect_of_an_argument(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tiny_gguf("llama").write(tmp_path / "bare.gguf")
     assert main(["inspect", "--gpu", "none", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(path)
+
+
+@pytest.mark.parametrize("model", ["", "qwen3-0.6b"])
+def test_inspect_downloads_nothing(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ollama show`, which shows what is here."""
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "pull_pinned", lambda *_: pytest.fail("a download"))
+    assert main(["inspect", *([model] if model else [])]) == 2
+    assert "qwen3-0.6b is not downloaded" in capsys.readouterr().err.replace(", is", " is")
+    path = tiny_gguf("llama").write(tmp_path / "bare.gguf")
+    monkeypatch.setattr(hub, "find_stored", lambda name: hub.StoredModel(name, path, "hub", 1))
+    assert main(["inspect", *([model] if model else []), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "heads", "lines"),
+    [
+        (conv_gguf, {"n_heads": [0, 4, 0], "n_kv_heads": [0, 2, 0], "head_dim": [0, 16, 0]}, ["gated convolution"]),
+        (mamba_gguf, {"n_heads": [0, 0, 4, 0], "n_kv_heads": [0, 0, 2, 0], "head_dim": [0, 0, 16, 0]}, ["Mamba2 of 4"]),
+        (llama4_gguf, {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16}, ["pairs; chunks of 20;"]),
+    ],
+)
+def test_inspect_counts_heads_of_attention_alone(
+    model: Callable[[], Builder], heads: dict[str, Any], lines: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = str(model().write(tmp_path / "m.gguf"))
+    assert main(["inspect", "--gpu", "none", path]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^attention +4 heads of 16, 2 for keys and values$", shown, re.MULTILINE), shown
+    assert all(line in shown for line in lines) and "window" not in shown
+    assert main(["inspect", "--gpu", "none", path, "--json"]) == 0, "Mamba2's steps have no limit"
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert {name: sizes[name] for name in heads} == heads
 
 
 def test_a_model_is_no_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

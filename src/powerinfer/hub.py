@@ -110,7 +110,11 @@ def resolve_model(
     first.
     """
     if name_or_path is None:
-        return _opened(pull_default(say, progress))
+        default = _stored_default()
+        if default is None and not fetch_pinned:
+            name = default_name()
+            raise RequestError(f"the default model, {name}, is not downloaded: `powerinfer pull {name}`, or give a MODEL")
+        return _opened(default or pull_default(say, progress))
     name = str(name_or_path)
     _check_name(name)
     local = _local_path(name)

@@ -509,11 +509,13 @@ def model_path(model: str | None, out: Output, fetch_pinned: bool = True) -> Pat
         return resolve_model(model, say=out.note, agree=agreed, progress=bar, fetch_pinned=fetch_pinned)
 
 
-def open_model(model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent) -> Checkpoint:
-    """The files of a model (-m), opened with --quantize."""
+def open_model(
+    model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent, fetch_pinned: bool = True
+) -> Checkpoint:
+    """The files of a model (-m), opened with --quantize; fetch_pinned: as of `model_path`."""
     from powerinfer.formats.checkpoint import open_checkpoint
 
-    return open_checkpoint(model_path(model, out), quantize=engine.quantize, progress=progress)
+    return open_checkpoint(model_path(model, out, fetch_pinned), quantize=engine.quantize, progress=progress)
 
 
 def open_llm(

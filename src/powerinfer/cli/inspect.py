@@ -1,7 +1,7 @@
-"""Show what a model is and how it would run, without running it.
+"""Show what a model is and how it would run, without running it. Nothing is downloaded unless you agree.
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
-are lists, of every layer), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
+are lists, of every layer, with 0 for those without attention), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
 quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, unread_keys (of the metadata,
 that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes: ram, kv (of that, the cache of
 one context; 0: not told apart), vram, and disk, which stay there; null: it would be refused), prepared (folder;
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
-from powerinfer.config import AttentionConfig, EngineConfig
+from powerinfer.config import AttentionConfig, EngineConfig, Uncached
 from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress, silent
 from powerinfer.text.model_text import chat_template_of, has_tokenizer, tokenizer_of
@@ -57,7 +58,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     engine = engine_config(dataclasses.asdict(config_from(args, EngineConfig)))
     with Bar() as bar:
-        checkpoint = open_model(args.model, engine, out, bar)
+        checkpoint = open_model(args.model, engine, out, bar, fetch_pinned=False)
         document = describe(checkpoint)
         document["choices"], document["memory"] = _resolved(checkpoint, engine, bar, out)
     document["prepared"] = prepared(checkpoint, engine.prepared)
@@ -70,6 +71,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """The model as its files describe it."""
     config = checkpoint.config
     tokenizer = tokenizer_of(checkpoint) if has_tokenizer(checkpoint) else None
+    kinds = _kinds(config)
     return {
         "name": config.name,
         "architecture": config.architecture,
@@ -80,7 +82,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "sizes": _sizes(config),
         "tied_embeddings": config.tied_embeddings,
         "norm_eps": config.norm_eps,
-        "layers": [{"numbers": numbers, **dataclasses.asdict(layer)} for layer, numbers in _kinds(config).items()],
+        "layers": [{"numbers": numbers, **_finite(dataclasses.asdict(layer))} for layer, numbers in kinds.items()],
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": tokenizer is not None and chat_template_of(checkpoint) is not None,
@@ -90,10 +92,20 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _finite(value: Any) -> Any:
+    """Settings as JSON may have them: no limit (infinity, of Mamba2's steps) is null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
 def _sizes(config: ModelConfig) -> dict[str, Any]:
     sizes: dict[str, Any] = {"n_layers": config.n_layers, "d_model": config.d_model}
     for name in HEADS:
-        values = [getattr(layer.attention, name) for layer in config.layers]
+        kinds = (layer.attention for layer in config.layers)
+        values = [0 if isinstance(kind, Uncached) else getattr(kind, name) for kind in kinds]
         sizes[name] = values[0] if len(set(values)) == 1 else values
     return sizes | {"vocab_size": config.vocab_size, "context_length": config.context_length}
 
@@ -253,7 +265,10 @@ def _ends(tokenizer: dict[str, Any] | None) -> str:
 
 
 def _attention(sizes: dict[str, Any]) -> str:
-    ranges = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
+    every = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
+    ranges = [[value for value in values if value] for values in every]  # 0: of layers without attention
+    if not all(ranges):
+        return "none"
     heads, kv, dim = map(_span, ranges)
     return f"{heads} heads of {dim}, {kv} for keys and values"
 
@@ -353,7 +368,8 @@ def _layer(layer: LayerConfig) -> str:
     plain = attention if isinstance(attention, AttentionConfig) else None
     parts = [layer.ffn.title] if type(attention) is AttentionConfig else [layer.ffn.title, attention.title]
     parts += [_rope(attention.rope)] if attention.rope else []
-    parts += [f"window of {attention.window}"] if attention.window else []
+    looks_back = "chunks" if plain and plain.chunked else "window"
+    parts += [f"{looks_back} of {attention.window}"] if attention.window else []
     has_bias = {"q, k, v": plain and plain.qkv_bias, "o": plain and plain.o_bias, "FFN": ffn and ffn.bias}
     parts += [f"biases of {', '.join(name for name, has in has_bias.items() if has)}"] if any(has_bias.values()) else []
     norms = {"rotated": "head, once rotated", "plain": "head, without weights"}
