@@ -653,6 +653,9 @@ def sentencepiece(folder: Path, size: int, spoil: bool = False) -> None:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": vocab[piece], "content": piece, **flags} for piece in pieces if piece in atoms and piece[1] != "0"]
     steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    assert quantize(made, "-o", tmp_path / "d.gguf", "--size", "1MB", "--corpus", text) == 2
+    err = capsys.readouterr().err
+    assert "is that already: it takes 0.1 MB" in err and "measuring" not in err
     decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
     decoders += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     model = {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in merges], "unk_token": "<unk>"}

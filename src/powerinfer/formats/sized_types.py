@@ -82,9 +82,16 @@ def sized_types(
 
 
 def check_size(original: Original, size: int, chosen: Mapping[str, str], importance: Importance | None) -> int:
-    """The bytes of the smallest file, for which nothing is measured. RequestError if they are more than `size`."""
-    types = {name: kind for name, (kind, _) in original.matrices.stored.items()} | dict(chosen)
+    """The bytes of the smallest file, for which nothing is measured. RequestError if they are more than `size`, or if
+    the model has types that are chosen from, and takes no more."""
+    stored = original.matrices.stored
+    types = {name: kind for name, (kind, _) in stored.items()} | dict(chosen)
     alignment = stored_alignment(original.metadata)
+    is_made = all(stored[name][0] in (chosen.get(name), *_kinds(stored[name][1])) for name in original.matrices.names())
+    if is_made and types == {name: kind for name, (kind, _) in stored.items()}:
+        nbytes = file_size(original, types, importance)
+        if nbytes <= size:
+            raise RequestError(f"{original.path} is that already: it takes {nbytes / 1e6:,.1f} MB")
     for name in original.matrices.names():
         if name not in chosen:
             shape = original.matrices.stored[name][1]
