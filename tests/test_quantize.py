@@ -267,7 +267,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for args, says in (
         ((source, "q4_k_x", "-o", made), "no type Q4_K_X; did you mean Q4_K"),
         ((source, "X", "-o", tmp_path / "c.gguf"), "there are F16, BF16, Q8_0"),
-        ((source, "Q8_0"), "missing: -o/--out"),
+        ((source,), "give either TYPE"),
+        ((source, "--size", "8GiB"), "--size needs a name for the file: -o FILE"),
         ((source, "Q8_0", "-o", made), "is there already; --force replaces it"),
         ((source, "Q8_0", "-o", source, "--force"), "is the model itself"),
         ((source, "Q8_0", "-o", tmp_path), "is a folder: --out"),
@@ -287,6 +288,45 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert quantize(source, "Q8_0", "-o", made, "--force") == 0
     assert quantize(made, "Q8_0", "-o", tmp_path / "c.gguf") == 2 and "is that already" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("a.gguf", "a-Q8_0.gguf"),
+        ("Some-Model.F16.gguf", "Some-Model-Q8_0.gguf"),
+        ("m-7b-BF16-00001-of-00001.gguf", "m-7b-Q8_0.gguf"),
+        ("m-UD-Q4_K_XL.gguf", "m-Q8_0.gguf"),
+    ],
+)
+def test_the_usual_name_of_a_file(name: str, made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As llama-quantize has one; a file of that name is never replaced."""
+    source, target = write(tmp_path / name), tmp_path / made
+    assert quantize(source, "q8_0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(target) and read_gguf(target).tensors
+    before = target.read_bytes()
+    for more in ((), ("--force",)):
+        assert quantize(source, "q8_0", *more) == 2
+        assert f"{target} is there already: give another name with -o FILE" in capsys.readouterr().err
+    assert target.read_bytes() == before
+    assert quantize(target, "q8_0") == 2 and "is there already" in capsys.readouterr().err
+
+
+def test_the_usual_name_of_a_folders_file_and_of_one_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("POWERINFER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models" / "m").mkdir(parents=True)
+    assert quantize(write(tmp_path / "cache" / "models" / "m" / "b-f16.gguf"), "q8_0") == 0
+    assert [path.name for path in here.iterdir()] == ["b-Q8_0.gguf"]
+    monkeypatch.setattr("model_files.VOCAB", 1200)
+    folder = tiny_folder(tmp_path / "some-model", dtype="BF16")
+    write_tokenizer_files(folder, 1200)
+    assert quantize(folder, "q8_0") == 0 and (tmp_path / "some-model-Q8_0.gguf").exists()
+    capsys.readouterr()
 
 
 def test_ternary_types_of_a_model_that_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -613,6 +653,9 @@ def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture
         assert quantize(source, *args) == 2
         err = capsys.readouterr().err
         assert says in err and "measuring" not in err
+    assert quantize(made, "-o", tmp_path / "d.gguf", "--size", "1MB", "--corpus", text) == 2
+    err = capsys.readouterr().err
+    assert "is that already: it takes 0.1 MB" in err and "measuring" not in err
 
 
 def test_sensitivity_is_that_of_the_errors(tmp_path: Path) -> None:
@@ -653,9 +696,6 @@ def sentencepiece(folder: Path, size: int, spoil: bool = False) -> None:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": vocab[piece], "content": piece, **flags} for piece in pieces if piece in atoms and piece[1] != "0"]
     steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    assert quantize(made, "-o", tmp_path / "d.gguf", "--size", "1MB", "--corpus", text) == 2
-    err = capsys.readouterr().err
-    assert "is that already: it takes 0.1 MB" in err and "measuring" not in err
     decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
     decoders += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     model = {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in merges], "unk_token": "<unk>"}

@@ -38,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "mix", metavar="TYPE", nargs="?", help="q8_0, q6_k, q5_k_m, q4_k_m, q4_0, ...; a wrong one shows all"
     )
-    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the GGUF file to write")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="the GGUF file to write; default: beside the model, MODEL-TYPE.gguf"
+    )
     parser.add_argument(
         "--size", **SIZE_FLAG,
         help="in place of TYPE: at most this size (8GiB); types are chosen by what they are measured to cost on the "
@@ -77,9 +79,11 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     threads, _ = choose_threads(config_from(args, EngineConfig).threads)
     patterns = [_chosen(text) for text in args.tensor_type]
     mix = None if args.mix is None else _mix(args.mix.upper(), args.pure)
-    target = Path(args.out).expanduser()
     source = model_path(args.model, out, fetch_pinned=False)
+    target = Path(args.out).expanduser() if args.out is not None else _usual_target(source, args.mix)
     original = _original(source)
+    if args.out is None and target.exists():
+        raise RequestError(f"{target} is there already: give another name with -o FILE")
     _check_target(target, [file.path for file in original.files], args.force, "--out")
     matrices = original.matrices
     wanted = chosen_types(matrices, patterns)
@@ -121,13 +125,15 @@ def _check_flags(args: argparse.Namespace) -> None:
     """RequestError for flags that do not go together."""
     if (args.mix is None) == (args.size is None):
         raise RequestError("give either TYPE, such as q4_k_m, or --size, such as 8GiB")
+    if args.size is not None and args.out is None:
+        raise RequestError("--size needs a name for the file: -o FILE")
     if args.pure and args.size is not None:
         raise RequestError("--pure is for a TYPE: --size chooses several")
     if args.corpus and args.imatrix is not None and args.size is None:
         raise RequestError("--imatrix and --corpus both say how errors are weighed: give one of them")
     if args.save_imatrix is not None and (args.imatrix is not None or not (args.corpus or args.size)):
         raise RequestError("--save-imatrix writes what a text gives: give --corpus, too")
-    if args.save_imatrix is not None and _expanded(args.save_imatrix) == _expanded(args.out):
+    if None not in (args.save_imatrix, args.out) and _expanded(args.save_imatrix) == _expanded(args.out):
         raise RequestError(f"--out and --save-imatrix are both {args.out}: give two names")
     if args.tokens < 1:
         raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
@@ -135,6 +141,16 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _expanded(path: str) -> Path:
     return Path(path).expanduser().resolve()
+
+
+def _usual_target(source: Path, mix: str) -> Path:
+    """MODEL-TYPE.gguf beside the model; of one in the cache, in the current folder."""
+    from powerinfer.formats.catalogue_names import quantised_name
+    from powerinfer.hub import cache_folder
+
+    folder = Path() if source.resolve().is_relative_to(cache_folder().resolve()) else source.resolve().parent
+    name = source.stem if source.suffix == ".gguf" else source.resolve().name
+    return folder / f"{quantised_name(name, mix.upper())}.gguf"
 
 
 def _importance(args: argparse.Namespace, source: Path, original: Original, out: Output) -> Importance | None:

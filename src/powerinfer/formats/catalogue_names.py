@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _TAGS = r"(?:ud-)?(?:i?q\d\w*|tq\d\w*|mxfp4\w*|nvfp4|bf16|fp?16|f32)"
 _QUANTISED = re.compile(rf"(?P<head>.+?)[:-](?P<tag>{_TAGS})", re.IGNORECASE)
 """A name with a quantisation: qwen3-4b:Q8_0, and as Ollama writes it, qwen3:4b-q8_0."""
+_STATED = re.compile(rf"(?P<head>.+?)(?:[-._]{_TAGS})?", re.IGNORECASE | re.DOTALL)
+"""The name of a file, with a quantisation or without."""
 _SIZE = re.compile(r"(?:^|[-_: ])([ae]?\d+(?:\.\d+)?[bm])(?=$|[-_: ])", re.IGNORECASE)
 """A number of parameters in a name: 30b; a3b, of a token; e4b, as Gemma says."""
 
@@ -56,6 +58,12 @@ def short_name(name: str) -> tuple[str, str | None] | None:
         return None  # qwen3:235b is no qwen3-8b, and llama4:maverick no llama-4-scout
     short = names.get(name_form(head))
     return (short, tag) if short is not None and tag else None
+
+
+def quantised_name(name: str, quantisation: str) -> str:
+    """The name of a model's file in a quantisation, in place of the one that it has: Qwen3-4B-F16 -> Qwen3-4B-Q4_K_M."""
+    stated = _STATED.fullmatch(re.sub(r"-\d{5}-of-\d{5}$", "", name))
+    return f"{name if stated is None else stated['head']}-{quantisation}"
 
 
 def full_name(name: str) -> str:
