@@ -567,7 +567,13 @@ def reshaped(name: str, *dims: int) -> Callable[[Builder], Any]:
 
 GGUF_REFUSED: dict[str, tuple[Callable[[Builder], Any], str]] = {
     "no architecture": (drop("general.architecture"), "general.architecture is missing"),
-    "unknown architecture": (put("general.architecture", STRING, "mamba"), "architecture 'mamba' is not supported"),
+    "unknown architecture": (
+        put("general.architecture", STRING, "mamba"),
+        r"architecture 'mamba' is not supported \(mamba2 is\): docs/what-runs.md lists what is$",
+    ),
+    "an architecture like no other": (
+        put("general.architecture", STRING, "clip"), r"'clip' is not supported: docs/what-runs.md lists what is$"
+    ),
     "architecture of another type": (put("general.architecture", U32, 1), "general.architecture is '1', not a text"),
     "hostile architecture": (put("general.architecture", STRING, "\x1b]0;x\x07"), r"'\\x1b\]0;x\\x07'"),
     "adapter": (put("general.type", STRING, "adapter"), "general.type is 'adapter'"),
@@ -668,7 +674,8 @@ def test_a_sliding_qwen3_needs_its_norms(tmp_path: Path) -> None:
 CONFIG_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown class": (
         {"architectures": ["GemmaForCausalLM"]},
-        r"architectures is 'GemmaForCausalLM', which is not supported \(only arcee, bailing_moe, bamboo,",
+        r"architectures is 'GemmaForCausalLM', which is not supported \(Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma4For"
+        r"CausalLM are\): docs/what-runs.md lists what is$",
     ),
     "vision": ({"architectures": ["LlavaForConditionalGeneration"]}, "'LlavaFor.*': vision models are not supported$"),
     "vision by its part": ({"architectures": ["X"], "vision_config": {}}, "'X': vision models are not supported$"),

@@ -98,3 +98,12 @@ def did_you_mean(word: str, names: Collection[str]) -> str:
 
     near = get_close_matches(word, names, n=1, cutoff=0.65)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def nearest_supported(name: object, names: Collection[str]) -> str:
+    """The end of a message that a family is not supported: up to three that are called like it, and where all are."""
+    from difflib import get_close_matches
+
+    near = sorted(get_close_matches(name[:100], names, n=3, cutoff=0.65)) if isinstance(name, str) else []
+    are = f" ({', '.join(near)} {'are' if len(near) > 1 else 'is'})" if near else ""
+    return f"is not supported{are}: docs/what-runs.md lists what is"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from powerinfer.config import THRESHOLDED, ExpertsConfig, FfnConfig, ModelConfig
+from powerinfer.errors import nearest_supported
 from powerinfer.formats import layout
 from powerinfer.formats.families import CLASSES, FOLDERS
 from powerinfer.formats.family import Folder
@@ -113,8 +114,7 @@ def _family(fields: Fields) -> Folder:
     if name not in CLASSES:
         if name is not None and (fields.has("vision_config") or _VISION.search(name)):
             raise fields.bad("architectures", f"is {shown(name)}: vision models are not supported")
-        names = ", ".join(sorted(FOLDERS))
-        raise fields.bad("architectures", f"is {shown(name or classes)}, which is not supported (only {names})")
+        raise fields.bad("architectures", f"is {shown(name or classes)}, which {nearest_supported(name, CLASSES)}")
     family = _find_family(name, kind)
     if kind not in (None, family.model_type):
         raise fields.bad("model_type", f"is {shown(kind)}, which does not go with {name}")

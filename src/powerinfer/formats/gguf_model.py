@@ -33,7 +33,7 @@ from powerinfer.config import (
     RouterConfig,
     ShortConvConfig,
 )
-from powerinfer.errors import ModelError
+from powerinfer.errors import ModelError, nearest_supported
 from powerinfer.formats import layout
 from powerinfer.formats.draft_head import read_draft
 from powerinfer.formats.families import GGUFS
@@ -800,9 +800,9 @@ def _family(general: Fields, published: bool) -> Gguf:
             raise ModelError(f"{general.source}: GGUF files with {foreign}* metadata are not supported")
     name = str(general.text("general.architecture"))
     if name not in families:
-        raise ModelError(
-            f"{general.source}: architecture {shown(name)} is not supported (only {', '.join(sorted(families))})"
-        )
+        few = f"is not supported (only {', '.join(sorted(families))})"
+        problem = few if published else nearest_supported(name, families)
+        raise ModelError(f"{general.source}: architecture {shown(name)} {problem}")
     return families[name]
 
 
