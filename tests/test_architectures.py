@@ -33,6 +33,7 @@ from families import (  # noqa: E402
 )
 from truth import Truth  # noqa: E402
 
+from benchmarks.placement.families_table import folder_types  # noqa: E402
 from powerinfer import _native  # noqa: E402
 from powerinfer.errors import ModelError  # noqa: E402
 from powerinfer.formats import families as family_files  # noqa: E402
@@ -53,6 +54,18 @@ def test_no_family_is_there_twice() -> None:
     assert len(FOLDERS) == len(folders) and len(GGUFS) == len(ggufs)
     alike = 1  # SparseLM and ProSparse call their class alike
     assert len(CLASSES) == sum(len(family.classes) for family in folders) - alike
+
+
+def test_folders_of_models_with_pictures_are_listed_as_they_are_published() -> None:
+    """In docs/models.md: by the `model_type` that their config.json has."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as names
+
+    published = {kind: name for kind, name in names.items() if isinstance(name, str)}
+    with_pictures = [family for family in FOLDERS.values() if family.vision_class]
+    assert len(with_pictures) > 8
+    for family in with_pictures:
+        kind = folder_types([family])[-1]
+        assert published[kind] == family.vision_class, family.model_type
 
 
 @pytest.mark.parametrize(("case", "layout"), case_layouts())

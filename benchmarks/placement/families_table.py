@@ -10,6 +10,7 @@ some of them are not here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ def silent(folders: Sequence[Folder], ggufs: Sequence[Gguf]) -> str:
     return "yes" if zero or (not ggufs and not all(family.gated for family in folders)) else ""
 
 
+def folder_types(folders: Sequence[Folder]) -> list[str]:
+    """`model_type` of config.json: of folders of texts alone, and of published ones with a part for pictures, whose
+    class is called like it: gemma4 of Gemma4ForConditionalGeneration."""
+    types = [name for family in folders for name in (family.model_type, *family.other_types)]
+    classes = (family.vision_class.removesuffix("ForConditionalGeneration") for family in folders)
+    outer = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in classes if name]
+    return list(dict.fromkeys([*types, *outer]))
+
+
 def document() -> dict[str, Any]:
     described: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
     return described
@@ -45,7 +55,7 @@ def families_table() -> str:
         name, sizes, since = described[file]
         folders: Sequence[Folder] = getattr(module, "FOLDERS", ())
         ggufs: Sequence[Gguf] = getattr(module, "GGUFS", ())
-        types = ", ".join(f"`{family.model_type}`" for family in folders)
+        types = ", ".join(f"`{name}`" for name in folder_types(folders))
         files = ", ".join(f"`{family.architecture}`" for family in ggufs)
         body.append([name, sizes, types, files, silent(folders, ggufs), since])
     body.sort(key=lambda row: row[0].lower())

@@ -112,8 +112,9 @@ def resolve_model(
     if name_or_path is None:
         default = _stored_default()
         if default is None and not fetch_pinned:
-            name = default_name()
-            raise RequestError(f"the default model, {name}, is not downloaded: `powerinfer pull {name}`, or give a MODEL")
+            model = default_name()
+            fetches = f"`powerinfer pull {model}` fetches it, or give a MODEL"
+            raise RequestError(f"the default model, {model}, is not downloaded: {fetches}")
         return _opened(default or pull_default(say, progress))
     name = str(name_or_path)
     _check_name(name)

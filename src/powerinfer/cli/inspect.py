@@ -1,16 +1,16 @@
 """Show what a model is and how it would run, without running it. Nothing is downloaded unless you agree.
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
-are lists, of every layer, with 0 for those without attention), layers (each kind of layer: numbers of the layers, and what `LayerConfig` says),
-quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, unread_keys (of the metadata,
-that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes: ram, kv (of that, the cache of
-one context; 0: not told apart), vram, and disk, which stay there; null: it would be refused), prepared (folder;
-profile, expert_profile, predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null, or why
-it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 % of
-activations) and thresholds of a profile, tokens, corpora, top_25 (share of the selections of the most frequent quarter
-of the experts), gini, reuse and slots (share of the experts that have one: predicted hits of static and lru) of an
-expert profile, type, layers and training of a predictor, types of bundles, selector, policy, hardware, budgets,
-context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its page).
+are lists, of every layer, with 0 for those without attention), layers (each kind of layer: numbers of the layers, and
+what `LayerConfig` says), quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes,
+unread_keys (of the metadata, that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes:
+ram, kv (of that, the cache of one context; 0: not told apart), vram, and disk, which stay there; null: it would be
+refused), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if missing: path,
+bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the
+neurons, that carry 80 % of activations) and thresholds of a profile, tokens, corpora, top_25 (share of the selections
+of the most frequent quarter of the experts), gini, reuse and slots (share of the experts that have one: predicted hits
+of static and lru) of an expert profile, type, layers and training of a predictor, types of bundles, selector, policy,
+hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its page).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def short_name(name: str) -> tuple[str, str | None] | None:
 
 
 def quantised_name(name: str, quantisation: str) -> str:
-    """The name of a model's file in a quantisation, in place of the one that it has: Qwen3-4B-F16 -> Qwen3-4B-Q4_K_M."""
+    """The name of a model's file in a quantisation, in place of the one that it has: m-F16 -> m-Q4_K_M."""
     stated = _STATED.fullmatch(re.sub(r"-\d{5}-of-\d{5}$", "", name))
     return f"{name if stated is None else stated['head']}-{quantisation}"
 
