@@ -89,9 +89,9 @@ def check_size(original: Original, size: int, chosen: Mapping[str, str], importa
     alignment = stored_alignment(original.metadata)
     is_made = all(stored[name][0] in (chosen.get(name), *_kinds(stored[name][1])) for name in original.matrices.names())
     if is_made and types == {name: kind for name, (kind, _) in stored.items()}:
-        nbytes = file_size(original, types, importance)
-        if nbytes <= size:
-            raise RequestError(f"{original.path} is that already: it takes {nbytes / 1e6:,.1f} MB")
+        now = file_size(original, types, importance)
+        if now <= size:
+            raise RequestError(f"{original.path} is that already: it takes {now / 1e6:,.1f} MB")
     for name in original.matrices.names():
         if name not in chosen:
             shape = original.matrices.stored[name][1]
