@@ -293,7 +293,7 @@ def test_experts_that_ram_does_not_hold_stay_on_disk(tmp_path: Path) -> None:
         right = llm.generate([list(range(40))], settings)[0].token_ids
     checkpoint = open_checkpoint(path)
     whole = ram_bytes(model_of(resolve(checkpoint, engine)), engine, select(checkpoint, engine))
-    with pytest.raises(RequestError, match="or run `powerinfer pack` for --selector exact"):
+    with pytest.raises(RequestError, match=f"or run `powerinfer pack -m {path}` for --selector exact"):
         LLM(path, **options, selector="exact", trial=False, ram=f"{whole - (4 << 20)}B")
     pack_experts(checkpoint, None)
     with LLM(path, **options, selector="exact", trial=False, ram=f"{whole - (4 << 20)}B") as llm:
@@ -313,7 +313,7 @@ def test_a_predictor_selects_of_what_stays_on_disk(tmp_path: Path, capsys: pytes
     with LLM(path, **options) as llm:
         right = llm.generate([list(range(40))], settings)[0].token_ids
     ram = ram_bytes(model_of(resolve(checkpoint, engine)), engine, select(checkpoint, engine)) - (6 << 20)
-    with pytest.raises(RequestError, match="or run `powerinfer pack` for --selector predicted"):
+    with pytest.raises(RequestError, match=f"or run `powerinfer pack -m {path}` for --selector predicted"):
         LLM(path, **options, ram=f"{ram}B")
     pack_experts(checkpoint, None, predicted=True)
     with LLM(path, **options, ram=f"{ram}B") as llm:

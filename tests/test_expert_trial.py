@@ -166,7 +166,7 @@ def test_where_nothing_is_tried_the_reason_says_so(tmp_path: Path, monkeypatch: 
     assert placed(path).selection.reason.startswith("a trial at load")
     monkeypatch.setattr(expert_selector, "place_in_ram", lambda resolved: resolved.placed(disk=disk))
     resolved = placed(path)
-    assert "whole unless `powerinfer pack` has stored their rows" in resolved.selection.reason
+    assert f"whole unless `powerinfer pack -m {path}` has stored their rows" in resolved.selection.reason
     assert chosen(resolved) == resolved
 
 
@@ -228,7 +228,7 @@ def test_experts_on_disk_are_tried_where_rows_are_packed(
     assert placed(path, **options).placement.disk is not None and len(ways) == 2
     file.unlink()
     said, selector = loaded(path, **options)
-    assert selector is None and "unless `powerinfer pack` has stored their rows" in said and len(ways) == 2
+    assert selector is None and f"unless `powerinfer pack -m {path}` has stored their rows" in said and len(ways) == 2
 
 
 def test_experts_are_read_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,8 @@ def _with_reason(resolved: Resolved, reason: str) -> Resolved:
 
 def _problem(resolved: Resolved) -> str | None:
     """The reason for which nothing is tried; None: a trial decides."""
+    from powerinfer.formats.expert_rows import kind_of
+    from powerinfer.formats.prepared import PreparedFile
     from powerinfer.sparsity.expert_trial import obstacle
 
     placement, routed = resolved.placement, resolved.checkpoint.config.experts.items()
@@ -151,7 +153,8 @@ def _problem(resolved: Resolved) -> str | None:
     if problem is not None:
         return problem
     if placement.disk is not None:
-        return "a part of the model is on disk, where experts are whole unless `powerinfer pack` has stored their rows"
+        command = PreparedFile(kind_of(False), resolved.checkpoint, resolved.engine.prepared).command
+        return f"a part of the model is on disk, where experts are whole unless `{command}` has stored their rows"
     if placement.experts is None:
         return None
     hot = placement.experts

@@ -138,7 +138,7 @@ def plan_disk(
     """
     if model.in_experts and (division.layers or not model.in_rows):
         selector = "predicted" if model.predictors else "exact"
-        rows = f", or run `powerinfer pack` for --selector {selector}" if resting_layers(model.config) else ""
+        rows = f", or run `{model.rows_command}` for --selector {selector}" if resting_layers(model.config) else ""
         return RequestError(
             "neurons inside experts are computed where all experts are in RAM, and they do not fit: leave out "
             f"--selector, and whole experts are read from disk{'' if division.layers else rows}"

@@ -85,7 +85,7 @@ class Model:
     GPU computes as many where skips_on_gpu, else all; in_rows: and down of experts rests on disk in rows of them.
     inside: how often these neurons fire, by layer, where that is known.
     converted: canonical names of matrices that do not lie in the
-    file as they are used.
+    file as they are used. rows_command: the command that stores such rows.
     """
 
     name: str
@@ -113,6 +113,7 @@ class Model:
     firing: float = 1.0
     inside: Mapping[int, NeuronUse] = field(default_factory=dict, repr=False, compare=False)
     converted: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # follows from the file
+    rows_command: str = field(default="powerinfer pack", repr=False, compare=False)
 
     @property
     def weight_bytes(self) -> int:
@@ -488,7 +489,11 @@ def skipping_model(
 ) -> Model:
     """A checkpoint's model with neurons inside experts told apart in RAM (`Model.by_neuron`); predicted: with what
     selects among them, () where there are no predictors. rows: as of `by_neuron`; on_gpu: a GPU skips some, too."""
-    skipping = model.by_neuron(predicted, rows, on_gpu)
+    from powerinfer.formats.expert_rows import kind_of
+    from powerinfer.formats.prepared import PreparedFile
+
+    command = PreparedFile(kind_of(predicted), checkpoint, prepared).command
+    skipping = replace(model.by_neuron(predicted, rows, on_gpu), rows_command=command)
     if not predicted:
         return skipping
     neurons = [skipping.neurons_inside(layer, True) for layer in range(model.config.n_layers)]
