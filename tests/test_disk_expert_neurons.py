@@ -25,6 +25,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk import DiskTier, OnDisk
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.gguf import read_gguf
 from powerinfer.formats.predictor_file import open_predictor
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import model_of, ram_bytes
@@ -212,6 +213,19 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(
 
 
 # ---- the prepared file
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "F16", "BF16"])
+def test_weights_that_are_no_numbers_are_named(kind: str, tmp_path: Path) -> None:
+    path = plain_model(tmp_path, kind)
+    experts = read_gguf(path).tensors["blk.1.ffn_down_exps.weight"].data.tobytes()
+    data = path.read_bytes()
+    at = data.index(experts) + len(experts) * 3 // PLAIN_EXPERTS  # of the fourth
+    nan = b"\xc0\x7f" if kind == "BF16" else b"\x00\x7e"
+    path.write_bytes(data[:at] + nan + data[at + 2 :])
+    with pytest.raises(ModelError, match=r"layers\.1\.experts_down of expert 3 has weights that are no numbers"):
+        pack_experts(open_checkpoint(path), None)
+    assert not list(tmp_path.glob("**/*.safetensors*"))
 
 
 def test_a_file_that_is_not_the_models_is_refused(tmp_path: Path) -> None:

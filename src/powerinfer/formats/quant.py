@@ -65,6 +65,21 @@ def _half(blocks: Bytes, start: int) -> Float32:
     return blocks[:, start : start + 2].view("<f2").astype(np.float32)
 
 
+def all_numbers(data: Bytes, kind: str) -> bool:
+    """Whether no weight of contiguous ones of a type is infinite or NaN: floats, or the float16 scales of blocks, whose
+    exponents say so."""
+    about = WEIGHT_TYPES[kind]
+    if about.floats:
+        words, exponent = (data.view("<u4"), 0x7F800000) if kind == "F32" else (data.view("<u2"), _EXPONENTS[kind])
+        return not ((words & exponent) == exponent).any()
+    blocks = data.reshape(-1, about.nbytes)
+    halves = (blocks[:, at : at + 2].copy().view("<u2") for at in about.halves)
+    return not any(((half & 0x7C00) == 0x7C00).any() for half in halves)
+
+
+_EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80}
+
+
 def _nibbles(packed: Bytes) -> Bytes:
     """4-bit fields, uint8 [n, bytes] -> [n, 2 * bytes]: all low halves, then all high halves."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=1)

@@ -19,6 +19,7 @@ from powerinfer.formats.expert_rows import (
     write_expert_rows,
 )
 from powerinfer.formats.prepared import PREDICTOR, PreparedFile
+from powerinfer.formats.quant import Bytes, all_numbers
 from powerinfer.kernels import cpu
 from powerinfer.progress import Progress, silent
 
@@ -48,8 +49,9 @@ def pack_experts(
     """Write the rows into the folder `prepared` (None: beside the model), unless they are up to date and not `force`.
     The file, and the seconds that it took; None: it was there. predicted: with up.
 
-    RequestError for types whose codes rows cannot keep, PowerInferError if the file cannot be written; no partial file
-    remains. progress: called with ("packing experts", experts done, experts).
+    RequestError for types whose codes rows cannot keep, ModelError for a weight that is no number, PowerInferError if
+    the file cannot be written; no partial file remains. progress: called with ("packing experts", experts done,
+    experts).
     """
     problem = types_problem(checkpoint.config, checkpoint.taken_type, predicted)
     if problem is not None:
@@ -71,12 +73,26 @@ def pack_experts(
             for first in range(0, n, step):
                 part = down[first : first + step]
                 rows = space[: len(part) * groups]
-                put_rows(layout, rows, None if up is None else up[first : first + step], part, cores)
+                _check(checkpoint, layer, "down", first, part)
+                of_up = None if up is None else up[first : first + step]
+                if of_up is not None:
+                    _check(checkpoint, layer, "up", first, of_up)
+                put_rows(layout, rows, of_up, part, cores)
                 write(layer, first, rows)
                 done += len(part)
                 progress("packing experts", done, total)
             checkpoint.release()
     return open_expert_rows(checkpoint, prepared, cpu.bundle_row_bytes, predicted), time.perf_counter() - begin
+
+
+def _check(checkpoint: Checkpoint, layer: int, part: str, first: int, matrices: Bytes) -> None:
+    """ModelError for matrices of the experts from `first` on with a weight that is infinite or NaN: the step that reads
+    its row would not say where it is."""
+    name = f"layers.{layer}.experts_{part}"
+    kind = checkpoint.taken_type(name)
+    for expert, matrix in enumerate(matrices, first):
+        if not all_numbers(np.ascontiguousarray(matrix).reshape(-1), kind):
+            raise ModelError(f"{checkpoint.path}: {name} of expert {expert} has weights that are no numbers")
 
 
 def current(checkpoint: Checkpoint, prepared: str | None, predicted: bool = False) -> ExpertRowsFile | None:
