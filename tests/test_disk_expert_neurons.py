@@ -160,6 +160,19 @@ def test_guesses_that_could_not_be_read_leave_what_is_right(at: int, tmp_path: P
     executor.close()
 
 
+def test_a_step_does_without_guesses_that_could_not_be_read(tmp_path: Path) -> None:
+    """Of experts that it needs, too: the rows that it needs are read again. Only if these fail it does."""
+    path, right = give_plain_predictors(plain_model(tmp_path, "Q5_0"), threshold=3.0), 0
+    expected = logits(opened_predicted(path), 1)
+    for at in range(40, 80, 4):  # most of these reads are guesses
+        executor = resting(path, 3, emulated={"fail_at": at, "failures": 1, "error": errno.EIO}, predicted=True)
+        with suppress(ModelError):
+            assert np.array_equal(logits(executor, 1), expected)
+            right += 1
+        executor.close()
+    assert right >= 5
+
+
 def opened_rows(executor: CpuExecutor) -> float:
     return counts_of(executor)["rows"]
 

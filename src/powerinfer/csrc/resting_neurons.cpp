@@ -77,7 +77,7 @@ bool RestingNeurons::foresee(int thread, const Rows& x, const Attempt& attempt) 
   if (thread != 0) return true;
   attempt([&] {
     for (const int32_t e : expected_)
-      if (slots_->held(e) || slots_->coming(e)) read_rows(e, false);
+      if (slots_->held(e) || slots_->coming(e)) read_rows(e, false, true);
   });
   return true;
 }
@@ -124,7 +124,7 @@ void RestingNeurons::need_listed(const NeuronLists& lists) {
 
 // Begins to read the rows of an expert, pinned, that are not there: those that are needed, or all. What lies between two of
 // them, and takes the disk less time than another read, is read with them.
-void RestingNeurons::read_rows(int32_t e, bool all) {
+void RestingNeurons::read_rows(int32_t e, bool all, bool guessed) {
   place(e);
   const int64_t row = bundled_->bundles->resting_bytes(), gap = slots_->reads().gap / row;
   uint32_t* const loaded = loaded_.data() + e * groups_;
@@ -147,7 +147,7 @@ void RestingNeurons::read_rows(int32_t e, bool all) {
   }
   if (first < 0) return;
   note();
-  coming_.push_back({-1, e});
+  coming_.push_back({-1, e, guessed});
   try {
     coming_.back().ticket = slots_->begin_later();
   } catch (...) {
@@ -161,11 +161,12 @@ bool RestingNeurons::coming(int32_t e) const {
   return std::any_of(coming_.begin(), coming_.end(), [e](const Coming& item) { return item.expert == e; });
 }
 
-// Waits for the rows of an expert; null: for all. ReadError: they are not there.
-void RestingNeurons::wait_for_rows(const int32_t* e) {
+// Waits for the rows of an expert; null: for all. ReadError: they are not there. lost: gets whether guessed ones could not
+// be read, for which nothing is thrown then.
+void RestingNeurons::wait_for_rows(const int32_t* e, bool* lost) {
   Reads& reads = slots_->reads();
   for (size_t i = 0; i < coming_.size();) {
-    const auto [ticket, expert] = coming_[i];
+    const auto [ticket, expert, guessed] = coming_[i];
     if (e && expert != *e) {
       i++;
       continue;
@@ -174,11 +175,23 @@ void RestingNeurons::wait_for_rows(const int32_t* e) {
       reads.wait(ticket);
     } catch (const ReadError&) {
       forget(expert);
-      if (reads.done(ticket)) coming_.erase(coming_.begin() + (int64_t)i);
-      throw;
+      const bool over = reads.done(ticket);
+      if (over) coming_.erase(coming_.begin() + (int64_t)i);
+      if (!over || !guessed || !lost) throw;
+      *lost = true;
+      continue;
     }
     coming_.erase(coming_.begin() + (int64_t)i);
   }
+}
+
+// The same of those that the step needs. Of others that were guessed none matters: without them these are read again.
+void RestingNeurons::wait_for_needed(int32_t e) {
+  bool lost = false;
+  wait_for_rows(&e, &lost);
+  if (!lost) return;
+  read_rows(e, false);
+  wait_for_rows(&e);
 }
 
 // ---- Whole experts --------------------------------------------------------------------------------------------------
@@ -292,7 +305,7 @@ bool RestingNeurons::next(NeuronLists& lists) {
     for (const int32_t e : chosen_) {
       slots_->wait(e);
       check(slots_->held(e), "an expert of the step is not in memory");
-      wait_for_rows(&e);
+      wait_for_needed(e);
     }
   });
   if (could) return more;

@@ -23,10 +23,11 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
                 int64_t top_k, const SharedExpert& shared, const Attempt& attempt) override;
 
  private:
-  // Rows of an expert that are being read.
+  // Rows of an expert that are being read; guessed: before it was known what a step needs.
   struct Coming {
     int64_t ticket;
     int32_t expert;
+    bool guessed;
   };
   struct Summed {  // of a step
     const ExpertRows* rows;
@@ -42,10 +43,11 @@ class RestingNeurons : public BundledExperts, private NeuronSum::Waves {
   bool take_some(NeuronLists& lists);
   void need_fired(int32_t e);
   void need_listed(const NeuronLists& lists);
-  void read_rows(int32_t e, bool all);
+  void read_rows(int32_t e, bool all, bool guessed = false);
   void forget(int32_t e) { read_at_[(size_t)e] = slots_->times_read(e) - 1; }  // nothing is there of its rows
   bool coming(int32_t e) const;
-  void wait_for_rows(const int32_t* e);
+  void wait_for_rows(const int32_t* e, bool* lost = nullptr);
+  void wait_for_needed(int32_t e);
   void place(int32_t e);
 
   const std::shared_ptr<Slots> slots_;
