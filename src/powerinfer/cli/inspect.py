@@ -265,8 +265,8 @@ def _ends(tokenizer: dict[str, Any] | None) -> str:
 
 
 def _attention(sizes: dict[str, Any]) -> str:
-    every = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
-    ranges = [[value for value in values if value] for values in every]  # 0: of layers without attention
+    lists = (sizes[name] if type(sizes[name]) is list else [sizes[name]] for name in HEADS)
+    ranges = [[value for value in values if value] for values in lists]  # 0: of layers without attention
     if not all(ranges):
         return "none"
     heads, kv, dim = map(_span, ranges)

@@ -252,10 +252,11 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     inner |= {name: own for name, own in family.ollama_names.items() if _somewhere(file, own)}
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
-    return replace(NAMES, outer=outer, inner=inner, others=_apart(file, config) if _QKV in together else {})
+    exceptions = _separate_names(file, config) if _QKV in together else {}
+    return replace(NAMES, outer=outer, inner=inner, exceptions=exceptions)
 
 
-def _apart(file: GGUFFile, config: ModelConfig) -> dict[str, str]:
+def _separate_names(file: GGUFFile, config: ModelConfig) -> dict[str, str]:
     """Names of q, k and v in layers that have not all three, and no matrix of them, where other layers have one."""
     layers = [layer for layer in range(config.n_layers) if f"blk.{layer}.attn_qkv.weight" not in file.tensors]
     kinds = ("", "weight"), ("_bias", "bias")

@@ -68,12 +68,12 @@ def _half(blocks: Bytes, start: int) -> Float32:
 def all_numbers(data: Bytes, kind: str) -> bool:
     """Whether no weight of contiguous ones of a type is infinite or NaN: floats, or the float16 scales of blocks, whose
     exponents say so."""
-    about = WEIGHT_TYPES[kind]
-    if about.floats:
+    description = WEIGHT_TYPES[kind]
+    if description.floats:
         words, exponent = (data.view("<u4"), 0x7F800000) if kind == "F32" else (data.view("<u2"), _EXPONENTS[kind])
         return not ((words & exponent) == exponent).any()
-    blocks = data.reshape(-1, about.nbytes)
-    halves = (blocks[:, at : at + 2].copy().view("<u2") for at in about.halves)
+    blocks = data.reshape(-1, description.nbytes)
+    halves = (blocks[:, at : at + 2].copy().view("<u2") for at in description.halves)
     return not any(((half & 0x7C00) == 0x7C00).any() for half in halves)
 
 

@@ -40,14 +40,14 @@ class Source:
 class Names:
     """Spelling of canonical names in a family's files: `outer` and `inner` name -> name without `.weight` or `.bias`.
 
-    layers: the prefix of a layer's number; others: whole names in the file of canonical names that do not follow from
-    these. `{}` in a name is an expert's number: the file has a tensor for each.
+    layers: the prefix of a layer's number; exceptions: whole names in the file of canonical names that do not follow
+    from these. `{}` in a name is an expert's number: the file has a tensor for each.
     """
 
     outer: dict[str, str]
     layers: str
     inner: dict[str, str]
-    others: Mapping[str, str] = field(default_factory=dict)
+    exceptions: Mapping[str, str] = field(default_factory=dict)
 
     def extended(self, more: Mapping[str, str]) -> Names:
         """Names with others, or further ones, of a layer's tensors."""
@@ -55,8 +55,8 @@ class Names:
 
     def __call__(self, canonical: str) -> str:
         """The name in the file of a canonical name."""
-        if canonical in self.others:
-            return self.others[canonical]
+        if canonical in self.exceptions:
+            return self.exceptions[canonical]
         *layer, name = canonical.split(".")
         stem = name.removesuffix("_bias")
         kind = "weight" if stem == name else "bias"
@@ -154,7 +154,7 @@ def collect_some(
         name = names(canonical)
         part = canonical.rpartition(".")[2].removesuffix("_bias")
         matrices = next((several for several in fused if part in several.parts), None)
-        matrices = None if canonical in names.others else matrices
+        matrices = None if canonical in names.exceptions else matrices
         if "{}" in name:
             expert_names = [name.format(expert) for expert in range(shape[0])]
             experts = [_checked(stored, expert, shape[1:], source) for expert in expert_names]
