@@ -628,6 +628,15 @@ CASES = [
     ),
     Case("stablelm", "stablelm", {}, {"rope_parameters": HALF_ROPE}),
     Case("stablelm-biases", "stablelm", {"use_qkv_bias": True}, {"layer_norm_eps": 1e-3}, ("gguf",)),
+    Case("apertus", "apertus", {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-3}),
+    Case(
+        "apertus-default-rope",
+        "apertus",
+        {"rope_parameters": None, "attention_bias": True, "head_dim": 24, "tie_word_embeddings": True},
+        {"rope_parameters": LLAMA3},
+        ("folder",),
+    ),
+    Case("apertus-relu2", "apertus", {"hidden_act": "relu2"}, {"hidden_act": "relu"}, ("folder",)),
     Case("seed-oss", "seed_oss", {}, {"rms_norm_eps": 1e-3}),
     Case("seed-oss-no-biases", "seed_oss", {"attention_bias": False}, {"rms_norm_eps": 1e-3}),
     Case("llama4", "llama4_text", {"rope_parameters": EQUAL_LLAMA3}, {"use_qk_norm": False}, ("folder", "gguf")),
@@ -964,6 +973,8 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith(("act_fn.beta", "act_fn.eps")):  # of xIELU
+                buffer.mul_((2e5 if name.endswith("eps") else 1) * (0.5 + torch.rand((), generator=generator)))
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model
@@ -1068,6 +1079,8 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
 
 GGUF_NAMES = {
     "input_layernorm": "attn_norm",
+    "attention_layernorm": "attn_norm",  # Apertus
+    "feedforward_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -1224,6 +1237,8 @@ def gguf_tensors(
             yield f"{GGUF_OUTER[module]}.{kind}", values
             continue
         layer, inner = re.fullmatch(r"\D+\.(\d+)\.(.+)", module).groups()
+        if inner == "mlp.act_fn":  # keys have them
+            continue
         if architecture == "gpt-oss":
             if inner == "post_attention_layernorm":
                 yield f"blk.{layer}.post_attention_norm.weight", values
@@ -1454,6 +1469,10 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_array("granite_swa.attention.rope_pattern", [theta != 0 for theta in config.layer_rope_theta])
         if case.kind in WITH_STATES:
             add_states(writer, config)
+        if architecture == "apertus":
+            for part in ("alpha_n", "alpha_p", "beta", "eps"):
+                numbers = [getattr(layer.mlp.act_fn, part).item() for layer in model.model.layers]
+                writer.add_array(f"apertus.xielu.{part}", numbers)
         if architecture == "laguna":
             writer.add_rope_dimension_count_swa(head_dim)
             writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])

@@ -100,16 +100,16 @@ def activate(
     activation: str,
     gate: Floats,
     up: Floats | None = None,
-    threshold: float | Floats = 0.0,
+    threshold: float | Floats | tuple[float, ...] = 0.0,
     kept: int = 0,
     product_threshold: Floats | None = None,
 ) -> Float64:
     """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
     activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude: one
-    number, or one for each neuron. NaN stays NaN. topk: of each 64 neurons the `kept` with the largest magnitude of
-    silu over threshold, the first among equals, NaN before all others. product_threshold: of each neuron, what the
-    magnitude of h must exceed.
+    number, or one for each neuron; of xielu its curve, see `config.FfnConfig`. NaN stays NaN. topk: of each 64 neurons
+    the `kept` with the largest magnitude of silu over threshold, the first among equals, NaN before all others.
+    product_threshold: of each neuron, what the magnitude of h must exceed.
     """
 
     def above(x: Floats, limit: float | Floats) -> Float64:
@@ -128,6 +128,10 @@ def activate(
         counts = np.zeros(banks.shape, bool)
         np.put_along_axis(counts, order, True, axis=1)
         active = np.where(counts.reshape(active.shape), active, 0.0)
+    elif activation == "xielu":
+        above_zero, below, beta, least = np.asarray(threshold, np.float64)
+        rest = np.expm1(np.minimum(wide, least)) - wide
+        active = np.where(wide > 0, above_zero * wide * wide, below * rest) + beta * wide
     elif activation == "gelu_tanh":
         active = wide * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     else:

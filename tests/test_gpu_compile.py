@@ -279,6 +279,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.neuron_sum(gpu.Neurons(*plain, "fatrelu", 0.0, bias), x, None)
         else:
             gpu.neuron_sum(gpu.Neurons(*plain, "gelu_tanh", 0.0), x, None, 0.1)
+            gpu.neuron_sum(gpu.Neurons(*plain, "xielu", (0.7, 1.1, 0.5, -1e-6)), x, None)
             gpu.neuron_sum(gpu.Neurons(weight("F16"), *plain[1:], "cats", 0.0, bias, bias), x, None)
         low, high = weight("Q8_0", 64), weight("Q8_0", d_ff, 64)
         gpu.predict(low, high, torch.empty(d_ff).int(), x, 0.5, 8, (named[:, :8], named[:, 8:]))
@@ -286,6 +287,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.norm(torch.empty(tokens, wide), torch.empty(wide), None, 1e-5, False, for_codes=True)
         for activation in ("silu", "swiglu_oai"):
             gpu.activate(activation, torch.empty(tokens, many), torch.empty(tokens, many), for_codes=True)
+        gpu.activate("xielu", torch.empty(tokens, many), None, (0.7, 1.1, 0.5, -1e-6), for_codes=True)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
     for kind in types if whole else ():

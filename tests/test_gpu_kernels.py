@@ -704,7 +704,7 @@ class Bundles:
     def limit(self) -> Any:
         """The activation's threshold, or that of each neuron."""
         limits = self.vectors[2]
-        return THRESHOLD if limits is None else limits
+        return self.config.layers[0].neurons.limit if limits is None else limits
 
 
 def make_bundles(
@@ -717,10 +717,12 @@ def make_bundles(
     limits: bool = False,
     product_limits: bool = False,
 ) -> Bundles:
+    curve = (0.7, 1.1, 0.5, -1e-6) if activation == "xielu" else ()
+    ffn = FfnConfig(d_ff, activation, THRESHOLD, gated, curve=curve)
     config = ModelConfig(
         architecture="test", d_model=d_model, vocab_size=8,
         context_length=8, norm_eps=1e-5,
-        layers=(LayerConfig(AttentionConfig(1, 1, d_model), FfnConfig(d_ff, activation, THRESHOLD, gated)),),
+        layers=(LayerConfig(AttentionConfig(1, 1, d_model), ffn),),
     )  # fmt: skip
     (layout,) = bundle_layouts(config, *types, cpu.bundle_row_bytes)
     groups = np.full((-(-d_ff // BUNDLE_GROUP), layout.group_bytes), 0xAA, np.uint8)
@@ -770,7 +772,8 @@ def expected(
     decides = np.abs(reference.activate("silu", first)) if config.activation == "cats" else first
     sure = np.abs(decides - limit) > 1.2 * off
     h = reference.activate("relu" if config.activation == "drelu" else config.activation, first, None, own)
-    off = off * (2 * np.abs(first) + 1 if config.activation == "relu2" else 1.2) + 8 * EPS * np.abs(h)
+    steep = config.activation in ("relu2", "xielu")
+    off = off * (2 * np.abs(first) + 1 if steep else 1.2) + 8 * EPS * np.abs(h)
     if config.activation in THRESHOLDED:
         off = np.where(sure, off, off + own)
     if most:
@@ -923,7 +926,7 @@ HOW: list[tuple[float | None, float]] = [(0.5, 0.0), (None, 0.3)]
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", ["silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats", "xielu"])
 def test_every_activation(activation: str, gated: bool, kernels: str) -> None:
     if activation == "drelu" and not gated:
         return
@@ -1126,16 +1129,19 @@ def test_codes_of_attention(split: bool, dim: int, heads: int, kernels: str, mon
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of the interpreter, in exp of what is far below zero
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "relu2", "drelu", "fatrelu", "cats", "swiglu_oai"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu_tanh", "relu", "relu2", "drelu", "fatrelu", "cats", "xielu", "swiglu_oai"]
+)
 def test_activations(activation: str, kernels: str) -> None:
     """With a gate that is a part of a larger tensor, and without one."""
     both = floats(59, 3, 2 * 50) * 4
     both[0, 3], both[1, 60] = np.nan, np.inf
     halves = on_device(both)[:, :50], on_device(both)[:, 50:]
     for up in (halves[1], None) if activation not in ("drelu", "swiglu_oai") else (halves[1],):
-        got = gpu.activate(activation, halves[0], up, 0.3)
+        limit = (0.7, 1.1, 0.5, -0.25) if activation == "xielu" else 0.3
+        got = gpu.activate(activation, halves[0], up, limit)
         gpu.force_triton(False)
-        want = gpu.activate(activation, *(None if one is None else one.double() for one in (halves[0], up)), 0.3)
+        want = gpu.activate(activation, *(None if one is None else one.double() for one in (halves[0], up)), limit)
         torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-7, equal_nan=True)
         gpu.force_triton(kernels == "triton")
 

@@ -30,7 +30,9 @@ ENTRIES = {  # of codes that are numbers of them
 }
 DOTS_ALONE = ("Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
 GROUP = _native.GROUP
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats", "xielu")
+CURVE = (0.7, 1.1, 0.5, -1e-6)
+"""Of xielu."""
 THRESHOLD = 0.25
 POOL = _native.Pool(2)
 
@@ -70,6 +72,11 @@ def fifths(kind: str, k: int) -> tuple[np.ndarray, np.ndarray]:
     word = np.where(np.isin(lanes, (1, 2, 4, 8)), v % 4 * lanes + block, block)
     bit = np.where(np.isin(lanes, (1, 2, 4, 8)), word // 16 + 4 * (v >= 4), v)
     return line + word % 16 * 4 + every % 4, bit
+
+
+def spec_of(activation: str, *settings: Any) -> _native.NeuronSpec:
+    """What neurons compute, with `CURVE` where the activation has one."""
+    return _native.NeuronSpec(activation, *settings, curve=CURVE if activation == "xielu" else ())
 
 
 @dataclass
@@ -124,7 +131,7 @@ def make_layer(
         bias[0] = None
     native = _native.Bundles(
         data, neurons, k, types[0] if gated else None, *types, pitch, at.get("gate", 0), at["up"], at["down"],
-        _native.NeuronSpec(activation, THRESHOLD if limits is None else 0.0, *bias, limits, product_limits),
+        spec_of(activation, THRESHOLD if limits is None else 0.0, *bias, limits, product_limits),
     )  # fmt: skip
     values = held.get("gate"), held["up"], held["down"]
     return Layer(native, data, *values, activation, *types, (bias[0], bias[1]), limits, product_limits)
@@ -150,12 +157,14 @@ def activate(x: np.ndarray, activation: str, limit: float | np.ndarray = THRESHO
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     if activation == "fatrelu":
         return np.where(x > limit, x, 0)
+    if activation == "xielu":
+        return np.where(x > 0, CURVE[0] * x * x, CURVE[1] * (np.expm1(np.minimum(x, CURVE[3])) - x)) + CURVE[2] * x
     return np.maximum(x, 0) ** (2 if activation == "relu2" else 1)
 
 
 def steepest(x: np.ndarray, activation: str) -> np.ndarray:
     """The maximum slope of the activation."""
-    return 2 * np.abs(x) + 1 if activation == "relu2" else np.full(x.shape, 1.2)
+    return 2 * np.abs(x) + 1 if activation in ("relu2", "xielu") else np.full(x.shape, 1.2)
 
 
 def expected(layer: Layer, x: np.ndarray, index: np.ndarray, most: float = 0.0) -> tuple[np.ndarray, np.ndarray]:

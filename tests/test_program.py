@@ -70,6 +70,7 @@ class Setting:
     activation: str = "silu"
     threshold: float = 0.0
     limits: bool = False  # thresholds of neurons
+    curve: tuple[float, ...] = ()  # of xielu
     product_limits: bool = False
     gated: bool = True
     learned_positions: bool = False
@@ -159,6 +160,10 @@ SETTINGS = {
         3, 3, 32, 96, 64, "F16", "f32", head_norms=True, wide_norms=True, order="output", activation="gelu_tanh",
         gated=False, biases=True, embed_dim=64, embedding_scale=0.5, rope_bases=(None, 30.0),
     ),
+    "xielu": Setting(
+        2, 1, 16, 48, 88, "F32", "f32", head_norms=True, activation="xielu", gated=False, curve=(0.7, 1.1, 0.5, -1e-6)
+    ),
+    "gated xielu": Setting(2, 1, 16, 40, 88, "F16", "f32", activation="xielu", curve=(0.2, 0.7, 0.9, -1e-3)),
     "relu above a threshold of each neuron": Setting(2, 1, 16, 48, 56, "F16", "f32", activation="fatrelu", limits=True),
     "silu beyond a threshold of each neuron, biases": Setting(
         2, 1, 16, 48, 104, "F32", "f32", activation="cats", limits=True, product_limits=True, biases=True
@@ -283,7 +288,7 @@ class Weights:
         up, down = (self.packed[f"{i}.{part}"] for part in ("up", "down"))
         *biases, down_bias = (self.vectors.get(f"{i}.{part}_bias") for part in ("gate", "up", "down"))
         limits = (self.vectors.get(f"{i}.{name}") for name in ("limits", "product_limits"))
-        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases, *limits)
+        spec = _native.NeuronSpec(self.s.activation, self.s.threshold, *biases, *limits, curve=self.s.curve)
         neurons = _native.DenseNeurons(spec, self.packed.get(f"{i}.gate"), up, down)
         p.ffn(_native.FfnSpec(norm, self.norm(f"{i}.ffn_out_norm"), down_bias), neurons)
 
@@ -359,7 +364,8 @@ class Reference:
     def _ffn(self, normed: np.ndarray, i: int) -> np.ndarray:
         s = self.w.s
         hidden = [self._linear(normed, f"{i}.{part}") for part in s.parts if part in ("gate", "up")]
-        limits, own = self.w.vectors.get(f"{i}.limits", s.threshold), self.w.vectors.get(f"{i}.product_limits")
+        limits = self.w.vectors.get(f"{i}.limits", s.curve or s.threshold)
+        own = self.w.vectors.get(f"{i}.product_limits")
         active = reference.activate(
             s.activation, *hidden, threshold=limits, kept=int(s.threshold), product_threshold=own
         )
@@ -456,7 +462,7 @@ def test_the_bound_notices_every_setting(name: str) -> None:
     wrong = {
         "window": replace(s, windows=tuple(w + 1 if w else 64 for w in s.windows)),
         "eps": replace(s, eps=0.1),
-        "activation": replace(s, activation="silu" if s.activation == "relu" else "relu"),
+        "activation": replace(s, activation="silu" if s.activation == "relu" else "relu", curve=()),
     }
     if s.rotated != 0:
         wrong["rope"] = replace(s, rope_factor=s.rope_factor * 1.05)
@@ -468,6 +474,8 @@ def test_the_bound_notices_every_setting(name: str) -> None:
         wrong["scale"] = replace(s, scale=s.scale * 1.1)
     if s.embedding_scale != 1:
         wrong["embedding"] = replace(s, embedding_scale=1.0)
+    for at, number in enumerate(s.curve[:3]):
+        wrong[f"curve {at}"] = replace(s, curve=(*s.curve[:at], number * 1.05, *s.curve[at + 1 :]))
     if s.threshold:
         wrong["threshold"] = replace(s, threshold=s.threshold + 1 if s.limits else s.threshold * 1.1)
     if s.order == "parallel":
@@ -522,6 +530,7 @@ def test_what_is_no_number_stays_so(activation: str, limits: bool, gated: bool, 
     """A NaN that enters the activation of one neuron reaches every logit, as it does in `transformers`."""
     own = {"activation": activation, "limits": limits, "threshold": 30 if activation == "topk" else 0}
     own["product_limits"] = gated and limits and activation != "topk"
+    own["curve"] = (0.7, 1.1, 0.5, -1e-6) if activation == "xielu" else ()
     setting = Setting(2, 1, 8, 24, 64, "F32", "f32", gated=gated, biases=True, **own)  # type: ignore[arg-type]
     for part in setting.parts[4:-1]:
         weights = Weights(setting, seed=5)

@@ -109,6 +109,12 @@ def test_activations() -> None:
     silu = [-0.2689414213699951, 0, 0, 0.3112296656009273, 2.8577223804673]  # of 0.25 it is 0.14
     assert close(reference.activate("cats", gate[:-1], threshold=0.25), silu)
     assert close(reference.activate("cats", gate[:-1], up[:-1], 0.25), np.array(silu) * up[:-1])
+    curve, low = (0.5, 2.0, 0.25, -math.log(2)), math.log(4)  # e^-log(2) is a half, e^-log(4) a quarter
+    gate, up = np.array([2, 0, -0.5, -low, nan]), np.array([3.0, 1, 1, 2, 1])
+    xielu = np.array([2.5, -1, -1 + 1 - 0.125, 2 * (low - 0.75) - low / 4, nan])
+    assert np.allclose(reference.activate("xielu", gate, None, curve), xielu, 1e-15, equal_nan=True)
+    assert np.allclose(reference.activate("xielu", gate, up, curve), xielu * up, 1e-15, equal_nan=True)
+    gate = np.array([-1, 0, 0.25, 0.5, 3, nan])
     assert np.isnan(reference.activate("cats", gate[-1:], threshold=0.25)).all()
     assert np.isnan(reference.activate("drelu", np.ones(1), np.array([nan]))).all()
 

@@ -96,10 +96,11 @@ class RopeConfig:
         return None
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats", "topk")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "relu2", "fatrelu", "drelu", "cats", "topk", "xielu")
 """gelu_tanh is GELU by its tanh approximation; relu2 is relu squared; fatrelu keeps what exceeds a threshold; drelu is
 relu on the gate and on up; cats (arXiv 2404.08763) is silu where its magnitude exceeds a threshold; topk is silu for so
-many neurons of each bank of BANK in turn, those whose magnitude is largest as a multiple of the neuron's threshold."""
+many neurons of each bank of BANK in turn, those whose magnitude is largest as a multiple of the neuron's threshold;
+xielu (arXiv 2411.13010) has a curve of four numbers: `FfnConfig.curve`."""
 
 THRESHOLDED = ("fatrelu", "cats")
 """Activations that have a threshold."""
@@ -777,6 +778,14 @@ class FfnConfig(FfnKind):
     thresholds: bool = field(default=False, repr=False)
     # Each neuron has a threshold of its product, too: h that does not exceed it in magnitude counts as zero.
     product_thresholds: bool = field(default=False, repr=False)
+    # Of xielu, (above, below, beta, least): of x above zero above * x^2 + beta * x, of others
+    # below * (e^min(x, least) - 1 - x) + beta * x.
+    curve: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def limit(self) -> float | tuple[float, ...]:
+        """Numbers of the activation that all neurons share: its threshold, or its curve."""
+        return self.curve or self.threshold
 
     @property
     def neurons(self) -> FfnConfig:
@@ -808,6 +817,8 @@ class FfnConfig(FfnKind):
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
             return "activation drelu needs a gated FFN"
+        if len(self.curve) != (4 if self.activation == "xielu" else 0):
+            return f"activation {self.activation} with {len(self.curve)} numbers of a curve"
         if self.product_thresholds and not (self.gated and self.thresholds and self.activation in THRESHOLDED):
             return f"product thresholds, which only gated {' and '.join(THRESHOLDED)} with thresholds of neurons have"
         if self.activation == "topk":
@@ -984,8 +995,8 @@ class ExpertsConfig(FfnKind):
             return "biases of experts whose input is scaled"
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
-        if self.activation == "topk":
-            return "activation topk is not for experts"
+        if self.activation in ("topk", "xielu"):
+            return f"activation {self.activation} is not for experts"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
     @property

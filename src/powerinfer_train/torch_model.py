@@ -7,7 +7,7 @@ written back alike. What a family's layers compute is what `ModelConfig` says, a
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -86,6 +86,10 @@ def activate(
         case "cats":
             active = functional.silu(linear)
             active = torch.where(active.abs() > threshold, active, 0)
+        case "xielu":
+            above, below, beta, least = cast(FfnConfig, config).curve
+            more = torch.expm1(linear.clamp(max=least)) - linear
+            active = torch.where(linear > 0, above * linear * linear, below * more) + beta * linear
         case "topk":
             assert thresholds is not None
             active = functional.silu(linear)

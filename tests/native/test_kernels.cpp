@@ -305,7 +305,7 @@ void test_layer_norm(const PiKernels* kernels) {
 }
 
 const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats", "topk"};
-static_assert(std::size(ACTIVATIONS) == PI_N_ACTS);
+static_assert(std::size(ACTIVATIONS) == PI_XIELU && PI_XIELU + 1 == PI_N_ACTS);  // it has a kernel of its own
 
 // gelu_tanh(x) = x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)); this is 2 u.
 double gelu_argument(double x) { return sqrt(8 / M_PI) * (x + 0.044715 * x * x * x); }
@@ -345,7 +345,7 @@ void test_swiglu_oai(const PiKernels* kernels) {
 
 void test_activate(const PiKernels* kernels) {
   const float threshold = 0.01f;
-  for (int act = 0; act < PI_N_ACTS; act++) {
+  for (int act = 0; act < PI_XIELU; act++) {
     Check check(std::string(kernels->name) + " activate " + ACTIVATIONS[act]),
         none(std::string(kernels->name) + " activate propagates NaN: " + ACTIVATIONS[act]);
     for (int64_t n : {16, 48, 1536}) {
@@ -391,6 +391,34 @@ void test_activate(const PiKernels* kernels) {
           }
         }
       }
+    }
+  }
+}
+
+// Near zero, where digits of e^x - 1 - x would cancel, between 0 and `least`, and where the exponential's reduction begins.
+void test_xielu(const PiKernels* kernels) {
+  Check check(std::string(kernels->name) + " xielu");
+  for (const PiXielu by : {PiXielu{0.7f, 1.1f, 0.5f, -1e-6f}, PiXielu{0.2f, 3, 0.9f, -0.25f}, PiXielu{5, 0.4f, 0, 1e-7f}}) {
+    Random r(4);
+    std::vector<float> x = r.normals(1536, 4);
+    const float edges[] = {0,       -0.0f, 1e-30f, -1e-30f, -1e-7f, -2e-6f, -1e-3f, -0.34657f, -0.3466f,
+                           -0.125f, -0.3f, -1,     -87.9f,  -88.1f, -1000,  1000,   -3e38f,    -1e-45f};
+    std::copy(std::begin(edges), std::end(edges), x.begin());
+    x[100] = NAN, x[101] = INFINITY;
+    std::vector<float> out = x;
+    kernels->xielu(&by, out.data(), 1536);
+    for (size_t i = 0; i < 1536; i++) {
+      if (i == 100 || i == 101) {
+        check.yes(i == 100 ? isnan(out[i]) : isinf(out[i]), (int64_t)i);
+        continue;
+      }
+      const double v = x[i], m = std::min(v, (double)by.least), line = by.beta * v;
+      // of small m the series, whose first term is exact to a digit; of others each part is rounded
+      const double less = fabs(m) < 0.25 ? m * m / 2 * (1 + m / 3 * (1 + m / 4 * (1 + m / 5 * (1 + m / 6 * (1 + m / 7)))))
+                                         : expm1(m) - m;
+      const double part = v > 0 ? by.above * v * v : by.below * (less + (m - v));
+      const double size = v > 0 ? part : by.below * (fabs(m) < 0.34 ? less : 2 + fabs(m)) + by.below * fabs(m - v);
+      check.near(out[i], part + line, gamma_of(8) * (size + fabs(line)) + 1e-45, (int64_t)i);
     }
   }
 }
@@ -775,6 +803,7 @@ int main() {
     test_rms_norm(kernels);
     test_layer_norm(kernels);
     test_activate(kernels);
+    test_xielu(kernels);
     test_swiglu_oai(kernels);
     test_rope_and_scale(kernels);
     test_cap(kernels);

@@ -15,10 +15,10 @@ namespace {
 const int ROW_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0},
           DOT_TYPES[] = {PI_F16, PI_BF16, PI_Q8_0, PI_Q4_0, PI_Q4_1, PI_Q5_0, PI_Q5_1, PI_IQ4_NL},
           ACROSS[] = {PI_Q4_0X32, PI_Q4_1X32, PI_Q5_0X32, PI_Q5_1X32, PI_Q8_0X32, PI_IQ4_NLX32, PI_MXFP4X32};
-// Those of bundles alone: of topk, the gates are those of matrices.
+// Those of bundles alone: of topk, the gates are those of matrices; xielu is as any that is never zero.
 const char* const ACTIVATIONS[] = {"silu", "relu", "relu2", "fatrelu", "drelu", "gelu_tanh", "cats"};
 constexpr int N_ACTS = PI_TOPK;
-static_assert(std::size(ACTIVATIONS) == N_ACTS && N_ACTS + 1 == PI_N_ACTS);
+static_assert(std::size(ACTIVATIONS) == N_ACTS && N_ACTS + 2 == PI_N_ACTS);
 
 // Whether an activation is never exactly zero.
 bool never_silent(int act) { return act == PI_SILU || act == PI_GELU_TANH; }
@@ -622,7 +622,7 @@ struct Layer {
                                                 of(type, gated ? packed : 0),
                                                 of(down_type, down_at),
                                                 neurons,
-                                                {{act, threshold}, gate_bias, up_bias, {}, {}},
+                                                {{act, threshold, {}}, gate_bias, up_bias, {}, {}},
                                                 every_one(neurons),
                                                 {},
                                                 {}});

@@ -15,6 +15,7 @@ inline void drop_small(float* x, const float* limits, int64_t n) {
 struct Activation {
   int kind = PI_SILU;   // PiAct
   float threshold = 0;  // of FATRELU and CATS; of TOPK how many neurons of a bank are kept
+  PiXielu curve{};      // of XIELU
 
   bool has_threshold() const { return kind == PI_FATRELU || kind == PI_CATS; }
   bool in_banks() const { return kind == PI_TOPK; }
@@ -24,12 +25,13 @@ struct Activation {
   // Rows of n elements, a multiple of 16 or whole banks, in place. limits: a threshold for each of them; null:
   // `threshold` of all. gate = h; up may be null.
   void apply(const PiKernels* kernels, float* gate, const float* up, int64_t n, const float* limits = nullptr) const {
-    if (!limits) return kernels->activate(kind, threshold, gate, up, n);
+    if (!limits && kind != PI_XIELU) return kernels->activate(kind, threshold, gate, up, n);
     apply_first(kernels, gate, n, limits);
     for (int64_t i = 0; i < n && up; i++) gate[i] *= up[i];
   }
   // x = act(x), what up is multiplied with.
   void apply_first(const PiKernels* kernels, float* x, int64_t n, const float* limits = nullptr) const {
+    if (kind == PI_XIELU) return kernels->xielu(&curve, x, n);
     if (!limits) return kernels->activate(kind == PI_DRELU ? PI_RELU : kind, threshold, x, nullptr, n);
     if (kind == PI_TOPK) {
       kernels->activate(PI_TOPK, 0.0f, x, nullptr, n);
@@ -45,7 +47,11 @@ struct Activation {
   void apply_second(const PiKernels* kernels, float* up, int64_t n) const {
     if (kind == PI_DRELU) kernels->activate(PI_RELU, 0.0f, up, nullptr, n);
   }
-  bool operator==(const Activation& other) const { return kind == other.kind && threshold == other.threshold; }
+  bool operator==(const Activation& other) const {
+    const PiXielu &a = curve, &b = other.curve;
+    const bool alike = a.above == b.above && a.below == b.below && a.beta == b.beta && a.least == b.least;
+    return kind == other.kind && threshold == other.threshold && alike;
+  }
 };
 
 // h = act(gate . n + gate_bias) * (up . n + up_bias) of the input n, or without a gate act(up . n + up_bias). With

@@ -347,6 +347,7 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int64_t at, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> out, const Norm* norm,
              const std::string& activation) {
             const int act = index_of(ACTIVATIONS, PI_N_ACTS, activation, "activation");
+            require(act < PI_TOPK, "of a layer's input: no activation with numbers of its own");
             p.add_layer_input(at, std::move(gate), std::move(out), norm_of(norm), act);
           },
           "at"_a, "gate"_a, "out"_a, "norm"_a.none(), "activation"_a,

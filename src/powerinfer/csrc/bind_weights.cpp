@@ -565,12 +565,16 @@ void bind_neuron_spec(nb::module_& m) {
       "fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold\n"
       "one for each neuron. Of topk, threshold is how many neurons of a bank are kept, and limits the units\n"
       "in which their magnitudes are compared. product_limits, beside limits of fatrelu and cats and with a\n"
-      "gate: what the magnitude of each neuron's product of gate and up must exceed, or it is zero.")
+      "gate: what the magnitude of each neuron's product of gate and up must exceed, or it is zero. curve, of\n"
+      "xielu: factors of x^2 above zero, of e^x - 1 - x below, of x, and the largest x of that exponential.")
       .def(
           "__init__",
           [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
-             std::optional<Floats> up_bias, std::optional<Floats> limits, std::optional<Floats> product_limits) {
-            const Activation own{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold};
+             std::optional<Floats> up_bias, std::optional<Floats> limits, std::optional<Floats> product_limits,
+             const std::vector<float>& curve) {
+            Activation own{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold, {}};
+            require(curve.size() == (own.kind == PI_XIELU ? 4 : 0), "a curve of four numbers goes with xielu");
+            if (!curve.empty()) own.curve = {curve[0], curve[1], curve[2], curve[3]};
             if (own.in_banks())
               require(limits && threshold >= 1 && threshold <= PI_BANK && threshold == floorf(threshold),
                       "topk keeps a whole number of a bank's neurons, and has thresholds of neurons");
@@ -583,7 +587,8 @@ void bind_neuron_spec(nb::module_& m) {
                 NeuronSpec{own, vector_of(gate_bias), vector_of(up_bias), vector_of(limits), vector_of(product_limits)};
           },
           "activation"_a = ACTIVATIONS[PI_SILU], "threshold"_a = 0.0f, "gate_bias"_a = nb::none(),
-          "up_bias"_a = nb::none(), "limits"_a = nb::none(), "product_limits"_a = nb::none());
+          "up_bias"_a = nb::none(), "limits"_a = nb::none(), "product_limits"_a = nb::none(),
+          "curve"_a = std::vector<float>());
 }
 
 void bind_bundles(nb::module_& m) {

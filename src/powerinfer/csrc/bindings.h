@@ -38,8 +38,8 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 inline const char* const ACTIVATIONS[PI_N_ACTS + 1] = {
-    "silu",      "relu", "relu2", "fatrelu",   "drelu",
-    "gelu_tanh", "cats", "topk",  "swiglu_oai"};  // the last is of experts alone
+    "silu",      "relu", "relu2", "fatrelu", "drelu",
+    "gelu_tanh", "cats", "topk",  "xielu",   "swiglu_oai"};  // the last is of experts alone
 inline const char* const KV_TYPES[PI_N_KV_TYPES] = {"f32", "f16", "q8_0"};
 
 inline int index_of(const char* const* names, int n, const std::string& name, const char* what) {

@@ -137,7 +137,8 @@ void activate_as(float threshold, float* gate, const float* up, int64_t n) {
 
 void activate(int act, float threshold, float* gate, const float* up, int64_t n) {
   switch (act) {
-    case PI_TOPK:  // its selection comes after
+    case PI_XIELU: return;  // has a kernel of its own
+    case PI_TOPK:           // its selection comes after
     case PI_SILU: return activate_as<PI_SILU>(threshold, gate, up, n);
     case PI_RELU: return activate_as<PI_RELU>(threshold, gate, up, n);
     case PI_RELU2: return activate_as<PI_RELU2>(threshold, gate, up, n);
@@ -147,6 +148,16 @@ void activate(int act, float threshold, float* gate, const float* up, int64_t n)
     case PI_CATS: return activate_as<PI_CATS>(threshold, gate, up, n);
     case PI_SWIGLU_OAI: return activate_as<PI_SWIGLU_OAI>(threshold, gate, up, n);
     case PI_SIGMOID: return activate_as<PI_SIGMOID>(threshold, gate, up, n);
+  }
+}
+
+// The exponential's reduction leaves e^m - 1 - m of small m without what it has in common with m, so no digit cancels.
+void xielu(const PiXielu* by, float* x, int64_t n) {
+  const f32x16 above = f_set(by->above), below = f_set(by->below), beta = f_set(by->beta), least = f_set(by->least);
+  for (int64_t i = 0; i < n; i += 16) {
+    const f32x16 v = f_load(x + i), m = f_min(least, v), line = f_mul(beta, v);  // in this order NaN stays
+    const f32x16 beyond = f_add(f_expm1_less(m), f_sub(m, v));
+    f_store(x + i, f_choose(v, f_fma(f_mul(above, v), v, line), f_fma(below, beyond, line)));
   }
 }
 
@@ -202,6 +213,7 @@ PI_KERNELS(rows) {
   to->rms_norm = rms_norm;
   to->layer_norm = layer_norm;
   to->activate = activate;
+  to->xielu = xielu;
   to->keep_largest = keep_largest;
   to->rope = rope;
   to->scale = scale;

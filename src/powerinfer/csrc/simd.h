@@ -45,6 +45,10 @@ PI_INLINE f32x16 f_min(f32x16 a, f32x16 b) { return _mm512_min_ps(a, b); }
 PI_INLINE f32x16 f_abs(f32x16 a) { return _mm512_abs_ps(a); }
 // Zero in the lanes that are at most t, x in the others: NaN stays.
 PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, t, _CMP_NLE_UQ), x); }
+// a in the lanes where x is above zero, b in the others, and where x is NaN.
+PI_INLINE f32x16 f_choose(f32x16 x, f32x16 a, f32x16 b) {
+  return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), a);
+}
 PI_INLINE float f_sum(f32x16 a) { return _mm512_reduce_add_ps(a); }
 PI_INLINE float f_hmax(f32x16 a) { return _mm512_reduce_max_ps(a); }
 PI_INLINE f32x16 f_load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -226,6 +230,11 @@ PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) {
 PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
   return {_mm256_and_ps(x.a, _mm256_cmp_ps(x.a, t.a, _CMP_NLE_UQ)),
           _mm256_and_ps(x.b, _mm256_cmp_ps(x.b, t.b, _CMP_NLE_UQ))};
+}
+PI_INLINE f32x16 f_choose(f32x16 x, f32x16 a, f32x16 b) {
+  const __m256 zero = _mm256_setzero_ps();
+  return {_mm256_blendv_ps(b.a, a.a, _mm256_cmp_ps(x.a, zero, _CMP_GT_OQ)),
+          _mm256_blendv_ps(b.b, a.b, _mm256_cmp_ps(x.b, zero, _CMP_GT_OQ))};
 }
 PI_INLINE f32x16 f_abs(f32x16 x) {
   __m256 s = _mm256_set1_ps(-0.0f);
@@ -551,6 +560,10 @@ PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) {
   EACH x.v[i] = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x.v[i]), vcleq_f32(x.v[i], t.v[i])));
   return x;
 }
+PI_INLINE f32x16 f_choose(f32x16 x, f32x16 a, f32x16 b) {
+  EACH x.v[i] = vbslq_f32(vcgtzq_f32(x.v[i]), a.v[i], b.v[i]);
+  return x;
+}
 PI_INLINE f32x16 f_abs(f32x16 x) {
   EACH x.v[i] = vabsq_f32(x.v[i]);
   return x;
@@ -840,6 +853,7 @@ PI_INLINE f32x16 f_fma(f32x16 x, f32x16 y, f32x16 z) { return x * y + z; }
 PI_INLINE f32x16 f_max(f32x16 x, f32x16 y) { return x > y ? x : y; }
 PI_INLINE f32x16 f_min(f32x16 x, f32x16 y) { return x < y ? x : y; }
 PI_INLINE f32x16 f_above(f32x16 x, f32x16 t) { return x <= t ? (f32x16){} : x; }
+PI_INLINE f32x16 f_choose(f32x16 x, f32x16 a, f32x16 b) { return x > (f32x16){} ? a : b; }
 PI_INLINE f32x16 f_abs(f32x16 x) { return (f32x16)((u32x16)x & 0x7fffffffu); }
 PI_PLAIN float f_sum(f32x16 x) {
   for (int n = 8; n; n /= 2)
@@ -1040,10 +1054,14 @@ PI_INLINE void f_store_n(float* p, f32x16 v, int n) {
   memcpy(p, buf, (size_t)n * 4);
 }
 
-// e^x, about 1 ulp; exactly 0 from -88 down, exactly 1 at 0. Range reduction and degree-6 polynomial as in Cephes expf.
-PI_INLINE f32x16 f_exp(f32x16 x) {
-  x = f_min(f_max(x, f_set(-88.0f)), f_set(88.0f));
-  i32x16 n = i_round(f_mul(x, f_set(1.44269504088896341f)));
+// Parts of e^x for x in [-88, 88], by range reduction and a degree-6 polynomial as in Cephes expf: x is n log 2 + r, and
+// e^r is 1 + r + r^2 more.
+struct ExpParts {
+  i32x16 n;
+  f32x16 r, more;
+};
+PI_INLINE ExpParts f_exp_parts(f32x16 x) {
+  const i32x16 n = i_round(f_mul(x, f_set(1.44269504088896341f)));
   f32x16 k = i_float(n), r = f_fma(k, f_set(-0.693359375f), x);
   r = f_fma(k, f_set(2.12194440e-4f), r);
   f32x16 p = f_set(1.9875691500e-4f);
@@ -1052,8 +1070,22 @@ PI_INLINE f32x16 f_exp(f32x16 x) {
   p = f_fma(p, r, f_set(4.1665795894e-2f));
   p = f_fma(p, r, f_set(1.6666665459e-1f));
   p = f_fma(p, r, f_set(5.0000001201e-1f));
-  p = f_add(f_fma(f_mul(r, r), p, r), f_set(1.0f));
-  return f_mul(p, f_pow2(n));
+  return {n, r, p};
+}
+
+// e^x, about 1 ulp; exactly 0 from -88 down, exactly 1 at 0.
+PI_INLINE f32x16 f_exp(f32x16 x) {
+  x = f_min(f_max(x, f_set(-88.0f)), f_set(88.0f));
+  const ExpParts e = f_exp_parts(x);
+  return f_mul(f_add(f_fma(f_mul(e.r, e.r), e.more, e.r), f_set(1.0f)), f_pow2(e.n));
+}
+
+// e^x - 1 - x of x up to 88; NaN stays. Where |x| is below log(2) / 2, n is 0 and r is x, which the middle leaves out
+// exactly.
+PI_INLINE f32x16 f_expm1_less(f32x16 x) {
+  const ExpParts e = f_exp_parts(f_min(f_max(x, f_set(-88.0f)), f_set(88.0f)));
+  const f32x16 by = f_pow2(e.n), middle = f_add(f_sub(f_mul(by, e.r), x), f_sub(by, f_set(1.0f)));
+  return f_fma(f_mul(by, f_mul(e.r, e.r)), e.more, middle);
 }
 
 // tanh x, about 2 ulp; NaN stays. Up to 0.625 a polynomial as in Cephes tanhf, above it 1 - 2 / (e^(2 |x|) + 1); each of the

@@ -52,8 +52,9 @@
 
 // Activations of the FFN. RELU2 is relu squared; FATRELU keeps what exceeds a threshold; DRELU is relu on the gate and
 // on up; GELU_TANH is GELU in its approximation by tanh; CATS is silu where its magnitude exceeds a threshold; TOPK is
-// silu for so many neurons of each bank of PI_BANK, see `keep_largest`. Experts may also have SWIGLU_OAI, gpt-oss's:
-// with both clamped at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of gates, and none of an FFN.
+// silu for so many neurons of each bank of PI_BANK, see `keep_largest`; XIELU has numbers of its own, see PiXielu. Experts
+// may also have SWIGLU_OAI, gpt-oss's: with both clamped at 7, gate * sigmoid(1.702 gate) * (up + 1). SIGMOID is that of
+// gates, and none of an FFN.
 enum PiAct {
   PI_SILU,
   PI_RELU,
@@ -63,9 +64,15 @@ enum PiAct {
   PI_GELU_TANH,
   PI_CATS,
   PI_TOPK,
+  PI_XIELU,
   PI_N_ACTS,
   PI_SWIGLU_OAI = PI_N_ACTS,
   PI_SIGMOID
+};
+
+// xIELU (arXiv 2411.13010): of x above zero `above` * x^2 + beta * x, of others below * (e^min(x, least) - 1 - x) + beta * x.
+struct PiXielu {
+  float above, below, beta, least;
 };
 
 enum PiKvType { PI_KV_F32, PI_KV_F16, PI_KV_Q8_0, PI_N_KV_TYPES };
@@ -379,8 +386,11 @@ struct PiKernels {
   // Norms of one row; out may be x. The bias of layer_norm may be null.
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
   void (*layer_norm)(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
-  // gate = act(gate) * up, or act(gate) where up is null; n is a multiple of 16. The threshold is FATRELU's and CATS's.
+  // gate = act(gate) * up, or act(gate) where up is null; n is a multiple of 16. The threshold is FATRELU's and CATS's; not
+  // for XIELU.
   void (*activate)(int act, float threshold, float* gate, const float* up, int64_t n);
+  // x = xielu(x); n is a multiple of 16. NaN stays.
+  void (*xielu)(const PiXielu*, float* x, int64_t n);
   // Of each bank of PI_BANK elements of x keeps the `kept` whose magnitude is largest as a multiple of `unit`, the first
   // among equals, NaN before all others; the rest become 0. n is a multiple of PI_BANK.
   void (*keep_largest)(float* x, const float* unit, int64_t kept, int64_t n);

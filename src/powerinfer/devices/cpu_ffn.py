@@ -122,7 +122,7 @@ class PartMaker:
 
     def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
         config = self.config.layers[layer].neurons
-        return _native.NeuronSpec(config.activation, config.threshold, *vectors)
+        return _native.NeuronSpec(config.activation, config.threshold, *vectors, curve=config.curve)
 
 
 class CpuFfn:

@@ -527,7 +527,7 @@ class GpuLayers:
         limits, product_limits = self._optional_vector(vectors.limits), self._optional_vector(vectors.product_limits)
         config = self._config.layers[layer].neurons
         neurons, plain = up.rows, gate is None  # not the matrices themselves
-        limit = config.threshold if limits is None else limits
+        limit = config.limit if limits is None else limits
         top = int(config.threshold) if config.activation == "topk" else 0
 
         def run(step: Step) -> None:

@@ -69,7 +69,8 @@ FOUR_NORMS = LLAMA_NAMES.extended(
 LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
 """Defaults of Llama's class, which many share."""
 
-GATED = {"silu": "silu", "swish": "silu", **{name: name for name in ACTIVATIONS if name not in ("silu", "gelu_tanh")}}
+_WITHOUT_CURVE = tuple(name for name in ACTIVATIONS if name != "xielu")
+GATED = {"silu": "silu", "swish": "silu", **{name: name for name in _WITHOUT_CURVE if name != "gelu_tanh"}}
 """Activations of a gated FFN in config.json -> names of this engine."""
 PLAIN = {"relu": "relu", "relu2": "relu2"}
 """Activations of an FFN without a gate."""
@@ -100,9 +101,10 @@ class Folder:
     `LayerConfig`; norm: as in `ModelConfig`.
 
     Reading tensors. names, fused: as the files have them; find_names: in place of `names` where that depends on the
-    model. rename: changes names of the file in place, and gives notes; make: takes tensors out and gives, by canonical
-    name, what is made of them; norms_less_one: files keep the weights of norms less one; predictors: files may have
-    some; mtp: a draft head is below `mtp`, as of Qwen3-Next, not in layers behind the model's.
+    model. adapt: takes tensors out that are settings, and gives the configuration with them; rename: changes names of
+    the file in place, and gives notes; make: takes tensors out and gives, by canonical name, what is made of them;
+    norms_less_one: files keep the weights of norms less one; predictors: files may have some; mtp: a draft head is
+    below `mtp`, as of Qwen3-Next, not in layers behind the model's.
     """
 
     model_type: str
@@ -135,6 +137,7 @@ class Folder:
     names: Names = LLAMA_NAMES
     find_names: Callable[[ModelConfig, Mapping[str, SingleTensor]], Names] | None = None
     fused: Sequence[Fused] | Callable[[ModelConfig, Names], Sequence[Fused]] = ()
+    adapt: Callable[[ModelConfig, Tensors, str], ModelConfig] | None = None
     rename: Callable[[Tensors], list[str]] | None = None
     make: Callable[[ModelConfig, Tensors, str], dict[str, MadeTensor]] | None = None
     norms_less_one: bool = False
@@ -176,7 +179,7 @@ class Gguf:
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
     positions are not rotated in any layer; short_conv: layers without heads for keys and values are `ShortConvConfig`;
     layer_inputs: layers may get numbers of tokens beside the residual stream, and share keys and values;
-    change: makes the heads of all layers of those that follow from the rest.
+    change, change_ffns: make the heads, and the FFNs, of all layers of those that follow from the rest.
     names: of tensors, where the family calls them otherwise; ollama_names: those that Ollama's files may have instead.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
@@ -228,6 +231,7 @@ class Gguf:
     unrotated: bool = False
     layer_inputs: bool = False
     change: Callable[[Fields, Sequence[AttentionConfig]], list[AttentionConfig]] | None = None
+    change_ffns: Callable[[Fields, Sequence[FfnKind]], list[FfnKind]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     ollama_names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
@@ -237,8 +241,10 @@ class Gguf:
     def activations(self) -> tuple[str, ...]:
         """Activations that a file may name."""
         if self.activation == "swiglu_oai":
-            return (self.activation, *ACTIVATIONS)
-        return ACTIVATIONS if self.gated else ("relu", "relu2")
+            return (self.activation, *_WITHOUT_CURVE)
+        if self.activation == "xielu":
+            return (self.activation,)
+        return _WITHOUT_CURVE if self.gated else ("relu", "relu2")
 
 
 NORMALISED, UNNORMALISED = (RouterConfig(1, normalise=normalise) for normalise in (True, False))

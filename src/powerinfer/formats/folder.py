@@ -66,6 +66,11 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
             file.check()
         unpack(stored, settings, str(folder))
     family = FOLDERS[config.architecture]
+    if family.adapt is not None:
+        for file in files:
+            file.check()
+        config = family.adapt(config, stored, str(folder))
+        layout.check(config, str(folder / "config.json"))
     made_tensors: dict[str, MadeTensor] = {}
     stated = bool(metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers"))
     stored, of_head, heads = split_draft(config, stored, stated, family.mtp)

@@ -466,6 +466,8 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
     if family.layer_inputs:
         plain = sharing_keys(fields, plain, n_layers - fields.integer("attention.shared_kv_layers", 0, n_layers - 1, 0))
     attentions = _delta(fields, family, plain) if family.delta else plain
+    ffns = _ffns(file, fields, family, n_layers)
+    ffns = ffns if family.change_ffns is None else family.change_ffns(fields, ffns)
     return tuple(
         LayerConfig(
             attention,
@@ -475,7 +477,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
             shared_norm=family.parallel and "blk.0.attn_norm_2.weight" not in names,
             out_scale=_somewhere(file, "layer_output_scale"),
         )
-        for attention, ffn in zip(attentions, _ffns(file, fields, family, n_layers), strict=True)
+        for attention, ffn in zip(attentions, ffns, strict=True)
     )
 
 

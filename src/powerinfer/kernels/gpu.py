@@ -41,6 +41,7 @@ from powerinfer.kernels.gpu_types import UNPACKED as UNPACKED
 from powerinfer.kernels.gpu_types import Cached as Cached
 from powerinfer.kernels.gpu_types import Contexts as Contexts
 from powerinfer.kernels.gpu_types import HeadNorms as HeadNorms
+from powerinfer.kernels.gpu_types import Limit as Limit
 from powerinfer.kernels.gpu_types import Neurons as Neurons
 from powerinfer.kernels.gpu_types import Weight as Weight
 from powerinfer.kernels.torch_attention import attend_pages
@@ -435,18 +436,18 @@ def activate(
     activation: str,
     x: Tensor,
     up: Tensor | None = None,
-    limit: float | Tensor = 0.0,
+    limit: Limit | Tensor = 0.0,
     kept: int = 0,
     product_limits: Tensor | None = None,
     for_codes: bool = False,
 ) -> Tensor:
     """The FFN's product h of gate . n and up . n or, without a gate, of up . n alone (here x); of their shape.
 
-    limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each, as topk has; kept: neurons of
-    a bank, of topk; product_limits: float32 [neurons], with up: h that does not exceed it in magnitude is zero.
-    for_codes: h is multiplied with weights of `INTEGERS`.
+    limit: the threshold of fatrelu and cats, of all neurons or float32 [neurons] of each, as topk has, or the curve
+    of xielu; kept: neurons of a bank, of topk; product_limits: float32 [neurons], with up: h that does not exceed it in
+    magnitude is zero. for_codes: h is multiplied with weights of `INTEGERS`.
     """
-    if isinstance(limit, float) and product_limits is None and x.shape[0] <= FEW and _triton(x):
+    if isinstance(limit, float | tuple) and product_limits is None and x.shape[0] <= FEW and _triton(x):
         from powerinfer.kernels import triton_neurons
 
         return triton_neurons.activate(activation, x, up, limit, for_codes)
@@ -456,7 +457,7 @@ def activate(
         return gate * (OAI_SCALE * gate).sigmoid() * (up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1)
     h = activated(x, activation, limit)
     if activation == "topk":
-        assert not isinstance(limit, float)
+        assert not isinstance(limit, float | tuple)
         h = _keep_largest(h, limit, kept)
     if up is None:
         return h
@@ -694,7 +695,7 @@ def empty_neurons(
     of = None if shared is None else group
     every: list[Tensor | None] = [*vectors, *[None] * (4 - len(vectors))]
     gate_bias, up_bias, limits, product_limits = every
-    activation = ffn.activation, ffn.threshold
+    activation = ffn.activation, ffn.limit
     return Neurons(gate, up, down, shared, of, gate_bias, up_bias, *activation, limits, product_limits)
 
 
@@ -927,7 +928,7 @@ def _keep_largest(h: Tensor, unit: Tensor, kept: int) -> Tensor:
     return h.masked_fill(~keeps.flatten(-2), 0)
 
 
-def activated(x: Tensor, activation: str, limit: float | Tensor = 0.0) -> Tensor:
+def activated(x: Tensor, activation: str, limit: Limit | Tensor = 0.0) -> Tensor:
     """The activation; of drelu, the gate's half; of topk without its selection. NaN propagates."""
     if activation in ("silu", "topk"):
         return x * x.sigmoid()
@@ -938,5 +939,11 @@ def activated(x: Tensor, activation: str, limit: float | Tensor = 0.0) -> Tensor
     if activation == "cats":
         s = x * x.sigmoid()
         return s.masked_fill(s.abs() <= limit, 0)
+    if activation == "xielu":
+        import torch
+
+        above, below, beta, least = cast(tuple[float, ...], limit)
+        line, m = beta * x, x.clamp(max=least)
+        return torch.where(x > 0, above * x * x + line, below * (m.expm1() - x) + line)
     kept = x.relu()
     return kept * kept if activation == "relu2" else kept

@@ -6,7 +6,7 @@ torch is not imported: the sizes are asked for without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+
+Limit: TypeAlias = float | tuple[float, ...]
+"""Numbers of an activation that all neurons share: `FfnConfig.limit`."""
 
 PAGE = 32
 """Tokens of a page of the KV cache."""
@@ -146,7 +149,7 @@ class Neurons:
     up, and gate unless the FFN is plain: [n, d_model]; down: [n, d_model], row i is neuron i's column of down; its type
     may be Q4_0X32, then neuron i's scales are row group[i] of `shared`, float16 [groups, d_model], group int32 [n].
     gate_bias, up_bias: float32 [n]; activation: of config.ACTIVATIONS; threshold: of fatrelu and cats, or of each
-    neuron in `limits`, float32 [n]; product_limits: of h, float32 [n], only with a gate.
+    neuron in `limits`, float32 [n]; of xielu its curve; product_limits: of h, float32 [n], only with a gate.
     """
 
     gate: Weight | None
@@ -157,7 +160,7 @@ class Neurons:
     gate_bias: Tensor | None
     up_bias: Tensor | None
     activation: str
-    threshold: float
+    threshold: Limit
     limits: Tensor | None = None
     product_limits: Tensor | None = None
 

@@ -50,7 +50,7 @@ from powerinfer.kernels.triton_kernels import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import Neurons, Weight
+    from powerinfer.kernels.gpu_types import Limit, Neurons, Weight
 
 # Products of listed neurons, for one token and for several: fewer rows than for a whole matrix.
 DOT_ONE = {
@@ -135,8 +135,16 @@ def _list_kernel(
 
 
 @triton.jit
+def _expm1_less(x):
+    """e^x - 1 - x of x up to 0, by the series where digits would cancel."""
+    series = ((x / 40320 + 1 / 5040) * x + 1 / 720) * x + 1 / 120
+    series = (((series * x + 1 / 24) * x + 1 / 6) * x + 1 / 2) * x * x
+    return tl.where(x > -0.5, series, tl.exp(x) - 1 - x)
+
+
+@triton.jit
 def active(a, limit, ACTIVATION: tl.constexpr):
-    """The activation; of drelu, the gate's half. NaN propagates."""
+    """The activation; of drelu, the gate's half. NaN propagates. limit: a number, of xielu its curve."""
     if ACTIVATION == "silu":
         return a / (1 + tl.exp(-a))
     if ACTIVATION == "cats":
@@ -146,6 +154,10 @@ def active(a, limit, ACTIVATION: tl.constexpr):
         return a / (1 + tl.exp(-_GELU_SCALE * (a + _GELU_CUBIC * a * a * a)))
     if ACTIVATION == "fatrelu":
         return tl.where(a <= limit, 0.0, a)
+    if ACTIVATION == "xielu":
+        m = tl.where(a > limit[3], limit[3], a)
+        more = _expm1_less(m) + (m - a)
+        return tl.where(a > 0, limit[0] * a * a + limit[2] * a, limit[1] * more + limit[2] * a)
     a = tl.where(a <= 0, 0.0, a)
     return a * a if ACTIVATION == "relu2" else a
 
@@ -186,7 +198,7 @@ def _activate_kernel(
         put_codes(made, row, h, b, b * 32 < k, k, B)
 
 
-def activate(activation: str, x: Tensor, up: Tensor | None, limit: float, for_codes: bool) -> Tensor:
+def activate(activation: str, x: Tensor, up: Tensor | None, limit: Limit, for_codes: bool) -> Tensor:
     """`gpu.activate` of at most `gpu.FEW` tokens, with one threshold; x and up may be parts of a larger tensor."""
     rows, k = x.shape
     assert x.stride(1) == 1
