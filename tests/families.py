@@ -637,6 +637,12 @@ CASES = [
         ("folder",),
     ),
     Case("apertus-relu2", "apertus", {"hidden_act": "relu2"}, {"hidden_act": "relu"}, ("folder",)),
+    Case("bitnet", "bitnet", {}, {"hidden_act": "relu"}, metadata={"hidden_act": "relu2"}),
+    Case("bitnet-silu", "bitnet", {"hidden_act": "silu", "tie_word_embeddings": True}, {"rms_norm_eps": 1e-3}),
+    Case(
+        "bitnet-biases", "bitnet", {"attention_bias": True, "num_attention_heads": 8, "head_dim": 8},
+        {"rope_parameters": rope(rope_theta=20000.0)}, ("folder",),
+    ),
     Case("seed-oss", "seed_oss", {}, {"rms_norm_eps": 1e-3}),
     Case("seed-oss-no-biases", "seed_oss", {"attention_bias": False}, {"rms_norm_eps": 1e-3}),
     Case("llama4", "llama4_text", {"rope_parameters": EQUAL_LLAMA3}, {"use_qk_norm": False}, ("folder", "gguf")),
@@ -1111,6 +1117,8 @@ GGUF_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "attn_norm": "attn_norm",  # OpenELM
     "attn.qkv_proj": "attn_qkv",
+    "self_attn.attn_sub_norm": "attn_sub_norm",  # BitNet
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
     "attn.out_proj": "attn_output",
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",

@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("families")
 
-import gguf  # noqa: E402
-import torch  # noqa: E402
-from families import Case, case_named, random_model, save  # noqa: E402
-from test_architectures import check_same_bits  # noqa: E402
-from truth import Truth  # noqa: E402
+import gguf
+import torch
+from families import Case, case_named, random_model, save
+from test_architectures import check_same_bits
+from truth import Truth
 
-from powerinfer.errors import ModelError  # noqa: E402
-from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.formats.folder_config import read_config  # noqa: E402
+from powerinfer.errors import ModelError
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.folder_config import read_config
 
 PARTS = ("alpha_n", "alpha_p", "beta", "eps")
 PUBLISHED: dict[str, Any] = {  # without its sizes
@@ -178,5 +178,5 @@ def test_other_activations_have_no_curve(tmp_path: Path) -> None:
     assert curves(path) == [(), (), ()]
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"hidden_act": "xielu"}))
-    with pytest.raises(ModelError, match="act_fn.alpha_n is missing"):
+    with pytest.raises(ModelError, match=r"act_fn\.alpha_n is missing"):
         open_checkpoint(path)

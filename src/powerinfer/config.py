@@ -199,6 +199,7 @@ class AttentionConfig:
     chunked: bool = field(default=False, repr=False)
 
     @property
+    attended_norm: bool = field(default=False, repr=False)  # RMS norm of what heads give, over all of them, before o
     def score_scale(self) -> float:
         """The scale of the scores, which a product of a query and a key is multiplied by."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
@@ -249,6 +250,8 @@ class AttentionConfig:
         yield from _matrix("o", d_model, self.width, self.o_bias)
         if self.sinks:
             yield "sinks", (self.n_heads,)
+        if self.attended_norm:
+            yield "attended_norm", (self.width,)
 
     def problem(self) -> str | None:
         """Settings that do not go together; None: there are none."""
@@ -783,13 +786,14 @@ class FfnConfig(FfnKind):
     curve: tuple[float, ...] = field(default=(), repr=False)
 
     @property
+    inner_norm: bool = field(default=False, repr=False)  # RMS norm of all products, before down
     def limit(self) -> float | tuple[float, ...]:
         """Numbers of the activation that all neurons share: its threshold, or its curve."""
         return self.curve or self.threshold
 
     @property
-    def neurons(self) -> FfnConfig:
-        return self
+    def neurons(self) -> FfnConfig | None:
+        return None if self.inner_norm else self
 
     @property
     def width(self) -> int:
@@ -797,7 +801,8 @@ class FfnConfig(FfnKind):
 
     @property
     def title(self) -> str:
-        return f"FFN of {self.size} neurons, {self.activation}{'' if self.gated else ' without a gate'}"
+        norm = ", with a norm before down" if self.inner_norm else ""
+        return f"FFN of {self.size} neurons, {self.activation}{'' if self.gated else ' without a gate'}{norm}"
 
     @property
     def rectified(self) -> bool:
@@ -813,6 +818,8 @@ class FfnConfig(FfnKind):
             yield "product_threshold", (self.size,)
 
     def problem(self) -> str | None:
+        if self.inner_norm:
+            yield "inner_norm", (self.size,)
         if self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
@@ -831,6 +838,8 @@ class FfnConfig(FfnKind):
             return "a threshold of the layer and thresholds of its neurons"
         return None
 
+        if self.inner_norm and (self.thresholds or self.product_thresholds):
+            return "thresholds of neurons with a norm before down"
     def _problem_of_topk(self) -> str | None:
         if self.size % BANK:
             return f"activation topk needs whole banks of {BANK} neurons, not {self.size}"

@@ -35,7 +35,7 @@ class FfnVectors(NamedTuple):
     """Vectors of an FFN beside its matrices, float32; None where there is none.
 
     gate_bias, up_bias: [neurons]; down_bias: [d_model]; limits: [neurons], thresholds in place of one for all of them;
-    product_limits: [neurons], of the product h.
+    product_limits: [neurons], of the product h; inner_norm: [neurons], weights of the norm of h.
     """
 
     gate_bias: NDArray[np.float32] | None = None
@@ -43,6 +43,7 @@ class FfnVectors(NamedTuple):
     down_bias: NDArray[np.float32] | None = None
     limits: NDArray[np.float32] | None = None
     product_limits: NDArray[np.float32] | None = None
+    inner_norm: NDArray[np.float32] | None = None
 
     @property
     def neuron_vectors(self) -> NeuronVectors:

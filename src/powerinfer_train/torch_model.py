@@ -210,6 +210,8 @@ class TorchModel:
                 gate = torch.nn.functional.softplus(gate).repeat_interleave(config.head_dim, -1)
             mixed = mixed * (gate if config.by_head else torch.sigmoid(gate))
         return self.linear(mixed, name + "o")
+        if config.attended_norm:
+            mixed = self.inner_norm(mixed, name + "attended_norm")
 
     def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""
@@ -223,7 +225,8 @@ class TorchModel:
         ffn = self.config.layers[int(name.split(".")[1])].ffn
         assert isinstance(ffn, FfnConfig | ExpertsConfig)
         thresholds = (self.weights.get(name + part) for part in ("threshold", "product_threshold"))
-        return activate(ffn, gate, up, *thresholds)
+        h = activate(ffn, gate, up, *thresholds)
+        return self.inner_norm(h, name + "inner_norm") if name + "inner_norm" in self.weights else h
 
     def neurons(self, x: Tensor, name: str, expert: int | None = None) -> NeuronValues:
         """The sum of neurons whose matrices are `name` + gate, up and down, of x [..., d_model] behind the norm."""

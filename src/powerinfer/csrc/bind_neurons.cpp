@@ -201,10 +201,11 @@ void bind_dense_neurons(nb::module_& m) {
       .def(
           "__init__",
           [](DenseNeurons* neurons, const NeuronSpec& spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
-             std::shared_ptr<Matrix> down) {
-            new (neurons) DenseNeurons(spec, std::move(gate), std::move(up), std::move(down));
+             std::shared_ptr<Matrix> down, const Norm* inner) {
+            new (neurons) DenseNeurons(spec, std::move(gate), std::move(up), std::move(down), norm_of(inner));
           },
-          "spec"_a, "gate"_a.none(), "up"_a, "down"_a);
+          "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "inner"_a = nb::none(),
+          "inner: norm of h, before down.");
 }
 
 void bind_ffn(nb::module_& m) {

@@ -12,12 +12,17 @@ bool same(const Vector& padded, const Vector& other) {
 }  // namespace
 
 DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up,
-                           std::shared_ptr<Matrix> down)
-    : spec_(std::move(spec)), gate_(std::move(gate)), up_(std::move(up)), down_(std::move(down)) {
+                           std::shared_ptr<Matrix> down, Norm inner)
+    : spec_(std::move(spec)),
+      gate_(std::move(gate)),
+      up_(std::move(up)),
+      down_(std::move(down)),
+      inner_(std::move(inner)) {
   check(spec_.activation.kind < PI_N_ACTS, "only experts have that activation");
   check(!gate_ || (gate_->rows == up_->rows && gate_->k == up_->k), "gate or up has another width than the other");
   check(down_->rows == up_->k && down_->k == up_->rows, "down has another width than d_model, or than up has neurons");
   check(gate_ || spec_.gate_bias.empty(), "a bias of gate without a gate");
+  check_norm(inner_, neurons(), "the norm before down");
   check_bias(spec_.gate_bias, neurons(), "gate");
   check_bias(spec_.up_bias, neurons(), "up");
   for (const Vector* one : {&spec_.limits, &spec_.product_limits})
@@ -29,7 +34,7 @@ DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::s
 }
 
 bool DenseNeurons::same_kind(const Bundles& bundles) const {
-  return bundles.complete() && bundles.neurons == neurons() && bundles.gated() == gated() &&
+  return !inner_ && bundles.complete() && bundles.neurons == neurons() && bundles.gated() == gated() &&
          bundles.spec.activation == spec_.activation && same(spec_.gate_bias, bundles.spec.gate_bias) &&
          same(spec_.up_bias, bundles.spec.up_bias) && same(spec_.limits, bundles.spec.limits) &&
          same(spec_.product_limits, bundles.spec.product_limits);
@@ -49,9 +54,11 @@ void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Dest
       [&](int64_t p0, int64_t p1, float* aside) {
         const Columns part(*up_, p0, p1);
         if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
-        forms_of_h(t, tokens, part, fired);
+        if (!inner_) forms_of_h(t, tokens, part, fired);
+        else if (fired) count_fired(t, part.c0, part.c1, tokens, fired);
       },
       w.deals(tokens, *up_));
+  if (inner_) return w.finish_product(t.id, *down_, normalised(t, tokens), tokens, to);
   const PiActs h = forms_of_h(t, tokens, Columns(*up_, 0, 0), nullptr);
   w.finish_product(t.id, *down_, &h, tokens, to);
 }
@@ -182,10 +189,22 @@ void DenseNeurons::finish(Thread& t, int64_t tokens, const Destination& to) cons
 void DenseNeurons::add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to,
                             int64_t* fired) const {
   Workspace& w = *t.program->workspace;
+  if (inner_) {
+    if (fired) count_fired(t, mine.c0, mine.c1, tokens, fired);
+    w.pool->barrier();
+    w.product(t.id, *down_, normalised(t, tokens), tokens, to);
+    return w.pool->barrier();
+  }
   const PiActs h = forms_of_h(t, tokens, mine, fired);
   w.pool->barrier();
   w.product(t.id, *down_, &h, tokens, to);
   w.pool->barrier();
+}
+
+// The input of down where it is normalised, of which all columns are written.
+const PiActs* DenseNeurons::normalised(Thread& t, int64_t tokens) const {
+  const Program& p = *t.program;
+  return p.workspace->prepare(t.id, {p.gate, p.ldh, down_->k, tokens}, inner_, down_->form());
 }
 
 // The input of down, of which these columns are written.

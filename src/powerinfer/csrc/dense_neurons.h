@@ -8,14 +8,17 @@
 
 class DenseNeurons {
  public:
-  // gate may be null: the activation is on up. std::invalid_argument where their sizes do not go together.
-  DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down);
+  // gate may be null: the activation is on up. inner: of h, before down; then bundles have no part in it.
+  // std::invalid_argument where their sizes do not go together.
+  DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> up, std::shared_ptr<Matrix> down,
+               Norm inner = {});
   int64_t neurons() const { return up_->rows; }
   // In the order in which a step uses them.
   std::vector<std::shared_ptr<Matrix>> matrices() const {
     return gate_ ? std::vector{gate_, up_, down_} : std::vector{up_, down_};
   }
   int64_t d_model() const { return up_->k; }
+  bool normalises() const { return (bool)inner_; }
   bool gated() const { return (bool)gate_; }
   bool is_in_memory() const { return first().is_in_memory() && up_->is_in_memory() && down_->is_in_memory(); }
   // Whether bundles hold neurons of the same kind: as many, with the same activation, biases and thresholds.
@@ -58,7 +61,9 @@ class DenseNeurons {
     return aside ? Hidden{aside - part.c0, aside - part.c0 + tokens * part.lanes(), part.lanes()} : program_rows(t);
   }
   PiActs forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const;
+  const PiActs* normalised(Thread& t, int64_t tokens) const;
 
   NeuronSpec spec_;  // biases and thresholds padded to whole panels
   const std::shared_ptr<Matrix> gate_, up_, down_;
+  const Norm inner_;
 };

@@ -13,7 +13,8 @@ std::shared_ptr<Ffn> Program::ffn(FfnSpec spec, std::shared_ptr<const DenseNeuro
   check(!dense || dense->d_model() == sizes.d_model, "the FFN's matrices have another width than d_model");
   check(!dense || dense->neurons() <= sizes.d_ff, "an FFN has more neurons than d_ff");
   check(!bundled || bundled->bundles->up.k == sizes.d_model, "the bundles have another width than d_model");
-  if (dense) workspace->reserve(1, dense->neurons());  // a narrow matrix can need more scratch than a wide one
+  // a narrow matrix can need more scratch than a wide one; rows that are normalised need room
+  if (dense) workspace->reserve(dense->normalises() ? sizes.max_tokens : 1, dense->neurons());
   spec.down_bias = padded(std::move(spec.down_bias));
   auto op = std::make_shared<Ffn>(workspace, std::move(spec), dense);
   if (bundled) op->set_bundled(std::move(bundled), std::move(predictor));

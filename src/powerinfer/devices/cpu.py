@@ -533,9 +533,10 @@ class CpuExecutor:
         bias: Float32 | None = None,
         norm: _native.Norm | None = None,
         order: Indices | None = None,
+        reads: _native.Norm | None = None,
     ) -> None:
-        """x += norm(matrix . attended). order: that of the matrix's columns, None: as they are."""
-        reads = None
+        """x += norm(matrix . attended). order: that of the matrix's columns, None: as they are; reads: norm of what is
+        attended, in their order."""
         if order is not None:
             reads = _native.Norm(np.ones(len(order), np.float32), 0.0, plain=True, order=order)
         self._program.project(layer - self.first_layer, matrix, bias, norm, reads=reads)
@@ -567,9 +568,11 @@ class CpuExecutor:
     ) -> None:
         """x += out_norm(down . (act(gate . n) * (up . n))) with n = norm(x), or down . act(up . n) without a gate."""
         of_neurons = vectors.neuron_vectors
-        dense = self.parts.dense(layer, gate, up, down, of_neurons)
+        inner = None if vectors.inner_norm is None else _native.Norm(vectors.inner_norm, self.config.norm_eps)
+        dense = self.parts.dense(layer, gate, up, down, of_neurons, inner)
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), dense)
-        self.ffns[layer] = CpuFfn(self.parts, layer, op, of_neurons, matrices=(gate, up, down))
+        if self.config.layers[layer].ffn.neurons is not None:
+            self.ffns[layer] = CpuFfn(self.parts, layer, op, of_neurons, matrices=(gate, up, down))
 
     def bundled_ffn(
         self,

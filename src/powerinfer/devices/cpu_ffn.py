@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
-from powerinfer.config import ModelConfig
+from powerinfer.config import FfnConfig, ModelConfig
 from powerinfer.formats.bundle_memory import ApartBundles, SomeBundles
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels.cpu import NEURON_TOKENS
@@ -47,10 +47,16 @@ class PartMaker:
         self._pack = pack
 
     def dense(
-        self, layer: int, gate: _native.Matrix | None, up: _native.Matrix, down: _native.Matrix, vectors: NeuronVectors
+        self,
+        layer: int,
+        gate: _native.Matrix | None,
+        up: _native.Matrix,
+        down: _native.Matrix,
+        vectors: NeuronVectors,
+        inner: _native.Norm | None = None,
     ) -> _native.DenseNeurons:
-        """Neurons as matrices."""
-        return _native.DenseNeurons(self._spec(layer, vectors), gate, up, down)
+        """Neurons as matrices. inner: norm of their products, before down."""
+        return _native.DenseNeurons(self._spec(layer, vectors), gate, up, down, inner)
 
     def bundled(
         self,
@@ -121,7 +127,8 @@ class PartMaker:
         return _native.Predictor(of_input, self._pack(outer), config.threshold, config.floor)
 
     def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
-        config = self.config.layers[layer].neurons
+        config = self.config.layers[layer].ffn
+        assert isinstance(config, FfnConfig), config.title
         return _native.NeuronSpec(config.activation, config.threshold, *vectors, curve=config.curve)
 
 

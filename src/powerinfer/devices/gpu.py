@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from powerinfer.config import (
     DeltaNetConfig,
     ExpertsConfig,
+    FfnConfig,
     GatedAttentionConfig,
     LatentAttentionConfig,
     Mamba2Config,
@@ -482,16 +483,19 @@ class GpuLayers:
         bias: Float32 | None = None,
         norm: GpuNorm | None = None,
         order: Indices | None = None,
+        reads: GpuNorm | None = None,
     ) -> None:
-        """x += norm(matrix . attended). order: that of the matrix's columns, None: as they are."""
+        """x += norm(matrix . attended). order: that of the matrix's columns, None: as they are; reads: norm of what is
+        attended, in their order."""
         out, columns = self._products("attention", matrix, biases=[bias]), self._order(order)
         gated = isinstance(self._config.layers[layer].attention, GatedAttentionConfig)
-        if out.for_codes and not gated and order is None:
+        if out.for_codes and not gated and order is None and reads is None:
             self._attended_for_codes.add(layer)  # a gate writes to it
 
         def run(step: Step) -> None:
             assert step.attended is not None
             attended = step.attended if columns is None else step.attended.index_select(1, columns)
+            attended = attended if reads is None else reads(attended, for_codes=out.for_codes)
             step.add_product(out, attended, norm)
             step.attended = None
 
@@ -525,18 +529,25 @@ class GpuLayers:
         first = self._products("ffn", *inputs, biases=(vectors.gate_bias, vectors.up_bias)[2 - len(inputs) :])
         second = self._products("ffn", down, biases=[vectors.down_bias])
         limits, product_limits = self._optional_vector(vectors.limits), self._optional_vector(vectors.product_limits)
-        config = self._config.layers[layer].neurons
+        config = self._config.layers[layer].ffn
+        assert isinstance(config, FfnConfig), config.title
         neurons, plain = up.rows, gate is None  # not the matrices themselves
+        inner = None
+        if vectors.inner_norm is not None:
+            inner = GpuNorm(self._vector(vectors.inner_norm), None, self._config.norm_eps, False)
+        for_codes = second.for_codes and inner is None
         limit = config.limit if limits is None else limits
         top = int(config.threshold) if config.activation == "topk" else 0
 
         def run(step: Step) -> None:
             product = first(step.normalised(norm, first.for_codes))
             if plain:
-                hidden = gpu.activate(config.activation, product, None, limit, top, None, second.for_codes)
+                hidden = gpu.activate(config.activation, product, None, limit, top, None, for_codes)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(config.activation, *halves, limit, top, product_limits, second.for_codes)
+                hidden = gpu.activate(config.activation, *halves, limit, top, product_limits, for_codes)
+            if inner is not None:
+                hidden = inner(hidden, for_codes=second.for_codes)
             step.add_product(second, hidden, out_norm)
 
         self._add(layer, "ffn", run)

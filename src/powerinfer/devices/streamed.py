@@ -225,13 +225,14 @@ class StreamedLayers:
         bias: Float32 | None = None,
         norm: BothNorms | None = None,
         order: Indices | None = None,
+        reads: BothNorms | None = None,
     ) -> None:
         """Wire where attention is: on both, or on the CPU."""
         first = self._cpu.operators
-        self._cpu.project(layer, matrix.cpu, bias, _cpu_norm(norm), order)
+        self._cpu.project(layer, matrix.cpu, bias, _cpu_norm(norm), order, _cpu_norm(reads))
         if layer == self._attending:
             (streaming,) = self._streaming(matrix)
-            self._gpu.project(layer, streaming, bias, _gpu_norm(norm), order)
+            self._gpu.project(layer, streaming, bias, _gpu_norm(norm), order, _gpu_norm(reads))
             self._add(layer, first, [streaming])
 
     def project_beside(

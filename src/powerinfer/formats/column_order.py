@@ -50,7 +50,7 @@ def _orders(tensor: StoredTensor) -> Iterator[Indices | None]:
 def _order_neurons(layer: LayerConfig, prefix: str, tensors: dict[str, StoredTensor]) -> None:
     """The neurons of a layer, or of each of its experts, in the order of the columns of down."""
     ffn = layer.ffn
-    if isinstance(ffn, FfnConfig) and ffn.activation != "topk":  # whose neurons are in banks
+    if isinstance(ffn, FfnConfig) and ffn.neurons and ffn.activation != "topk":  # whose neurons are in banks
         _take_order(tensors, prefix, "down", _OF_NEURONS)
     elif isinstance(ffn, ExpertsConfig) and not ffn.bias:
         _take_order(tensors, prefix, "shared_down", ("shared_gate", "shared_up"))

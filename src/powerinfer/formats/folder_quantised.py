@@ -28,6 +28,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.nf4_weights import problem_of_bitsandbytes, read_nf4
 from powerinfer.formats.source import SingleTensor
 from powerinfer.formats.tensors import MadeTensor, StackedTensor, StoredTensor
+from powerinfer.formats.ternary_weights import is_made_ternary, make_ternary, problem_of_bitnet, read_ternary
 
 Reader = Callable[[Module, Settings], MadeTensor]
 
@@ -64,6 +65,7 @@ def _problem_of_modelopt(settings: Settings) -> str | None:
 
 _METHODS: Mapping[str, Callable[[Settings], str | None]] = {
     "awq": problem_of_awq,
+    "bitnet": problem_of_bitnet,
     "bitsandbytes": problem_of_bitsandbytes,
     "compressed-tensors": _problem_of_compressed,
     "fbgemm_fp8": lambda settings: None,
@@ -112,6 +114,11 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
             return "int8", read_int8
         case "weight_packed", "U8":
             return "FP4", read_fp4
+        case "weight", "U8" if settings["quant_method"] == "bitnet":
+            return "ternary", read_ternary
+        case "weight", _ if settings["quant_method"] == "bitnet":
+            made = len(tensor.shape) == 2 and is_made_ternary(name, settings)
+            return ("absmean", make_ternary) if made else None
         case "weight", "U8" if settings["quant_method"] == "modelopt":
             return "FP4", read_modelopt_fp4
         case "weight", "U8" if settings["quant_method"] == "bitsandbytes" and settings.get("load_in_4bit") is True:

@@ -32,7 +32,9 @@ def project(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, nor
     """Its output projection: x += norm(o . attended)."""
     name = f"layers.{layer}.o"
     matrix, bias = builder.matrix(checkpoint.take(name)), vector(checkpoint, name + "_bias")
-    builder.project(layer, matrix, bias, norm, checkpoint.order(name))
+    weight, order = vector(checkpoint, f"layers.{layer}.attended_norm"), checkpoint.order(name)
+    reads = None if weight is None else builder.norm(weight, None, order)
+    builder.project(layer, matrix, bias, norm, order if reads is None else None, reads)
 
 
 def _reordered(bias: Vector, rows: NDArray[np.int32] | None) -> Vector:

@@ -107,6 +107,7 @@ class Builder(Protocol[Matrix, Norm]):
         bias: Vector = None,
         norm: Norm | None = None,
         order: Indices | None = None,
+        reads: Norm | None = None,
     ) -> None: ...
     def project_beside(self, layer: int, matrix: Matrix, bias: Vector = None, norm: Norm | None = None) -> None: ...
     def ffn(

@@ -15,8 +15,8 @@ def sum_neurons(
     own: OwnFfn[Norm] | None,
 ) -> None:
     """x += out_norm(the neurons' sum of norm(x)); own: wires the FFN in the checkpoint's place."""
-    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].neurons.matrices
-    own_vectors = ("gate_bias", "up_bias", "down_bias", "threshold", "product_threshold")
+    name, parts = f"layers.{layer}.", checkpoint.config.layers[layer].ffn.matrices
+    own_vectors = ("gate_bias", "up_bias", "down_bias", "threshold", "product_threshold", "inner_norm")
     vectors = FfnVectors(*(vector(checkpoint, name + one) for one in own_vectors))
     if own is not None:
         for part in parts:

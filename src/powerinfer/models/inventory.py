@@ -271,6 +271,7 @@ class Recorder:
         bias: Vector = None,
         norm: bool | None = None,
         order: Indices | None = None,
+        reads: bool | None = None,
     ) -> None:
         self.add("attention", layer, matrix)
 
