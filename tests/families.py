@@ -123,6 +123,7 @@ FAMILIES |= {
         num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True,
     ),
     "olmoe": LLAMA | dict(num_experts=8, num_experts_per_tok=3),
+    "phimoe": LLAMA | dict(num_local_experts=6),
     "glm4_moe": LLAMA | dict(
         n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, routed_scaling_factor=1.7,
         rope_parameters=HALF_ROPE,
@@ -277,6 +278,7 @@ ON_CPU_ALONE = (
     "gemma4-experts",
     "lfm2_moe",
     "hunyuan_v1_moe",
+    "phimoe",
 )
 """The kinds, and cases of kinds, that no GPU runs, or only with experts on both devices (test_hybrid_experts.py)."""
 FOLDERS = ("folder", "folder-v4")
@@ -336,6 +338,9 @@ EIGHT_LONGROPE = rope(
     rope_type="longrope", short_factor=EIGHT_FACTORS[0], long_factor=EIGHT_FACTORS[1],
     original_max_position_embeddings=CONTEXT,
 )  # fmt: skip
+PHIMOE_ROPE = EIGHT_LONGROPE | {
+    "original_max_position_embeddings": 64, "short_mscale": 1.1, "long_mscale": 1.3,
+}  # fmt: skip
 LONGROPE_KEYS = {
     "rope.dimension_count": 12,
     "rope.scaling.attn_factor": math.sqrt(1 + math.log(2) / math.log(64)),
@@ -643,6 +648,30 @@ CASES = [
         "bitnet-biases", "bitnet", {"attention_bias": True, "num_attention_heads": 8, "head_dim": 8},
         {"rope_parameters": rope(rope_theta=20000.0)}, ("folder",),
     ),
+    Case(
+        "phimoe",
+        "phimoe",
+        {"attention_bias": True, "lm_head_bias": True, "sliding_window": None},
+        {"router_jitter_noise": 0.5},
+        metadata={"rope.dimension_count": 16},
+    ),
+    Case(
+        "phimoe-long",
+        "phimoe",
+        {"rope_parameters": PHIMOE_ROPE, "original_max_position_embeddings": 64, "router_jitter_noise": 0.3},
+        {"rope_parameters": PHIMOE_ROPE | {"long_mscale": 1.4}},
+        ("folder",),
+    ),
+    Case(
+        "phimoe-short",
+        "phimoe",
+        {
+            "rope_parameters": PHIMOE_ROPE | {"original_max_position_embeddings": CONTEXT},
+            "max_position_embeddings": 256, "tie_word_embeddings": True, "lm_head_bias": True, "sliding_window": 20,
+        },
+        {"rope_parameters": PHIMOE_ROPE | {"original_max_position_embeddings": CONTEXT, "short_mscale": 1.2}},
+        ("folder",),
+    ),
     Case("seed-oss", "seed_oss", {}, {"rms_norm_eps": 1e-3}),
     Case("seed-oss-no-biases", "seed_oss", {"attention_bias": False}, {"rms_norm_eps": 1e-3}),
     Case("llama4", "llama4_text", {"rope_parameters": EQUAL_LLAMA3}, {"use_qk_norm": False}, ("folder", "gguf")),
@@ -948,6 +977,9 @@ def build(case: Case, config: Any) -> Any:
     if case.kind == "mistral4":  # which the list of classes lacks
         return transformers.Mistral4ForCausalLM._from_config(config, attn_implementation="eager").eval()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    if case.kind == "phimoe" and config.rope_parameters["rope_type"] == "longrope":
+        rotary = model.model.rotary_emb  # whose forward has the short divisors, whatever the length
+        rotary.rope_init_fn = partial(rotary.rope_init_fn, seq_len=TOKENS)
     if case.kind in OWN_FFN and case.kind != "llama_sparse_relu":
         for layer in model.model.layers:
             if case.kind == "sparsellama":  # FATReLU: what does not exceed the threshold is zero
@@ -1085,6 +1117,8 @@ def save_folder(case: Case, model: Any, folder: Path, *, version4: bool) -> Path
 
 GGUF_NAMES = {
     "input_layernorm": "attn_norm",
+    "self_attn.attn_sub_norm": "attn_sub_norm",  # BitNet
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
     "attention_layernorm": "attn_norm",  # Apertus
     "feedforward_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -1117,8 +1151,6 @@ GGUF_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "attn_norm": "attn_norm",  # OpenELM
     "attn.qkv_proj": "attn_qkv",
-    "self_attn.attn_sub_norm": "attn_sub_norm",  # BitNet
-    "mlp.ffn_sub_norm": "ffn_sub_norm",
     "attn.out_proj": "attn_output",
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",

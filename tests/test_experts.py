@@ -35,6 +35,13 @@ LEVELS = _native.levels()
 def routed(spec: dict[str, Any], logits: np.ndarray) -> tuple[list[int], np.ndarray]:
     """The rule in numpy, for logits without ties."""
     logits = logits.astype(np.float64) + spec.get("bias", 0.0)
+    if spec.get("scoring") == "sparsemixer":
+        left, shares = logits.copy(), {}
+        for _ in range(spec["top_k"]):
+            best = int(left.argmax())
+            near = (left[best] - logits) / np.maximum(np.abs(logits), left[best]) <= 2 * spec["nearness"]
+            shares[best], left[best] = 1 / np.exp(left[near] - left[best]).sum(), -np.inf
+        return sorted(shares), np.array([shares[at] for at in sorted(shares)])
     if spec.get("scoring") == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
     else:
@@ -65,6 +72,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "correction": {"top_k": 3, "scoring": "sigmoid", "normalise": True, "correction": some(2, 8)},
     "bias": {"top_k": 3, "normalise": True, "bias": 3 * some(4, 8)},
     "groups": {"top_k": 2, "groups": 4, "top_groups": 2},
+    "sparsemixer": {"top_k": 2, "scoring": "sparsemixer", "nearness": 0.2},
     "groups by two": {
         "top_k": 4, "scoring": "sigmoid", "groups": 4, "top_groups": 2, "group_best": 2, "correction": some(3, 8),
     },
@@ -103,6 +111,8 @@ def test_whatever_the_logits_are_experts_are_valid(logits: list[float], name: st
         ({"top_k": 1, "groups": 8, "top_groups": 1, "group_best": 2}, "for its score"),
         ({"top_k": 1, "correction": some(0, 9)}, "wrong length"),
         ({"top_k": 1, "bias": some(0, 7)}, "wrong length"),
+        ({"top_k": 2, "scoring": "sparsemixer", "normalise": True}, "no other setting"),
+        ({"top_k": 2, "scoring": "sparsemixer", "nearness": -1.0}, "no other setting"),
     ],
 )
 def test_a_router_that_cannot_be(spec: dict[str, Any], why: str) -> None:
@@ -433,13 +443,16 @@ def test_models_that_are_refused(change: dict[str, Any], why: str, tmp_path: Pat
         (RouterConfig(5), "5 experts a token of 4"),
         (RouterConfig(2, scoring="max"), "scores 'max'"),
         (RouterConfig(2, groups=3), "3 groups evenly"),
+        (RouterConfig(2, scoring="sparsemixer"), "two experts, whose weights nothing else changes"),
+        (RouterConfig(3, scoring="sparsemixer", normalise=False), "two experts, whose weights nothing else changes"),
+        (RouterConfig(2, nearness=0.1), "nearness of 0.1 with softmax"),
         (RouterConfig(3, groups=4, top_groups=2), "too few"),
         (RouterConfig(2, groups=4, top_groups=2, group_best=2), "too small"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: RouterConfig, why: str) -> None:
     assert why in str(ExpertsConfig(4, 8, settings).problem())
-    right = replace(settings, top_k=1, scoring="softmax", groups=1, top_groups=1, group_best=1)
+    right = replace(settings, top_k=1, scoring="softmax", groups=1, top_groups=1, group_best=1, nearness=0.0)
     assert ExpertsConfig(4, 8, right).problem() is None
 
 

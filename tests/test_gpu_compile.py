@@ -290,6 +290,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu.activate("xielu", torch.empty(tokens, many), None, (0.7, 1.1, 0.5, -1e-6), for_codes=True)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
+        about = RouterConfig(2, "sparsemixer", normalise=False, nearness=0.01)
+        gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
             triton_kernels.values(weight(kind), 0, 8, None, None)

@@ -26,6 +26,7 @@ ROUTERS = {
     "sigmoid": RouterConfig(TOP, scoring="sigmoid", normalise=False, scale=1.5),
     "correction": RouterConfig(TOP, scoring="sigmoid", correction=True),
     "groups": RouterConfig(2, groups=4, top_groups=2),
+    "sparsemixer": RouterConfig(2, scoring="sparsemixer", normalise=False, nearness=0.1),
     "groups by two": RouterConfig(4, scoring="sigmoid", correction=True, groups=3, top_groups=2, group_best=2),
     "factors": RouterConfig(TOP, factors=True),
     "scaled inputs": RouterConfig(1, scoring="sigmoid", normalise=False, scales_input=True),

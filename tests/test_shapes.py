@@ -71,7 +71,7 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "falcon3-1b": 1.67, "falcon3-3b": 3.23, "falcon3-7b": 7.46, "falcon3-10b": 10.3,
     "ministral-3-3b": 3.4, "ministral-3-8b": 8.5, "ministral-3-14b": 13.5, "mistral-small-4-119b": 119,
     "hunyuan-4b": 4, "hunyuan-7b": 7.5, "hunyuan-a13b": 80, "apertus-8b": 8.05, "apertus-70b": 70.6,
-    "bitnet-b1.58-2b": 2.41,
+    "bitnet-b1.58-2b": 2.41, "phi-3.5-moe": 41.9,
     "phi-3.5-mini": 3.8, "qwen3.5-2b": 1.9,
     "qwen3.5-4b": 4.2, "qwen3.5-9b": 9, "seed-oss-36b": 36.2, "smollm3-3b": 3.1,
 }  # fmt: skip

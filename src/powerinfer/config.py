@@ -84,6 +84,8 @@ class RopeConfig:
     attention_factor: float | None = None
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
+    # Of these contexts, in place of attention_factor; None: as of all. Not shown: fingerprints hash what is.
+    long_attention_factor: float | None = field(default=None, repr=False)
 
     def problem(self, head_dim: int) -> str | None:
         """Settings that do not go together, or with heads of that many dimensions; None: all do."""
@@ -197,9 +199,9 @@ class AttentionConfig:
     # The window does not move: a text is cut into chunks of its size, and a query sees its own. Not shown: fingerprints
     # hash what is, and theirs stay.
     chunked: bool = field(default=False, repr=False)
+    attended_norm: bool = field(default=False, repr=False)  # RMS norm of what heads give, over all of them, before o
 
     @property
-    attended_norm: bool = field(default=False, repr=False)  # RMS norm of what heads give, over all of them, before o
     def score_scale(self) -> float:
         """The scale of the scores, which a product of a query and a key is multiplied by."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
@@ -248,10 +250,10 @@ class AttentionConfig:
         for name in self.projections:
             yield from _matrix(name, self.width if name == "q" else kv, d_model, self.qkv_bias)
         yield from _matrix("o", d_model, self.width, self.o_bias)
-        if self.sinks:
-            yield "sinks", (self.n_heads,)
         if self.attended_norm:
             yield "attended_norm", (self.width,)
+        if self.sinks:
+            yield "sinks", (self.n_heads,)
 
     def problem(self) -> str | None:
         """Settings that do not go together; None: there are none."""
@@ -784,9 +786,9 @@ class FfnConfig(FfnKind):
     # Of xielu, (above, below, beta, least): of x above zero above * x^2 + beta * x, of others
     # below * (e^min(x, least) - 1 - x) + beta * x.
     curve: tuple[float, ...] = field(default=(), repr=False)
+    inner_norm: bool = field(default=False, repr=False)  # RMS norm of all products, before down
 
     @property
-    inner_norm: bool = field(default=False, repr=False)  # RMS norm of all products, before down
     def limit(self) -> float | tuple[float, ...]:
         """Numbers of the activation that all neurons share: its threshold, or its curve."""
         return self.curve or self.threshold
@@ -816,10 +818,10 @@ class FfnConfig(FfnKind):
             yield "threshold", (self.size,)
         if self.product_thresholds:
             yield "product_threshold", (self.size,)
-
-    def problem(self) -> str | None:
         if self.inner_norm:
             yield "inner_norm", (self.size,)
+
+    def problem(self) -> str | None:
         if self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
@@ -828,18 +830,19 @@ class FfnConfig(FfnKind):
             return f"activation {self.activation} with {len(self.curve)} numbers of a curve"
         if self.product_thresholds and not (self.gated and self.thresholds and self.activation in THRESHOLDED):
             return f"product thresholds, which only gated {' and '.join(THRESHOLDED)} with thresholds of neurons have"
-        if self.activation == "topk":
-            return self._problem_of_topk()
+        return self._problem_of_topk() if self.activation == "topk" else self._problem_of_thresholds()
+
+    def _problem_of_thresholds(self) -> str | None:
         if self.threshold < 0 or (self.threshold and self.activation not in THRESHOLDED):
             return f"activation {self.activation} with threshold {self.threshold:g}"
         if self.thresholds and self.activation not in THRESHOLDED:
             return f"activation {self.activation} has no thresholds of neurons (only {', '.join(THRESHOLDED)} have)"
         if self.thresholds and self.threshold:
             return "a threshold of the layer and thresholds of its neurons"
-        return None
-
         if self.inner_norm and (self.thresholds or self.product_thresholds):
             return "thresholds of neurons with a norm before down"
+        return None
+
     def _problem_of_topk(self) -> str | None:
         if self.size % BANK:
             return f"activation topk needs whole banks of {BANK} neurons, not {self.size}"
@@ -887,11 +890,12 @@ class RouterConfig:
     groups: experts are selected in the best `top_groups` of that many equal groups (DeepSeek-V2, arXiv 2405.04434); a
     group's score is the sum of its `group_best` best experts' (1; DeepSeek-V3, arXiv 2412.19437: 2). factors: of each
     expert, what its weight is multiplied by in the end. scales_input: weights multiply what experts read, not what they
-    give.
+    give. nearness: of sparsemixer (arXiv 2409.12136), which selects experts one after another and weighs each by its
+    share of the softmax over itself and those left whose logits differ by at most twice that, in parts of the larger.
     """
 
     top_k: int  # experts of a token
-    scoring: str = "softmax"  # over all experts; "sigmoid" of each
+    scoring: str = "softmax"  # over all experts; "sigmoid" of each; "sparsemixer"
     normalise: bool = True  # the weights of a token's experts add up to `scale`
     scale: float = 1.0  # of the weights
     correction: bool = False  # a bias for each expert that counts for the selection alone (DeepSeek-V3)
@@ -901,11 +905,17 @@ class RouterConfig:
     group_best: int = 1
     factors: bool = field(default=False, repr=False)  # fingerprints hash what is shown: theirs stay
     scales_input: bool = field(default=False, repr=False)
+    nearness: float = field(default=0.0, repr=False)
 
     def problem(self, n_experts: int) -> str | None:
         """Settings that do not go together, or with that many experts; None: all do."""
-        if self.scoring not in ("softmax", "sigmoid"):
+        if self.scoring not in ("softmax", "sigmoid", "sparsemixer"):
             return f"a router's scores {self.scoring!r} are unknown"
+        changes = self.normalise, self.scale != 1, self.correction, self.groups > 1, self.factors, self.scales_input
+        if self.scoring == "sparsemixer" and (any(changes) or self.top_k != 2):
+            return "a router of sparsemixer selects two experts, whose weights nothing else changes"
+        if self.nearness < 0 or (self.nearness and self.scoring != "sparsemixer"):
+            return f"a router's nearness of {self.nearness:g} with {self.scoring}"
         if not 0 < self.top_k <= n_experts:
             return f"{self.top_k} experts a token of {n_experts}"
         if n_experts % self.groups:
@@ -1115,6 +1125,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # factor of the head's result
     logit_cap: float | None = field(default=None, repr=False)  # logits become cap * tanh(logits / cap), after that
     final_norm: bool = True
+    head_bias: bool = field(default=False, repr=False)  # of the head's result, before its factor
     tied_embeddings: bool = False
     name: str = ""
     draft: DraftHeadConfig | None = field(default=None, repr=False)  # which is read where it is asked for

@@ -27,6 +27,7 @@ from powerinfer.config import (
 )
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.layout import is_matrix, shapes
+from powerinfer.kernels.gpu_experts import mix_experts
 from powerinfer.kernels.gpu_types import OAI_LIMIT, OAI_SCALE
 from powerinfer.kernels.torch_attention import attend_windows
 from powerinfer.models.rope import rope_frequencies
@@ -204,14 +205,18 @@ class TorchModel:
         q, k, v = (parts[part] for part in "qkv")
         sinks = self.weights[name + "sinks"] if config.sinks else None
         mixed = attend_windows(q, k, v, config, sinks).transpose(1, 2).flatten(-2)
+        return self.linear(self._behind_heads(mixed, x, name, config), name + "o")
+
+    def _behind_heads(self, mixed: Tensor, x: Tensor, name: str, config: AttentionConfig) -> Tensor:
+        """What o reads, of what heads give."""
         if isinstance(config, GatedAttentionConfig):
             gate = self.linear(x, name + "q_gate")
             if config.by_head:
                 gate = torch.nn.functional.softplus(gate).repeat_interleave(config.head_dim, -1)
             mixed = mixed * (gate if config.by_head else torch.sigmoid(gate))
-        return self.linear(mixed, name + "o")
         if config.attended_norm:
             mixed = self.inner_norm(mixed, name + "attended_norm")
+        return mixed
 
     def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""
@@ -241,6 +246,8 @@ class TorchModel:
         scores = functional.linear(x.float(), self.weights[name + "router"].float())
         if router.bias:
             scores = scores + self.weights[name + "router_bias"]
+        if router.scoring == "sparsemixer":
+            return mix_experts(scores, router)
         scores = scores.sigmoid() if router.scoring == "sigmoid" else scores.softmax(-1)
         ranked = scores + self.weights[name + "router_correction_bias"] if router.correction else scores
         if router.groups > 1:
@@ -348,6 +355,8 @@ class TorchModel:
     def scaled(self, products: Tensor) -> Tensor:
         """The logits that `products` become, float32."""
         logits, cap = products.float(), self.config.logit_cap
+        if self.config.head_bias:
+            logits = logits + self.weights["head_bias"]
         logits = logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
         return logits if cap is None else (logits / cap).tanh() * cap
 

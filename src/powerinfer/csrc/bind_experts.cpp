@@ -137,19 +137,25 @@ void bind_experts(nb::module_& m) {
           "__init__",
           [](RouterSpec* spec, int64_t top_k, const std::string& scoring, bool normalise, float scale,
              std::optional<Floats> correction, int64_t groups, int64_t top_groups, int64_t group_best,
-             std::optional<Floats> bias, std::optional<Floats> factors, bool scales_input) {
-            require(scoring == "softmax" || scoring == "sigmoid", "a router's scoring is softmax or sigmoid");
-            new (spec) RouterSpec{top_k,           scoring == "sigmoid", normalise, scale,      vector_of(correction),
-                                  vector_of(bias), vector_of(factors),   groups,    top_groups, group_best,
-                                  scales_input};
+             std::optional<Floats> bias, std::optional<Floats> factors, bool scales_input, float nearness) {
+            const bool mixes = scoring == "sparsemixer";
+            require(scoring == "softmax" || scoring == "sigmoid" || mixes,
+                    "a router's scoring is softmax, sigmoid or sparsemixer");
+            require(!mixes || (nearness >= 0 && !correction && groups == 1 && !normalise && scale == 1 && !factors),
+                    "sparsemixer goes with no other setting of a router's weights");
+            new (spec)
+                RouterSpec{top_k,           scoring == "sigmoid",    normalise, scale,      vector_of(correction),
+                           vector_of(bias), vector_of(factors),      groups,    top_groups, group_best,
+                           scales_input,    mixes ? nearness : -1.0f};
           },
           "top_k"_a, "scoring"_a = "softmax", "normalise"_a = false, "scale"_a = 1.0f, "correction"_a = nb::none(),
           "groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1, "bias"_a = nb::none(), "factors"_a = nb::none(),
-          "scales_input"_a = false,
+          "scales_input"_a = false, "nearness"_a = 0.0f,
           "correction: added to scores for the selection alone; bias: to the logits. Experts are selected in the\n"
           "top_groups best of `groups`; a group's score is the sum of its group_best best experts'. factors: of each\n"
           "expert, what its weight is multiplied by in the end. scales_input: weights multiply what experts\n"
-          "read, not what they give.");
+          "read, not what they give. sparsemixer: nearness is what logits near each other differ by at most, half of\n"
+          "it, in parts of the larger.");
   m.def(
       "route",
       [](const RouterSpec& spec, Floats logits) {

@@ -204,8 +204,7 @@ void bind_dense_neurons(nb::module_& m) {
              std::shared_ptr<Matrix> down, const Norm* inner) {
             new (neurons) DenseNeurons(spec, std::move(gate), std::move(up), std::move(down), norm_of(inner));
           },
-          "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "inner"_a = nb::none(),
-          "inner: norm of h, before down.");
+          "spec"_a, "gate"_a.none(), "up"_a, "down"_a, "inner"_a = nb::none(), "inner: norm of h, before down.");
 }
 
 void bind_ffn(nb::module_& m) {

@@ -355,9 +355,11 @@ void bind_operators(nb::class_<Program>& program) {
       .def(
           "head",
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale,
-             float cap) { p.head(norm_of(norm), std::move(project), std::move(w), scale, cap); },
-          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f, "cap"_a = 0.0f,
-          "logits = scale * w . project . norm(x); cap: they become cap * tanh(logits / cap), 0: they stay.")
+             float cap, std::optional<Floats> bias) {
+            p.head(norm_of(norm), std::move(project), std::move(w), scale, cap, vector_of(bias));
+          },
+          "norm"_a.none(), "w"_a, "project"_a = nb::none(), "scale"_a = 1.0f, "cap"_a = 0.0f, "bias"_a = nb::none(),
+          "logits = scale * (w . project . norm(x) + bias); cap: they become cap * tanh(logits / cap), 0: they stay.")
       .def(
           "draft_input",
           [](Program& p, std::shared_ptr<Table> table, const Norm& embed_norm, const Norm& hidden_norm,

@@ -629,8 +629,14 @@ namespace {
 // activations are two planes of 8 bits, the second the remainder of the first, multiplied in one pass over a weight.
 class Head : public Op {
  public:
-  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, float cap, int threads)
-      : norm_(std::move(norm)), project_(std::move(project)), w_(std::move(w)), scale_(scale), cap_(cap) {
+  Head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, float cap, Vector bias,
+       int threads)
+      : norm_(std::move(norm)),
+        project_(std::move(project)),
+        w_(std::move(w)),
+        scale_(scale),
+        cap_(cap),
+        bias_(std::move(bias)) {
     if (w_->form() != PI_FORM_Q8) return;
     planes_ = std::make_unique<Mapping>(2 * ROWS * w_->panels * PI_LANES * 4);
     for (int t = 0; t < threads; t++) forms_.emplace_back(2 * ROWS * w_->k);
@@ -666,6 +672,7 @@ class Head : public Op {
         const float *one = sums + 2 * i * ld, *other = one + ld;
         if (planes_)
           for (int64_t j = 0; j < n; j++) out[i * ld + j] = one[j] + other[j];
+        for (int64_t j = 0; j < n && !bias_.empty(); j++) out[i * ld + j] += bias_[(size_t)(c0 + j)];
         if (scale_ != 1.0f) here.kernels->scale(out + i * ld, scale_, n);
         if (cap_ != 0.0f) here.kernels->cap(out + i * ld, cap_, n);
       }
@@ -705,13 +712,15 @@ class Head : public Op {
   const Norm norm_;
   const std::shared_ptr<Matrix> project_, w_;
   const float scale_, cap_;
+  const Vector bias_;                // of the logits, before their scale, padded to whole panels; may be empty
   std::unique_ptr<Mapping> planes_;  // [2 ROWS][rows of w]; null: there is one plane
   std::vector<ActMemory> forms_;     // of the threads
 };
 
 }  // namespace
 
-void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, float cap) {
+void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale, float cap,
+                   Vector bias) {
   check(w->k == sizes.embed_dim, "the output head has another width than embed_dim");
   check(project ? project->rows == sizes.embed_dim && project->k == sizes.d_model : sizes.embed_dim == sizes.d_model,
         "the head's projection does not lead from the width of the model to embed_dim");
@@ -719,7 +728,10 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
   (draft_from < ops_.size() ? draft_norm_ : final_norm_) = std::make_shared<const Norm>(norm);
   head_panels = w->panels;
   check(cap >= 0, "a cap of the logits is negative");
-  add(std::make_shared<Head>(std::move(norm), project, w, scale, cap, workspace->pool->threads()), {project, w});
+  check_bias(bias, w->rows, "the head");
+  bias = padded(std::move(bias));
+  add(std::make_shared<Head>(std::move(norm), project, w, scale, cap, std::move(bias), workspace->pool->threads()),
+      {project, w});
 }
 
 // ---- Draft head -----------------------------------------------------------------------------------------------------

@@ -182,7 +182,8 @@ class Program {
                        int activation);
   // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`. cap: they become
   // cap * tanh(logits / cap), 0: they stay.
-  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1, float cap = 0);
+  void head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<Matrix> w, float scale = 1, float cap = 0,
+            Vector bias = {});
   // x = w . [embed_norm(scale * row of the token), hidden_norm(x)]. A draft head begins: its operators read no states,
   // and are run by themselves.
   void draft_input(DraftInput in);

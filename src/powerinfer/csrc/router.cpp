@@ -68,6 +68,29 @@ void select_best(float* scores, int64_t experts, int64_t top_k, int32_t* selecte
   std::sort(selected, selected + top_k);
 }
 
+// SparseMixer, as it selects when it is not trained. left: [experts], overwritten.
+void mix(const RouterSpec& spec, const float* logits, int64_t experts, float* left, int32_t* selected, float* weights) {
+  std::copy(logits, logits + experts, left);
+  for (int64_t i = 0; i < spec.top_k; i++) {
+    int64_t best = largest(left, experts), place = i;
+    const bool any = left[best] > NEVER;
+    while (!any && std::find(selected, selected + i, (int32_t)best) != selected + i) best++;
+    const float most = left[best];
+    float sum = any ? 0 : NAN;
+    for (int64_t e = 0; e < experts; e++) {
+      const bool far = most - logits[e] > 2 * spec.nearness * std::max(fabsf(logits[e]), most);
+      if (!far) sum += expf(left[e] - most);
+    }
+    for (; place > 0 && selected[place - 1] > best; place--) {
+      selected[place] = selected[place - 1];
+      weights[place] = weights[place - 1];
+    }
+    selected[place] = (int32_t)best;
+    weights[place] = 1 / sum;
+    left[best] = NEVER;
+  }
+}
+
 }  // namespace
 
 float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -86,6 +109,7 @@ void check_router(const RouterSpec& router, int64_t n) {
 
 void route(const RouterSpec& spec, float* logits, int64_t experts, float* scratch, int32_t* selected, float* weights) {
   for (size_t i = 0; i < spec.bias.size(); i++) logits[i] += spec.bias[i];
+  if (spec.nearness >= 0) return mix(spec, logits, experts, scratch, selected, weights);
   if (spec.sigmoid) std::transform(logits, logits + experts, logits, sigmoid);
   else softmax(logits, experts);
   std::copy(logits, logits + experts, scratch);

@@ -17,6 +17,9 @@ struct RouterSpec {
   // `group_best` best experts' (DeepSeek-V2: 1, V3: 2).
   int64_t groups = 1, top_groups = 1, group_best = 1;
   bool scales_input = false;  // weights multiply what experts read, not what they give
+  // SparseMixer: experts are selected one after another, and each weighs its share of the softmax over itself and those
+  // left whose logits are near its own: within 2 * nearness, in parts of the larger magnitude. Negative: off.
+  float nearness = -1;
 };
 
 float sigmoid(float x);

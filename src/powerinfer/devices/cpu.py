@@ -981,9 +981,15 @@ class CpuExecutor:
         """x = norm(x)."""
         self._program.normalise(norm)
 
-    def head(self, norm: _native.Norm | None, matrix: _native.Matrix, projection: _native.Matrix | None = None) -> None:
-        """logits = the config's scale * matrix . projection . norm(x), capped as it says."""
-        self._program.head(norm, matrix, projection, self.config.logit_scale, self.config.logit_cap or 0.0)
+    def head(
+        self,
+        norm: _native.Norm | None,
+        matrix: _native.Matrix,
+        projection: _native.Matrix | None = None,
+        bias: Float32 | None = None,
+    ) -> None:
+        """logits = the config's scale * (matrix . projection . norm(x) + bias), capped as it says."""
+        self._program.head(norm, matrix, projection, self.config.logit_scale, self.config.logit_cap or 0.0, bias)
         self._head = norm, matrix
         if self.disk is not None and self.disk.window is not None:
             self._program.set_window(self.disk.window)
@@ -1386,4 +1392,5 @@ def _router(
         bias,
         factors,
         config.scales_input,
+        config.nearness,
     )

@@ -589,11 +589,17 @@ class GpuLayers:
         """x = norm(x)."""
         self._add(layer, "normalise", lambda step: step.set(norm(step.x)))
 
-    def head(self, norm: GpuNorm | None, matrix: StoredMatrix, projection: StoredMatrix | None = None) -> None:
-        """logits = the config's scale * matrix . projection . norm(x), capped as it says."""
+    def head(
+        self,
+        norm: GpuNorm | None,
+        matrix: StoredMatrix,
+        projection: StoredMatrix | None = None,
+        bias: Float32 | None = None,
+    ) -> None:
+        """logits = the config's scale * (matrix . projection . norm(x) + bias), capped as it says."""
         out = self._upload("head", matrix)
         inner = None if projection is None else self._upload("head", projection)
-        scale, cap = self._config.logit_scale, self._config.logit_cap
+        scale, cap, added = self._config.logit_scale, self._config.logit_cap, self._optional_vector(bias)
 
         def run(step: Step) -> None:
             if not len(step.logit_rows):
@@ -601,6 +607,8 @@ class GpuLayers:
             x = step.x.index_select(0, step.logit_rows)
             x = x if norm is None else norm(x, for_codes=(inner or out).for_codes)
             logits = out(x if inner is None else inner(x))
+            if added is not None:
+                logits.add_(added)
             if scale != 1:
                 logits.mul_(scale)
             if cap is not None:

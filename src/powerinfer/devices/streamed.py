@@ -294,9 +294,15 @@ class StreamedLayers:
         self._gpu.normalise(layer, norm.gpu)
         self._add(layer, first)
 
-    def head(self, norm: BothNorms | None, matrix: BothMatrices, projection: BothMatrices | None = None) -> None:
+    def head(
+        self,
+        norm: BothNorms | None,
+        matrix: BothMatrices,
+        projection: BothMatrices | None = None,
+        bias: Float32 | None = None,
+    ) -> None:
         """Wire on the CPU."""
-        self._cpu.head(_cpu_norm(norm), matrix.cpu, None if projection is None else projection.cpu)
+        self._cpu.head(_cpu_norm(norm), matrix.cpu, None if projection is None else projection.cpu, bias)
 
     def _streaming(self, *matrices: BothMatrices) -> list[PanelMatrix]:
         streaming = []

@@ -92,7 +92,8 @@ class Folder:
     defaults: of missing keys in the family's class, where families differ; keys: those that the family calls otherwise,
     by the usual name. read: makes the configuration from one without layers, None: `read_plain`, which goes by:
     kv_heads_stated: the number of key-value heads has no usable default; other_head_dim: the class has a `head_dim`;
-    partial: default share of a head that is rotated, None: the whole head is, always; theta: default of the rotary
+    partial: default share of a head that is rotated, None: the whole head is, always; mscales: LongRoPE
+    states what sine and cosine are multiplied by, up to the first context and beyond it; theta: default of the rotary
     embedding's base; stretched: `alpha` of the type "dynamic" stretches it; interleaved: as in `RopeConfig`; grown:
     `rope_parameters` say how queries grow with their positions (`AttentionConfig.query_growth`); biases: keys of the
     biases of q, k and v, and of that of o, None: there are none; qk_norm: as in `AttentionConfig`; windows: the
@@ -120,6 +121,7 @@ class Folder:
     kv_heads_stated: bool = False
     other_head_dim: bool = True
     partial: float | None = None
+    mscales: bool = False
     theta: float = 10000.0
     stretched: bool = False
     interleaved: bool = False

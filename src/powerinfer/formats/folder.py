@@ -66,11 +66,7 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
             file.check()
         unpack(stored, settings, str(folder))
     family = FOLDERS[config.architecture]
-    if family.adapt is not None:
-        for file in files:
-            file.check()
-        config = family.adapt(config, stored, str(folder))
-        layout.check(config, str(folder / "config.json"))
+    config = _adapted(config, stored, files, folder)
     made_tensors: dict[str, MadeTensor] = {}
     stated = bool(metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers"))
     stored, of_head, heads = split_draft(config, stored, stated, family.mtp)
@@ -130,6 +126,18 @@ def _with_draft(
         rename(of_head)
     names = file_names(config, {name.replace(at, "model.layers.0."): tensor for name, tensor in of_head.items()})
     return read_draft(config, tensors, of_head, names, source, fused(config, names), heads, notes)
+
+
+def _adapted(config: ModelConfig, stored: Tensors, files: list[MappedFile], folder: Path) -> ModelConfig:
+    """The configuration with the settings that are tensors in folders of the family."""
+    adapt = FOLDERS[config.architecture].adapt
+    if adapt is None:
+        return config
+    for file in files:
+        file.check()
+    config = adapt(config, stored, str(folder))
+    layout.check(config, str(folder / "config.json"))
+    return config
 
 
 def _expert_tensors(stored: Tensors) -> Iterator[tuple[str, SingleTensor]]:

@@ -116,9 +116,8 @@ def _reader(name: str, tensor: SingleTensor, settings: Settings) -> tuple[str, R
             return "FP4", read_fp4
         case "weight", "U8" if settings["quant_method"] == "bitnet":
             return "ternary", read_ternary
-        case "weight", _ if settings["quant_method"] == "bitnet":
-            made = len(tensor.shape) == 2 and is_made_ternary(name, settings)
-            return ("absmean", make_ternary) if made else None
+        case "weight", _ if len(tensor.shape) == 2 and is_made_ternary(name, settings):
+            return "absmean", make_ternary
         case "weight", "U8" if settings["quant_method"] == "modelopt":
             return "FP4", read_modelopt_fp4
         case "weight", "U8" if settings["quant_method"] == "bitsandbytes" and settings.get("load_in_4bit") is True:

@@ -55,7 +55,9 @@ def read_rope(family: Folder, fields: Fields, config: ModelConfig, heads: Attent
         return _stretched(rope, plain)
     if kind not in _SCALINGS:
         raise rope.bad("rope_type", f"is {shown(kind)}, which is not supported (only {', '.join(_SCALINGS)})")
-    result = _scaled(rope, plain, _SCALINGS[kind], outer, config.context_length)
+    if family.mscales and _SCALINGS[kind] not in (None, "longrope"):
+        raise rope.bad("rope_type", f"is {shown(kind)}; of this family only longrope is supported")
+    result = _scaled(family, rope, plain, _SCALINGS[kind], outer, config.context_length)
     unread = rope.unread()
     if unread:
         raise rope.bad(shown(unread[0])[1:-1], f"is set, which this engine does not support for type {kind}")
@@ -134,7 +136,9 @@ _SCALINGS = {
 """`rope_type` -> `RopeConfig.scaling`."""
 
 
-def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | None, context: int) -> RopeConfig:
+def _scaled(
+    family: Folder, rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | None, context: int
+) -> RopeConfig:
     """`plain` with the scaling that `rope` describes.
 
     outer: the context that the model was trained on first, as it stands outside `rope`; context: the model's own.
@@ -162,6 +166,9 @@ def _scaled(rope: Fields, plain: RopeConfig, scaling: str | None, outer: int | N
         settings |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
     else:
         settings = {"factor": number("factor", context / first), "attention_factor": number("attention_factor", None)}
+        if family.mscales:
+            settings["attention_factor"], beyond = number("short_mscale"), number("long_mscale")
+            settings["long_attention_factor"] = beyond
         names = {"divisors": "short_factor", "long_divisors": "long_factor"}
         settings |= {name: _divisors(rope, key, plain.dim // 2) for name, key in names.items()}
     return replace(plain, scaling=scaling, original_context_length=first, **settings)

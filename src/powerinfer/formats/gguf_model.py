@@ -370,6 +370,7 @@ def read_config(
         layer_input_rows=input_rows,
         logit_scale=_logit_scale(fields, family),
         logit_cap=_cap(fields, "final_logit_softcapping", family.logit_cap),
+        head_bias="output.bias" in names,
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
@@ -834,6 +835,8 @@ def _epsilon(fields: Fields, family: Gguf) -> float:
         default = {} if other is None else {"default": other}
         return float(fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1, **default))
     default = {} if family.epsilon is None else {"default": family.epsilon}
+    other = fields.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1, None)  # in files of Phi-3.5-MoE
+    default = default if other is None else {"default": other}
     return float(fields.number("attention.layer_norm_epsilon", 1e-12, 0.1, **default))
 
 

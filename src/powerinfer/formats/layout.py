@@ -93,6 +93,8 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield from _norm(config, "final_norm")
     if not config.tied_embeddings:
         yield "head", (config.vocab_size, width)
+    if config.head_bias:
+        yield "head_bias", (config.vocab_size,)
 
 
 def draft_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:

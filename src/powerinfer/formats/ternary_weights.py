@@ -23,6 +23,7 @@ from powerinfer.formats.weight_types import FLOAT_TYPES
 
 _LEAST_SCALE = 1e-5  # of absmean
 _CLASSES, _MODES = ("bitlinear", "autobitlinear"), ("offline", "online")
+_ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 
 
 def problem_of_bitnet(settings: Settings) -> str | None:
@@ -40,8 +41,8 @@ def problem_of_bitnet(settings: Settings) -> str | None:
 
 def is_made_ternary(name: str, settings: Settings) -> bool:
     """Whether floats of that name are a matrix that becomes one of -1, 0 and 1 as it is loaded."""
-    online = settings.get("linear_class") == "autobitlinear" and settings.get("quantization_mode") == "online"
-    if not online or not re.search(r"\.layers\.\d+\.", name):
+    stated = {key: settings.get(key) for key in ("quant_method", "linear_class", "quantization_mode")}
+    if stated != _ONLINE or not re.search(r"\.layers\.\d+\.", name):
         return False
     module = name.removesuffix(".weight")
     left = settings.get("modules_to_not_convert") or []

@@ -182,6 +182,12 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
         return
     import torch
 
+    if about.scoring == "sparsemixer":
+        selected, shares = mix_experts(logits, about)
+        selected, places = selected.sort(dim=-1)
+        experts.copy_(selected)
+        torch.gather(shares, 1, places, out=weights)
+        return
     scores = logits.sigmoid() if about.scoring == "sigmoid" else logits.softmax(dim=-1)
     wanted = scores if correction is None else scores + correction
     wanted = wanted.nan_to_num(nan=NOT_A_NUMBER, neginf=NOT_A_NUMBER)
@@ -195,6 +201,22 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
     factor = about.scale / (own.sum(dim=-1, keepdim=True) + 1e-20) if about.normalise else about.scale
     experts.copy_(selected)
     torch.mul(own, factor, out=weights)
+
+
+def mix_experts(logits: Tensor, about: RouterConfig) -> tuple[Tensor, Tensor]:
+    """The experts of each token by sparsemixer, int64 [T, top_k] as they are selected, and their weights."""
+    import torch
+
+    left, selectable = logits, logits.nan_to_num(nan=NOT_A_NUMBER, neginf=NOT_A_NUMBER)
+    selected, shares = [], []
+    for _ in range(about.top_k):
+        best = _largest(selectable, 1)
+        most = left.gather(1, best)
+        far = most - logits > 2 * about.nearness * torch.maximum(logits.abs(), most)
+        shares.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, best))
+        selected.append(best)
+        left, selectable = left.scatter(1, best, -torch.inf), selectable.scatter(1, best, -torch.inf)
+    return torch.cat(selected, dim=1), torch.cat(shares, dim=1)
 
 
 def _largest(x: Tensor, n: int) -> Tensor:

@@ -118,10 +118,39 @@ def _route_kernel(
     tl.store(weights + at, scores, mask=chosen != 0)
 
 
+@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
+def _mix_kernel(logits, experts, weights, n, top_k, near, BLOCK: tl.constexpr):
+    """A token's experts by sparsemixer. near: what logits near each other differ by at most, in parts."""
+    follow()
+    t = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    here = i < n
+    x = tl.load(logits + t * n + i, mask=here, other=0)
+    selectable = tl.where(here, tl.where(x >= _LEAST, x, _LEAST), -float("inf"))  # NaN, too
+    chosen = tl.zeros((BLOCK,), tl.int32)
+    shares = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(top_k):
+        place = _best(selectable, i)
+        most = tl.sum(tl.where(i == place, x, 0.0), 0)
+        far = most - x > near * tl.maximum(tl.abs(x), most)
+        share = 1 / tl.sum(tl.where(here & (chosen == 0) & (far == 0), tl.exp(x - most), 0.0), 0)
+        shares = tl.where(i == place, share, shares)
+        chosen = tl.where(i == place, 1, chosen)
+        selectable = tl.where(i == place, -float("inf"), selectable)
+    at = t * top_k + tl.cumsum(chosen, 0) - 1
+    tl.store(experts + at, i, mask=chosen != 0)
+    tl.store(weights + at, shares, mask=chosen != 0)
+
+
 def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     """`gpu_experts.route`."""
     tokens, n = logits.shape
-    if tokens:
+    if tokens and about.scoring == "sparsemixer":
+        _mix_kernel[(tokens,)](
+            logits.contiguous(), experts, weights, n, about.top_k, 2 * about.nearness,
+            BLOCK=triton.next_power_of_2(n), num_warps=4, launch_pdl=early(logits),
+        )  # fmt: skip
+    elif tokens:
         _route_kernel[(tokens,)](
             logits.contiguous(), either(correction, logits), experts, weights, n, about.top_k, about.groups,
             about.top_groups, about.group_best, about.scale, SIGMOID=about.scoring == "sigmoid",

@@ -29,7 +29,7 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm
 
 
 def project(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
-    """Its output projection: x += norm(o . attended)."""
+    """Its output projection: x += norm(o . attended), or of what a norm makes of that."""
     name = f"layers.{layer}.o"
     matrix, bias = builder.matrix(checkpoint.take(name)), vector(checkpoint, name + "_bias")
     weight, order = vector(checkpoint, f"layers.{layer}.attended_norm"), checkpoint.order(name)

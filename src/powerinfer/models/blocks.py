@@ -229,7 +229,7 @@ def wire_head(builder: Builder[Matrix, Norm], checkpoint: Tensors, embedding: Ra
     config = checkpoint.config
     norm = _norm(builder, checkpoint, "final_norm")
     matrix = builder.matrix(embedding if config.tied_embeddings else checkpoint.take("head"))
-    builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"))
+    builder.head(norm, matrix, _projection(builder, checkpoint, "project_out"), vector(checkpoint, "head_bias"))
 
 
 def _order(checkpoint: Tensors, layer: int, norm: str) -> Indices | None:

@@ -305,7 +305,9 @@ class Recorder:
     def normalise(self, layer: int, norm: bool) -> None:
         """Nothing: a norm is no matrix."""
 
-    def head(self, norm: bool | None, matrix: Matrix, projection: Matrix | None = None) -> None:
+    def head(
+        self, norm: bool | None, matrix: Matrix, projection: Matrix | None = None, bias: Vector = None
+    ) -> None:
         self.add("head", None, matrix)
         self.add("projection", None, *([] if projection is None else [projection]))
 

@@ -354,8 +354,9 @@ class Model:
 
     @cached_property
     def end_vectors(self) -> int:
-        """Bytes of the norm before the head."""
-        return 4 * sum(n for name, n in self.inventory.vectors.items() if name.startswith("final_norm"))
+        """Bytes of the norm before the head, and of its bias."""
+        ends = ("final_norm", "head_bias")
+        return 4 * sum(n for name, n in self.inventory.vectors.items() if name.startswith(ends))
 
     @cached_property
     def _vectors(self) -> list[dict[str, int]]:
