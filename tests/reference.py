@@ -106,7 +106,8 @@ def activate(
 ) -> Float64:
     """The FFN's product h from gate . n and up . n, or, without a gate, from up . n alone (here `gate`).
 
-    activation: of `config.ACTIVATIONS`; threshold: what a value must exceed to be kept, of cats its magnitude: one
+    activation: of `config.ACTIVATIONS`, or gaussian, of which threshold says how many standard deviations of a token's
+    gates the cutoff is above their mean; threshold: what a value must exceed to be kept, of cats its magnitude: one
     number, or one for each neuron; of xielu its curve, see `config.FfnConfig`. NaN stays NaN. topk: of each 64 neurons
     the `kept` with the largest magnitude of silu over threshold, the first among equals, NaN before all others.
     product_threshold: of each neuron, what the magnitude of h must exceed.
@@ -132,6 +133,10 @@ def activate(
         above_zero, below, beta, least = np.asarray(threshold, np.float64)
         rest = np.expm1(np.minimum(wide, least)) - wide
         active = np.where(wide > 0, above_zero * wide * wide, below * rest) + beta * wide
+    elif activation == "gaussian":
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        wide = np.maximum(centred - threshold * np.sqrt(np.mean(centred**2, axis=-1, keepdims=True)), 0.0)
+        active = wide * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     elif activation == "gelu_tanh":
         active = wide * 0.5 * (1.0 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
     else:

@@ -174,6 +174,12 @@ SETTINGS = {
     "the largest of a bank, one bank, no gate": Setting(
         2, 1, 16, 48, 64, "F16", "f32", activation="topk", threshold=63, limits=True, gated=False
     ),
+    "what gates exceed a cutoff": Setting(
+        2, 1, 16, 48, 72, "F32", "f32", activation="gaussian", threshold=0.8, biases=True
+    ),
+    "a cutoff below the mean": Setting(
+        4, 2, 16, 64, 96, "F16", "f16", activation="gaussian", threshold=-0.8, order="both"
+    ),
 }  # fmt: skip
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)
@@ -522,9 +528,13 @@ def test_batches_give_the_same_bits(name: str, level: str) -> None:
 
 
 @every_level
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
-    ("activation", "limits"), [*((name, name == "topk") for name in ACTIVATIONS), ("fatrelu", True), ("cats", True)]
+    ("activation", "limits", "gated"),
+    [
+        *((name, name == "topk", gated) for name in ACTIVATIONS for gated in (True, False)),
+        *((name, True, gated) for name in ("fatrelu", "cats") for gated in (True, False)),
+        ("gaussian", False, True),
+    ],
 )
 def test_what_is_no_number_stays_so(activation: str, limits: bool, gated: bool, level: str) -> None:
     """A NaN that enters the activation of one neuron reaches every logit, as it does in `transformers`."""

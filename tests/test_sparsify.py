@@ -72,7 +72,7 @@ def made(model: Path, out: Path, **options: Any) -> SparsifyResult:
 
 def limits(checkpoint: Checkpoint) -> list[float]:
     """Thresholds of the layers; where neurons have their own, of one of mean importance."""
-    if checkpoint.config.banked or not all(layer.neurons.thresholds for layer in checkpoint.config.layers):
+    if checkpoint.config.competing or not all(layer.neurons.thresholds for layer in checkpoint.config.layers):
         return [layer.neurons.threshold for layer in checkpoint.config.layers]
     own = (checkpoint.take(f"layers.{n}.threshold").float32() for n in range(len(checkpoint.config.layers)))
     return [float(1 / np.mean(1 / one)) for one in own]

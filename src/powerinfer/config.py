@@ -116,7 +116,17 @@ LIMITED = (*THRESHOLDED, "topk")
 BANK = 64
 """Neurons of a bank, among which the activation topk selects."""
 
-RECTIFIED = ("relu", "relu2", "fatrelu", "drelu", "cats", "topk")
+GAUSSIAN = "gaussian"
+"""The activation of Gemma 3n's first layers: gelu_tanh of what a gate exceeds the cutoff of its token by, the mean of
+all gates and so many of their standard deviations."""
+
+SMOOTH = {GAUSSIAN: "gelu_tanh"}
+"""Activations of neurons that compete, and the one that they have of what is left."""
+
+COMPETING = ("topk", GAUSSIAN)
+"""Activations by which neurons compete: whether one fires depends on the gates of others."""
+
+RECTIFIED = ("relu", "relu2", "fatrelu", "drelu", "cats", "topk", GAUSSIAN)
 """Activations that are exactly zero for a neuron that does not fire."""
 
 
@@ -774,7 +784,8 @@ class FfnConfig(FfnKind):
 
     size: int  # neurons
     activation: str = "silu"  # of ACTIVATIONS
-    # fatrelu: what the gate must exceed; cats: what silu of the gate must, in magnitude; topk: how many of a bank count
+    # fatrelu: what the gate must exceed; cats: what silu of the gate must, in magnitude; topk: how many of a bank
+    # count; gaussian: standard deviations from the mean of the gates to the cutoff
     threshold: float = 0.0
     gated: bool = True  # False: no gate matrix, the activation is applied to up
     bias: bool = False
@@ -822,6 +833,8 @@ class FfnConfig(FfnKind):
             yield "inner_norm", (self.size,)
 
     def problem(self) -> str | None:
+        if self.activation == GAUSSIAN:
+            return self._problem_of_gaussian()
         if self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r} is unknown (only {', '.join(ACTIVATIONS)})"
         if self.activation == "drelu" and not self.gated:
@@ -842,6 +855,10 @@ class FfnConfig(FfnKind):
         if self.inner_norm and (self.thresholds or self.product_thresholds):
             return "thresholds of neurons with a norm before down"
         return None
+
+    def _problem_of_gaussian(self) -> str | None:
+        plain = self.gated and not (self.bias or self.thresholds or self.product_thresholds)
+        return None if plain else "activation gaussian with biases or thresholds of neurons, or without gates"
 
     def _problem_of_topk(self) -> str | None:
         if self.size % BANK:
@@ -1014,7 +1031,7 @@ class ExpertsConfig(FfnKind):
             return "biases of experts whose input is scaled"
         if self.activation == "swiglu_oai":
             return None if self.gated and not self.shared_size else "activation swiglu_oai is of gated experts alone"
-        if self.activation in ("topk", "xielu"):
+        if self.activation in (*COMPETING, "xielu"):
             return f"activation {self.activation} is not for experts"
         return FfnConfig(self.size, self.activation, self.threshold, self.gated).problem()
 
@@ -1245,14 +1262,15 @@ class ModelConfig:
         return any(layer.ffn.activation == "cats" for layer in self.layers)
 
     @property
-    def banked(self) -> bool:
-        """Whether neurons compete in banks: whether one fires depends on the gates of others."""
-        return any(layer.ffn.activation == "topk" for layer in self.layers)
+    def competing(self) -> str:
+        """The activation by which neurons of some layer compete: whether one fires depends on the gates of others; "":
+        none do."""
+        return next((layer.ffn.activation for layer in self.layers if layer.ffn.activation in COMPETING), "")
 
     @property
     def unsplit_reason(self) -> str | None:
         """Reason for which the neurons of a layer are not placed one by one, on two devices; None: they can be."""
-        return "layers with the activation topk run whole beside a GPU" if self.banked else None
+        return f"layers with the activation {self.competing} run whole beside a GPU" if self.competing else None
 
     def whole_layers(self, layers: int) -> int:
         """The number of layers, from the first on, that one device can have if it has room for so many: layers that

@@ -15,10 +15,13 @@ inline void drop_small(float* x, const float* limits, int64_t n) {
 struct Activation {
   int kind = PI_SILU;   // PiAct
   float threshold = 0;  // of FATRELU and CATS; of TOPK how many neurons of a bank are kept
+  bool cuts = false;    // it is of what a gate exceeds the cutoff of its token by, see `cut`
   PiXielu curve{};      // of XIELU
 
   bool has_threshold() const { return kind == PI_FATRELU || kind == PI_CATS; }
   bool in_banks() const { return kind == PI_TOPK; }
+  // Whether a neuron fires depends on the gates of others: these are computed first, from matrices.
+  bool competes() const { return in_banks() || cuts; }
   // Panels of 16 neurons that a thread must have together.
   int64_t panels(int64_t least) const { return in_banks() ? PI_BANK / PI_LANES : least; }
 
@@ -31,6 +34,7 @@ struct Activation {
   }
   // x = act(x), what up is multiplied with.
   void apply_first(const PiKernels* kernels, float* x, int64_t n, const float* limits = nullptr) const {
+    if (cuts) return;
     if (kind == PI_XIELU) return kernels->xielu(&curve, x, n);
     if (!limits) return kernels->activate(kind == PI_DRELU ? PI_RELU : kind, threshold, x, nullptr, n);
     if (kind == PI_TOPK) {
@@ -47,10 +51,34 @@ struct Activation {
   void apply_second(const PiKernels* kernels, float* up, int64_t n) const {
     if (kind == PI_DRELU) kernels->activate(PI_RELU, 0.0f, up, nullptr, n);
   }
+  // A token's n gates become activations, up to a multiple of 16, behind which are zeros. The cutoff is their mean and
+  // `threshold` of their standard deviations.
+  void cut(const PiKernels* kernels, float* gates, int64_t n) const {
+    const float mean = mean_of<false>(gates, n);
+    for (int64_t i = 0; i < n; i++) gates[i] -= mean;
+    const float above = threshold * sqrtf(mean_of<true>(gates, n));
+    for (int64_t i = 0; i < n; i++) gates[i] = gates[i] <= above ? 0.0f : gates[i] - above;  // NaN stays
+    kernels->activate(kind, 0.0f, gates, nullptr, pi_round_up(n, PI_LANES));
+  }
   bool operator==(const Activation& other) const {
     const PiXielu &a = curve, &b = other.curve;
     const bool alike = a.above == b.above && a.below == b.below && a.beta == b.beta && a.least == b.least;
-    return kind == other.kind && threshold == other.threshold && alike;
+    return kind == other.kind && threshold == other.threshold && cuts == other.cuts && alike;
+  }
+
+ private:
+  // Of a row, or of its squares: in 32 sums, whatever the machine.
+  template <bool squares>
+  static float mean_of(const float* x, int64_t n) {
+    enum { SUMS = 32 };
+    float sums[SUMS] = {};
+    int64_t i = 0;
+    for (; i + SUMS <= n; i += SUMS)
+      for (int j = 0; j < SUMS; j++) sums[j] += squares ? x[i + j] * x[i + j] : x[i + j];
+    for (int j = 0; i < n; i++, j++) sums[j] += squares ? x[i] * x[i] : x[i];
+    double sum = 0;
+    for (const float part : sums) sum += part;
+    return (float)(sum / (double)n);
   }
 };
 

@@ -385,7 +385,7 @@ void add_listed(const Bundles& b, const std::string& level, Floats2 x, Ints inde
   const PiKernels* kernels = find_level(level);
   const int64_t tokens = (int64_t)x.shape(0), k = b.up.k, n = (int64_t)index.shape(0);
   require(tokens > 0 && tokens <= PI_NEURON_TOKENS, "bundles take between 1 and 32 tokens");
-  require(!b.spec.activation.in_banks(), "topk selects by the gates of matrices");
+  require(!b.spec.activation.competes(), "topk and gaussian select by the gates of matrices");
   require(!b.slots && b.firsts, "neurons without their first rows are summed in the steps of a program");
   require((int64_t)x.shape(1) == k && out.shape(0) == x.shape(0) && (int64_t)out.shape(1) == k,
           "x and out must be [tokens, d_model]");
@@ -564,7 +564,9 @@ void bind_neuron_spec(nb::module_& m) {
       "What neurons compute with their weights: activation, a name of ACTIVATIONS; threshold, of\n"
       "fatrelu and cats; biases of gate and up, a value for each neuron; limits, in place of threshold\n"
       "one for each neuron. Of topk, threshold is how many neurons of a bank are kept, and limits the units\n"
-      "in which their magnitudes are compared. product_limits, beside limits of fatrelu and cats and with a\n"
+      "in which their magnitudes are compared; of gaussian, how many standard deviations above the mean the\n"
+      "cutoff of a token's gates is, beyond which gelu_tanh is of what exceeds it. product_limits, beside limits of "
+      "fatrelu and cats and with a\n"
       "gate: what the magnitude of each neuron's product of gate and up must exceed, or it is zero. curve, of\n"
       "xielu: factors of x^2 above zero, of e^x - 1 - x below, of x, and the largest x of that exponential.")
       .def(
@@ -572,7 +574,8 @@ void bind_neuron_spec(nb::module_& m) {
           [](NeuronSpec* spec, const std::string& activation, float threshold, std::optional<Floats> gate_bias,
              std::optional<Floats> up_bias, std::optional<Floats> limits, std::optional<Floats> product_limits,
              const std::vector<float>& curve) {
-            Activation own{index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation"), threshold, {}};
+            Activation own{PI_GELU_TANH, threshold, activation == "gaussian", {}};
+            if (!own.cuts) own.kind = index_of(ACTIVATIONS, PI_N_ACTS + 1, activation, "activation");
             require(curve.size() == (own.kind == PI_XIELU ? 4 : 0), "a curve of four numbers goes with xielu");
             if (!curve.empty()) own.curve = {curve[0], curve[1], curve[2], curve[3]};
             if (own.in_banks())

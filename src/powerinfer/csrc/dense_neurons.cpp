@@ -29,6 +29,7 @@ DenseNeurons::DenseNeurons(NeuronSpec spec, std::shared_ptr<Matrix> gate, std::s
     check(one->empty() || (int64_t)one->size() == neurons(), "thresholds must be one for every neuron");
   check(gate_ || spec_.product_limits.empty(), "thresholds of products without a gate");
   check(!spec_.activation.in_banks() || neurons() % PI_BANK == 0, "topk needs whole banks of neurons");
+  check(!cuts() || gate_, "gaussian needs gates");
   for (Vector* one : {&spec_.gate_bias, &spec_.up_bias, &spec_.limits, &spec_.product_limits})
     *one = padded(std::move(*one));
 }
@@ -119,10 +120,29 @@ Columns DenseNeurons::activate_share(Thread& t, const PiActs* acts, int64_t toke
 void DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const {
   const Program& p = *t.program;
   Workspace& w = *p.workspace;
+  const auto cut_rows = [&] {
+    w.pool->phase(tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) spec_.activation.cut(w.kernels, p.gate + i * p.ldh, neurons());
+    });
+  };
   if (!is_in_memory()) {
-    use(activate_share(t, acts, tokens, 2));
+    const Columns mine = activate_share(t, acts, tokens, 2);
+    if (cuts()) w.pool->barrier(), cut_rows();
+    use(mine);
     return w.pool->barrier();
   }
+  if (cuts()) {
+    phase_of_first(t, acts, tokens, [](const Columns&) {});
+    cut_rows();
+    return w.pool->phase(first().panels, 2, [&](int64_t p0, int64_t p1) { use(Columns(first(), p0, p1)); });
+  }
+  phase_of_first(t, acts, tokens, use);
+}
+
+// In memory: the first product, of which `use` gets the columns.
+void DenseNeurons::phase_of_first(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const {
+  const Program& p = *t.program;
+  Workspace& w = *p.workspace;
   w.pool->phase(
       first().panels, spec_.activation.panels(2), tokens * PI_LANES,
       [&](int64_t p0, int64_t p1, float* aside) {
@@ -142,8 +162,11 @@ void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, fl
   Workspace& w = *t.program->workspace;
   const int64_t n = part.n();
   if (gate_) w.linear(t.id, *up_, spec_.up_bias, acts, to.up, to.ld, tokens, false, part.p0, part.p1);
+  Watch* const watch = t.program->watch.get();  // only where neurons are cut: a program is watched densely
+  const Watch::Look look{t.id, part.c0, n, part.lanes()};
   for (int64_t i = 0; i < tokens && n; i++) {
     float *h = to.h + i * to.ld + part.c0, *up = to.up + i * to.ld + part.c0;
+    if (watch) watch->before(look, i, spec_.activation, nullptr, h, up);
     if (threshold > 0.0f)
       for (int64_t j = 0; j < n; j++)
         if (fabsf(h[j]) <= threshold) h[j] = 0.0f;
@@ -151,7 +174,9 @@ void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, fl
     spec_.activation.apply_second(w.kernels, up, part.lanes());
     for (int64_t j = 0; j < n; j++) h[j] *= up[j];
     spec_.drop_products(h, n, part.c0);
+    if (watch) watch->after(look, i, h);
   }
+  if (watch && n) watch->count(look, tokens);
 }
 
 void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use) const {
@@ -161,7 +186,7 @@ void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, fl
     forms_of_h(t, tokens, part, nullptr);
     use(part);
   };
-  if (!is_in_memory()) {
+  if (p.watch || !is_in_memory()) {
     const Columns mine(*up_, *w.pool, t.id, 2);
     multiply_up(t, acts, tokens, threshold, mine, program_rows(t));
     finished(mine);

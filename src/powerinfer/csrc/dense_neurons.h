@@ -43,6 +43,8 @@ class DenseNeurons {
   static void count_fired(const Thread& t, int64_t begin, int64_t end, int64_t tokens, int64_t* fired);
   // Of the first step, this thread's columns, whole units of panels. Without a barrier.
   Columns activate_share(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit) const;
+  // Whether activations are of what gates exceed a cutoff by: `sum` and `multiply` cannot be called then.
+  bool cuts() const { return spec_.activation.cuts; }
   // Whether far fewer products may be nonzero than activations.
   bool drops_products() const { return !spec_.product_limits.empty(); }
 
@@ -55,6 +57,7 @@ class DenseNeurons {
   static Hidden program_rows(const Thread& t);
   void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine, const Hidden& to) const;
   void activate(Thread& t, const PiActs* acts, int64_t tokens, const Columns& part, float* h, int64_t ld) const;
+  void phase_of_first(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const;
   void multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Columns& part,
                    const Hidden& to) const;
   Hidden rows_of(const Thread& t, int64_t tokens, const Columns& part, float* aside) const {

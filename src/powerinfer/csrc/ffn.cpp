@@ -31,8 +31,8 @@ void Ffn::set_bundled(std::shared_ptr<NeuronSum> bundled, std::shared_ptr<const 
   check(!dense_ || bundles.up.k == dense_->d_model(), "the bundles have another width than the matrices");
   check(!dense_ || dense_->same_kind(bundles),
         "the bundles are of another kind of FFN, or have other biases or thresholds");
-  check(dense_ || !bundles.spec.activation.in_banks(), "topk selects by the gates of matrices");
-  check(!predictor || !bundles.spec.activation.in_banks(), "no predictor selects neurons of topk");
+  check(dense_ || !bundles.spec.activation.competes(), "topk and gaussian select by the gates of matrices");
+  check(!predictor || !bundles.spec.activation.competes(), "no predictor selects neurons of topk or gaussian");
   check(recall_every >= 0, "an interval is negative");
   check(recall_every == 0 || (dense_ && dense_->is_in_memory()),
         "the recall of a predictor is sampled from matrices in memory");
@@ -157,13 +157,27 @@ void Ffn::run(Thread& t, const Step& step) {
     const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
     NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired, {}, &p};
     if (chosen == WAY_PREDICTED) piece.ahead = ahead(p, step.tokens);
-    if (chosen == WAY_DENSE)
+    if (chosen == WAY_DENSE && dense_->cuts()) cut(t, piece);
+    else if (chosen == WAY_DENSE)
       dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to, fired);
     else if (chosen == WAY_PREDICTED) predicted(t, piece);
     else if (dense_) exact(t, piece);
     else bundled_->sum_selected(t.id, piece);
     p.add_normalised(spec_.out_norm, p.up, first, x.tokens);
   }
+}
+
+// ---- All neurons, of which each fires by the gates of all -----------------------------------------------------------
+
+void Ffn::cut(Thread& t, const NeuronSum::Piece& piece) {
+  Workspace& w = *t.program->workspace;
+  const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, dense_->forms());
+  dense_->activate(t, acts, piece.x.tokens, [](const Columns&) {});
+  if (!w.is_prepared(t.id)) acts = w.prepare(t.id, piece.x, spec_.norm, dense_->forms());
+  dense_->multiply_up(t, acts, piece.x.tokens, 0.0f, [&](const Columns& part) {
+    if (piece.fired) dense_->count_fired(t, part.c0, part.c1, piece.x.tokens, piece.fired);
+  });
+  dense_->finish(t, piece.x.tokens, piece.to);
 }
 
 // ---- The neurons that fire ------------------------------------------------------------------------------------------

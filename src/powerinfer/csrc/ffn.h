@@ -64,6 +64,7 @@ class Ffn : public Op {
  private:
   Way way(const Program& p, int64_t tokens) const;
   NeuronSum::Ahead ahead(const Program& p, int64_t tokens) const;
+  void cut(Thread& t, const NeuronSum::Piece& piece);
   void exact(Thread& t, const NeuronSum::Piece& piece);
   void predicted(Thread& t, const NeuronSum::Piece& piece);
   bool falls_back() const { return dense_above_ < 1 && !bundled_->bundles->slots; }

@@ -28,7 +28,7 @@ NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, f
 }
 
 bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out) {
-  check(!bundles->spec.activation.in_banks(), "topk selects by the gates of matrices");
+  check(!bundles->spec.activation.competes(), "topk and gaussian select by the gates of matrices");
   const int64_t k = bundles->up.k, all = (int64_t)bundles->members.size();
   bool any = false;
   for (int64_t t = 0; t < tokens && !any; t++) {

@@ -158,7 +158,7 @@ def _with_thresholds(
     of_activations, of_products = ([name for name in stored if name.endswith(end)] for end in THRESHOLDS)
     names = [*of_activations, *of_products]
     has_thresholds = any(isinstance(layer.ffn, FfnConfig) and layer.ffn.thresholds for layer in config.layers)
-    if has_thresholds and not of_activations and config.banked:
+    if has_thresholds and not of_activations and config.competing == "topk":
         raise ModelError(f"{folder}: activation topk without thresholds of neurons")
     if has_thresholds and not of_activations:
         raise ModelError(

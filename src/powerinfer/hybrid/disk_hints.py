@@ -85,7 +85,7 @@ def _predicted_bytes(resolved: Resolved) -> int | None:
     config, disk = checkpoint.config, resolved.placement.disk
     if disk is None or resolved.placement.layers or engine.selector != "auto":
         return None
-    if not config.rectified or config.banked or config.whole_reason is not None:
+    if not config.rectified or config.competing or config.whole_reason is not None:
         return None
     selection = select(checkpoint, engine)
     if selection.bundles is None:

@@ -72,13 +72,13 @@ class HybridFfn(HybridTerms):
     def __init__(
         self, split: NeuronSplit, cpu: CpuExecutor, layers: GpuLayers, layer: int, vectors: FfnVectors
     ) -> None:
-        """PowerInferError if a device runs out of memory; ValueError for neurons that compete in banks: which of them
-        count depends on gates of both devices."""
+        """PowerInferError if a device runs out of memory; ValueError for neurons that compete: which of them count
+        depends on gates of both devices."""
         import torch
 
         super().__init__(layer, layers, split.stage)
-        if cpu.config.banked:
-            raise ValueError("neurons of the activation topk cannot be split over devices")
+        if cpu.config.competing:
+            raise ValueError(f"neurons of the activation {cpu.config.competing} cannot be split over devices")
         self._config = cpu.config.layers[layer].neurons
         self._bundles = split.bundles
         self._threshold = split.threshold(layer)

@@ -464,6 +464,13 @@ def activate(
     return _above(h * (up.relu() if activation == "drelu" else up), product_limits)
 
 
+def exceeding(gates: Tensor, deviations: float) -> Tensor:
+    """The excess of gates float32 [T, neurons] over the cutoff of their token, else 0: the mean of its gates and so
+    many of their standard deviations. NaN makes all of a token's NaN."""
+    centred = gates - gates.mean(dim=-1, keepdim=True)
+    return (centred - deviations * centred.square().mean(dim=-1, keepdim=True).sqrt()).relu()
+
+
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float) -> Tensor:
     """Rotary embedding in place: pairs (i, i + pairs) of every head turn by position * frequency. Returns x.
 

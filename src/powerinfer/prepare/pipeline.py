@@ -76,7 +76,7 @@ class Work:
         config = self.checkpoint.config
         reads_both = config.fires_both_ways and self.engine.selector != "predicted"
         has_threshold = self.checkpoint.predictor_threshold is not None
-        return config.rectified and not config.banked and not reads_both and not has_threshold
+        return config.rectified and not config.competing and not reads_both and not has_threshold
 
     @property
     def folder(self) -> Path:
@@ -96,8 +96,8 @@ class Work:
         config = self.checkpoint.config
         if not config.rectified:
             return f"activations of {config.activations_never_zero} are never exactly zero"
-        if config.banked:
-            return "which neurons of the activation topk count is not predicted so far"
+        if config.competing:
+            return f"which neurons of the activation {config.competing} count is not predicted so far"
         if not self.train:
             return "--no-train"
         if self.engine.selector not in ("auto", "predicted"):

@@ -96,9 +96,10 @@ def check(checkpoint: Checkpoint, config: TrainConfig) -> None:
             f"activations of {checkpoint.config.activations_never_zero} are never exactly zero, so there is nothing to "
             "predict: use --selector threshold, which needs no predictor"
         )
-    if checkpoint.config.banked:
+    if checkpoint.config.competing:
         raise RequestError(
-            "train: which neurons of the activation topk count is not predicted so far: use --selector exact"
+            f"train: which neurons of the activation {checkpoint.config.competing} count is not predicted so far: use "
+            "--selector exact"
         )
     for name, low, high in (("recall", 0.5, 0.9999), ("lost", 0.0, 1.0), ("share", 0.0, 1.0), ("lr", 0.0, 1.0)):
         value = getattr(config, name)

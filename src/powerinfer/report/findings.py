@@ -95,7 +95,7 @@ def findings(checkpoint: Checkpoint, prepared: str | None = None) -> Findings:
 
     config = checkpoint.config
     neurons = config.whole_reason is None  # else there is nothing to prepare
-    trained = config.rectified and not config.banked and checkpoint.predictor_threshold is None
+    trained = config.rectified and not config.competing and checkpoint.predictor_threshold is None
     if config.fires_both_ways:  # only where it is asked for
         trained = trained and PreparedFile(PREDICTOR, checkpoint, prepared).exists()
     profile = _finding(PROFILE, checkpoint, prepared, lambda: open_profile(checkpoint, prepared), neurons)

@@ -92,7 +92,7 @@ def check_suited(selector: str, config: ModelConfig) -> None:
     """RequestError if a model of this configuration cannot use the selector."""
     if selector != "all":
         check_neurons(config, f"selector {selector}")
-    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.banked}
+    suited = {"exact": config.partly_rectified, "predicted": config.rectified and not config.competing}
     if suited.get(selector, True):
         return
     other = "exact" if config.partly_rectified else "threshold"
