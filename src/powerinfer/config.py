@@ -1098,6 +1098,47 @@ class LayerConfig:
         return neurons
 
 
+@dataclass(frozen=True)
+class AltUpConfig:
+    """AltUp (arXiv 2301.13310) and LAuReL (arXiv 2411.07501), as in Gemma 3n: several residual streams.
+
+    A layer predicts all of them, computes with the one that is `active`, and corrects all of them by what it has made
+    of that; what it makes of its inputs is added to all but the first. rank: of the product that stands beside
+    attention (LAuReL). scaled: the active stream is multiplied with learned factors before it meets a layer's inputs.
+    """
+
+    streams: int
+    active: int
+    rank: int
+    scaled: bool = True
+
+    def outer(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name, shape) of the matrices that make the other streams of the embedding, and that lead back."""
+        yield from ((name, (self.streams - 1, d_model, d_model)) for name in ("altup_in", "altup_out"))
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        """(name within the layer, shape) of every tensor; matrices are [out, in]."""
+        yield "altup_router", (self.streams, d_model)
+        yield "altup_norm", (d_model,)
+        yield "altup_predict", (self.streams**2, self.streams)
+        yield "altup_correct", (self.streams, self.streams)
+        yield "altup_scale", (d_model,)
+        yield "laurel_in", (self.rank, d_model)
+        yield "laurel_out", (d_model, self.rank)
+        yield "laurel_norm", (d_model,)
+
+    def problem(self) -> str | None:
+        """Settings that do not go together; None: there are none."""
+        if not 2 <= self.streams <= MOST_STREAMS:
+            return f"{self.streams} residual streams; only 2 to {MOST_STREAMS} are supported"
+        if not 0 <= self.active < self.streams:
+            return f"layers compute with residual stream {self.active} of {self.streams}"
+        return None
+
+
+MOST_STREAMS = 16
+
+
 def uniform(n_layers: int, layer: LayerConfig) -> tuple[LayerConfig, ...]:
     """The layers of a model whose layers are alike."""
     return (layer,) * n_layers
@@ -1139,6 +1180,7 @@ class ModelConfig:
     # table.
     layer_inputs: int = field(default=0, repr=False)
     layer_input_rows: int = field(default=0, repr=False)
+    altup: AltUpConfig | None = field(default=None, repr=False)  # None: there is one residual stream
     logit_scale: float = 1.0  # factor of the head's result
     logit_cap: float | None = field(default=None, repr=False)  # logits become cap * tanh(logits / cap), after that
     final_norm: bool = True
@@ -1270,11 +1312,16 @@ class ModelConfig:
     @property
     def unsplit_reason(self) -> str | None:
         """Reason for which the neurons of a layer are not placed one by one, on two devices; None: they can be."""
+        if self.altup is not None:
+            return "layers with several residual streams run whole beside a GPU"
         return f"layers with the activation {self.competing} run whole beside a GPU" if self.competing else None
 
     def whole_layers(self, layers: int) -> int:
         """The number of layers, from the first on, that one device can have if it has room for so many: layers that
-        read the keys and values of another are where that one is."""
+        read the keys and values of another are where that one is, and those of several residual streams are together.
+        """
+        if self.altup is not None:
+            return layers if layers >= self.n_layers else 0
         sources = [layer.attention.kv_from for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
         first = min((source for source in sources if source is not None), default=self.n_layers)
         return layers if layers >= self.n_layers else min(layers, first)

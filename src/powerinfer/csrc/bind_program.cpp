@@ -1,4 +1,5 @@
 // Programs: caches, states, workspaces, operators and steps.
+#include "altup.h"
 #include "bindings.h"
 #include "delta_net.h"
 #include "dense_neurons.h"
@@ -56,6 +57,10 @@ void add_states(const States& states, Step& step, const std::vector<int32_t>& ro
     const int64_t writer = run.position > run.replayed ? writers[(size_t)run.read_state] : -1;
     require(writer < 0 || writer == (int64_t)i, "a sequence reads a state that another one writes");
   }
+}
+
+StreamCoefficients stream_coefficients(const Norm& norm, const Floats2& router, const Floats2& w) {
+  return {norm, Vector(router.data(), router.data() + router.size()), Vector(w.data(), w.data() + w.size())};
 }
 
 bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
@@ -351,7 +356,37 @@ void bind_operators(nb::class_<Program>& program) {
             p.add_layer_input(at, std::move(gate), std::move(out), norm_of(norm), act);
           },
           "at"_a, "gate"_a, "out"_a, "norm"_a.none(), "activation"_a,
-          "x += norm(out . (activation(gate . x) * inputs)); at: where in the inputs of all layers.")
+          "x += norm(out . (activation(gate . x) * inputs)), or where there are streams all but the first; at: where "
+          "in\n"
+          "the inputs of all layers.")
+      .def("expand_streams", &Program::expand_streams, "streams"_a, "active"_a, "w"_a,
+           "Residual streams: x, and what each matrix of w, one below the other in whole panels, makes of it, brought "
+           "to\n"
+           "the magnitude of x. active: the one that layers compute with.")
+      .def(
+          "predict_streams",
+          [](Program& p, const Norm& norm, Floats2 router, Floats2 w) {
+            p.predict_streams(stream_coefficients(norm, router, w));
+          },
+          "norm"_a, "router"_a, "w"_a,
+          "Each stream += a sum of all of them with coefficients w . tanh(router . norm(the active one) / d_model);\n"
+          "x = the active one. router: [streams, d_model], w: [streams * streams, streams].")
+      .def(
+          "add_laurel",
+          [](Program& p, const Norm& norm, std::shared_ptr<Matrix> in, std::shared_ptr<Matrix> out,
+             const Norm& out_norm) { p.add_laurel({norm, out_norm, std::move(in), std::move(out)}); },
+          "norm"_a, "inner"_a, "outer"_a, "out_norm"_a, "x += norm(x) + out_norm(outer . inner . norm(x)).")
+      .def(
+          "correct_streams",
+          [](Program& p, const Norm& norm, Floats2 router, Floats2 w, std::optional<Floats> scale) {
+            p.correct_streams(stream_coefficients(norm, router, w), vector_of(scale));
+          },
+          "norm"_a, "router"_a, "w"_a, "scale"_a = nb::none(),
+          "Each stream += (1 + w . tanh(router . norm(x) / d_model)) * (x - the active one); x = scale * the active\n"
+          "one. router: [streams, d_model], w: [streams, streams], scale: [d_model].")
+      .def("merge_streams", &Program::merge_streams, "w"_a,
+           "x = the mean of the first stream and what each matrix of w, as of expand_streams, makes of another one,\n"
+           "brought to the first one's magnitude.")
       .def(
           "head",
           [](Program& p, const Norm* norm, std::shared_ptr<Matrix> w, std::shared_ptr<Matrix> project, float scale,

@@ -557,9 +557,10 @@ class LayerInputs : public Op {
       float* const row = here.w.row(t.id);
       for (int64_t i = begin; i < end; i++) {
         float* const to = p.inputs + i * p.ldinputs;
-        unpack_row(table.type, table.data + step.token[i] * stored_row_bytes(table.type, table.k), table.k, row);
+        const int64_t at = step.token[i] < table.rows ? step.token[i] : 0;
+        unpack_row(table.type, table.data + at * stored_row_bytes(table.type, table.k), table.k, row);
         here.kernels->scale(to, spec_.scale, table.k);
-        for (int64_t at = 0; at < table.k; at += width) spec_.norm.apply(here.kernels, to + at, to + at);
+        for (int64_t j = 0; j < table.k; j += width) spec_.norm.apply(here.kernels, to + j, to + j);
         for (int64_t j = 0; j < table.k; j++) to[j] = (to[j] + row[j] * spec_.row_scale) * spec_.factor;
       }
     });
@@ -585,7 +586,15 @@ class AddLayerInput : public Op {
     });
     acts = here.w.prepare(t.id, {p.gate, p.ldh, out_->k, step.tokens}, {}, out_->form());
     here.w.finish_product(t.id, *out_, acts, step.tokens, p.added_to(0, norm_, NO_BIAS, p.up));
-    p.add_normalised(norm_, p.up, 0, step.tokens);
+    if (!p.streams.n) return p.add_normalised(norm_, p.up, 0, step.tokens);
+    here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        float* const row = p.up + i * p.ldh;
+        norm_.apply(here.kernels, row, row);
+        for (int64_t s = 1; s < p.streams.n; s++)
+          for (int64_t j = 0; j < p.sizes.d_model; j++) p.streams.row(i, s, p.ldx)[j] += row[j];
+      }
+    });
   }
 
  private:
@@ -601,7 +610,6 @@ void Program::layer_inputs(LayerInputsSpec spec) {
   const int64_t k = spec.table->k, width = (int64_t)spec.norm.w.size();
   check(!inputs && width > 0 && width % PI_LANES == 0 && k % width == 0, "inputs of layers have an odd width");
   check(spec.w->rows == k && spec.w->k == sizes.d_model, "the projection of layers' inputs has a wrong shape");
-  table_rows = std::min(table_rows, spec.table->rows);
   ldinputs = pi_round_up(k, PI_LANES);
   inputs = (float*)memory_.allocate(sizes.max_tokens * ldinputs * 4);
   workspace->reserve(1, k);
@@ -617,6 +625,7 @@ void Program::add_layer_input(int64_t at, std::shared_ptr<Matrix> gate, std::sha
   check(gate->k == sizes.d_model && out->rows == sizes.d_model && out->k == width && width <= ldh,
         "a matrix of a layer's input has a wrong shape");
   check_norm(norm, sizes.d_model, "the norm of a layer's input");
+  check(norm || !streams.n, "what is added to several streams needs a norm");
   workspace->reserve(sizes.max_tokens, width);
   add(std::make_shared<AddLayerInput>(at, gate, out, std::move(norm), activation), {gate, out});
 }

@@ -234,6 +234,7 @@ void Program::forget() {
     const std::pair<float*, int64_t> all[] = {{x, ldx}, {attended, lda}, {gate, ldh}, {up, ldh}};
     for (const auto& [rows, ld] : all) give_back(rows, sizes.max_tokens * ld * 4);
     give_back(qkv, qkv_rows * ldqkv * 4);
+    if (streams.n) give_back(streams.rows, sizes.max_tokens * streams.ld * 4);
     hidden.forget();
     workspace->forget();
   });

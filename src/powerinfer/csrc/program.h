@@ -129,6 +129,17 @@ struct LatentInput;
 struct LatentOutput;
 struct LatentRows;
 
+// AltUp and LAuReL (altup.h).
+struct StreamCoefficients;
+struct LaurelSpec;
+
+// Residual streams beside x, which is one of them while a layer computes with it.
+struct Streams {
+  int64_t n = 0, active = 0, ld = 0;  // n: 0 where x is the only one; active: which one layers compute with
+  float* rows = nullptr;              // of a token, one stream after another; `ld` apart
+  float* row(int64_t token, int64_t stream, int64_t ldx) const { return rows + token * ld + stream * ldx; }
+};
+
 struct FfnSpec;
 class Ffn;
 class DenseNeurons;
@@ -175,9 +186,20 @@ class Program {
   void latent_input(LatentInput in);
   void latent_project(LatentOutput out);
   void normalise(Norm norm);  // x = norm(x)
-  // inputs = factor * (norm(scale * w . x) + row_scale * row of the token), behind `embed`.
+  // inputs = factor * (norm(scale * w . x) + row_scale * row of the token), behind `embed`; tokens beyond the table have
+  // its first row.
   void layer_inputs(LayerInputsSpec spec);
-  // x += norm(out . (act(gate . x) * the inputs at `at`))
+  // n streams: x, and what each matrix of w makes of it, brought to the magnitude of x.
+  void expand_streams(int64_t n, int64_t active, std::shared_ptr<Matrix> w);
+  // Each stream += a sum of all of them; x = the active one. The coefficients follow from that.
+  void predict_streams(StreamCoefficients spec);
+  void add_laurel(LaurelSpec spec);
+  // Each stream += coefficient * (x - the active one), by 1 more than the coefficients that follow from x; then x = scale
+  // * the active one. scale: may be empty.
+  void correct_streams(StreamCoefficients spec, Vector scale);
+  // x = the mean of the first stream and what each matrix of w makes of another, brought to the first one's magnitude.
+  void merge_streams(std::shared_ptr<Matrix> w);
+  // x += norm(out . (act(gate . x) * the inputs at `at`)), or where there are streams all of them but the first.
   void add_layer_input(int64_t at, std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> out, Norm norm,
                        int activation);
   // logits = scale * w . project . norm(x); project may be null. The norm stays, for `hidden_states`. cap: they become
@@ -236,6 +258,7 @@ class Program {
   int64_t ldinputs = 0;
   float* joined = nullptr;  // of the draft head, rows of `ldjoined`; null: there is none
   int64_t ldjoined = 0;
+  Streams streams;
   ActMemory hidden;                         // forms of an FFN's activations, whose floats are in `gate`
   std::shared_ptr<ExpertRows> expert_rows;  // null: there are no experts
   std::shared_ptr<LatentRows> latent_rows;  // null: there is no latent attention

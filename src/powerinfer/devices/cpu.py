@@ -45,7 +45,7 @@ from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slo
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, convert
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, StreamMix, convert
 from powerinfer.kernels import cpu
 from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 from powerinfer.system import available_memory
@@ -980,6 +980,36 @@ class CpuExecutor:
     def normalise(self, layer: int, norm: _native.Norm) -> None:
         """x = norm(x)."""
         self._program.normalise(norm)
+
+    def expand_streams(self, matrices: RawTensor) -> None:
+        """Residual streams: x, and what each of the matrices [streams - 1, d_model, d_model] makes of it, brought to
+        its magnitude."""
+        assert self.config.altup is not None
+        self._program.expand_streams(self.config.altup.streams, self.config.altup.active, self._stack(matrices))
+
+    def predict_streams(self, layer: int, mix: StreamMix) -> None:
+        """Each stream += a sum of all of them, by what `mix` makes of the active one; x = the active one."""
+        self._program.predict_streams(mix.norm, mix.router, mix.weights)
+
+    def add_laurel(
+        self,
+        layer: int,
+        norm: _native.Norm,
+        inner: _native.Matrix,
+        outer: _native.Matrix,
+        out_norm: _native.Norm,
+    ) -> None:
+        """x += norm(x) + out_norm(outer . inner . norm(x))."""
+        self._program.add_laurel(norm, inner, outer, out_norm)
+
+    def correct_streams(self, layer: int, mix: StreamMix, scale: Float32 | None) -> None:
+        """Each stream += (1 + a coefficient that `mix` makes of x) * (x - the active one); x = scale * the active one.
+        What is added by `add_layer_input` then goes to all streams but the first."""
+        self._program.correct_streams(mix.norm, mix.router, mix.weights, scale)
+
+    def merge_streams(self, matrices: RawTensor) -> None:
+        """x = the mean of the first stream and of what each matrix makes of another, brought to its magnitude."""
+        self._program.merge_streams(self._stack(matrices))
 
     def head(
         self,

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import (
+    GAUSSIAN,
+    SMOOTH,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -33,6 +35,7 @@ from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
+from powerinfer.devices.gpu_streams import GpuStreams
 from powerinfer.devices.gpu_weights import (
     GpuNorm,
     HeadMatrices,
@@ -52,7 +55,7 @@ from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, 
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
-from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.tensors import RawTensor, StreamMix
 from powerinfer.kernels import cpu, gpu, gpu_delta, gpu_mamba, gpu_short_conv, gpu_states
 from powerinfer.kernels.gpu_types import States
 from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
@@ -115,6 +118,7 @@ class GpuLayers:
         self.device = device
         self.share = share or MemoryShare(device)
         self.trace: Trace | None = None
+        self.streams: GpuStreams | None = None  # None: the residual stream is the only one
         self.rehearses = False  # a step of no text, whose result nobody reads
         self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
@@ -539,13 +543,17 @@ class GpuLayers:
         limit = config.limit if limits is None else limits
         top = int(config.threshold) if config.activation == "topk" else 0
 
+        activation = SMOOTH.get(config.activation, config.activation)
+
         def run(step: Step) -> None:
             product = first(step.normalised(norm, first.for_codes))
             if plain:
-                hidden = gpu.activate(config.activation, product, None, limit, top, None, for_codes)
+                hidden = gpu.activate(activation, product, None, limit, top, None, for_codes)
             else:
                 halves = product[:, :neurons], product[:, neurons:]
-                hidden = gpu.activate(config.activation, *halves, limit, top, product_limits, for_codes)
+                if config.activation == GAUSSIAN:
+                    halves = gpu.exceeding(halves[0], config.threshold), halves[1]
+                hidden = gpu.activate(activation, *halves, limit, top, product_limits, for_codes)
             if inner is not None:
                 hidden = inner(hidden, for_codes=second.for_codes)
             step.add_product(second, hidden, out_norm)
@@ -581,9 +589,50 @@ class GpuLayers:
         def run(step: Step) -> None:
             assert step.inputs is not None
             hidden = gpu.activate(activation, first(step.x), step.inputs[:, columns], 0.0, for_codes=second.for_codes)
-            step.add_product(second, hidden, norm)
+            if self.streams is None:
+                step.add_product(second, hidden, norm)
+            else:
+                self.streams.add(_normalised(norm, second(hidden)))
 
         self._add(layer, "layer input", run)
+
+    def expand_streams(self, matrices: RawTensor) -> None:
+        """Wire as `CpuExecutor.expand_streams` does."""
+        altup = self._config.altup
+        assert altup is not None and self.layers == self._config.n_layers
+        products = self._upload("attention", *(self.matrix(matrices.matrix(one)) for one in range(altup.streams - 1)))
+        self.streams = streams = GpuStreams(altup, self.max_tokens, self.d_model, self.device)
+        self._add(0, "streams", lambda step: streams.expand(step.x, products(step.x)))
+
+    def predict_streams(self, layer: int, mix: StreamMix) -> None:
+        """Wire as `CpuExecutor.predict_streams` does."""
+        assert self.streams is not None
+        streams, parts = self.streams, (mix.norm, self._vector(mix.router), self._vector(mix.weights))
+        self._add(layer, "streams", lambda step: step.set(streams.predict(len(step.x), *parts)))
+
+    def add_laurel(self, layer: int, norm: GpuNorm, inner: GpuMatrix, outer: GpuMatrix, out_norm: GpuNorm) -> None:
+        """x += norm(x) + out_norm(outer . inner . norm(x))."""
+        first, second = self._products("attention", inner), self._products("attention", outer)
+
+        def run(step: Step) -> None:
+            read = step.normalised(norm, first.for_codes)
+            step.add(read + out_norm(second(first(read))))
+
+        self._add(layer, "laurel", run)
+
+    def correct_streams(self, layer: int, mix: StreamMix, scale: Float32 | None) -> None:
+        """Wire as `CpuExecutor.correct_streams` does."""
+        assert self.streams is not None
+        streams, parts = self.streams, (mix.norm, self._vector(mix.router), self._vector(mix.weights))
+        factors = self._optional_vector(scale)
+        self._add(layer, "streams", lambda step: step.set(streams.correct(step.x, *parts, factors)))
+
+    def merge_streams(self, matrices: RawTensor) -> None:
+        """Wire as `CpuExecutor.merge_streams` does."""
+        assert self.streams is not None
+        streams = self.streams
+        products = [self._upload("attention", self.matrix(matrices.matrix(one))) for one in range(streams.n - 1)]
+        self._add(self.layers - 1, "streams", lambda step: step.set(streams.merge(len(step.x), products)))
 
     def normalise(self, layer: int, norm: GpuNorm) -> None:
         """x = norm(x)."""
@@ -838,7 +887,8 @@ class GpuLayers:
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = 0 if self.link is None else self.link.gpu_bytes
-        parts["scratch"] = self.buffers.nbytes + link + self._passed + self._recorded_bytes
+        streams = 0 if self.streams is None else self.streams.nbytes
+        parts["scratch"] = self.buffers.nbytes + link + streams + self._passed + self._recorded_bytes
         if self._cuda:
             cuda = import_torch().cuda
             unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
@@ -929,7 +979,7 @@ class GpuLayers:
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
-            self._head = self._final_norm = self._operators = None
+            self._head = self._final_norm = self._operators = self.streams = None
             self._recorder = self._recordings = None
             for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)

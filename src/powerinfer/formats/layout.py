@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from powerinfer.config import (
+    AltUpConfig,
     AttentionConfig,
     ExpertsConfig,
     FfnConfig,
@@ -38,6 +39,9 @@ def matrix_names(config: ModelConfig) -> Iterator[str]:
         yield from (f"layers.{layer}.{name}" for name, shape in _parts(config, layer) if is_matrix(name, shape))
     if config.embed_dim:
         yield from ("project_in", "project_out")
+    if config.altup is not None:
+        yield from (name for name, _ in config.altup.outer(config.d_model))
+        yield from (f"layers.{layer}.laurel_{part}" for layer in range(config.n_layers) for part in ("in", "out"))
     if config.layer_inputs:
         yield "inputs_projection"
         yield from (f"layers.{layer}.input_{part}" for layer in range(config.n_layers) for part in ("gate", "out"))
@@ -59,8 +63,11 @@ def ordered_readers(layer: LayerConfig) -> dict[str, Sequence[str]]:
 
 def is_matrix(name: str, shape: Shape) -> bool:
     """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have
-    the taps of a convolution."""
-    return len(shape) > 1 and not name.endswith(("_bias", "_conv"))
+    the taps of a convolution and what coefficients of residual streams are made of."""
+    return len(shape) > 1 and not name.endswith(("_bias", "_conv", *_COEFFICIENTS))
+
+
+_COEFFICIENTS = (".altup_router", ".altup_predict", ".altup_correct")
 
 
 def is_router(name: str) -> bool:
@@ -81,12 +88,16 @@ def shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield "input_table", (config.layer_input_rows, config.n_layers * numbers)
         yield "inputs_projection", (config.n_layers * numbers, config.d_model)
         yield "inputs_norm", (numbers,)
+    if config.altup is not None:
+        yield from config.altup.outer(config.d_model)
     for layer in range(config.n_layers):
         yield from _layer_shapes(config, layer)
         if numbers > 0:
             yield f"layers.{layer}.input_gate", (numbers, config.d_model)
             yield f"layers.{layer}.input_out", (config.d_model, numbers)
             yield f"layers.{layer}.input_norm", (config.d_model,)
+        if config.altup is not None:
+            yield from ((f"layers.{layer}.{name}", shape) for name, shape in config.altup.tensors(config.d_model))
         if config.layers[layer].out_scale:
             yield f"layers.{layer}.out_scale", (1,)
     if config.final_norm:
@@ -161,7 +172,9 @@ def check(config: ModelConfig, source: str) -> None:
         raise ModelError(f"{source}: logits capped at {config.logit_cap:g}")
     if config.layer_inputs % 16:
         raise ModelError(f"{source}: inputs of layers of {config.layer_inputs} numbers, no multiple of 16")
-    if config.layer_inputs and config.layer_input_rows < config.vocab_size:
+    if config.altup is not None:
+        _check_streams(config, config.altup, source)
+    elif config.layer_inputs and config.layer_input_rows < config.vocab_size:
         rows = f"{config.layer_input_rows} rows for {config.vocab_size} tokens"
         raise ModelError(f"{source}: the table of layers' inputs has {rows}")
     _check_sources(config, source)
@@ -172,6 +185,15 @@ def check(config: ModelConfig, source: str) -> None:
             problem = part.problem()
             if problem is not None:
                 raise ModelError(f"{source}: {problem}")
+
+
+def _check_streams(config: ModelConfig, altup: AltUpConfig, source: str) -> None:
+    """ModelError unless layers can compute with one of several residual streams. Their table of inputs may lack tokens,
+    which then have its first row."""
+    if (problem := altup.problem()) is not None:
+        raise ModelError(f"{source}: {problem}")
+    if not config.layer_inputs or any(layer.norms != "both" or layer.out_scale for layer in config.layers):
+        raise ModelError(f"{source}: several residual streams need inputs of layers, and norms before and behind")
 
 
 def _check_sources(config: ModelConfig, source: str) -> None:

@@ -224,6 +224,17 @@ class SeparateNorms(NamedTuple):
     experts_out: Any
 
 
+class StreamMix(NamedTuple):
+    """Coefficients of residual streams (`AltUpConfig`): weights . tanh(router . norm(row) / d_model) of a row.
+
+    norm: as a device has it; router: float32 [streams, d_model]; weights: float32 [coefficients, streams].
+    """
+
+    norm: Any
+    router: Float32
+    weights: Float32
+
+
 class ExpertWeights(NamedTuple):
     """A layer's experts: the router [experts, d_model]; gives the experts' matrices [experts, out, in], large, one
     after another; those of the shared expert; float32 vectors that a layer may lack. some: gives the matrices of some

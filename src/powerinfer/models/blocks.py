@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from powerinfer.config import (
+    SMOOTH,
     AttentionConfig,
     DeltaNetConfig,
     ExpertsConfig,
@@ -26,6 +27,7 @@ from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.formats import layout
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.tensors import ExpertWeights, RawTensor
+from powerinfer.models import altup
 from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Tensors, vector
 from powerinfer.models.delta_net import attend_gated, project_remembered, remember
@@ -115,6 +117,10 @@ def wire(
     """
     config = checkpoint.config
     embedding = wire_embedding(executor, checkpoint)
+    streams: Any = None  # the device that has several residual streams, and all layers
+    if config.altup is not None:
+        streams = executor if first is None else first
+        altup.expand(streams, checkpoint)
     for layer in range(config.n_layers):
         if first is not None and layer < first.layers:
             of_first: OwnFfn[GpuNorm] | None = None
@@ -131,6 +137,8 @@ def wire(
                 wire_layer(last, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         progress("loading weights", layer + 1, config.n_layers)
+    if streams is not None:
+        altup.merge(streams, checkpoint)
     if first is not None and head:
         wire_head(first, checkpoint, embedding)
     else:
@@ -177,17 +185,27 @@ def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, 
         return
     if type(config.ffn) in BEFORE:
         BEFORE[type(config.ffn)](*where, own)
+    streams: Any = builder if checkpoint.config.altup is not None else None
+    if streams is not None:
+        altup.predict(streams, checkpoint, layer)
     attention.attend(*where, attn_norm)
+    if streams is not None:
+        altup.add_laurel(streams, checkpoint, layer, attn_norm)
     if config.parallel:  # the FFN reads x before the result of attention is added to it
         ffn(*where, attn_norm if config.shared_norm else ffn_norm, ffn_out_norm, own)
         attention.project(*where, attn_out_norm)
     else:
         attention.project(*where, attn_out_norm)
+        if streams is not None:
+            altup.halve(streams, layer)
         ffn(*where, ffn_norm, ffn_out_norm, own)
+    if streams is not None:
+        altup.correct(streams, checkpoint, layer)
     if checkpoint.config.layer_inputs:
         name = f"layers.{layer}.input_"
         gate, out = (builder.matrix(checkpoint.take(name + part)) for part in ("gate", "out"))
-        builder.add_layer_input(layer, gate, out, _norm(builder, checkpoint, f"{name}norm"), config.ffn.activation)
+        activation = SMOOTH.get(config.ffn.activation, config.ffn.activation)
+        builder.add_layer_input(layer, gate, out, _norm(builder, checkpoint, f"{name}norm"), activation)
     if config.out_scale:
         scale = checkpoint.take(f"layers.{layer}.out_scale").float32()
         builder.normalise(layer, builder.scale(float(scale[0])))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import ModelConfig
-from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, StreamMix
 from powerinfer.neurons import FfnVectors, Indices
 
 Vector = NDArray[np.float32] | None
@@ -134,6 +134,16 @@ class ExpertBuilder(Builder[Matrix, Norm], Protocol):
     def experts(
         self, layer: int, norm: Norm | None, weights: ExpertWeights, out_norm: Norm | None = None
     ) -> None: ...
+
+
+class StreamBuilder(Builder[Matrix, Norm], Protocol):
+    """A device that the layers of a model with several residual streams are wired on, all of them."""
+
+    def expand_streams(self, matrices: RawTensor) -> None: ...
+    def predict_streams(self, layer: int, mix: StreamMix) -> None: ...
+    def add_laurel(self, layer: int, norm: Norm, inner: Matrix, outer: Matrix, out_norm: Norm) -> None: ...
+    def correct_streams(self, layer: int, mix: StreamMix, scale: Vector) -> None: ...
+    def merge_streams(self, matrices: RawTensor) -> None: ...
 
 
 def vector(checkpoint: Tensors, name: str) -> Vector:

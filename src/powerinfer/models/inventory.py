@@ -19,8 +19,9 @@ from powerinfer.config import ModelConfig
 from powerinfer.devices.cpu import head_rows
 from powerinfer.formats.layout import draft_shapes, is_matrix, is_router, shapes
 from powerinfer.formats.quant import Float32, block_type
-from powerinfer.formats.tensors import ExpertWeights, RawTensor
+from powerinfer.formats.tensors import ExpertWeights, RawTensor, StreamMix
 from powerinfer.kernels import cpu, gpu
+from powerinfer.models import altup
 from powerinfer.models.blocks import wire_head, wire_layer
 from powerinfer.models.builder import Vector
 from powerinfer.models.draft import wire_draft
@@ -50,8 +51,9 @@ def matrix(type_name: str, rows: int, cols: int, packed_rows: int | None = None,
 class Unit:
     """Matrices that one operator uses together.
 
-    use: "attention", "heads" (matrices of single heads), "router", "experts" (those that a router selects), "panels"
-    (dense FFNs and shared experts), "head" or "projection"; layer: None for what is around the layers.
+    use: "attention", "heads" (matrices of single heads, or of residual streams), "router", "experts" (those that a
+    router selects), "panels" (dense FFNs and shared experts), "head" or "projection"; layer: None for what is around
+    the layers.
     """
 
     use: str
@@ -117,7 +119,7 @@ class Inventory:
 def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Inventory:
     """The inventory of a model of that configuration. type_of: of a matrix by its canonical name, as it is loaded;
     routers are F32 whatever it says, for their products are computed exactly."""
-    headers, recorder = Headers(config, type_of), Recorder()
+    headers, recorder = Headers(config, type_of), Recorder(config.n_layers)
     embedding = headers.take("embed")
     tables = [embedding] + ([headers.take("positions")] if config.positions == "learned" else [])
     if config.layer_inputs:
@@ -126,6 +128,8 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
         headers.take("inputs_norm")
     if config.embed_dim:
         recorder.add("projection", None, recorder.matrix(headers.take("project_in")))
+    if config.altup is not None:
+        altup.expand(recorder, headers)
     for layer, about in enumerate(config.layers):
         first = len(recorder.units)
         wire_layer(recorder, headers, layer, None)
@@ -135,6 +139,8 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
             replace(unit, use="panels") if unit.use == "attention" and of_ffn.issuperset(unit.names) else unit
             for unit in recorder.units[first:]
         ]
+    if config.altup is not None:
+        altup.merge(recorder, headers)
     wire_head(recorder, headers, embedding)
     known = headers.known
     matrices = {name for unit in recorder.units for name in unit.names}
@@ -202,7 +208,8 @@ class Headers:
 class Recorder:
     """A `Builder` that records what is wired, as units; a matrix is a `Matrix`, a norm nothing but there."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
         self.units: list[Unit] = []
         self.tables = 0  # bytes of the draft head's own embedding
 
@@ -304,6 +311,21 @@ class Recorder:
 
     def normalise(self, layer: int, norm: bool) -> None:
         """Nothing: a norm is no matrix."""
+
+    def expand_streams(self, matrices: RawTensor) -> None:
+        self.add("heads", 0, self._stack(matrices))
+
+    def predict_streams(self, layer: int, mix: StreamMix) -> None:
+        """Nothing: coefficients are vectors."""
+
+    def add_laurel(self, layer: int, norm: bool, inner: Matrix, outer: Matrix, out_norm: bool) -> None:
+        self.add("attention", layer, inner, outer)
+
+    def correct_streams(self, layer: int, mix: StreamMix, scale: Vector) -> None:
+        """Nothing: coefficients are vectors."""
+
+    def merge_streams(self, matrices: RawTensor) -> None:
+        self.add("heads", self.layers - 1, self._stack(matrices))
 
     def head(
         self, norm: bool | None, matrix: Matrix, projection: Matrix | None = None, bias: Vector = None

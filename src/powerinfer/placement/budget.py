@@ -373,11 +373,13 @@ def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
 def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> VramError:
     """The error for a GPU budget too small for one layer, with the smallest that is not."""
     slots = (0,) * model.config.n_layers if any(model.n_experts) else None
-    held = on_gpu(model, hardware, work, Division(1, slots=slots), work.selector == "all" or slots is not None)
+    fewest = 1 if model.config.altup is None else model.config.n_layers
+    held = on_gpu(model, hardware, work, Division(fewest, slots=slots), work.selector == "all" or slots is not None)
+    none = "no layer" if fewest == 1 else f"not all {fewest} layers"
     parts = {"working memory": held["scratch"], "driver and libraries": held["runtime"], "KV cache": held["kv"]}
     takes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes)
     return VramError(
-        f"{gib(vram)} of VRAM hold no layer of {model.name}: give --vram {gib(sum(held.values()))} or more ({takes}), "
+        f"{gib(vram)} of VRAM hold {none} of {model.name}: give --vram {gib(sum(held.values()))} or more ({takes}), "
         "lower --context, --prefill-chunk or --max-batch, or use no GPU (--gpu none)"
     )
 

@@ -412,7 +412,8 @@ class Model:
         pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
         piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
-        row = 5 * config.d_model + largest + 2 * piece + pairs + config.layer_inputs * config.n_layers
+        streams = 0 if config.altup is None else 3 * config.altup.streams * config.d_model  # kept, mixed, made
+        row = 5 * config.d_model + largest + 2 * piece + pairs + config.layer_inputs * config.n_layers + streams
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
         return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
 
@@ -436,7 +437,8 @@ class Model:
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
         hidden = max(config.widest_ffn, config.d_model, config.embed_dim, config.layer_inputs)
         joined = 2 * config.d_model if config.draft is not None else 0
-        floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers + joined
+        streams = 0 if config.altup is None else config.altup.streams * config.d_model
+        floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers + joined + streams
         rows = max(wide, joined) + config.widest_ffn
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         return 4 * floats + forms
