@@ -110,6 +110,16 @@ FAMILIES |= {
             "sliding_attention": PLAIN_ROPE,
         },
     ),
+    "gemma3n_text": dict(
+        intermediate_size=88, num_key_value_heads=2, head_dim=24, rms_norm_eps=1e-5, num_hidden_layers=6,
+        sliding_window=20, final_logit_softcapping=20.0, tie_word_embeddings=True, laurel_rank=12,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=90, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        activation_sparsity_pattern=[0.95, 0.8, 0.3, 0.0, 0.6, 0.0],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 50000.0}, "sliding_attention": PLAIN_ROPE,
+        },
+    ),
     "phi3": dict(
         intermediate_size=88, num_key_value_heads=2, rms_norm_eps=1e-5, sliding_window=None,
         original_max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
@@ -230,6 +240,7 @@ FAMILIES["gemma4_unified_text"] = {
 # The module in `transformers`, where it is not called like the kind.
 MODULES = {
     "gemma3_text": "transformers.models.gemma3.modeling_gemma3",
+    "gemma3n_text": "transformers.models.gemma3n.modeling_gemma3n",
     "gemma4_text": "transformers.models.gemma4.modeling_gemma4",
     "gemma4_unified_text": "transformers.models.gemma4_unified.modeling_gemma4_unified",
     "openelm": "openelm",
@@ -558,6 +569,18 @@ CASES = [
         {"final_logit_softcapping": None, "global_head_dim": 24, "num_hidden_layers": 2, "attention_bias": True,
          "layer_types": ["sliding_attention", "full_attention"]},
         {"rms_norm_eps": 1e-2},
+        ("folder",),
+    ),
+    Case("gemma3n", "gemma3n_text", {}, {"activation_sparsity_pattern": [0.0] * 6}, ("folder", "gguf")),
+    Case(
+        "gemma3n-streams",
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 3, "altup_active_idx": 1, "altup_correct_scale": False, "attention_bias": True,
+            "final_logit_softcapping": 5.0, "tie_word_embeddings": False, "num_kv_shared_layers": 0,
+            "intermediate_size": [88, 40, 72, 88, 56, 24], "vocab_size_per_layer_input": 101,
+        },
+        {"altup_active_idx": 0},
         ("folder",),
     ),
     Case("phi3", "phi3", {"sliding_window": 20}, {"sliding_window": 21}, metadata={"attention.sliding_window": 20}),

@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 4, with the names and keys of llama.cpp's converter."""
+"""GGUF files of Gemma 4 and Gemma 3n, with the names and keys of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import mamba_files
 import numpy as np
+import torch
 
 _OUTER = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
@@ -85,4 +86,58 @@ def save_gemma4(config: Any, model: Any, path: Path) -> Path:
     return mamba_files.write(writer, tensors_of(config, model), path)
 
 
-SAVE = {"gemma4_text": save_gemma4}
+_STREAMS = {
+    "altup.modality_router": "altup_router", "altup.router_norm": "altup_router_norm",
+    "altup.prediction_coefs": "altup_predict_coef", "altup.correction_coefs": "altup_correct_coef",
+    "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm",
+}  # fmt: skip
+_STACKED = {"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"}
+
+
+def _tensors_of_3n(config: Any, model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    stacked: dict[str, list[np.ndarray]] = {name: [] for name in _STACKED.values()}
+    for name, parameter in model.state_dict().items():
+        values = parameter.numpy()
+        outer = name.split(".")[1]
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if outer in _STACKED:
+            stacked[_STACKED[outer]].append(values)
+        elif not (found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
+            yield f"{_OUTER[name.split('.')[-2]]}.weight", values
+        elif found[2] == "altup.correct_output_scale":
+            yield f"blk.{found[1]}.altup_correct_scale.weight", values
+        else:
+            yield f"blk.{found[1]}.{(_INNER | _STREAMS)[found[2].removesuffix('.weight')]}.weight", values
+    for name, matrices in stacked.items():
+        yield f"{name}.weight", np.stack(matrices)
+
+
+def save_gemma3n(config: Any, model: Any, path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "gemma3n")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    sizes = config.intermediate_size
+    writer.add_feed_forward_length(sizes if len(set(sizes)) > 1 else sizes[0])
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    return mamba_files.write(writer, _tensors_of_3n(config, model), path)
+
+
+SAVE = {"gemma4_text": save_gemma4, "gemma3n_text": save_gemma3n}

@@ -99,6 +99,7 @@ def check_file(truth: Truth, path: Path, **options: Any) -> None:
         "falcon-7b",
         "nemotron",
         "gemma3",
+        "gemma3n",
         "olmo3",
         "gpt-oss",
     ],
@@ -259,6 +260,7 @@ def test_the_text_within_a_model_for_pictures_is_of_its_own_family(name: str, pr
     ("name", "outer", "prefix"),
     [
         ("gemma3-no-windows", "Gemma3ForConditionalGeneration", "language_model.model."),
+        ("gemma3n", "Gemma3nForConditionalGeneration", "model.language_model."),
         ("gemma4-e", "Gemma4ForConditionalGeneration", "model.language_model."),
         ("gemma4-unified", "Gemma4UnifiedForConditionalGeneration", "model.language_model."),
     ],

@@ -69,7 +69,7 @@ def test_families_that_are_called_unsupported_are() -> None:
 TWICE = {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "deepseek-r1-1.5b", "smallthinker-4b-a0.6b"}
 """Models whose files repeat the embedding as the output head."""
 WITH_PREDICTORS = {"bamboo-7b", "bamboo-7b-dpo", "turbosparse-mistral-7b"}
-WITH_INPUTS = {"gemma-4-e2b", "gemma-4-e4b"}
+WITH_INPUTS = {f"gemma-{one}" for one in ("4-e2b", "4-e4b", "3n-e2b", "3n-e4b")}
 """Models whose files have the inputs of layers in more bits than other matrices."""
 FEWER_BITS = {"gemma-4-12b", "gemma-4-31b"}
 """Models whose files have the embedding, which is the head too, in the bits of other matrices."""
@@ -159,6 +159,7 @@ def test_the_nearest_model_is_of_the_same_kind() -> None:
         ("llama3.2:1b", ("llama-3.2-1b", None)),
         ("Llama-3.2-1B-Instruct", ("llama-3.2-1b", None)),
         ("gemma3:4b", ("gemma-3-4b", None)),
+        ("gemma3n:e4b", ("gemma-3n-e4b", None)),
         ("qwen3:8b", ("qwen3-8b", None)),
         ("gpt-oss:20b", ("gpt-oss-20b", None)),
         ("deepseek-r1:8b", ("deepseek-r1-8b", None)),
@@ -198,7 +199,7 @@ def test_a_listed_quantisation_is_asked_for_as_it_is_listed() -> None:
     ("name", "family", "instead"),
     [
         ("kimi-linear-30b-a3b", "Kimi-Linear", "qwen3-30b-a3b is, and fits this machine"),
-        ("gemma3n:e4b", "Gemma 3n", "qwen3-4b is, and fits this machine"),
+        ("apertus:8b", "Apertus", "qwen3-8b is, and fits this machine"),
         ("rwkv7", "RWKV", "`powerinfer pull --names` lists what is"),
         ("kimi-linear:48b", "Kimi-Linear", "seed-oss-36b is, and fits this machine"),
         ("muse-glimmer:30b", "Muse Glimmer", "qwen3-32b is, and fits this machine"),
@@ -319,10 +320,10 @@ def test_the_end_of_a_pull_is_how_to_run_it(
 @pytest.mark.parametrize(
     ("gguf", "config", "family"),
     [
-        ({"architecture": "gemma3n", "total": 1}, None, "Gemma 3n"),
+        ({"architecture": "apertus", "total": 1}, None, "Apertus"),
         (None, {"model_type": "rwkv7"}, "RWKV"),
         ({"architecture": "qwen3"}, {"model_type": "qwen3"}, None),
-        ({"architecture": ["gemma3n"]}, {"model_type": {}}, None),
+        ({"architecture": ["apertus"]}, {"model_type": {}}, None),
         (None, None, None),
     ],
 )
@@ -342,7 +343,7 @@ def test_what_does_not_run_is_not_downloaded(
         (50, 0, "qwen3", "downloaded"),
         (5, 0, "qwen3", "o/n needs 0 MB in .*POWERINFER_CACHE selects another folder"),
         (5, 41, "qwen3", "downloaded"),
-        (50, 0, "gemma3n", "nothing was downloaded"),
+        (50, 0, "apertus", "nothing was downloaded"),
     ],
 )
 def test_what_is_known_before_a_download(

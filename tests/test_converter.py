@@ -50,6 +50,7 @@ LEFT_OUT = (
     "mistral4",  # does not say how queries grow
     "hunyuan",  # knows the angles of contexts of 32 K and 256 K alone
     "hunyuan-moe",  # asks for keys that transformers does not write
+    "gemma3n",  # gives tokens that the table of layers' inputs lacks zeros, not its first row
     "ernie-moe",  # takes intermediate_size / num_key_value_heads for the size of the shared experts
 )
 
@@ -74,6 +75,7 @@ MORE = [
         {"moe_topk": [3] * 3, "moe_intermediate_size": [40] * 3, "num_shared_expert": [1] * 3},
         {},
     ),
+    Case("gemma3n-even", "gemma3n_text", {"vocab_size_per_layer_input": 101}, {}, ("folder", "gguf")),
     Case("ernie-moe-as-published", "ernie4_5_moe", {"intermediate_size": 160}, {}),
 ]
 JOBS = [

@@ -249,7 +249,9 @@ pytest.importorskip("transformers")
 import families  # noqa: E402
 from truth import Truth  # noqa: E402
 
-CASES = ["llama3", "mistral-window", "qwen3", "opt", "opt-post-norm", "falcon-7b", "nemotron", "gemma3", "olmo3"]
+CASES = [
+    "llama3", "mistral-window", "qwen3", "opt", "opt-post-norm", "falcon-7b", "nemotron", "gemma3", "gemma3n", "olmo3"
+]  # fmt: skip
 
 
 def wired(name: str) -> Truth:

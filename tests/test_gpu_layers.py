@@ -105,7 +105,8 @@ def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:
         together = families.run_two(executor, *truth.texts[:2], pages[2:])
         for text, ours in enumerate(together):
             truth.check(ours, text, "in a batch")
-    for layers in (1, every):  # the head, and of one layer the others, on the CPU
+    fewest = open_checkpoint(truth.path).config.whole_layers(1) or every
+    for layers in {fewest, every}:  # the head, and of one layer the others, on the CPU
         with opened(truth.path, on_gpu(layers)) as executor:
             truth.check(families.run_chunks(executor, tokens, [50, 1, total - 51], pages[3]), what=f"{layers} layers")
 

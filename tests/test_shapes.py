@@ -54,6 +54,7 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "qwen3.6-27b": 27, "qwen3-235b-a22b": 235,
     "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.3-70b": 70.6, "smollm2-360m": 0.36, "smollm2-1.7b": 1.7,
     "gemma-2-2b": 2.6, "gemma-2-9b": 9.2, "gemma-2-27b": 27.2,
+    "gemma-3n-e2b": 4.4, "gemma-3n-e4b": 6.8,
     "gemma-4-e2b": 4.6, "gemma-4-e4b": 7.5, "gemma-4-12b": 11.9, "gemma-4-26b-a4b": 25.2, "gemma-4-31b": 30.7,
     "gemma-3-270m": 0.27, "gemma-3-1b": 1.0, "gemma-3-4b": 3.9, "gemma-3-12b": 11.8, "gemma-3-27b": 27.0,
     "phi-4": 14.7, "phi-4-mini": 3.8, "mistral-small-24b": 23.6, "granite-3.3-8b": 8.17, "olmo-2-1b": 1.48,

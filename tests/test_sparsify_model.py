@@ -33,7 +33,7 @@ REFUSALS = {
         ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2", "lfm2_moe"), "Mamba2 or short convolutions"
     ),
     "gemma4-experts": "experts with norms of their own",
-    "gemma4-e": "inputs of layers",
+    **dict.fromkeys(("gemma3n_text", "gemma4-e"), "inputs of layers"),
 }
 """Parts of models that are not trained, by the kind or the name of cases."""
 

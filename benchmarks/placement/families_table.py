@@ -52,12 +52,12 @@ def families_table() -> str:
         raise ValueError(f"{FILE.name} has no entry for {', '.join(sorted(missing))}")
     body = []
     for file, module in families.FILES.items():
-        name, sizes, since = described[file]
+        name, sizes, since, *where = described[file]  # where: the layers that have silent neurons, if not all
         folders: Sequence[Folder] = getattr(module, "FOLDERS", ())
         ggufs: Sequence[Gguf] = getattr(module, "GGUFS", ())
         types = ", ".join(f"`{name}`" for name in folder_types(folders))
         files = ", ".join(f"`{family.architecture}`" for family in ggufs)
-        body.append([name, sizes, types, files, silent(folders, ggufs), since])
+        body.append([name, sizes, types, files, where[0] if where else silent(folders, ggufs), since])
     body.sort(key=lambda row: row[0].lower())
     return table(["models", "sizes", "folders", "GGUF files", "silent neurons", "since"], body)
 

@@ -161,4 +161,11 @@ MUTATIONS = [
         "request.pages = new + pages",
         "tests/test_engine.py",
     ),
+    Mutation(
+        "neurons that a cutoff by all gates makes zero; several residual streams: their correction on a GPU",
+        "src/powerinfer/devices/gpu_streams.py",
+        "_coefficients(x, norm, router, weights) + 1",
+        "_coefficients(x, norm, router, weights)",
+        "tests/test_gpu_layers.py -k gemma3n",
+    ),
 ]

@@ -62,6 +62,20 @@ MUTATIONS = [
         "tests/test_undone_states.py -k 'random and mamba'",
     ),
     Mutation(
+        "neurons that a cutoff by all gates makes zero: how far the others exceed it",
+        "src/powerinfer/csrc/activation.h",
+        "? 0.0f : gates[i] - above;",
+        "? 0.0f : gates[i];",
+        "tests/test_gemma3n.py -k exact",
+    ),
+    Mutation(
+        "neurons that a cutoff by all gates makes zero; several residual streams: their correction",
+        "src/powerinfer/csrc/altup.cpp",
+        "made[c] * (by[j] + 1.0f);",
+        "made[c] * by[j];",
+        "tests/test_gemma3n.py -k exact",
+    ),
+    Mutation(
         "reads give the file's bytes or fail; what is in slots is what was asked for",
         "src/powerinfer/csrc/reads.cpp",
         "std::min(end, (at / PIECE + 1) * PIECE), needed = stop - at;",

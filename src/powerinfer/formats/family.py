@@ -180,8 +180,10 @@ class Gguf:
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
     positions are not rotated in any layer; short_conv: layers without heads for keys and values are `ShortConvConfig`;
-    layer_inputs: layers may get numbers of tokens beside the residual stream, and share keys and values;
-    change, change_ffns: make the heads, and the FFNs, of all layers of those that follow from the rest.
+    layer_inputs: layers may get so many numbers of tokens beside the residual stream where the file does not say how
+    many, and share keys and values; None: they do neither;
+    change, change_ffns: make the heads, and the FFNs, of all layers of those that follow from the rest; complete: makes
+    the configuration of that, with the shapes of the file's tensors by name.
     names: of tensors, where the family calls them otherwise; ollama_names: those that Ollama's files may have instead.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
     none, as there was one for the family.
@@ -231,9 +233,10 @@ class Gguf:
     separate: bool = False
     beside: bool = False
     unrotated: bool = False
-    layer_inputs: bool = False
+    layer_inputs: int | None = None
     change: Callable[[Fields, Sequence[AttentionConfig]], list[AttentionConfig]] | None = None
     change_ffns: Callable[[Fields, Sequence[FfnKind]], list[FfnKind]] | None = None
+    complete: Callable[[Fields, Mapping[str, tuple[int, ...]], ModelConfig], ModelConfig] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     ollama_names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None

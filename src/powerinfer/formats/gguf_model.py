@@ -65,6 +65,8 @@ NAMES = Names(
         "input_table": "per_layer_token_embd",
         "inputs_projection": "per_layer_model_proj",
         "inputs_norm": "per_layer_proj_norm",
+        "altup_in": "altup_proj",
+        "altup_out": "altup_unembd_proj",
     },
     layers="blk",
     inner={
@@ -374,6 +376,8 @@ def read_config(
         tied_embeddings="output.weight" not in names,
         name=printable(general.get("general.name", "")),
     )
+    if family.complete is not None:
+        config = family.complete(fields, {name: tensor.shape for name, tensor in names.items()}, config)
     unused = check_others(fields, config)
     if unread is not None:
         unread += [key for key in file.metadata if not key.startswith((f"{architecture}.", *_READ_ELSEWHERE))]
@@ -405,8 +409,8 @@ def _factor(fields: Fields, family: Gguf, of: str) -> float:
 def _layer_inputs(file: GGUFFile, fields: Fields, family: Gguf) -> tuple[int, int]:
     """`layer_inputs` and `layer_input_rows` of `ModelConfig`."""
     numbers = 0
-    if family.layer_inputs:
-        numbers = fields.integer("embedding_length_per_layer_input", 0, layout.MAX_WIDTH, 0)
+    if family.layer_inputs is not None:
+        numbers = fields.integer("embedding_length_per_layer_input", 0, layout.MAX_WIDTH, family.layer_inputs)
     table = file.tensors.get("per_layer_token_embd.weight", file.tensors["token_embd.weight"])  # named later if missing
     return numbers, table.shape[0] if numbers else 0
 
@@ -466,7 +470,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         for heads_, window, of_layer in zip(heads, windows, ropes, strict=True)
     ]
     plain = plain if family.change is None else family.change(fields, plain)
-    if family.layer_inputs:
+    if family.layer_inputs is not None:
         plain = sharing_keys(fields, plain, n_layers - fields.integer("attention.shared_kv_layers", 0, n_layers - 1, 0))
     attentions = _delta(fields, family, plain) if family.delta else plain
     ffns = _ffns(file, fields, family, n_layers)
@@ -525,7 +529,7 @@ def _local_rope(fields: Fields, family: Gguf, rope: RopeConfig | None) -> RopeCo
     if rope is None or not family.full_every or family.single_rope:
         return rope
     theta = family.local_theta or rope.theta
-    for key in ("rope.local.freq_base", "rope.freq_base_swa"):  # as Ollama calls it, and as others do
+    for key in ("rope.local.freq_base", "rope.freq_base_local", "rope.freq_base_swa"):  # the first two are Ollama's
         theta = fields.number(key, 1.0001, layout.MAX_THETA, theta)
     dim = fields.integer("rope.dimension_count_swa", 2, layout.MAX_HEAD_DIM, rope.dim)
     dim = dim if family.window_heads else rope.dim

@@ -153,7 +153,7 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
 
 def _draft_bytes(config: ModelConfig, type_of: Callable[[str], str]) -> int:
     """Bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors."""
-    headers, recorder = Headers(config, type_of), Recorder()
+    headers, recorder = Headers(config, type_of), Recorder(config.n_layers)
     headers.known.update(draft_shapes(config))
     wire_draft(recorder, headers)
     vectors = sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))

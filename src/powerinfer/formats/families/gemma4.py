@@ -110,7 +110,7 @@ def _ffns(family: Folder, fields: Fields, n_layers: int, first: int) -> Sequence
     return [experts] * n_layers
 
 
-def _drop_unused(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTensor]:
+def drop_unused(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTensor]:
     """Nothing is made; keys and values of layers that read those of others are dropped, as in transformers."""
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     unused = tuple(
@@ -168,7 +168,7 @@ def _fused(config: ModelConfig, names: Names) -> list[Fused]:
     return [Fused(("experts_gate", "experts_up"), experts.n_experts) for experts in list(config.experts.values())[:1]]
 
 
-def _unscaled(fields: Fields, heads: Sequence[AttentionConfig]) -> float:
+def unscaled(fields: Fields, heads: Sequence[AttentionConfig]) -> float:
     """Queries and keys are normalised: scores are not scaled."""
     return 1.0
 
@@ -183,7 +183,7 @@ _TEXT = Folder(
     },
     keys={"hidden_act": "hidden_activation"}, qk_norm="head",
     activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED, norms="both", names=_NAMES, fused=_fused, rename=_rename,
-    make=_drop_unused,
+    make=drop_unused,
 )  # fmt: skip
 FOLDERS = (
     _TEXT,
@@ -197,8 +197,8 @@ FOLDERS = (
 GGUFS = (
     Gguf(
         "gemma4", "gelu_tanh", norms="both", qk_norm="head", v_norm=True, full_every=6, local_theta=10000.0,
-        window_heads=True, scaled=True, score_scale=_unscaled, logit_cap=30.0, experts=RouterConfig(1),
+        window_heads=True, scaled=True, score_scale=unscaled, logit_cap=30.0, experts=RouterConfig(1),
         separate_experts=True,
-        layer_inputs=True, names={f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
+        layer_inputs=0, names={f"shared_{part}": f"ffn_{part}" for part in ("gate", "up", "down")},
     ),
 )  # fmt: skip
