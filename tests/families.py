@@ -144,9 +144,17 @@ FAMILIES |= {
     "deepseek_v2": LATENT | dict(q_lora_rank=None, n_shared_experts=2, topk_method="greedy"),
     "deepseek_v3": LATENT | dict(q_lora_rank=20, n_group=1, topk_group=1),
     "mistral4": LATENT | dict(q_lora_rank=20, n_shared_experts=2),
+    "plm": LATENT | dict(
+        q_lora_rank=None, first_k_dense_replace=3, tie_word_embeddings=True, rope_interleave=True,
+        mlp_layer_types=["dense"] * 3,
+    ),
     "glm4_moe_lite": LATENT | dict(q_lora_rank=20, mlp_layer_types=["dense", "sparse", "sparse"]),
     "granite": LLAMA | GRANITE,
     "granite_swa": LLAMA | GRANITE | dict(num_hidden_layers=5, sliding_window=20),
+    "granitemoe_swa": LLAMA | GRANITE | dict(
+        num_hidden_layers=5, sliding_window=20, num_local_experts=6, num_experts_per_tok=3, intermediate_size=40,
+        shared_intermediate_size=72,
+    ),
     "granitemoe": LLAMA | GRANITE | dict(num_local_experts=6, num_experts_per_tok=3),
     "granitemoeshared": LLAMA | GRANITE | dict(
         num_local_experts=6, num_experts_per_tok=3, intermediate_size=40, shared_intermediate_size=72,
@@ -155,6 +163,17 @@ FAMILIES |= {
     "cohere2": dict(
         intermediate_size=88, num_key_value_heads=2, layer_norm_eps=1e-5, num_hidden_layers=4, sliding_window=20,
         logit_scale=0.25, tie_word_embeddings=True, rope_parameters=PLAIN_ROPE,
+    ),
+    "muse_glimmer_text": dict(
+        intermediate_size=88, num_key_value_heads=2, head_dim=24, rms_norm_eps=1e-5, num_hidden_layers=6,
+        sliding_window=20, final_logit_softcapping=20.0, post_norm_eps=1e-8, rope_parameters=PLAIN_ROPE,
+        output_multiplier=0.4, qk_scale_factor=2.5,
+    ),
+    "cohere2_moe": dict(
+        intermediate_size=40, num_key_value_heads=2, head_dim=24, layer_norm_eps=1e-5, num_hidden_layers=6,
+        sliding_window=20, logit_scale=0.25, tie_word_embeddings=True, rope_parameters=PLAIN_ROPE, num_experts=6,
+        num_experts_per_tok=3, num_shared_experts=2, expert_selection_fn="sigmoid", first_k_dense_replace=2,
+        prefix_dense_intermediate_size=88,
     ),
     "stablelm": dict(
         intermediate_size=88, num_key_value_heads=2, layer_norm_eps=1e-5, rope_parameters=QUARTER_ROPE,
@@ -246,6 +265,7 @@ MODULES = {
     "openelm": "openelm",
     "smallthinker": "smallthinker",
     "llama4_text": "transformers.models.llama4.modeling_llama4",
+    "muse_glimmer_text": "transformers.models.muse_glimmer.modeling_muse_glimmer",
 }
 MODULES |= {f"{name}_text": f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe")}
 # Kind and class of a folder that `transformers` does not know -> the kind whose code it shares.
@@ -267,6 +287,7 @@ ON_CPU_ALONE = (
     "glm4_moe",
     "granitemoe",
     "granitemoeshared",
+    "granitemoe_swa",
     "smallthinker",
     "turbomixtral",
     "deepseek_v2",
@@ -283,6 +304,7 @@ ON_CPU_ALONE = (
     "bailing_moe_1",
     "llama4_text",
     "laguna",
+    "cohere2_moe",
     "nemotron-h-experts",
     "nemotron-h-latents",
     "granite-h-experts",
@@ -654,6 +676,47 @@ CASES = [
         {"logit_scale": 0.26},
         ("folder",),
     ),
+    Case(
+        "cohere2-moe", "cohere2_moe", {}, {"num_experts_per_tok": 2}, ("folder", "gguf"),
+        {"attention.sliding_window": 20, "logit_scale": 0.25},
+    ),
+    Case(
+        "cohere2-moe-norm",
+        "cohere2_moe",
+        {
+            "rms_norm_eps": 1e-5, "expert_selection_fn": "softmax", "num_shared_experts": 0, "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", *["sparse"] * 4], "prefix_dense_sliding_window_pattern": 2,
+            "layer_types": ["full_attention", "full_attention", *["sliding_attention"] * 4],
+        },
+        {"rms_norm_eps": 1e-2},
+        ("folder",),
+    ),
+    Case(
+        "cohere2-moe-sum",
+        "cohere2_moe",
+        {
+            "shared_expert_combination_strategy": "sum", "norm_topk_prob": False, "num_shared_experts": 1,
+            "prefix_dense_sliding_window_pattern": 2,
+        },
+        {"shared_expert_combination_strategy": "average"},
+        ("folder",),
+    ),
+    Case(
+        "muse-glimmer", "muse_glimmer_text", {"layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 3],
+        "layer_rope_theta": [10000.0, 10000.0, 10000.0, 0, 0, 0]}, {"post_norm_eps": 1e-2}, ("folder", "gguf"),
+        {
+            "attention.sliding_window": 20, "final_logit_softcapping": 20.0, "logit_scale": 0.4,
+            "attention.sliding_window_pattern": [True] * 3 + [False] * 3,
+        },
+    ),
+    Case(
+        "muse-glimmer-rope",
+        "muse_glimmer_text",
+        {"attention_bias": True, "layer_rope_theta": [0, 0, 5000.0, 0, 7.0, 10000.0], "tie_word_embeddings": True},
+        {"qk_scale_factor": 2.4},
+        ("folder",),
+    ),
+    Case("muse-glimmer-types", "muse_glimmer_text", {}, {"sliding_window": 21}, ("folder",)),
     Case("stablelm", "stablelm", {}, {"rope_parameters": HALF_ROPE}),
     Case("stablelm-biases", "stablelm", {"use_qkv_bias": True}, {"layer_norm_eps": 1e-3}, ("gguf",)),
     Case("apertus", "apertus", {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-3}),
@@ -785,6 +848,14 @@ CASES = [
         {"rope_parameters": GROWN, "n_group": 4, "topk_group": 3},
         ("folder",),
     ),
+    Case("plm", "plm", {}, {"rope_parameters": rope(rope_theta=20000.0)}, ("folder", "gguf")),
+    Case(
+        "plm-halves",
+        "plm",
+        {"rope_interleave": False, "q_lora_rank": 20, "tie_word_embeddings": False, "head_dim": 8},
+        {"rope_interleave": True},
+        ("folder",),
+    ),
     Case("deepseek-v3-halves", "deepseek_v3", {"rope_interleave": False}, {"rope_interleave": True}, FOLDERS),
     Case(
         "kimi-k2",
@@ -821,6 +892,24 @@ CASES = [
             "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
         },
         {"layer_rope_theta": [10000, 0, 20000, 10000, 30500]},
+        ("folder",),
+    ),
+    Case(
+        "granite-moe-swa",
+        "granitemoe_swa",
+        {"layer_rope_theta": [0, 10000, 10000, 10000, 0]},
+        {"sliding_window": 21},
+        ("folder", "gguf"),
+        GRANITE_KEYS | {"attention.sliding_window": 20},
+    ),
+    Case(
+        "granite-moe-swa-bases",
+        "granitemoe_swa",
+        {
+            "layer_rope_theta": [10000, 0, 20000, 10000, 30000], "shared_intermediate_size": 0, "attention_bias": True,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+        },
+        {"num_experts_per_tok": 2},
         ("folder",),
     ),
     Case("granite-biases", "granite", {"attention_bias": True, "mlp_bias": True}, {"logits_scaling": 5.1}, FOLDERS),
@@ -985,6 +1074,11 @@ def rectified_twice(mlp: Any, x: Any) -> Any:
     return mlp.down_proj(torch.relu(mlp.gate_proj(x)) * torch.relu(mlp.up_proj(x)))
 
 
+def squared_relu(mlp: Any, x: Any) -> Any:
+    """The FFN of PLM (arXiv 2503.12167)."""
+    return mlp.down_proj(torch.relu(mlp.up_proj(x)).square())
+
+
 def rectified_experts(experts: Any, x: Any, selected: Any, weights: Any) -> Any:
     """The experts of TurboSparse-Mixtral, of which each token has those of `selected`, [T, top]."""
     every = []
@@ -995,14 +1089,29 @@ def rectified_experts(experts: Any, x: Any, selected: Any, weights: Any) -> Any:
     return (weights[:, :, None] * own).sum(1)
 
 
+TINY_VISION = dict(
+    patch_size=2, pos_emb_height=4, pos_emb_width=4, num_attention_heads=2, num_hidden_layers=1, hidden_size=16,
+    intermediate_size=24,
+)  # fmt: skip
+PROJECTOR = dict(out_hidden_size=64, projector_hidden_size=24)
+
+
 def build(case: Case, config: Any) -> Any:
     """The model of `transformers`, its FFN exchanged where that is all the family differs in."""
     if case.kind == "mistral4":  # which the list of classes lacks
         return transformers.Mistral4ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    if case.kind == "muse_glimmer_text":  # there is no class of the part that reads text alone
+        config = transformers.MuseGlimmerConfig(text_config=config, vision_config=TINY_VISION, **PROJECTOR)
+        model = transformers.MuseGlimmerForConditionalGeneration._from_config(config, attn_implementation="eager")
+        return model.eval()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     if case.kind == "phimoe" and config.rope_parameters["rope_type"] == "longrope":
         rotary = model.model.rotary_emb  # whose forward has the short divisors, whatever the length
         rotary.rope_init_fn = partial(rotary.rope_init_fn, seq_len=TOKENS)
+    if case.kind == "plm":
+        for layer in model.model.layers:
+            del layer.mlp.gate_proj
+            layer.mlp.forward = partial(squared_relu, layer.mlp)
     if case.kind in OWN_FFN and case.kind != "llama_sparse_relu":
         for layer in model.model.layers:
             if case.kind == "sparsellama":  # FATReLU: what does not exceed the threshold is zero
@@ -1151,6 +1260,7 @@ GGUF_NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.g_proj": "attn_gate",  # Laguna
+    "self_attn.gate_proj": "attn_gate",  # Muse Glimmer
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -1287,13 +1397,14 @@ def gguf_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """kv_b: what makes keys and values from latents is in one tensor."""
     experts: dict[str, list[np.ndarray]] = {}
-    for name, parameter in model.state_dict().items():
+    for name, parameter in text_tensors(model).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = parameter.numpy()
         module, _, kind = name.rpartition(".")
         delta = ".linear_attn" in module
         less_one = architecture in ("nemotron", "gemma2", "gemma3") or config.model_type in WITH_STATES
+        less_one = less_one or (architecture == "muse-glimmer" and module != "model.norm")
         if less_one and "norm" in module and kind == "weight" and not delta:
             values = values + np.float32(1)  # what the class adds when it runs
         if module in GGUF_OUTER:
@@ -1317,6 +1428,11 @@ def gguf_tensors(
         if config.model_type == "llama4_text":
             inner = inner.replace("feed_forward", "mlp")
             values = values.swapaxes(1, 2) if inner == "mlp.experts" else values
+        if config.model_type == "granitemoe_swa" and ("experts" in inner or "shared_mlp" in inner):  # nothing is split
+            of = "_shexp" if "shared" in inner else "_exps"
+            part = ("up" if "shared" in inner else "gate_up") if "input" in inner or "gate" in kind else "down"
+            yield f"blk.{layer}.ffn_{part}{of}.weight", values
+            continue
         if inner in ("mlp.experts", "block_sparse_moe.experts"):
             split = kind == "gate_up_proj"
             for part, half in zip(
@@ -1344,17 +1460,30 @@ def gguf_tensors(
                 yield f"blk.{layer}.ffn_{part}{of}.weight", half
             continue
         short = GGUF_NAMES[inner]
-        second = architecture in ("gemma2", "gemma3", "olmo2", "exaone4", "glm4moe", "seed_oss", *DELTA_NAMES.values())
+        behind = ("gemma2", "gemma3", "olmo2", "exaone4", "glm4moe", "seed_oss", "muse-glimmer", *DELTA_NAMES.values())
+        second = architecture in behind
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
         pairs: tuple[str, ...] = ("llama", "bamboo", "granite", "granite_swa", "granitemoe", "arcee", "smollm3")
-        pairs += ("minicpm", "bailingmoe", "mistral3")
+        pairs += ("minicpm", "bailingmoe", "mistral3", "muse-glimmer")
         if architecture in pairs and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
             values = one_after_another(values, config.num_attention_heads, kv_heads)
         yield f"blk.{layer}.{short}.{kind}", values
     yield from ((name, np.stack(values)) for name, values in experts.items())
+    for layer in range(config.num_hidden_layers if architecture == "muse-glimmer" else 0):
+        yield f"blk.{layer}.attn_q_norm.weight", np.full(config.head_dim, config.qk_scale_factor, np.float32)
+        yield f"blk.{layer}.attn_k_norm.weight", np.ones(config.head_dim, np.float32)
+
+
+def text_tensors(model: Any) -> dict[str, Any]:
+    """The tensors of what reads text, as in a model of that alone."""
+    stored = model.state_dict()
+    if not any(".language_model." in name for name in stored):
+        return stored
+    others = "model.vision_"
+    return {name.replace(".language_model.", "."): value for name, value in stored.items() if others not in name}
 
 
 def llama3_factors(config: Any) -> np.ndarray:
@@ -1390,7 +1519,7 @@ def add_states(writer: Any, config: Any) -> None:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 
-LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "plm")
 USED = ("num_experts_per_tok", "moe_num_active_primary_experts", "moe_k")
 COUNTS = ("moe_num_primary_experts", "moe_num_experts", "num_local_experts", "num_experts", "n_routed_experts")
 
@@ -1402,11 +1531,16 @@ def add_experts(writer: Any, config: Any) -> None:
     for name in ("moe_intermediate_size", "moe_ffn_hidden_size"):
         if hasattr(config, name):
             writer.add_expert_feed_forward_length(getattr(config, name))
-    if config.model_type in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "llama4_text"):
+    if config.model_type in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "llama4_text", "cohere2_moe"):
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if config.model_type == "cohere2_moe":
+        writer.add_leading_dense_block_count(2)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_shared_count(config.num_shared_experts)
     if config.model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if config.model_type == "ernie4_5_moe":
@@ -1416,7 +1550,7 @@ def add_experts(writer: Any, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.moe_num_shared_experts)
     if config.model_type == "minimax_m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if config.model_type == "granitemoeshared":
+    if config.model_type in ("granitemoeshared", "granitemoe_swa"):
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type == "laguna":
         writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
@@ -1473,12 +1607,13 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
     others["turbomixtral"] = "llama"
     others |= {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
-    others |= dict.fromkeys(LATENTS, "deepseek2") | {"mistral4": "mistral4"}
+    others |= dict.fromkeys(LATENTS, "deepseek2") | {"mistral4": "mistral4", "plm": "plm"}
     others |= DELTA_NAMES | {"granitemoeshared": "granitemoe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
+    others |= {"granitemoe_swa": "granite_swa"}
     others |= {"ernie4_5_moe": "ernie4_5-moe", "bailing_moe": "bailingmoe2", "bailing_moe_1": "bailingmoe"}
     others["ministral3"] = "mistral3"
     others |= {"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe"}
-    others["llama4_text"] = "llama4"
+    others |= {"muse_glimmer_text": "muse-glimmer", "llama4_text": "llama4", "cohere2_moe": "cohere2moe"}
     architecture = others.get(case.kind, case.kind)
     opt, falcon = architecture == "opt", architecture == "falcon"
     writer = gguf.GGUFWriter(path, architecture)
@@ -1489,7 +1624,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         writer.add_feed_forward_length([config.ffn_size(layer) for layer in range(config.num_hidden_layers)])
         writer.add_head_count(config.num_query_heads)
     else:
-        sizes = ("ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size_mlp", "intermediate_size")
+        sizes = ("ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size", "intermediate_size_mlp")
+        sizes += ("prefix_dense_intermediate_size", "intermediate_size")
         writer.add_feed_forward_length(next(getattr(config, size) for size in sizes if hasattr(config, size)))
         writer.add_head_count(getattr(config, "num_attention_heads_per_layer", None) or config.num_attention_heads)
     if architecture == "openelm":
@@ -1521,13 +1657,15 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
-        elif architecture in ("jais2", "cohere2", "stablelm"):
+        elif architecture in ("jais2", "cohere2", "cohere2moe", "stablelm"):
             writer.add_layer_norm_eps(config.layer_norm_eps)
             share = config.rope_parameters.get("partial_rotary_factor", 1)
             writer.add_rope_dimension_count(int(head_dim * share))
         else:
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        if case.kind == "granite_swa":
+        if case.kind == "cohere2_moe":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if architecture == "granite_swa":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
             writer.add_array("granite_swa.attention.rope_pattern", [theta != 0 for theta in config.layer_rope_theta])
         if case.kind in WITH_STATES:
@@ -1546,10 +1684,11 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
             writer.add_rope_dimension_count(head_dim)
     if not opt:
         writer.add_head_count_kv(kv_heads)
-    if any(hasattr(config, name) for name in USED):
+    if case.kind != "plm" and any(hasattr(config, name) for name in USED):
         add_experts(writer, config)
     for key, value in case.metadata.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, list: writer.add_array}
+        add = add[type(value)]
         add(f"{architecture}.{key}", value)
     if not opt and rope_type(config) == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(config))
@@ -1568,7 +1707,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
 
 def save(case: Case, config: Any, model: Any, layout: str, folder: Path) -> Path:
     if layout.startswith("gguf"):
-        return save_gguf(case, config, model, folder / "model.gguf", kv_b=layout == "gguf-kv-b")
+        kv_b = layout == "gguf-kv-b" or case.kind == "plm"
+        return save_gguf(case, config, model, folder / "model.gguf", kv_b=kv_b)
     return save_folder(case, model, folder / "model", version4=layout == "folder-v4")
 
 

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-BASES = {"minicpm": "granite", "bailing_moe": "glm4_moe", "bailing_moe_1": "granitemoeshared"}
+BASES = {
+    "minicpm": "granite", "bailing_moe": "glm4_moe", "bailing_moe_1": "granitemoeshared", "plm": "deepseek_v3",
+}  # fmt: skip
 """Kind -> the kind of `transformers` that computes the same."""
 
 
@@ -85,8 +87,17 @@ def _experts(name: str, tensor: torch.Tensor, parts: tuple[str, ...]) -> Tensors
     }
 
 
+def as_plm(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """DeepSeek-V3 without experts; `families.build` exchanges its FFNs."""
+    code = {"AutoModelForCausalLM": "modeling_plm.PLMForCausalLM"}
+    config |= {"architectures": ["PLMForCausalLM"], "model_type": "plm", "hidden_act": "relu2", "auto_map": code}
+    for key in [key for key in config if "expert" in key or "group" in key or key.startswith(("routed", "moe"))]:
+        del config[key]
+    return tensors
+
+
 RENAME: dict[str, Callable[[dict[str, Any], Tensors], Tensors]] = {
-    "minicpm": as_minicpm, "bailing_moe": as_bailing, "bailing_moe_1": as_bailing,
+    "minicpm": as_minicpm, "bailing_moe": as_bailing, "bailing_moe_1": as_bailing, "plm": as_plm,
 }  # fmt: skip
 """Kind -> what changes config.json in place, and gives the tensors under their names."""
 

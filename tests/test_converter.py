@@ -144,7 +144,7 @@ def published(folder: Path) -> Path:
     if config["model_type"] == "granitemoehybrid":
         types = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [types[kind] for kind in config["layer_types"]]
-    if config["model_type"] == "granite_swa":
+    if config["model_type"] in ("granite_swa", "granitemoe_swa"):
         config["no_rope_layers"] = [int(theta != 0) for theta in config["layer_rope_theta"]]
     if config["model_type"] == "cohere2":
         config["rotary_pct"] = 1.0
@@ -155,7 +155,8 @@ def published(folder: Path) -> Path:
         whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
         config = whole | {"text_config": config, "vocab_size": config["vocab_size"]}
     path.write_text(json.dumps(config))
-    tokens = {"model": {"vocab": {str(at): at for at in range(config["vocab_size"])}}, "added_tokens": []}
+    size = config.get("text_config", config)["vocab_size"]
+    tokens = {"model": {"vocab": {str(at): at for at in range(size)}}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokens))  # of which Gemma's counts the tokens
     return folder
 

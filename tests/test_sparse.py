@@ -39,7 +39,7 @@ from powerinfer_train.torch_model import load as load_torch  # noqa: E402
 RELU = [
     case
     for case in families.CASES
-    if case.kind in ("sparsellama", "bamboo", "opt", "falcon", "nemotron", "jais2", "nanochat")
+    if case.kind in ("sparsellama", "bamboo", "opt", "falcon", "nemotron", "jais2", "nanochat", "plm")
     or case.name.endswith("-relu")
 ]
 RANK = 8

@@ -1171,6 +1171,8 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm: str = "rms"  # "layer": LayerNorm, whose norms have biases unless norm_bias says otherwise
     norm_bias: bool = field(default=True, repr=False)  # fingerprints hash what is shown: theirs stay
+    out_norm_eps: float | None = field(default=None, repr=False)  # of norms of what layers add; None: as of the others
+    embed_norm: bool = field(default=False, repr=False)  # the norm of the embedding's rows, without weights
     positions: str = "rope"  # "learned": rows of a table, added to the embedding
     position_offset: int = 0  # row of position 0 in that table
     embed_dim: int = 0  # width of the embedding and of the head's input, where it is not d_model

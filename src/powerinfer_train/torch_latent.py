@@ -32,9 +32,11 @@ def attend_latents(model: TorchModel, x: Tensor, name: str, config: LatentAttent
     k = functional.linear(latents, model.weight(name + "k_b").mT.flatten(0, 1)).unflatten(-1, (heads, config.plain_dim))
     v = functional.linear(latents, model.weight(name + "v_b").flatten(0, 1)).unflatten(-1, (heads, config.value_dim))
     plain, rotated = q.split([config.plain_dim, config.rope_dim], -1)
-    q = torch.cat((plain, model.rotate(rotated, config.rope)), -1)
-    shared = model.rotate(shared.unsqueeze(-2), config.rope).expand(-1, -1, heads, -1)
-    k = torch.cat((k, shared), -1)
+    shared = shared.unsqueeze(-2)
+    if config.rope is not None:
+        rotated, shared = (model.rotate(part, config.rope) for part in (rotated, shared))
+    q = torch.cat((plain, rotated), -1)
+    k = torch.cat((k, shared.expand(-1, -1, heads, -1)), -1)
     # with values as wide as keys, torch needs neither scores nor weights of all pairs at once
     v = functional.pad(v, (0, max(0, config.query_dim - config.value_dim)))
     q = grown(q, torch.arange(q.shape[1], device=q.device)[:, None, None], config)

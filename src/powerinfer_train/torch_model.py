@@ -165,6 +165,8 @@ class TorchModel:
         if name not in self.weights:
             return x
         weight, eps = self.weights[name], self.config.norm_eps
+        if name.endswith("out_norm") and self.config.out_norm_eps is not None:
+            eps = self.config.out_norm_eps
         if self.config.norm == "layer":
             return functional.layer_norm(x, x.shape[-1:], weight, self.weights.get(name + "_bias"), eps)
         return _Rms.apply(x, weight, eps)
@@ -309,7 +311,7 @@ class TorchModel:
             x = self.linear(x, "project_in").float()
         if config.positions == "learned":
             x = x + self.weights["positions"][config.position_offset :][: tokens.shape[1]]
-        return x
+        return self.plain_norm(x) if config.embed_norm else x
 
     def leave(self, x: Tensor) -> Tensor:
         """The last layer's output -> the head's input."""
@@ -330,11 +332,11 @@ class TorchModel:
         def sum_neurons(value: Tensor) -> Tensor:
             if isinstance(config.ffn, ExpertsConfig):
                 routed = entered if config.ffn.early_router else value
-                return scaled(self._experts(value, routed, name, config.ffn, observe))
+                return scaled(self._experts(value, routed, name, config.ffn, observe)) * config.ffn_factors[1]
             done = self.neurons(value, name)
             if observe is not None:
                 observe(name, done)
-            return scaled(done.out)
+            return scaled(done.out) * config.ffn_factors[1]
 
         if config.norms == "post":
             x = self._norm(x + attend(x), name + "attn_norm")

@@ -337,10 +337,12 @@ class CpuExecutor:
         return head_rows(heads, dim, interleaved)
 
     def norm(
-        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None
+        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None, eps: float | None = None
     ) -> _native.Norm:
-        """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i]."""
-        return _native.Norm(weight, self.config.norm_eps, bias, self.config.norm == "layer", order=order)
+        """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i];
+        eps: None, the model's."""
+        eps = self.config.norm_eps if eps is None else eps
+        return _native.Norm(weight, eps, bias, self.config.norm == "layer", order=order)
 
     def scale(self, factor: float) -> _native.Norm:
         """A factor in place of a norm over rows of d_model."""
@@ -433,6 +435,7 @@ class CpuExecutor:
         norm: _native.Norm | None,
         matrices: Sequence[_native.Matrix],
         *,
+        further: Sequence[_native.Matrix] = (),
         taps: Float32,
         decay: Float32,
         dt_bias: Float32,

@@ -215,12 +215,14 @@ class GpuLayers:
         return (np.arange(heads)[:, None] * dim + within).reshape(-1).astype(np.int32)
 
     def norm(
-        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None
+        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None, eps: float | None = None
     ) -> GpuNorm:
-        """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i]."""
+        """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i];
+        eps: None, the model's."""
         config, moved = self._config, slice(None) if order is None else order
         vectors = self._vector(weight[moved]), self._optional_vector(None if bias is None else bias[moved])
-        return GpuNorm(*vectors, config.norm_eps, config.norm == "layer", order=self._order(order))
+        eps = config.norm_eps if eps is None else eps
+        return GpuNorm(*vectors, eps, config.norm == "layer", order=self._order(order))
 
     def _order(self, order: Indices | None) -> Tensor | None:
         if order is None:

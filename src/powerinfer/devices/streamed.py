@@ -147,9 +147,11 @@ class StreamedLayers:
         """Wire as `CpuExecutor` does."""
         return self._cpu.head_rows(heads, dim, interleaved)
 
-    def norm(self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None) -> BothNorms:
-        """A norm of the model's kind over rows of d_model, in that order."""
-        return BothNorms(self._cpu.norm(weight, bias, order), self._gpu.norm(weight, bias, order))
+    def norm(
+        self, weight: Float32, bias: Float32 | None = None, order: Indices | None = None, eps: float | None = None
+    ) -> BothNorms:
+        """A norm of the model's kind over rows of d_model, in that order. eps: None, the model's."""
+        return BothNorms(self._cpu.norm(weight, bias, order, eps), self._gpu.norm(weight, bias, order, eps))
 
     def scale(self, factor: float) -> BothNorms:
         """A factor in place of a norm over rows of d_model."""

@@ -104,8 +104,8 @@ class Folder:
     Reading tensors. names, fused: as the files have them; find_names: in place of `names` where that depends on the
     model. adapt: takes tensors out that are settings, and gives the configuration with them; rename: changes names of
     the file in place, and gives notes; make: takes tensors out and gives, by canonical name, what is made of them;
-    norms_less_one: files keep the weights of norms less one; predictors: files may have some; mtp: a draft head is
-    below `mtp`, as of Qwen3-Next, not in layers behind the model's.
+    norms_less_one: files keep the weights of norms less one, but for `whole_norms`; predictors: files may have some;
+    mtp: a draft head is below `mtp`, as of Qwen3-Next, not in layers behind the model's.
     """
 
     model_type: str
@@ -143,6 +143,7 @@ class Folder:
     rename: Callable[[Tensors], list[str]] | None = None
     make: Callable[[ModelConfig, Tensors, str], dict[str, MadeTensor]] | None = None
     norms_less_one: bool = False
+    whole_norms: tuple[str, ...] = ("delta_norm",)
     predictors: bool = False
     mtp: bool = False
 
@@ -155,7 +156,8 @@ class Folder:
 class Gguf:
     """A family in GGUF files; the rest follows from the metadata and from which tensors exist.
 
-    architecture: as files state it; activation: the default; interleaved: as in `RopeConfig`; norms, parallel: as in
+    architecture: as files state it; activation: the default; interleaved: as in `RopeConfig`; norm: as in
+    `ModelConfig`, "stated": "rms" where the file states its epsilon, else "layer"; norms, parallel: as in
     `LayerConfig`; qk_norm: as in `AttentionConfig`, "stored": of heads, if the file has its weights; v_norm: likewise;
     partial: the file says how many dimensions of a head are rotated. window: where the file states none, 0: there is
     none then, None: it must. window_heads: layers with a window have heads of another size.
@@ -165,7 +167,8 @@ class Gguf:
     1, it divides, 0: in none;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
     full_every is set, unless single_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file has none,
-    None: it must. scaled: embeddings are multiplied by the root of their width; fused: matrices in one tensor.
+    None: it must. out_norm_eps, embed_norm: as in `ModelConfig`. scaled: embeddings are multiplied by the root of their
+    width; fused: matrices in one tensor.
     multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is about; growth: the settings by
     which queries grow with their positions, None: they do not.
     full_unrotated: positions are not rotated in layers without a window, where others have one; rope_pattern: the file
@@ -175,7 +178,8 @@ class Gguf:
     score_scale: that of attention's scores where no key states it, from the heads of each layer; score_cap, logit_cap:
     where the file states none, None: the family has none;
     sinks: as in `AttentionConfig`; experts: how they are selected where the file does not say (it does say how many),
-    None: the family has none; early_router, separate_experts: as in `ExpertsConfig` (`separate`);
+    None: the family has none; early_router, separate_experts: as in `ExpertsConfig` (`separate`); averaged: what the
+    shared expert and the others give is halved;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
     `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
@@ -211,6 +215,8 @@ class Gguf:
     rope_pattern: bool = False
     positions: str = "rope"
     epsilon: float | None = None
+    out_norm_eps: float | None = None
+    embed_norm: bool = False
     scaled: bool = False
     multiplied: bool = False
     growth: Callable[[Fields], dict[str, Any]] | None = None
@@ -225,9 +231,11 @@ class Gguf:
     experts: RouterConfig | None = None
     early_router: bool = False
     separate_experts: bool = False
+    averaged: bool = False
     delta: bool = False
     tiled: bool = False
     latent: bool = False
+    channel_delta: bool = False
     mamba: bool = False
     short_conv: bool = False
     separate: bool = False

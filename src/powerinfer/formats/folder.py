@@ -91,7 +91,7 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
         settle_columns(config.with_draft, tensors, str(folder))
         notes += describe(tensors.values())
     if family.norms_less_one:
-        _add_one_to_norms(tensors, files)
+        _add_one_to_norms(tensors, files, family.whole_norms)
     _make_rates(tensors)
     source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes, unread=unread)
     if not predictors:
@@ -176,12 +176,12 @@ def _with_thresholds(
     return config, {f"{name}.weight" if name.endswith(THRESHOLDS) else name: one for name, one in stored.items()}
 
 
-def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile]) -> None:
-    """Some families' files keep the weights of their norms less one."""
+def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile], whole: tuple[str, ...]) -> None:
+    """Some families' files keep the weights of their norms less one, but for those whose names end so."""
     for file in files:
         file.check()
     for name, tensor in tensors.items():
-        if name.endswith("_norm") and not name.endswith(".delta_norm"):
+        if name.endswith("_norm") and not name.endswith(whole):
             values = tensor.gathered().float32() + np.float32(1)
             tensors[name] = RawTensor("F32", tensor.shape, values.astype("<f4").view(np.uint8))
 

@@ -254,9 +254,14 @@ def read_deepseek_experts(family: Folder, fields: Fields, n_layers: int, sigmoid
     experts = replace(experts, shared_size=shared * experts.size)
     first = fields.integer("first_k_dense_replace", 0, layout.MAX_LAYERS)
     dense = FfnConfig(read_ffn_size(fields), experts.activation)
-    types = fields.get("mlp_layer_types", None)
+    return [dense if kind == "dense" else experts for kind in read_mlp_types(fields, n_layers, first)]
+
+
+def read_mlp_types(fields: Fields, n_layers: int, first: int) -> list[str]:
+    """Whether each layer's FFN is "dense", as the first ones are where the file does not say, or "sparse": experts."""
+    types: Any = fields.get("mlp_layer_types", None)
     if types is None:
         types = ["dense" if layer < first else "sparse" for layer in range(n_layers)]
     if type(types) is not list or len(types) != n_layers or any(kind not in ("dense", "sparse") for kind in types):
         raise fields.bad("mlp_layer_types", f"is {shown(types)}, not dense or sparse for every layer")
-    return [dense if kind == "dense" else experts for kind in types]
+    return [str(kind) for kind in types]

@@ -136,6 +136,7 @@ _QKV = Fused(("q", "k", "v"))
 _KV_B = ("k_b_rows", "v_b")  # head by head, in files of before April 2025
 _GATE_UP = ("experts_gate", "experts_up")
 _GATE_UP_EXPERTS = "ffn_gate_up_exps"
+_SHARED = ("shared_gate", "shared_up")  # the first lies in the other's tensor, in files of Granite
 _OF_PICTURES = ("v.", "mm.", "a.", "model.vision_tower.")
 """The beginnings of names that Ollama gives to what reads pictures and sound."""
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
@@ -277,6 +278,8 @@ def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
     family = GGUFS[config.architecture]
     counts = [layer.ffn.n_experts for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
     experts = [Fused(_GATE_UP, n) for n in counts[:1] if _somewhere(file, _GATE_UP_EXPERTS)]
+    if family.gated and _somewhere(file, "ffn_up_shexp") and not _somewhere(file, "ffn_gate_shexp"):
+        experts.append(Fused(_SHARED))
     if family.delta:
         return [*_fused_delta(file, config), *experts]
     of_states = ("short_b", "short_c", "short_x") if family.short_conv else ("mamba_z", "mamba_xbc", "mamba_dt")
@@ -344,6 +347,8 @@ def read_config(
     if family.published is not None and published:
         family = replace(family, activation=family.published)
         fields.only("hidden_act", family.activation)
+    if family.norm == "stated":
+        family = replace(family, norm="rms" if fields.has("attention.layer_norm_rms_epsilon") else "layer")
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
     n_layers = fields.integer("block_count", 1, layout.MAX_LAYERS)
     # Layers that only predict further tokens follow the model's own.
@@ -363,6 +368,8 @@ def read_config(
         norm_eps=_epsilon(fields, family),
         layers=_all_layers(file, fields, family, d_model, n_layers),
         norm=family.norm,
+        out_norm_eps=family.out_norm_eps,
+        embed_norm=family.embed_norm,
         norm_bias=family.norm != "layer" or "output_norm.bias" in names,
         positions=family.positions,
         position_offset=_OPT_OFFSET if learned else 0,
@@ -482,6 +489,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
             norms=family.norms,
             parallel=family.parallel,
             shared_norm=family.parallel and "blk.0.attn_norm_2.weight" not in names,
+            ffn_factors=(1.0, 0.5) if family.averaged and getattr(ffn, "shared_size", 0) else (1.0, 1.0),
             out_scale=_somewhere(file, "layer_output_scale"),
         )
         for attention, ffn in zip(attentions, ffns, strict=True)

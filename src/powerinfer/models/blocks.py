@@ -162,6 +162,8 @@ def wire_embedding(executor: CpuExecutor, checkpoint: Checkpoint) -> RawTensor:
 def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, own: OwnFfn[Norm] | None) -> None:
     """Attention, then the FFN, with norms placed as `LayerConfig.norms` states."""
     config = checkpoint.config.layers[layer]
+    if layer == 0 and checkpoint.config.embed_norm:
+        builder.normalise(layer, builder.norm(np.ones(checkpoint.config.d_model, np.float32)))
     attention, ffn = ATTENTIONS[type(config.attention)], FFNS[type(config.ffn)]
     where = builder, checkpoint, layer
     of_input, of_output = config.ffn_factors
@@ -271,7 +273,7 @@ def _norm(
     weight, bias = checkpoint.take(name).float32(), vector(checkpoint, name + "_bias")
     if factor != 1:
         weight, bias = weight * np.float32(factor), None if bias is None else bias * np.float32(factor)
-    return builder.norm(weight, bias, order)
+    return builder.norm(weight, bias, order, checkpoint.config.out_norm_eps if name.endswith("out_norm") else None)
 
 
 def _projection(builder: Builder[Matrix, Norm], checkpoint: Tensors, name: str) -> Matrix | None:

@@ -232,7 +232,9 @@ class Recorder:
     def head_rows(self, heads: int, dim: int, interleaved: int) -> NDArray[np.int32] | None:
         return head_rows(heads, dim, interleaved)
 
-    def norm(self, weight: Float32, bias: Vector = None, order: Indices | None = None) -> bool:
+    def norm(
+        self, weight: Float32, bias: Vector = None, order: Indices | None = None, eps: float | None = None
+    ) -> bool:
         return True
 
     def scale(self, factor: float) -> bool:

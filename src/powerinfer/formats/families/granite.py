@@ -61,9 +61,20 @@ def _read_windows(family: Folder, fields: Fields, config: ModelConfig, n_layers:
     return replace(config, layers=tuple(layers))
 
 
+_RENAMED = {
+    ".self_attn.sinks": ".self_attn.sinks.weight",
+    ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+    ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+    ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+}
+
+
 def _rename(stored: Tensors) -> list[str]:
-    for name in [name for name in stored if name.endswith(".self_attn.sinks")]:
-        stored[f"{name}.weight"] = stored.pop(name)
+    """Names as of other layers, and of Granite's first models of experts."""
+    for name in list(stored):
+        for old, new in _RENAMED.items():
+            if name.endswith(old):
+                stored[name.removesuffix(old) + new] = stored.pop(name)
     return []
 
 
@@ -103,6 +114,7 @@ _SHARED = replace(
     _EXPERTS, model_type="granitemoeshared", classes=("GraniteMoeSharedForCausalLM",), ffns=read_shared_experts
 )
 
+_SINKS = {"sinks": "self_attn.sinks"}
 _WINDOWS = replace(
     _DENSE, model_type="granite_swa", classes=("GraniteSWAForCausalLM",), read=_read_windows,
     defaults=LLAMA_DEFAULTS | {
@@ -110,12 +122,23 @@ _WINDOWS = replace(
         "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True, "sliding_window": 128,
     },
-    names=LLAMA_NAMES.extended({"sinks": "self_attn.sinks"}), rename=_rename,
+    names=LLAMA_NAMES.extended(_SINKS), rename=_rename,
+)  # fmt: skip
+_EXPERTS_WITH_WINDOWS = replace(
+    _SHARED, model_type="granitemoe_swa", classes=("GraniteMoeSWAForCausalLM",), read=_read_windows,
+    defaults=LLAMA_DEFAULTS | {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    },
+    names=EXPERTS_NAMES.extended(_SINKS), rename=_rename,
 )  # fmt: skip
 
-FOLDERS = (_DENSE, _WINDOWS, _EXPERTS, _SHARED)
+FOLDERS = (_DENSE, _WINDOWS, _EXPERTS, _SHARED, _EXPERTS_WITH_WINDOWS)
+_GGUF = Gguf("granite", "silu", interleaved=True, scales=True)
+_GGUF_EXPERTS = replace(_GGUF, architecture="granitemoe", experts=NORMALISED)
 GGUFS = (
-    Gguf("granite_swa", "silu", interleaved=True, scales=True, sinks=True, single_rope=True, rope_pattern=True),
-    Gguf("granite", "silu", interleaved=True, scales=True),
-    Gguf("granitemoe", "silu", interleaved=True, scales=True, experts=NORMALISED),
+    _GGUF,
+    _GGUF_EXPERTS,
+    replace(_GGUF_EXPERTS, architecture="granite_swa", sinks=True, single_rope=True, rope_pattern=True),
 )

@@ -18,6 +18,7 @@ from powerinfer.formats.folder_parts import (
     read_ffn_size,
     read_heads,
     read_layer_types,
+    read_mlp_types,
     read_switches,
     read_window,
 )
@@ -64,10 +65,7 @@ def _read_ffns(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKin
     )
     experts = replace(experts, shared_size=fields.integer("shared_expert_intermediate_size", 1, layout.MAX_WIDTH))
     dense = FfnConfig(read_ffn_size(fields), experts.activation)
-    types: Any = fields.get("mlp_layer_types", None) or ["dense", *["sparse"] * (n_layers - 1)]
-    if type(types) is not list or len(types) != n_layers or any(kind not in ("dense", "sparse") for kind in types):
-        raise fields.bad("mlp_layer_types", f"is {shown(types)}, not dense or sparse for every layer")
-    return [dense if kind == "dense" else experts for kind in types]
+    return [dense if kind == "dense" else experts for kind in read_mlp_types(fields, n_layers, 1)]
 
 
 def _rename(stored: Tensors) -> list[str]:
