@@ -32,6 +32,7 @@ transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 import gemma_files  # noqa: E402
+import kimi_files  # noqa: E402
 import lfm2_files  # noqa: E402
 import mamba_files  # noqa: E402
 import openelm  # noqa: E402, F401
@@ -144,6 +145,12 @@ FAMILIES |= {
     "deepseek_v2": LATENT | dict(q_lora_rank=None, n_shared_experts=2, topk_method="greedy"),
     "deepseek_v3": LATENT | dict(q_lora_rank=20, n_group=1, topk_group=1),
     "mistral4": LATENT | dict(q_lora_rank=20, n_shared_experts=2),
+    "kimi_linear": dict(
+        intermediate_size=88, num_hidden_layers=5, num_key_value_heads=4, rms_norm_eps=1e-6, kv_lora_rank=24,
+        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_local_experts=8, num_experts_per_tok=3,
+        n_shared_experts=2, moe_intermediate_size=40, routed_scaling_factor=1.7, linear_head_dim=16, linear_num_heads=4,
+        layer_types=[*["linear_attention"] * 3, "full_attention", "linear_attention"],
+    ),
     "plm": LATENT | dict(
         q_lora_rank=None, first_k_dense_replace=3, tie_word_embeddings=True, rope_interleave=True,
         mlp_layer_types=["dense"] * 3,
@@ -178,6 +185,7 @@ FAMILIES |= {
     "stablelm": dict(
         intermediate_size=88, num_key_value_heads=2, layer_norm_eps=1e-5, rope_parameters=QUARTER_ROPE,
     ),
+    "olmo": dict(intermediate_size=88, num_key_value_heads=2, rope_parameters=PLAIN_ROPE),
     "smallthinker": dict(num_hidden_layers=5),
     "minicpm": LLAMA | dict(
         embedding_multiplier=12.0, residual_multiplier=1.4 / math.sqrt(3), attention_multiplier=0.25,
@@ -294,6 +302,7 @@ ON_CPU_ALONE = (
     "deepseek_v3",
     "glm4_moe_lite",
     "mistral4",
+    "kimi_linear",
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_moe_text",
@@ -718,6 +727,22 @@ CASES = [
     ),
     Case("muse-glimmer-types", "muse_glimmer_text", {}, {"sliding_window": 21}, ("folder",)),
     Case("stablelm", "stablelm", {}, {"rope_parameters": HALF_ROPE}),
+    Case(
+        "stablelm-12b",
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True, "num_attention_heads": 4},
+        {"layer_norm_eps": 1e-3},
+        ("folder", "gguf"),
+    ),
+    Case("stablelm-norms", "stablelm", {"qk_layernorm": True}, {"use_parallel_residual": True}, ("folder",)),
+    Case("olmo", "olmo", {"tie_word_embeddings": True}, {"clip_qkv": 0.5}, ("folder", "gguf")),
+    Case(
+        "olmo-clipped", "olmo", {"clip_qkv": 0.7, "attention_bias": True}, {"clip_qkv": 0.75}, ("folder",),
+    ),
+    Case(
+        "olmo-clamped", "olmo", {"clip_qkv": 0.7}, {"clip_qkv": 0.75}, ("folder", "gguf"),
+        {"attention.clamp_kqv": 0.7},
+    ),
     Case("stablelm-biases", "stablelm", {"use_qkv_bias": True}, {"layer_norm_eps": 1e-3}, ("gguf",)),
     Case("apertus", "apertus", {"rope_parameters": LLAMA3}, {"rms_norm_eps": 1e-3}),
     Case(
@@ -846,6 +871,18 @@ CASES = [
         "mistral4",
         {"rope_parameters": GROWN, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None},
         {"rope_parameters": GROWN, "n_group": 4, "topk_group": 3},
+        ("folder",),
+    ),
+    Case("kimi-linear", "kimi_linear", {}, {"routed_scaling_factor": 1.6}, ("folder", "gguf")),
+    Case(
+        "kimi-linear-dense",
+        "kimi_linear",
+        {
+            "mlp_layer_types": ["dense"] * 4 + ["sparse"], "linear_num_heads": 3, "linear_head_dim": 48,
+            "linear_conv_kernel_dim": 3, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "norm_topk_prob": False,
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        },
+        {"n_group": 4, "topk_group": 3},
         ("folder",),
     ),
     Case("plm", "plm", {}, {"rope_parameters": rope(rope_theta=20000.0)}, ("folder", "gguf")),
@@ -1132,10 +1169,10 @@ def random_model(case: Case, config: Any, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(noise if "embed" in name else 1.5 * noise / math.sqrt(parameter.shape[-1]))
-            elif name.endswith("A_log"):
+            if name.endswith("A_log"):
                 parameter.copy_(noise - 3)  # so that what a state has learned stays for some tokens
+            elif parameter.ndim > 1:
+                parameter.copy_(noise if "embed" in name else 1.5 * noise / math.sqrt(parameter.shape[-1]))
             else:
                 parameter.copy_(0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise)
             if case.kind == "gpt_oss" and name.endswith("gate_up_proj"):
@@ -1445,6 +1482,9 @@ def gguf_tensors(
             continue
         if inner == "mlp.shared_expert_gate":
             values = values[0]
+        if found := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)", inner):  # StableLM 2 12B
+            experts.setdefault(f"blk.{layer}.attn_{found[1]}_norm.weight", []).append(values)
+            continue
         if found := re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(\w+)", inner):  # SmallThinker
             experts.setdefault(f"blk.{layer}.ffn_{found[2]}_exps.weight", []).append(values)
             continue
@@ -1465,7 +1505,7 @@ def gguf_tensors(
         if second and inner == "post_attention_layernorm":
             short = "post_attention_norm"
         pairs: tuple[str, ...] = ("llama", "bamboo", "granite", "granite_swa", "granitemoe", "arcee", "smollm3")
-        pairs += ("minicpm", "bailingmoe", "mistral3", "muse-glimmer")
+        pairs += ("minicpm", "bailingmoe", "mistral3", "muse-glimmer", "olmo")
         if architecture in pairs and short in ("attn_q", "attn_k"):
             values = side_by_side(values, config.num_attention_heads if short == "attn_q" else kv_heads)
         if architecture == "falcon" and short == "attn_qkv":
@@ -1601,7 +1641,7 @@ def add_latents(writer: Any, config: Any, kv_b: bool) -> int:
 
 
 def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = False) -> Path:
-    own_files = mamba_files.SAVE | lfm2_files.SAVE | gemma_files.SAVE
+    own_files = mamba_files.SAVE | lfm2_files.SAVE | gemma_files.SAVE | kimi_files.SAVE
     if case.kind in own_files:
         return own_files[case.kind](config, model, path)
     others = {"mistral": "llama", "sparsellama": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2", "mixtral": "llama"}
@@ -1657,8 +1697,8 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         if architecture == "nemotron":
             writer.add_layer_norm_eps(config.norm_eps)
             writer.add_rope_dimension_count(int(head_dim * config.rope_parameters["partial_rotary_factor"]))
-        elif architecture in ("jais2", "cohere2", "cohere2moe", "stablelm"):
-            writer.add_layer_norm_eps(config.layer_norm_eps)
+        elif architecture in ("jais2", "cohere2", "cohere2moe", "stablelm", "olmo"):
+            writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", 1e-5))
             share = config.rope_parameters.get("partial_rotary_factor", 1)
             writer.add_rope_dimension_count(int(head_dim * share))
         else:

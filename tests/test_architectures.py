@@ -329,6 +329,23 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
         ("laguna", {"gating_types": 2}, "gating_types is '2'; only per-head is supported"),
         ("laguna", {"gating_types": ["per-head", "per-element"]}, "only per-head is supported"),
         ("gemma4-e", {"vocab_size_per_layer_input": 100}, "the table of layers' inputs has 100 rows for 101 tokens"),
+        ("cohere2-moe", {"shared_expert_combination_strategy": "most"}, "'most'; only average or sum is supported"),
+        ("cohere2-moe", {"expert_selection_fn": "entmax"}, "'entmax'; only softmax or sigmoid is supported"),
+        ("cohere2-moe", {"mlp_layer_types": ["dense"]}, "not dense or sparse for every layer"),
+        ("cohere2-moe", {"num_shared_experts": 4096, "intermediate_size": 400}, "times intermediate_size is 1638400"),
+        ("granite-moe-swa", {"layer_rope_theta": [0.5] * 5}, "holds 0.5, no base of frequencies"),
+        ("plm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "and rope_parameters are both set, and differ"),
+        ("plm", {"hidden_act": "silu"}, "hidden_act is 'silu'; of this family only relu, relu2 is supported"),
+        ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope is 'False'"),
+        ("kimi-linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
+        ("kimi-linear", {"linear_attn_config": 3}, "linear_attn_config is '3', not an object"),
+        ("kimi-linear", {"linear_head_dim": 24}, "Kimi Delta Attention of 24 and 24 dimensions are no multiples of 16"),
+        (
+            "kimi-linear",
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [1, "2"], "kda_layers": [3, 4, 5, 6]}},
+            "does not name each of 5 layers once",
+        ),
+        ("olmo-clipped", {"clip_qkv": -1.0}, "clip_qkv is '-1.0', not a number"),
         (
             "hunyuan",
             {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0}},
@@ -342,6 +359,27 @@ def test_odd_settings_are_refused(name: str, changes: dict[str, Any], message: s
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match=message):
         open_checkpoint(folder)
+
+
+def test_kimi_linear_as_published(tmp_path: Path) -> None:
+    """What layers of Kimi Delta Attention are is in an object of their own, with the numbers of the others."""
+    folder = Truth(case_named("kimi-linear")).save("folder", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    wanted = open_checkpoint(folder).config
+    linear = {"head_dim": config.pop("linear_head_dim"), "num_heads": config.pop("linear_num_heads")}
+    linear |= {"short_conv_kernel_size": config.pop("linear_conv_kernel_dim"), "full_attn_layers": [4]}
+    del config["layer_types"], config["mlp_layer_types"]
+    published = {"linear_attn_config": linear | {"kda_layers": [1, 2, 3, 5]}, "first_k_dense_replace": 1}
+    published |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "head_dim": 72}
+    (folder / "config.json").write_text(json.dumps(config | published))
+    assert open_checkpoint(folder).config == wanted
+
+
+def test_heads_of_kimi_linear_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+    file = read_gguf(Truth(case_named("kimi-linear")).save("gguf", tmp_path))
+    strange = replace(file, metadata=file.metadata | {"kimi-linear.attention.head_count_kv": [0, 0, 0, 3, 0]})
+    with pytest.raises(ModelError, match=r"attention\.head_count_kv holds 3, which is not supported"):
+        open_gguf(strange)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-e"])

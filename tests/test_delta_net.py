@@ -70,7 +70,7 @@ def test_what_the_states_take(path: Path) -> None:
     model = executor(path)
     config = open_checkpoint(path).config
     assert model.n_states == state_slots(2, True) == 5
-    native = _native.States([(4, 2, 16, 4, 16, False)], 3)
+    native = _native.States([(4, 2, 16, 4, 16, False, False)], 3)
     assert native.slot_bytes == state_bytes(config) and native.slots == 3
     assert "5 of" in str(model.choices.states)
     model.close()
@@ -81,7 +81,7 @@ def test_what_the_states_take(path: Path) -> None:
 )
 def test_states_that_cannot_be(layer: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ValueError):
-        _native.States([(*layer, False)], 1)
+        _native.States([(*layer, False, False)], 1)
 
 
 # --- the operator, against numpy in float64
@@ -167,7 +167,7 @@ class Layer:
         return _native.pack_matrix(self.pool, self.arena, "F32", rows, cols, data, None)
 
     def program(self, states: bool = True, head_dim: int = 16) -> _native.Program:
-        memory = _native.States([(4, 2, 16, 4, 16, False)], 2) if states else None
+        memory = _native.States([(4, 2, 16, 4, 16, False, False)], 2) if states else None
         cache = _native.Cache("f32", [(0, head_dim)], 2)
         return _native.Program(self.workspace, cache, 8, 64, 64, [4], None, memory)
 

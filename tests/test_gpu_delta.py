@@ -23,7 +23,7 @@ from test_gpu_layers import on_gpu, opened  # noqa: E402
 from benchmarks.models.gguf_writer import U32  # noqa: E402
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
-from powerinfer.config import DeltaNetConfig  # noqa: E402
+from powerinfer.config import ChannelDeltaConfig, DeltaNetConfig  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -37,6 +37,7 @@ KINDS = {
     "in groups": DeltaNetConfig(2, 32, 6, 16, 3),
     "odd sizes, long convolution": DeltaNetConfig(1, 48, 3, 80, 8),
     "no groups, short convolution": DeltaNetConfig(3, 16, 3, 16, 2, tiled=True, activation="relu2"),
+    "decays of channels": ChannelDeltaConfig(3, 48, 3, 48, 4),
 }
 
 
@@ -44,7 +45,7 @@ def weights(about: DeltaNetConfig) -> gpu_delta.DeltaNet:
     heads = about.n_value_heads
     decay = -np.exp(floats(3, heads) - 2)
     taps = floats(1, about.taps, about.channels) / about.taps**0.5
-    vectors = (taps, decay, floats(4, heads), 1 + floats(5, about.value_dim) / 4)
+    vectors = (taps, decay, floats(4, about.decays), 1 + floats(5, about.value_dim) / 4)
     return gpu_delta.DeltaNet(about, *map(on_device, vectors), 1e-5)
 
 
@@ -73,13 +74,14 @@ class Exact:
         out = np.empty((n, about.value_dim))
         for h in range(n):
             own = h % about.n_key_heads if about.tiled else h // (n // about.n_key_heads)
-            state = self.heads[h] * np.exp(self.decay[h] * np.log1p(np.exp(alpha[h] + self.dt_bias[h])))
+            steps = np.log1p(np.exp(alpha + self.dt_bias)).reshape(n, -1)  # of a head, or of its channels
+            state = self.heads[h] * np.exp(self.decay[h] * steps[h])
             new = v.reshape(n, -1)[h] - state @ k[own]
             state = state + np.outer(new, k[own]) / (1 + np.exp(-beta[h]))
             self.heads[h] = state
             out[h] = state @ q[own] / about.key_dim**0.5
         out /= np.sqrt((out**2).mean(axis=1, keepdims=True) + self.eps)
-        return (out * self.norm).reshape(-1) * gate / (1 + np.exp(-gate))
+        return (out * self.norm).reshape(-1) * (1 if about.channel_decays else gate) / (1 + np.exp(-gate))
 
 
 def filled(about: DeltaNetConfig, slots: int) -> States:
@@ -118,12 +120,14 @@ INTERPRETED = {
         "in groups": {"one token of several"},
         "odd sizes, long convolution": {"prompts"},
         "no groups, short convolution": {"one token"},
+        "decays of channels": {"one token of several", "prompts"},
     },
     "in chunks": {
         "in turn": {"one token of several", "prompts"},
         "in groups": {"prompts"},
         "odd sizes, long convolution": {"prompts"},
         "no groups, short convolution": {"one token"},
+        "decays of channels": set(),
     },
 }
 """The steps of each kind in Triton's interpreter: how sequences lie depends on no size of a layer."""
@@ -143,7 +147,7 @@ def test_a_step(way: str, kind: str, steps: str) -> None:
     tokens, rows = int(counts.sum()), np.repeat(np.arange(len(step), dtype=np.int32), counts)
     first = np.cumsum(counts) - counts
     runs = np.array([(at, *one) for at, one in zip(first, step, strict=True)], np.int32)
-    products = floats(2, tokens, about.channels + about.width + 2 * about.n_value_heads)
+    products = floats(2, tokens, about.channels + about.width + about.n_value_heads + about.decays)
     before = [part.cpu().numpy().copy() for part in (states.window, states.heads)]
     out = gpu_delta.delta_net(net, on_device(products), states, on_device(runs), on_device(rows)).cpu().numpy()
     after = [part.cpu().numpy() for part in (states.window, states.heads)]

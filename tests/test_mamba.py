@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_states_take(path: Path) -> None:
     config = open_checkpoint(path).config
     kinds = [one for one in config.states.values() if isinstance(one, Mamba2Config)]
-    layers = [(one.taps, one.n_groups, one.state_dim, one.n_heads, one.head_dim, True) for one in kinds]
+    layers = [(one.taps, one.n_groups, one.state_dim, one.n_heads, one.head_dim, True, False) for one in kinds]
     native = _native.States(layers, 3)
     assert len(kinds) == 2 and native.slot_bytes == state_bytes(config)
 
@@ -109,7 +109,7 @@ class Layer:
 
     def program(self, states: bool = True, chunked: bool = True, heads: int = 0) -> _native.Program:
         about = self.about
-        sizes = about.taps, about.n_groups, about.state_dim, heads or about.n_heads, about.head_dim, chunked
+        sizes = about.taps, about.n_groups, about.state_dim, heads or about.n_heads, about.head_dim, chunked, False
         memory = _native.States([sizes], 2) if states else None
         cache = _native.Cache("f32", [(0, about.head_dim)], 2)
         return _native.Program(self.workspace, cache, 64, D, 64, [about.n_heads], None, memory)

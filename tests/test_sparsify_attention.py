@@ -174,7 +174,7 @@ def test_every_kind_of_attention_is_trained() -> None:
     """Layers without attention belong to families that are refused for Mamba2 or for FFNs without gates."""
     assert set(ATTENTIONS) == set(WIRED) - {*UNTRAINED, NoAttention}
     config = replace(find_shape("llama-7b").config, layers=(LayerConfig(Mamba2Config(4, 16, 2, 16, 4), FfnConfig(32)),))
-    with pytest.raises(RequestError, match="models with Mamba2 or short convolutions are not trained"):
+    with pytest.raises(RequestError, match="models with Mamba2, short convolutions or Kimi Delta Attention are not"):
         check_recipe("reglu", config)
 
 

@@ -30,7 +30,8 @@ from powerinfer_train.writing import check_writable, write_model
 
 REFUSALS = {
     **dict.fromkeys(
-        ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2", "lfm2_moe"), "Mamba2 or short convolutions"
+        ("nemotron_h", "granitemoehybrid", "falcon_h1", "mamba2", "lfm2", "lfm2_moe", "kimi_linear"),
+        "Mamba2, short convolutions or Kimi Delta Attention",
     ),
     "gemma4-experts": "experts with norms of their own",
     **dict.fromkeys(("gemma3n_text", "gemma4-e"), "inputs of layers"),

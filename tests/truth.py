@@ -24,8 +24,8 @@ from shared import Arrays, folder_of, shared
 
 LIBRARIES = ("torch", "transformers", "gguf", "numpy", "safetensors", "huggingface-hub")
 SOURCES = (
-    "shared.py", "truth.py", "families.py", "gemma_files.py", "lfm2_files.py", "mamba_files.py", "openelm.py",
-    "renamed_families.py", "smallthinker.py",
+    "shared.py", "truth.py", "families.py", "gemma_files.py", "kimi_files.py", "lfm2_files.py", "mamba_files.py",
+    "openelm.py", "renamed_families.py", "smallthinker.py",
 )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     # RMS norm of q and k: "head": of each head; "plain": the same without weights; "rotated": of each head when it is
-    # rotated; "width": over all heads together
+    # rotated; "width": over all heads together; "separate": LayerNorm of each head, with weights of its own
     qk_norm: str | None = None
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     sinks: bool = False  # each head's softmax has a score more, which is learned and belongs to no value
@@ -203,6 +203,7 @@ class AttentionConfig:
     query_offset: int = field(default=0, repr=False)
     # Not shown: fingerprints hash what is, and theirs stay.
     score_cap: float | None = field(default=None, repr=False)  # scores become cap * tanh(score / cap)
+    qkv_clip: float | None = field(default=None, repr=False)  # what q, k and v are clamped to, in magnitude
     v_norm: bool = field(default=False, repr=False)  # RMS norm of each head of v, without weights
     keys_as_values: bool = field(default=False, repr=False)  # v is k, before its norm and its rotation
     kv_from: int | None = field(default=None, repr=False)  # the layer whose keys and values it reads; None: its own
@@ -253,10 +254,10 @@ class AttentionConfig:
         """(name within the layer, shape) of every tensor; matrices are [out, in]."""
         kv = self.n_kv_heads * self.head_dim
         if self.qk_norm not in (None, "plain"):
-            wide = self.qk_norm == "width"
-            yield "q_norm", (self.width if wide else self.head_dim,)
-            if self.kv_from is None:
-                yield "k_norm", (kv if wide else self.head_dim,)
+            wide, dim = self.qk_norm == "width", self.head_dim
+            heads = {"q": self.n_heads} if self.kv_from is not None else {"q": self.n_heads, "k": self.n_kv_heads}
+            for name, n in heads.items():
+                yield f"{name}_norm", (n, dim) if self.qk_norm == "separate" else (n * dim if wide else dim,)
         for name in self.projections:
             yield from _matrix(name, self.width if name == "q" else kv, d_model, self.qkv_bias)
         yield from _matrix("o", d_model, self.width, self.o_bias)
@@ -271,7 +272,7 @@ class AttentionConfig:
             return f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly"
         if self.head_dim % 2:
             return f"heads of {self.head_dim} dimensions cannot be cut into pairs"
-        if self.qk_norm not in (None, "head", "plain", "width", "rotated"):
+        if self.qk_norm not in (None, "head", "plain", "width", "rotated", "separate"):
             return f"norms of q and k {self.qk_norm!r} are unknown"
         if self.chunked and self.window is None:
             return "attention in chunks of no size"
@@ -281,6 +282,8 @@ class AttentionConfig:
             return problem
         if self.score_cap is not None and not self.score_cap > 0:
             return f"scores capped at {self.score_cap:g}"
+        if self.qkv_clip is not None and not self.qkv_clip > 0:
+            return f"queries, keys and values clamped to {self.qkv_clip:g}"
         if self.keys_as_values and self.rope is not None and self.rope.interleaved:
             return "values that are keys whose rotated pairs are neighbours"
         return None if self.rope is None else self.rope.problem(self.head_dim)
@@ -301,7 +304,7 @@ class LatentAttentionConfig:
     plain_dim: int
     rope_dim: int
     value_dim: int
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: nothing is rotated
     scale: float  # of the scores
     q_latents: int | None = None
     norm_eps: float = 1e-6  # of the norms of latents
@@ -361,7 +364,7 @@ class LatentAttentionConfig:
     def problem(self) -> str | None:
         if self.value_dim % 16:
             return f"heads whose values have {self.value_dim} dimensions, no multiple of 16, are not supported"
-        return _query_problem(self) or self.rope.problem(self.rope_dim)
+        return _query_problem(self) or (None if self.rope is None else self.rope.problem(self.rope_dim))
 
 
 def _query_problem(attention: AttentionConfig | LatentAttentionConfig) -> str | None:
@@ -426,6 +429,7 @@ class StateKind(Uncached):
 
     kind: ClassVar[str]  # for people
     shared: ClassVar[str]  # what keys and queries belong to, for people
+    channel_decays: ClassVar[bool] = False  # each channel of a key has a decay
     chunked: ClassVar[bool] = False  # the CPU keeps what the tokens of a chunk that has begun add to the state
     taps: int
     activation: str
@@ -496,6 +500,11 @@ class DeltaNetConfig(StateKind):
     def head_dim(self) -> int:
         return self.value_dim
 
+    @property
+    def decays(self) -> int:
+        """Decays of a token."""
+        return self.n_value_heads
+
     def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
         keys = self.n_key_heads * self.key_dim
         rows = {"q": keys, "k": keys, "v": self.width, "z": self.width}
@@ -506,6 +515,48 @@ class DeltaNetConfig(StateKind):
         yield "delta_dt_bias", (self.n_value_heads,)
         yield "delta_norm", (self.value_dim,)
         yield "delta_o", (d_model, self.width)
+
+
+@dataclass(frozen=True)
+class ChannelDeltaConfig(DeltaNetConfig):
+    """Kimi Delta Attention (arXiv 2510.26692): Gated DeltaNet in which each channel of a key decays by itself.
+
+    The decays, and the gate of what heads give, whose sigmoid counts, follow from `rank` numbers each. Value heads have
+    a key head each.
+    """
+
+    kind = "Kimi Delta Attention"
+    channel_decays = True
+
+    @property
+    def rank(self) -> int:
+        """Numbers of a token that its decays follow from, and as many of its gate."""
+        return self.key_dim
+
+    @property
+    def decays(self) -> int:
+        return self.n_key_heads * self.key_dim
+
+    def row_bytes(self) -> int:
+        """Bytes of queries, keys and values, of a decay for each channel, a number of each head, and the latents."""
+        return 4 * (self.channels + self.decays + (self.n_value_heads + 15) // 16 * 16 + 2 * self.rank)
+
+    def tensors(self, d_model: int) -> Iterator[tuple[str, Shape]]:
+        keys = self.n_key_heads * self.key_dim
+        rows = {"q": keys, "k": keys, "v": self.width, "f_a": self.rank, "g_a": self.rank, "b": self.n_value_heads}
+        yield from ((f"delta_{name}", (n, d_model)) for name, n in rows.items())
+        yield "delta_f_b", (self.decays, self.rank)
+        yield "delta_g_b", (self.width, self.rank)
+        yield from ((f"delta_{name}_conv", (rows[name], self.taps)) for name in "qkv")
+        yield "delta_decay", (self.n_value_heads,)
+        yield "delta_dt_bias", (self.decays,)
+        yield "delta_norm", (self.value_dim,)
+        yield "delta_o", (d_model, self.width)
+
+    def problem(self) -> str | None:
+        if self.n_key_heads != self.n_value_heads:
+            return f"{self.n_value_heads} heads of {self.kind} with keys of {self.n_key_heads}"
+        return super().problem()
 
 
 @dataclass(frozen=True)

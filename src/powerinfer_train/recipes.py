@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from powerinfer.config import (
     BANK,
     AttentionConfig,
+    ChannelDeltaConfig,
     ExpertsConfig,
     FfnConfig,
     Mamba2Config,
@@ -23,7 +24,7 @@ from powerinfer.formats.layout import is_router, matrix_names
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES
 
-UNTRAINED = Mamba2Config, ParallelConfig, ShortConvConfig
+UNTRAINED = Mamba2Config, ParallelConfig, ShortConvConfig, ChannelDeltaConfig
 """Kinds of attention without a backward pass in torch_model.py."""
 
 FFN_PARTS = frozenset(f"{of}{part}" for of in ("", "experts_", "shared_") for part in ("gate", "up", "down"))
@@ -216,7 +217,7 @@ def uncomputed_reason(config: ModelConfig) -> str | None:
 
 def _check_trained(config: ModelConfig) -> None:
     if any(isinstance(layer.attention, UNTRAINED) for layer in config.layers):
-        reason = "models with Mamba2 or short convolutions are not trained so far"
+        reason = "models with Mamba2, short convolutions or Kimi Delta Attention are not trained so far"
         raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
     if config.logit_cap is not None:
         raise RequestError("models that cap their logits (Gemma 2 and 4) are not trained so far")

@@ -190,14 +190,14 @@ class TorchModel:
         parts, x = {}, x.to(self.compute)
         for part in heads:
             product = self.linear(x, name + (part if part in config.projections else "k"))
+            if config.qkv_clip is not None:
+                product = product.clamp(-config.qkv_clip, config.qkv_clip)
             if part != "v" and config.qk_norm == "width":
                 product = self.inner_norm(product, f"{name}{part}_norm")
             product = product.unflatten(-1, (heads[part], config.head_dim))
-            if part != "v" and config.qk_norm == "head":
-                product = self.inner_norm(product, f"{name}{part}_norm")
-            if part == "v" and config.v_norm:
-                product = self.plain_norm(product)
-            if part != "v" and config.qk_norm == "plain":
+            if part != "v":
+                product = self._normed_heads(product, f"{name}{part}_norm", config)
+            elif config.v_norm:
                 product = self.plain_norm(product)
             if part != "v" and config.rope is not None:
                 product = self.rotate(product, config.rope)
@@ -219,6 +219,19 @@ class TorchModel:
         if config.attended_norm:
             mixed = self.inner_norm(mixed, name + "attended_norm")
         return mixed
+
+    def _normed_heads(self, x: Tensor, name: str, config: AttentionConfig) -> Tensor:
+        """Heads of queries or keys, [..., heads, head_dim], with the norm that precedes their rotation."""
+        match config.qk_norm:
+            case "head":
+                return self.inner_norm(x, name)
+            case "plain":
+                return self.plain_norm(x)
+            case "separate":
+                plain = functional.layer_norm(x.float(), x.shape[-1:], eps=self.config.norm_eps)
+                return (plain * self.weights[name]).to(x.dtype)
+            case _:
+                return x
 
     def inner_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The RMS norm within attention, in the type of x [..., n]. eps: None, the model's."""

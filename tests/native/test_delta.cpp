@@ -8,20 +8,26 @@ using Floats = Exact<float>;
 
 Floats exact(const std::vector<float>& v) { return Floats(v.begin(), v.end()); }
 
-// A token is a row of query, key, value, then decay and beta of this head.
+// A token is a row of query, key, value, then decay and beta of this head, and, of_rows, a decay of each row of the state.
 struct Rows {
   int64_t key, value, tokens, ld;
+  bool of_rows;
   Floats data;
-  Rows(Random& r, int64_t k, int64_t v, int64_t n) : key(k), value(v), tokens(n), ld(2 * k + v + 2) {
+  Rows(Random& r, int64_t k, int64_t v, int64_t n, bool rows)
+      : key(k), value(v), tokens(n), ld(2 * k + v + 2 + (rows ? k : 0)), of_rows(rows) {
     data = exact(r.normals(n * ld, 1 / sqrtf((float)k)));
     for (int64_t t = 0; t < n; t++) {
-      data[(size_t)(t * ld + 2 * k + v)] = (float)(0.5 + 0.5 * r.uniform());
+      for (int64_t i = 2 * k + v; i < ld; i++) data[(size_t)(t * ld + i)] = (float)(0.5 + 0.5 * r.uniform());
       data[(size_t)(t * ld + 2 * k + v + 1)] = (float)r.uniform();
     }
   }
+  double decay(int64_t t, int64_t row) const {
+    return data[(size_t)(t * ld + 2 * key + value + (of_rows ? 2 + row : 0))];
+  }
   PiDelta call(int64_t first, int64_t n, const float* from, float* to) {
     float* row = data.data() + first * ld;
-    return {row, row + key, row + 2 * key + value, row + 2 * key, ld, ld, 1, from, to, key, n};
+    const float* decays = of_rows ? row + 2 * key + value + 2 : nullptr;
+    return {row, row + key, row + 2 * key + value, decays, row + 2 * key, ld, ld, 1, from, to, key, n};
   }
 };
 
@@ -33,14 +39,15 @@ std::vector<double> expected(const Rows& rows, const Floats& from, std::vector<d
   std::vector<double> state(from.begin(), from.end());
   for (int64_t t = 0; t < rows.tokens; t++) {
     const float* row = rows.data.data() + t * rows.ld;
-    const double decay = row[2 * rows.key + rows.value], beta = row[2 * rows.key + rows.value + 1];
+    const double beta = row[2 * rows.key + rows.value + 1];
     for (int64_t c = 0; c < rows.value; c++) {
       double known = 0, answer = 0;
-      for (int64_t k = 0; k < rows.key; k++) known += decay * state[place(rows.key, k, c)] * row[rows.key + k];
+      for (int64_t k = 0; k < rows.key; k++)
+        known += rows.decay(t, k) * state[place(rows.key, k, c)] * row[rows.key + k];
       const double delta = beta * (row[2 * rows.key + c] - known);
       for (int64_t k = 0; k < rows.key; k++) {
         double& s = state[place(rows.key, k, c)];
-        s = decay * s + row[rows.key + k] * delta;
+        s = rows.decay(t, k) * s + row[rows.key + k] * delta;
         answer += s * row[k];
       }
       out->push_back(answer);
@@ -49,12 +56,12 @@ std::vector<double> expected(const Rows& rows, const Floats& from, std::vector<d
   return state;
 }
 
-void test_rule(const PiKernels* kernels) {
+void test_rule(const PiKernels* kernels, bool of_rows) {
   Random r(11);
   for (const int64_t key : {16, 48, 128})
     for (const int64_t value : {16, 48, 128})
       for (const int64_t tokens : {1, 2, 3, 40}) {
-        Rows rows(r, key, value, tokens);
+        Rows rows(r, key, value, tokens, of_rows);
         const Floats before = exact(r.normals(key * value));
         Floats state(before.size(), NOT);
         std::vector<double> out;
@@ -65,8 +72,9 @@ void test_rule(const PiKernels* kernels) {
           const PiDelta all = rows.call(0, tokens, before.data(), state.data());
           kernels->delta.rule(&all, 0, value);
         }
-        const std::string name = std::string(kernels->name) + " rule " + std::to_string(key) + " x " +
-                                 std::to_string(value) + ", " + std::to_string(tokens) + " tokens";
+        const std::string name = std::string(kernels->name) + (of_rows ? " rule of rows " : " rule ") +
+                                 std::to_string(key) + " x " + std::to_string(value) + ", " + std::to_string(tokens) +
+                                 " tokens";
         // A chain of additions as long as a key for each token, and values that shrink from token to token.
         const double bound = gamma_of((double)(4 * (key + 8) * tokens)) * 8;
         {
@@ -141,7 +149,8 @@ int main() {
   watch_fences();
   for (const PiKernels* kernels : supported_levels()) {
     const int before = passed, wrong = failed;
-    test_rule(kernels);
+    test_rule(kernels, false);
+    test_rule(kernels, true);
     test_convolve(kernels);
     printf("%-12s %d passed, %d failed\n", kernels->name, passed - before, failed - wrong);
     fflush(stdout);

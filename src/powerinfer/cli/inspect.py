@@ -372,7 +372,7 @@ def _layer(layer: LayerConfig) -> str:
     parts += [f"{looks_back} of {attention.window}"] if attention.window else []
     has_bias = {"q, k, v": plain and plain.qkv_bias, "o": plain and plain.o_bias, "FFN": ffn and ffn.bias}
     parts += [f"biases of {', '.join(name for name, has in has_bias.items() if has)}"] if any(has_bias.values()) else []
-    norms = {"rotated": "head, once rotated", "plain": "head, without weights"}
+    norms = {"rotated": "head, once rotated", "plain": "head, without weights", "separate": "head, LayerNorm"}
     parts += [f"q and k normalised by {norms.get(plain.qk_norm, plain.qk_norm)}"] if plain and plain.qk_norm else []
     parts += [NORMS[layer.norms]] if layer.norms in NORMS else []
     parts += ["attention and FFN in parallel"] if layer.parallel else []

@@ -150,18 +150,18 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int layer, PiAttentionSettings settings, const Norm* norm, std::shared_ptr<Matrix> q,
              std::shared_ptr<Matrix> k, std::shared_ptr<Matrix> v, std::optional<Floats> q_bias,
              std::optional<Floats> k_bias, std::optional<Floats> v_bias, const Norm* q_norm, const Norm* k_norm,
-             int rope, const Norm* v_norm, bool rotates_first) {
+             int rope, const Norm* v_norm, bool rotates_first, bool separate) {
             p.attention_input({layer, settings, norm_of(norm), norm_of(q_norm), norm_of(k_norm), vector_of(q_bias),
                                vector_of(k_bias), vector_of(v_bias), std::move(q), std::move(k), std::move(v), rope,
-                               norm_of(v_norm), rotates_first});
+                               norm_of(v_norm), rotates_first, separate});
           },
           "layer"_a, "settings"_a, "norm"_a.none(), "q"_a, "k"_a.none(), "v"_a.none(), "q_bias"_a = nb::none(),
           "k_bias"_a = nb::none(), "v_bias"_a = nb::none(), "q_norm"_a = nb::none(), "k_norm"_a = nb::none(),
-          "rope"_a = -1, "v_norm"_a = nb::none(), "rotates_first"_a = false,
+          "rope"_a = -1, "v_norm"_a = nb::none(), "rotates_first"_a = false, "separate"_a = false,
           "q, cache = rope(norm(x) . q, k, v).\n\n"
           "settings: the layer's configuration. q_norm, k_norm: over each head, or as wide as all heads of q (k)\n"
           "together; v_norm: over each head of v, which may be k. rope: an index from `add_rope`, -1: q and k are not\n"
-          "rotated; rotates_first: before the norms of heads.")
+          "rotated; rotates_first: before the norms of heads; separate: norms as wide as all heads are over each head.")
       .def(
           "attention",
           [](Program& p, int layer, PiAttentionSettings settings, std::optional<Floats> sinks, int kv) {
@@ -176,8 +176,10 @@ void bind_operators(nb::class_<Program>& program) {
           [](Program& p, int layer, size_t state, const Norm* norm, std::vector<std::shared_ptr<Matrix>> matrices,
              Floats2 taps, Floats decay, Floats dt_bias, const Norm& out_norm, int64_t key_heads, bool tiled,
              const std::string& activation) {
-            require(matrices.size() == 6 && std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
-                    "Gated DeltaNet has six matrices");
+            const bool latent = matrices.size() == 8;
+            require((latent || matrices.size() == 6) &&
+                        std::all_of(matrices.begin(), matrices.end(), [](auto& m) { return !!m; }),
+                    "Gated DeltaNet has six matrices, or eight");
             Vector all(taps.data(), taps.data() + taps.size());
             const int act = convolution_activation(activation);
             p.delta_net({{layer, state, norm_of(norm), std::move(all), {}, act},
@@ -187,6 +189,8 @@ void bind_operators(nb::class_<Program>& program) {
                          matrices[3],
                          matrices[4],
                          matrices[5],
+                         latent ? matrices[6] : nullptr,
+                         latent ? matrices[7] : nullptr,
                          vector_of(decay),
                          vector_of(dt_bias),
                          out_norm,
@@ -196,7 +200,8 @@ void bind_operators(nb::class_<Program>& program) {
           "layer"_a, "state"_a, "norm"_a.none(), "matrices"_a, "taps"_a, "decay"_a, "dt_bias"_a, "out_norm"_a,
           "key_heads"_a, "tiled"_a, "activation"_a,
           "attended = Gated DeltaNet of norm(x).\n\n"
-          "layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha; taps: of the\n"
+          "layer, state: of the cache and of the states; matrices: query, key, value, gate, beta, alpha, and, where\n"
+          "each channel of a key decays by itself, what makes the gate and alpha of what these give; taps: of the\n"
           "convolution, [taps, channels]; decay: the logarithm of a head's decay is decay * softplus(alpha + "
           "dt_bias);\n"
           "tiled: value head i has key head i % key_heads, else i // (value heads / key_heads); activation: behind "
@@ -446,17 +451,18 @@ void bind_states(nb::module_& m) {
   nb::class_<States>(m, "States")
       .def(
           "__init__",
-          [](States* states, const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool>>& layers,
+          [](States* states,
+             const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool>>& layers,
              int64_t slots, int64_t undo_tokens) {
             std::vector<States::Layer> all;
-            for (const auto& [taps, key_heads, key_dim, heads, value_dim, chunked] : layers) {
+            for (const auto& [taps, key_heads, key_dim, heads, value_dim, chunked, decays] : layers) {
               require(taps >= 2 && taps <= PI_MOST_TAPS, "a convolution has between 2 and 8 taps");
               const bool keyless = !key_heads && !key_dim && !chunked;
               require((key_heads > 0 || keyless) && heads > 0, "states need heads");
               require((key_dim > 0 || keyless) && value_dim > 0 && key_dim % PI_LANES == 0 && value_dim % PI_LANES == 0,
                       "heads of states must have multiples of 16 dimensions");
               all.push_back({taps - 1, 2 * key_heads * key_dim + heads * value_dim, key_heads, heads, key_dim,
-                             value_dim, chunked});
+                             value_dim, chunked, decays});
             }
             require(slots > 0, "states need slots");
             require(undo_tokens >= 0 && undo_tokens <= PI_CHUNK, "inputs are kept of at most 16 tokens of a step");
@@ -465,8 +471,10 @@ void bind_states(nb::module_& m) {
           "layers"_a, "slots"_a, "undo_tokens"_a = 0,
           "layers: (taps of the convolution, key heads, their dimensions, value heads, their dimensions, whether it "
           "is\n"
-          "Mamba2, whose groups are key heads) of each on the CPU; without keys, a short convolution. undo_tokens: of\n"
-          "so many tokens of a step the inputs are kept, for `Program.run` to replay.")
+          "Mamba2, whose groups are key heads, whether each channel of a key decays by itself) of each on the CPU; "
+          "without\n"
+          "keys, a short convolution. undo_tokens: of so many tokens of a step the inputs are kept, for `Program.run`\n"
+          "to replay.")
       .def_ro("slots", &States::slots)
       .def_ro("undo_tokens", &States::undo_tokens)
       .def_prop_ro("slot_bytes", &States::slot_bytes);

@@ -28,10 +28,23 @@ struct Read {
   f32x16 key[N], query[N];
 };
 
-// Updates N blocks, if there is a token to update them with, and reads them for the next one, if there is one.
-template <int N, bool UPDATE, bool READ>
-PI_INLINE void pass(const float* from, float* to, int64_t n, float decay, const float* key, const f32x16* delta,
-                    const float* next_key, const float* next_query, Read<N>* read) {
+// A token's decays: of all rows of the state one, or ROWS of them, one for each.
+template <bool ROWS>
+struct Decay {
+  float all;
+  const float* of_rows;
+};
+
+template <bool ROWS>
+PI_INLINE float of_row(const Decay<ROWS>& decay, int64_t i) {
+  return ROWS ? decay.of_rows[i] : decay.all;
+}
+
+// Updates N blocks, if there is a token to update them with, and reads them for the next one, if there is one: as they
+// will be when they have decayed for it, where each row has a decay.
+template <int N, bool UPDATE, bool READ, bool ROWS>
+PI_INLINE void pass(const float* from, float* to, int64_t n, Decay<ROWS> decay, const float* key, const f32x16* delta,
+                    Decay<ROWS> next_decay, const float* next_key, const float* next_query, Read<N>* read) {
   f32x16 of_key[PARTS][N], of_query[PARTS][N];
 #pragma GCC unroll 4
   for (int p = 0; p < PARTS; p++)
@@ -45,10 +58,11 @@ PI_INLINE void pass(const float* from, float* to, int64_t n, float decay, const 
         const int64_t at = (b * n + i + p) * 16;
         f32x16 s = f_load(from + at);
         if constexpr (UPDATE) {
-          s = f_fma(f_set(key[i + p]), delta[b], f_mul(s, f_set(decay)));
+          s = f_fma(f_set(key[i + p]), delta[b], f_mul(s, f_set(of_row(decay, i + p))));
           f_store(to + at, s);
         }
         if constexpr (READ) {
+          if constexpr (ROWS) s = f_mul(s, f_set(of_row(next_decay, i + p)));
           of_key[p][b] = f_fma(f_set(next_key[i + p]), s, of_key[p][b]);
           of_query[p][b] = f_fma(f_set(next_query[i + p]), s, of_query[p][b]);
         }
@@ -64,18 +78,22 @@ PI_INLINE void pass(const float* from, float* to, int64_t n, float decay, const 
   }
 }
 
-// N blocks from column c on.
-template <int N>
+// N blocks from column c on. ROWS: of the state, each has a decay.
+template <int N, bool ROWS>
 void rule_of(const PiDelta* a, int64_t c) {
   const int64_t n = a->key_dim;
   float* const to = a->to + c * n;
   if (!a->from) memset(to, 0, (size_t)(N * n * 16) * 4);
   const float* from = a->from ? a->from + c * n : to;
   Read<N> read;
-  pass<N, false, true>(from, to, n, 0, nullptr, nullptr, a->key, a->query, &read);
+  const auto decay_of = [&](int64_t t) {
+    return Decay<ROWS>{a->gates[t * a->ldg], ROWS ? a->decays + t * a->ld : nullptr};
+  };
+  pass<N, false, true>(from, to, n, Decay<ROWS>{}, nullptr, nullptr, decay_of(0), a->key, a->query, &read);
   for (int64_t t = 0; t < a->tokens; t++) {
     const float *key = a->key + t * a->ld, *query = a->query + t * a->ld, *gates = a->gates + t * a->ldg;
-    const float decay = gates[0], beta = gates[a->to_beta], both = dot(key, query, n);
+    const Decay<ROWS> decays = decay_of(t);
+    const float decay = ROWS ? 1.0f : decays.all, beta = gates[a->to_beta], both = dot(key, query, n);
     float* value = a->value + t * a->ld + c;
     f32x16 delta[N];
 #pragma GCC unroll 4
@@ -84,17 +102,21 @@ void rule_of(const PiDelta* a, int64_t c) {
       delta[b] = f_mul(f_set(beta), f_sub(f_load(value + 16 * b), old));
       f_store(value + 16 * b, f_fma(f_set(both), delta[b], f_mul(f_set(decay), read.query[b])));
     }
-    if (t + 1 < a->tokens) pass<N, true, true>(from, to, n, decay, key, delta, key + a->ld, query + a->ld, &read);
-    else pass<N, true, false>(from, to, n, decay, key, delta, nullptr, nullptr, &read);
+    if (t + 1 < a->tokens)
+      pass<N, true, true>(from, to, n, decays, key, delta, decay_of(t + 1), key + a->ld, query + a->ld, &read);
+    else pass<N, true, false>(from, to, n, decays, key, delta, decays, nullptr, nullptr, &read);
     from = to;
   }
 }
 
-void rule(const PiDelta* a, int64_t c0, int64_t c1) {
+template <bool ROWS>
+void columns(const PiDelta* a, int64_t c0, int64_t c1) {
   int64_t c = c0;
-  for (; c + 16 * BLOCKS <= c1; c += 16 * BLOCKS) rule_of<BLOCKS>(a, c);
-  for (; c < c1; c += 16) rule_of<1>(a, c);
+  for (; c + 16 * BLOCKS <= c1; c += 16 * BLOCKS) rule_of<BLOCKS, ROWS>(a, c);
+  for (; c < c1; c += 16) rule_of<1, ROWS>(a, c);
 }
+
+void rule(const PiDelta* a, int64_t c0, int64_t c1) { (a->decays ? columns<true> : columns<false>)(a, c0, c1); }
 
 }  // namespace
 

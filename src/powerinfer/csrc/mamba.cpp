@@ -119,7 +119,7 @@ class Mamba : public Recurrent {
     a.state_dim = layer_.key_dim;
     for (int64_t h = begin; h < end; h++) {
       const int64_t g = h / (layer_.heads / layer_.key_heads);
-      make_gates(p, step, h, [&](float* row) { make_gate(row, (size_t)h); });
+      make_gates(p, step, h, [&](float* row, float*) { make_gate(row, (size_t)h); });
       a.d = d_[(size_t)h];
       for (const Run& run : step.runs)
         visit_pieces(p, run, [&](const Piece& piece) {

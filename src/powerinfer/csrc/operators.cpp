@@ -101,8 +101,10 @@ class AttentionIn : public Op {
       : in_(std::move(in)),
         heads_(heads),
         kv_(kv),
-        q_wide_((int64_t)in_.q_norm.w.size() > kv.head_dim),
-        k_wide_((int64_t)in_.k_norm.w.size() > kv.head_dim) {}
+        q_norms_(separated(in_.q_norm)),
+        k_norms_(separated(in_.k_norm)),
+        q_wide_(!in_.separate && (int64_t)in_.q_norm.w.size() > kv.head_dim),
+        k_wide_(!in_.separate && (int64_t)in_.k_norm.w.size() > kv.head_dim) {}
   const char* name() const override { return "attention_input"; }
 
   void run(Thread& t, const Step& step) override {
@@ -174,6 +176,19 @@ class AttentionIn : public Op {
     Heads part(int64_t b, int64_t e) const { return {rows, ld, b, e}; }
   };
 
+  // A norm of each head, where they have weights of their own.
+  std::vector<Norm> separated(const Norm& norm) const {
+    std::vector<Norm> norms;
+    const auto dim = (size_t)kv_.head_dim;
+    for (size_t at = 0; in_.separate && at < norm.w.size(); at += dim)
+      norms.push_back({Vector(norm.w.begin() + (ptrdiff_t)at, norm.w.begin() + (ptrdiff_t)(at + dim)),
+                       {},
+                       norm.eps,
+                       norm.layer,
+                       norm.plain});
+    return norms;
+  }
+
   // Those of the heads that are of one matrix, whose heads are [first, first + count) of all.
   void part(const Here& here, const Matrix& w, const Vector& bias, const PiActs* acts, const Step& step,
             const Heads& to, int64_t first, int64_t count) const {
@@ -199,13 +214,17 @@ class AttentionIn : public Op {
     }
   }
 
-  // A token's heads of q and k normalised and rotated, those of q scaled; those of v normalised.
+  // A token's heads clamped; those of q and k normalised and rotated, those of q scaled; those of v normalised.
   void turn_heads(const Here& here, int64_t token, int64_t position, const Heads& of) const {
     const Program& p = here.p;
     const int64_t heads = heads_, dim = kv_.head_dim;
     const Program::Rope* rope = p.rope(in_.rope);
     const int64_t half = rope ? (int64_t)rope->frequencies.size() : 0;
-    const float scale = query_scale(in_.settings, position);
+    const float scale = query_scale(in_.settings, position), clip = in_.settings.qkv_clip;
+    for (int64_t h = of.begin; clip > 0 && h < of.end; h++) {
+      float* x = of.rows + token * of.ld + h * kv_.head_pad;
+      for (int64_t i = 0; i < dim; i++) x[i] = std::clamp(x[i], -clip, clip);  // NaN stays
+    }
     const auto turn = [&](const Norm& norm, bool wide, float* x) {
       const bool normed = norm && !wide;
       if (normed && !in_.rotates_first) norm.apply(here.kernels, x, x);
@@ -214,7 +233,11 @@ class AttentionIn : public Op {
     };
     for (int64_t h = of.begin; h < std::min(of.end, heads + kv_.kv_heads); h++) {
       float* x = of.rows + token * of.ld + h * kv_.head_pad;
-      turn(h < heads ? in_.q_norm : in_.k_norm, h < heads ? q_wide_ : k_wide_, x);
+      const Norm& shared = h < heads ? in_.q_norm : in_.k_norm;
+      const Norm& norm = !in_.separate || !shared ? shared
+                         : h < heads              ? q_norms_[(size_t)h]
+                                                  : k_norms_[(size_t)(h - heads)];
+      turn(norm, h < heads ? q_wide_ : k_wide_, x);
       if (h < heads) here.kernels->scale(x, scale, dim);
     }
     if (!in_.v_norm) return;
@@ -247,7 +270,8 @@ class AttentionIn : public Op {
   const AttentionInput in_;
   const int64_t heads_;
   const Cache::Layer& kv_;
-  const bool q_wide_, k_wide_;  // whether their norms are over all heads together
+  const std::vector<Norm> q_norms_, k_norms_;  // of each head
+  const bool q_wide_, k_wide_;                 // whether their norms are over all heads together
 };
 
 class Attention : public Op {
@@ -461,6 +485,11 @@ void Program::attention_input(AttentionInput in) {
   };
   check_heads(in.q_norm, heads, "the norm of q");
   check_heads(in.k_norm, own.kv_heads, "the norm of k");
+  const auto is_whole = [&](const Norm& norm, int64_t n) {
+    return !norm || (int64_t)norm.w.size() == n * own.head_dim;
+  };
+  check(!in.separate || (is_whole(in.q_norm, heads) && is_whole(in.k_norm, own.kv_heads)),
+        "norms of heads with weights of their own are not as wide as all heads");
   check_norm(in.v_norm, own.head_dim, "the norm of v");
   check_rope(in.rope, own.head_dim);
   check_settings(in.settings);

@@ -108,12 +108,13 @@ struct DraftInput {
 struct AttentionInput {
   int layer;
   PiAttentionSettings settings;
-  Norm norm, q_norm, k_norm;  // those of q and k are over each head, or as wide as all heads together
+  Norm norm, q_norm, k_norm;  // those of q and k are over each head, or as wide as all heads
   Vector q_bias, k_bias, v_bias;
   std::shared_ptr<Matrix> q, k, v;  // v may be k; without k and v the layer keeps none, and attends to another one's
   int rope;                         // a table of `add_rope`, -1: q and k are not rotated
   Norm v_norm = {};                 // over each head
   bool rotates_first = false;       // before the norms of heads
+  bool separate = false;            // norms as wide as all heads are over each head, with weights of its own
 };
 
 // Inputs that every layer has beside the residual stream, of the token and of its embedding.

@@ -19,7 +19,7 @@ const States::Layer& states_layer(const Program& p, size_t state) {
 Recurrent::Recurrent(RecurrentSpec spec, const States::Layer& layer, std::vector<InputProduct> products, GatedNorm out)
     : spec_(std::move(spec)),
       layer_(layer),
-      to_second_(pi_round_up(layer.heads, PI_LANES)),
+      to_second_(layer.to_second()),
       products_(std::move(products)),
       out_(std::move(out)) {
   for (InputProduct& one : products_) one.bias = padded(std::move(one.bias));
@@ -51,6 +51,7 @@ void Recurrent::run(Thread& t, const Step& step) {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   project(p, w, t.id, step.tokens);
+  project_further(p, w, t.id, step.tokens);
   mix(p, w, step);
   advance(p, w, step);
   const int64_t keeping = keeps(step), parts = step.tokens * out_.parts;
@@ -94,7 +95,7 @@ void Recurrent::convolve(Program& p, Workspace& w, const Stretch& stretch, int64
   }
 }
 
-// attended = norm(y * silu(gate)), or another order, of parts [begin, end) of the tokens.
+// attended = norm(y * act(gate)), or another order, of parts [begin, end) of the tokens.
 void Recurrent::finish(Program& p, Workspace& w, int64_t begin, int64_t end) const {
   for (int64_t i = begin; i < end; i++) {
     const int64_t token = i / out_.parts, part = i % out_.parts, at = part * out_.width;
@@ -103,7 +104,7 @@ void Recurrent::finish(Program& p, Workspace& w, int64_t begin, int64_t end) con
     const Norm* norm = out_.norms.empty() ? nullptr : &out_.norms[out_.norms.size() == 1 ? 0 : (size_t)part];
     if (out_.scale != 1) w.kernels->scale(gate, out_.scale, out_.width);
     if (out_.kind == GateNorm::BEFORE) norm->apply(w.kernels, y, y);
-    w.kernels->activate(PI_SILU, 0, gate, y, out_.width);
+    w.kernels->activate(out_.activation, 0, gate, y, out_.width);
     if (out_.kind == GateNorm::PRODUCT) norm->apply(w.kernels, gate, gate);
   }
 }

@@ -30,12 +30,13 @@ struct InputProduct {
 };
 
 // Of what a layer gives, in `parts` equal parts of `width` (0: nothing is left to do): columns of `qkv` from `from` on,
-// whose gate is in `attended` from column `to` on. norms: of each part, or of all parts one.
+// whose gate is in `attended` from column `to` on. norms: of each part, or of all parts one. activation: of the gate.
 struct GatedNorm {
   GateNorm kind;
   std::vector<Norm> norms;
   int64_t parts, width, from, to;
   float scale = 1;  // of the gate
+  int activation = PI_SILU;
 };
 
 // Tokens of a run that the rule goes through one after another: those that it replays, or its own.
@@ -54,6 +55,8 @@ class Recurrent : public Op {
 
  protected:
   Recurrent(RecurrentSpec spec, const States::Layer& layer, std::vector<InputProduct> products, GatedNorm out);
+  // Products with what the layer's input became.
+  virtual void project_further(Program&, Workspace&, int /*thread*/, int64_t /*tokens*/) const {}
   // In phases: what precedes the states, as the convolution.
   virtual void mix(Program& p, Workspace& w, const Step& step) const = 0;
   // In phases: the states; what the heads give takes the place of what they were given.
@@ -75,27 +78,29 @@ class Recurrent : public Op {
   // Channels [begin, end) of a stretch: convolution and activation, in place. Those of tokens that are replayed come from
   // where they were kept.
   void convolve(Program& p, Workspace& w, const Stretch& stretch, int64_t begin, int64_t end) const;
-  // f(row) for the rows of a step from head h's gates on, whose two numbers f makes: they are `to_second` apart. Those of
+  // f(first, second) for the rows of a step: what of head h's numbers f makes, the first ones and the second. Those of
   // tokens that are replayed come from where they were kept.
   template <class F>
   void make_gates(Program& p, const Step& step, int64_t h, F f) const {
-    const int64_t at = layer_.channels + h;
+    const int64_t n = layer_.decaying(), at = layer_.channels + h * n, second = layer_.channels + to_second_ + h;
     for (const Run& run : step.runs)
       visit_stretches(p, run, [&](const Stretch& stretch) {
         for (int64_t i = 0; i < stretch.count; i++) {
-          float* row = p.qkv + (stretch.first + i) * p.ldqkv + at;
-          if (!stretch.replayed) f(row);
+          float* row = p.qkv + (stretch.first + i) * p.ldqkv;
+          if (!stretch.replayed) f(row + at, row + second);
           if (stretch.inputs < 0) continue;
-          float* inputs = p.states->inputs(spec_.state, stretch.inputs, i) + at;
-          for (const int64_t j : {(int64_t)0, to_second_})
-            (stretch.replayed ? row : inputs)[j] = (stretch.replayed ? inputs : row)[j];
+          float* inputs = p.states->inputs(spec_.state, stretch.inputs, i);
+          const float* from = stretch.replayed ? inputs : row;
+          float* to = stretch.replayed ? row : inputs;
+          std::copy(from + at, from + at + n, to + at);
+          to[second] = from[second];
         }
       });
   }
 
   const RecurrentSpec spec_;
   const States::Layer layer_;
-  const int64_t to_second_;  // of a row: from the first of a head's gates to the other
+  const int64_t to_second_;  // of a row: from all heads' first numbers to their second one
 
  private:
   void project(Program& p, Workspace& w, int thread, int64_t tokens) const;

@@ -13,5 +13,7 @@ States::States(std::vector<Layer> l, int64_t n, int64_t undo) : layers(std::move
 
 int64_t States::row(const Layer& layer) {
   if (!layer.key_heads) return 2 * layer.channels;  // what is multiplied with each other
-  return layer.inputs() + (layer.chunked ? layer.key_heads * PI_CHUNK : 0);
+  const int64_t scores = layer.chunked ? layer.key_heads * PI_CHUNK : 0;
+  const int64_t latents = layer.decays ? 2 * layer.key_dim : 0;  // of decays and of the gate
+  return layer.inputs() + scores + latents;
 }

@@ -16,11 +16,15 @@ class States {
     // layer of short convolutions has no keys, and its channels as heads
     int64_t tokens, channels, key_heads, heads, key_dim, value_dim;
     bool chunked;  // Mamba2
+    bool decays;   // of each channel of a key
     int64_t convolution() const { return tokens * channels; }
     int64_t head() const { return chunked ? pi_mamba_head(value_dim, key_dim) : key_dim * value_dim; }
     int64_t group() const { return chunked ? PI_CHUNK * key_dim : 0; }
-    // What the convolution reads of a token, and two numbers of each head; the first of its floats.
-    int64_t inputs() const { return channels + (key_heads ? 2 * pi_round_up(heads, PI_LANES) : 0); }
+    int64_t decaying() const { return decays ? key_dim : 1; }  // the first numbers of a head that a token has
+    // From all heads' first numbers to their second one.
+    int64_t to_second() const { return pi_round_up(heads * decaying(), PI_LANES); }
+    // What the convolution reads of a token, and the numbers of each head; the first of its floats.
+    int64_t inputs() const { return channels + (key_heads ? to_second() + pi_round_up(heads, PI_LANES) : 0); }
   };
   States(std::vector<Layer> layers, int64_t slots, int64_t undo_tokens = 0);
   const std::vector<Layer> layers;

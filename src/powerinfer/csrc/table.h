@@ -161,7 +161,8 @@ struct PiLinear {
   X(float, query_growth, 0)                                                                           \
   X(int, query_interval, 1)                                                                           \
   X(int, query_offset, 0)                                                                             \
-  X(float, score_cap, 0) /* scores become score_cap * tanh(score / score_cap); 0: they stay */
+  X(float, score_cap, 0) /* scores become score_cap * tanh(score / score_cap); 0: they stay */        \
+  X(float, qkv_clip, 0)  /* what queries, keys and values are clamped to, in magnitude; 0: they are not */
 
 struct PiAttentionSettings {
 #define PI_SETTING(type, name, neutral) type name = neutral;
@@ -325,9 +326,11 @@ struct PiNeuronKernels {
 // The gated delta rule over consecutive tokens of a sequence, for one value head. For each token
 //   state = decay * state;  state += key x (beta * (value - key . state));  out = query . state
 // Keys, queries and values are rows `ld` apart; out replaces the values; gates: [t][ldg], first decay, then, `to_beta`
-// further, beta. Reads the state `from`, null for zeros, and leaves the new one in `to`, which may be the same.
+// further, beta. decays: rows of the keys' dimensions, `ld` apart, by which each row of the state decays, or null: then
+// the gates' decay counts. Reads the state `from`, null for zeros, and leaves the new one in `to`, which may be the
+// same.
 struct PiDelta {
-  const float *query, *key, *gates;
+  const float *query, *key, *gates, *decays;
   float* value;
   int64_t ld, ldg, to_beta;
   const float* from;

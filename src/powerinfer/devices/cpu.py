@@ -407,20 +407,21 @@ class CpuExecutor:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
         qkv, biases: of the layer's `projections`. q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the
-        layer's qk_norm is "width". sinks: float32 [heads], scores in the softmax that belong to no value.
+        layer's qk_norm is "width" or "separate". sinks: float32 [heads], scores in the softmax that belong to no value.
         """
         settings = self._layers[layer].heads
         stores = settings.kv_from is None
         q, k, v = qkv[0], qkv[1] if stores else None, qkv[-1] if stores else None
         q_bias, k_bias, v_bias = biases[0], biases[1] if stores else None, biases[len(qkv) - 1] if stores else None
         of_v = np.ones(settings.head_dim, np.float32) if settings.v_norm and stores else None
-        of_q, of_k, of_v_ = (
-            _native.Norm(w, self.config.norm_eps) if w is not None else None for w in (q_norm, k_norm, of_v)
-        )
+        eps, separate = self.config.norm_eps, settings.qk_norm == "separate"
+        of_q, of_k = (None if w is None else _native.Norm(w, eps, None, separate) for w in (q_norm, k_norm))
+        of_v_ = None if of_v is None else _native.Norm(of_v, eps)
         place = layer - self.first_layer
         rope = -1 if settings.rope is None else self._ropes[settings.rope]
         self._program.attention_input(
-            place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, of_v_, settings.rotates_first
+            place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, of_v_, settings.rotates_first,
+            separate,
         )
         source = -1 if settings.kv_from is None else settings.kv_from - self.first_layer
         self._program.attention(place, settings, sinks, source)
@@ -445,14 +446,15 @@ class CpuExecutor:
 
         matrices: of queries, keys, values, gate, beta, alpha. taps: float32 [taps, channels] of the convolution; decay,
         dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); out_norm:
-        float32 [value_dim], of each value head.
+        float32 [value_dim], of each value head. further: where each channel of a key decays by itself, the matrices
+        that make the gate and alpha of what the first ones give; dt_bias: float32 [keys].
         """
         settings = self._layers[layer].attention
         assert isinstance(settings, DeltaNetConfig)
         of_heads = _native.Norm(out_norm, self.config.norm_eps)
         self._program.delta_net(
-            layer - self.first_layer, self._state_layer(layer), norm, matrices, taps, decay, dt_bias, of_heads,
-            settings.n_key_heads, settings.tiled, settings.activation,
+            layer - self.first_layer, self._state_layer(layer), norm, [*matrices, *further], taps, decay, dt_bias,
+            of_heads, settings.n_key_heads, settings.tiled, settings.activation,
         )  # fmt: skip
 
     def mamba(
@@ -517,7 +519,8 @@ class CpuExecutor:
         """
         settings = self._layers[layer].attention
         assert isinstance(settings, LatentAttentionConfig)
-        place, rope = layer - self.first_layer, self._ropes[settings.rope]
+        place = layer - self.first_layer
+        rope = -1 if settings.rope is None else self._ropes[settings.rope]
         of_q = _native.Norm(q_norm, settings.norm_eps) if q_norm is not None else None
         of_kv, heads = _native.Norm(kv_norm, settings.norm_eps), self._stack(k_b)
         self._program.latent_input(place, settings, norm, q_latent, of_q, q, kv, of_kv, heads, rope)

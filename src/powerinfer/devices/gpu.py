@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from powerinfer.config import (
     GAUSSIAN,
     SMOOTH,
+    ChannelDeltaConfig,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -275,7 +276,7 @@ class GpuLayers:
         """attended = attention(norm(x)): projections, rotary embedding, cache store, softmax over the pages.
 
         qkv, biases: of the layer's `projections`. q_norm, k_norm: float32 [head_dim], or [heads * head_dim] where the
-        layer's qk_norm is "width". sinks: float32 [heads], scores in the softmax that belong to no value.
+        layer's qk_norm is "width" or "separate". sinks: float32 [heads], scores in the softmax that belong to no value.
         """
         settings = self._config.layers[layer].heads
         if settings.kv_from is not None:
@@ -283,10 +284,11 @@ class GpuLayers:
         heads, kv, dim = settings.n_heads, settings.n_kv_heads, settings.head_dim
         matrices = self._products("attention", *qkv, biases=biases)
         norms, width = (self._rms(q_norm), self._rms(k_norm)), settings.qk_norm == "width"
+        separate, clip = settings.qk_norm == "separate", settings.qkv_clip
         rotation = None if settings.rope is None else self._rotations[settings.rope]
         together = None
         last = settings.rotates_first
-        if norms[0] is not None and norms[1] is not None and not (width or last) and rotation is not None:
+        if norms[0] is not None and norms[1] is not None and not (width or last or separate) and rotation is not None:
             together = gpu.HeadNorms(norms[0].weight, norms[1].weight, self._config.norm_eps)
         keys, values = self.cache(layer)
         cache = keys, values
@@ -296,6 +298,8 @@ class GpuLayers:
         def run(step: Step) -> None:
             tokens = len(step.x)
             products = matrices(step.normalised(norm, matrices.for_codes)).view(tokens, -1, dim)
+            if clip is not None:
+                products = products.clamp(-clip, clip)
             q, k, v = products[:, :heads], products[:, heads : heads + kv], products[:, -kv:]
             if v_norm is not None:
                 v = _normalised_heads(v_norm, v, False)
@@ -325,7 +329,7 @@ class GpuLayers:
     ) -> None:
         """`attention` of a layer that reads the keys and values of another one."""
         settings = self._config.layers[layer].heads
-        assert settings.kv_from is not None and settings.qk_norm in (None, "head")
+        assert settings.kv_from is not None and settings.qk_norm in (None, "head") and settings.qkv_clip is None
         matrix, of_q, uploaded = self._products("attention", q, biases=[bias]), self._rms(q_norm), sinks
         rotation = None if settings.rope is None else self._rotations[settings.rope]
         keys, values = self.cache(settings.kv_from)
@@ -364,7 +368,9 @@ class GpuLayers:
         first = self._upload("attention", q if q_latent is None else q_latent, kv)
         second = None if q_latent is None else self._upload("attention", q)
         (cache,) = self._cache[layer]
-        inputs = first, second, of_q, of_kv, self._upload_heads(k_b), self._rotations[attention.rope], cache
+        still = import_torch().zeros(attention.rope_dim // 2, device=self.device), 1.0  # angles of nothing that turns
+        rotation = still if attention.rope is None else self._rotations[attention.rope]
+        inputs = first, second, of_q, of_kv, self._upload_heads(k_b), rotation, cache
         self._add(layer, "attention", LatentInput(attention, norm, *inputs))
 
     def latent_project(self, layer: int, v_b: RawTensor, matrix: StoredMatrix, norm: GpuNorm | None = None) -> None:
@@ -395,6 +401,7 @@ class GpuLayers:
         norm: GpuNorm | None,
         matrices: Sequence[StoredMatrix],
         *,
+        further: Sequence[StoredMatrix] = (),
         taps: Float32,
         decay: Float32,
         dt_bias: Float32,
@@ -406,10 +413,20 @@ class GpuLayers:
         products, states = self._upload("attention", *matrices), self._states[layer]
         vectors = self._vector(taps), self._vector(decay), self._vector(dt_bias), self._vector(out_norm)
         net = gpu_delta.DeltaNet(settings, *vectors, self._config.norm_eps)
+        seconds = [self._upload("attention", matrix) for matrix in further]
+
+        def multiplied(step: Step) -> Tensor:
+            rows = products(step.normalised(norm, products.for_codes))
+            if not isinstance(settings, ChannelDeltaConfig):
+                return rows
+            sizes = [settings.channels, settings.rank, settings.n_value_heads, settings.rank]
+            inputs, of_gate, beta, of_alpha = rows.split(sizes, dim=1)
+            gate, alpha = (second(part) for second, part in zip(seconds, (of_gate, of_alpha), strict=True))
+            return import_torch().cat((inputs, gate, beta, alpha), dim=1)
 
         def run(step: Step) -> None:
             assert step.runs is not None
-            of_layer = products(step.normalised(norm, products.for_codes))
+            of_layer = multiplied(step)
             self._replay_and_keep(gpu_delta.replay, net, of_layer, states, step)
             step.attended = gpu_delta.delta_net(net, of_layer, states, step.runs, step.rows)
 
@@ -996,7 +1013,11 @@ def _normalised(norm: GpuNorm | None, x: Tensor) -> Tensor:
 
 
 def _normalised_heads(norm: GpuNorm | None, heads: Tensor, width: bool) -> Tensor:
-    """heads float32 [T, n, head_dim], each normalised by itself or, with `width`, all heads of a token together."""
+    """heads float32 [T, n, head_dim], each normalised by itself or, with `width`, all heads of a token together; where
+    the norm has weights of all heads, but is not over their width, each has LayerNorm with its own."""
     if norm is None:
         return heads
+    if not width and len(norm.weight) > heads.shape[-1]:
+        of_heads = norm.weight.view(heads.shape[1:])
+        return gpu.norm(heads, of_heads.new_ones(heads.shape[-1]), None, norm.eps, True) * of_heads
     return norm(heads.reshape(len(heads) if width else -1, norm.weight.shape[0])).view(heads.shape)

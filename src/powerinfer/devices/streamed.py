@@ -208,9 +208,18 @@ class StreamedLayers:
         self._gpu.gate_attended(layer, _gpu_norm(norm), streaming)
         self._add(layer, first, [streaming])
 
-    def delta_net(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
+    def delta_net(
+        self,
+        layer: int,
+        norm: BothNorms | None,
+        matrices: Sequence[BothMatrices],
+        *,
+        further: Sequence[BothMatrices] = (),
+        **more: Any,
+    ) -> None:
         """Wire on the CPU."""
-        self._cpu.delta_net(layer, _cpu_norm(norm), [one.cpu for one in matrices], **more)
+        first, second = ([one.cpu for one in some] for some in (matrices, further))
+        self._cpu.delta_net(layer, _cpu_norm(norm), first, further=second, **more)
 
     def mamba(self, layer: int, norm: BothNorms | None, matrices: Sequence[BothMatrices], **more: Any) -> None:
         """Wire on the CPU."""

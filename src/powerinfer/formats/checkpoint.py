@@ -46,7 +46,7 @@ __all__ = ["Checkpoint", "Progress", "RawTensor", "open_checkpoint"]
 _QUANTIZE = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
 _OF_STATES = (
     ".mamba_a", ".mamba_d", ".mamba_step_bias", ".mamba_conv", ".mamba_conv_bias", ".delta_decay", ".delta_dt_bias",
-    ".delta_conv", ".short_conv", ".short_conv_bias",
+    *(f".delta_{name}conv" for name in ("", "q_", "k_", "v_")), ".short_conv", ".short_conv_bias",
 )  # fmt: skip
 
 

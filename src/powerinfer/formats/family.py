@@ -158,7 +158,8 @@ class Gguf:
 
     architecture: as files state it; activation: the default; interleaved: as in `RopeConfig`; norm: as in
     `ModelConfig`, "stated": "rms" where the file states its epsilon, else "layer"; norms, parallel: as in
-    `LayerConfig`; qk_norm: as in `AttentionConfig`, "stored": of heads, if the file has its weights; v_norm: likewise;
+    `LayerConfig`, parallel None: where there are no norms of FFNs; qk_norm: as in `AttentionConfig`, "stored": of heads
+    if the file has its weights, "separate" where norms are LayerNorm; v_norm: likewise;
     partial: the file says how many dimensions of a head are rotated. window: where the file states none, 0: there is
     none then, None: it must. window_heads: layers with a window have heads of another size.
     full_every: if the file states a window and no pattern, every
@@ -167,8 +168,8 @@ class Gguf:
     1, it divides, 0: in none;
     local_theta: base of the frequencies of the layers with a window, None: as the others; always without scaling where
     full_every is set, unless single_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file has none,
-    None: it must. out_norm_eps, embed_norm: as in `ModelConfig`. scaled: embeddings are multiplied by the root of their
-    width; fused: matrices in one tensor.
+    None: it must. plain_norms: they have no weights. out_norm_eps, embed_norm: as in `ModelConfig`. scaled: embeddings
+    are multiplied by the root of their width; fused: matrices in one tensor.
     multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is about; growth: the settings by
     which queries grow with their positions, None: they do not.
     full_unrotated: positions are not rotated in layers without a window, where others have one; rope_pattern: the file
@@ -181,7 +182,8 @@ class Gguf:
     None: the family has none; early_router, separate_experts: as in `ExpertsConfig` (`separate`); averaged: what the
     shared expert and the others give is halved;
     delta: some layers are Gated DeltaNet, and attention has a gate, in one tensor with q. tiled: as in
-    `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`. mamba: layers without heads for keys and values are
+    `DeltaNetConfig`. latent: attention is `LatentAttentionConfig`; channel_delta: but `ChannelDeltaConfig` in layers
+    without heads for keys and values. mamba: layers without heads for keys and values are
     Mamba2; separate: a layer is attention, Mamba2 or an FFN alone; beside: both attention and Mamba2; unrotated:
     positions are not rotated in any layer; short_conv: layers without heads for keys and values are `ShortConvConfig`;
     layer_inputs: layers may get so many numbers of tokens beside the residual stream where the file does not say how
@@ -199,7 +201,7 @@ class Gguf:
     norm: str = "rms"
     interleaved: bool = False
     norms: str = "pre"
-    parallel: bool = False
+    parallel: bool | None = False
     qk_norm: str | None = None
     v_norm: bool = False
     qkv_bias: bool = False
@@ -214,6 +216,7 @@ class Gguf:
     full_unrotated: bool = False
     rope_pattern: bool = False
     positions: str = "rope"
+    plain_norms: bool = False
     epsilon: float | None = None
     out_norm_eps: float | None = None
     embed_norm: bool = False

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from powerinfer.config import (
     AttentionConfig,
     AttentionKind,
@@ -22,6 +24,7 @@ from powerinfer.formats.family import Folder
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_rope import GLOBAL, LOCAL, read_rope
 from powerinfer.formats.mapped import shown
+from powerinfer.formats.tensors import MadeTensor
 
 
 def read_plain(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
@@ -49,6 +52,13 @@ def change_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
         assert isinstance(layer.attention, AttentionConfig)
         layers.append(replace(layer, attention=replace(layer.attention, **changes)))
     return replace(config, layers=tuple(layers))
+
+
+def plain_norms(config: ModelConfig) -> dict[str, MadeTensor]:
+    """Weights of norms that a family's files do not have: ones, by canonical name."""
+    unit = np.ones(config.d_model, "<f4").view(np.uint8)
+    names = ["final_norm", *(f"layers.{at}.{part}_norm" for at in range(config.n_layers) for part in ("attn", "ffn"))]
+    return {name: MadeTensor("F32", (config.d_model,), (), lambda: unit) for name in names}
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

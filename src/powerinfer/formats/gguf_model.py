@@ -17,6 +17,7 @@ from powerinfer.config import (
     THRESHOLDED,
     AttentionConfig,
     AttentionKind,
+    ChannelDeltaConfig,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -39,7 +40,7 @@ from powerinfer.formats.draft_head import read_draft
 from powerinfer.formats.families import GGUFS
 from powerinfer.formats.family import Gguf
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import sharing_keys
+from powerinfer.formats.folder_parts import plain_norms, sharing_keys
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_keys import check_others
 from powerinfer.formats.mapped import shown
@@ -105,6 +106,8 @@ NAMES = Names(
         "delta_dt": "ssm_dt",
         "delta_norm": "ssm_norm",
         "delta_o": "ssm_out",
+        **{f"delta_{name}": f"ssm_{name}" for name in ("f_a", "f_b", "g_a", "g_b")},
+        **{f"delta_{name}_conv": f"ssm_conv1d_{name}" for name in "qkv"},
         **dict.fromkeys(("mamba_z", "mamba_xbc", "mamba_dt"), "ssm_in"),
         "mamba_conv": "ssm_conv1d",
         "mamba_step": "ssm_dt",
@@ -133,6 +136,7 @@ NAMES = Names(
     },
 )
 _QKV = Fused(("q", "k", "v"))
+_DELTA_QKV = Fused(("delta_q", "delta_k", "delta_v"))
 _KV_B = ("k_b_rows", "v_b")  # head by head, in files of before April 2025
 _GATE_UP = ("experts_gate", "experts_up")
 _GATE_UP_EXPERTS = "ffn_gate_up_exps"
@@ -156,8 +160,9 @@ def open_gguf(file: GGUFFile, draft_head: bool = False) -> Source:
     if len(text) < len(stored):
         notes.append(ONLY_TEXT)
     notes += config_notes
+    made_tensors = plain_norms(config) if GGUFS[config.architecture].plain_norms else {}
     names, of_fused, path = names_of(file, config), fused(file, config), str(file.path)
-    tensors = collect(config, text, names, path, fused=of_fused)
+    tensors = collect(config, text, names, path, (), of_fused, made_tensors)
     heads = _blocks(file, config) - config.n_layers
     if draft_head and heads and NO_MTP not in notes:
         file.check()
@@ -229,8 +234,7 @@ def _matrices(shape: tuple[int, ...]) -> tuple[int, int]:
 def redundant_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = None) -> list[str]:
     """Names that tensors may have which say what others do, or that nothing uses: files of latent attention may have
     `attn_kv_b` beside `attn_k_b` and `attn_v_b`, others keys of layers that read those of another layer."""
-    has_both = "blk.0.attn_k_b.weight" in file.tensors
-    if has_both:
+    if _somewhere(file, "attn_k_b"):
         return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers if layers is None else layers)]
     shared = [layer for layer, kind in enumerate(config.layers) if getattr(kind.attention, "kv_from", None) is not None]
     return [f"blk.{layer}.{name}.weight" for layer in shared for name in ("attn_k", "attn_v", "attn_k_norm")]
@@ -246,14 +250,15 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     if _somewhere(file, "ssm_in"):  # of the first files of Qwen3-Next
         inner["delta_z"] = "ssm_in"
     together = fused(file, config)
-    for one in together:
-        combined = {_QKV.parts: "attn_qkv", _KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
-        inner |= dict.fromkeys(one.parts, combined.get(one.parts) or inner[one.parts[-1]])
     family = GGUFS[config.architecture]
+    inner |= {name: own for name, own in family.names.items() if name not in NAMES.outer}
+    for matrices in together:
+        combined = {_KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
+        combined |= dict.fromkeys((_QKV.parts, _DELTA_QKV.parts), "attn_qkv")
+        inner |= dict.fromkeys(matrices.parts, combined.get(matrices.parts) or inner[matrices.parts[-1]])
     outer = {name: family.names.get(name, own) for name, own in NAMES.outer.items()}
     if "output_norm.weight" in file.tensors:  # in Ollama's files of LFM2, too
         outer["final_norm"] = NAMES.outer["final_norm"]
-    inner |= {name: own for name, own in family.names.items() if name not in outer}
     inner |= {name: own for name, own in family.ollama_names.items() if _somewhere(file, own)}
     if family.parallel and not config.layers[0].shared_norm:
         inner |= {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}
@@ -284,12 +289,20 @@ def fused(file: GGUFFile, config: ModelConfig) -> list[Fused]:
         return [*_fused_delta(file, config), *experts]
     of_states = ("short_b", "short_c", "short_x") if family.short_conv else ("mamba_z", "mamba_xbc", "mamba_dt")
     inputs = [Fused(of_states)] * bool(config.states)
-    if family.latent and "blk.0.attn_kv_b.weight" in file.tensors and "blk.0.attn_k_b.weight" not in file.tensors:
-        return [Fused(_KV_B, config.layers[0].attention.n_heads, flat=True), *experts]
+    if family.latent:
+        return [*_fused_latents(file, config), *experts]
     anywhere = family.mamba or family.short_conv
     together = _somewhere(file, "attn_qkv") if anywhere else "blk.0.attn_qkv.weight" in file.tensors
     qkv = [_QKV] if together else []
     return [*qkv, *family.fused, *experts, *inputs]
+
+
+def _fused_latents(file: GGUFFile, config: ModelConfig) -> list[Fused]:
+    """The matrices of latent attention, and of Kimi Delta Attention, that the file stores in one tensor."""
+    heads = [one.n_heads for one in config.attentions if isinstance(one, LatentAttentionConfig)]
+    together = _somewhere(file, "attn_kv_b") and not _somewhere(file, "attn_k_b")
+    of_delta = [_DELTA_QKV] * (bool(config.states) and _somewhere(file, "attn_qkv"))
+    return [*of_delta, *(Fused(_KV_B, n, flat=True) for n in heads[:1] if together)]
 
 
 def _fused_delta(file: GGUFFile, config: ModelConfig) -> list[Fused]:
@@ -347,6 +360,8 @@ def read_config(
     if family.published is not None and published:
         family = replace(family, activation=family.published)
         fields.only("hidden_act", family.activation)
+    if family.parallel is None:
+        family = replace(family, parallel="blk.0.ffn_norm.weight" not in file.tensors)
     if family.norm == "stated":
         family = replace(family, norm="rms" if fields.has("attention.layer_norm_rms_epsilon") else "layer")
     d_model = fields.integer("embedding_length", 1, layout.MAX_WIDTH)
@@ -461,7 +476,8 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         heads = _window_heads(file, fields, heads, windows)
     qk_norm = family.qk_norm
     if qk_norm == "stored":
-        qk_norm = "head" if "blk.0.attn_q_norm.weight" in names else None
+        of_heads = "separate" if family.norm == "layer" else "head"
+        qk_norm = of_heads if "blk.0.attn_q_norm.weight" in names else None
     shared: dict[str, Any] = {
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
@@ -487,8 +503,8 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
             attention,
             ffn,
             norms=family.norms,
-            parallel=family.parallel,
-            shared_norm=family.parallel and "blk.0.attn_norm_2.weight" not in names,
+            parallel=bool(family.parallel),
+            shared_norm=bool(family.parallel) and "blk.0.attn_norm_2.weight" not in names,
             ffn_factors=(1.0, 0.5) if family.averaged and getattr(ffn, "shared_size", 0) else (1.0, 1.0),
             out_scale=_somewhere(file, "layer_output_scale"),
         )
@@ -657,21 +673,30 @@ def _latent_layers(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) 
     query, value = (dims(f"attention.{name}_length{'_mla' if newer else ''}") for name in ("key", "value"))
     if query <= rotated:
         raise fields.bad("rope.dimension_count", f"is {rotated}, and leaves nothing of the {query} of a head")
-    fields.only("attention.head_count_kv", 1, heads)
     rope, gain = _latent_rope(file, fields, family, rotated)
-    attention = LatentAttentionConfig(
+    latent = LatentAttentionConfig(
         heads,
         latents,
         query - rotated,
         rotated,
         value,
-        rope,
+        None if family.unrotated else rope,
         gain * query**-0.5,
         fields.integer("attention.q_lora_rank", 0, layout.MAX_WIDTH, 0) or None,
         _epsilon(fields, family),
         **({} if family.growth is None else family.growth(fields)),
     )
-    return tuple(LayerConfig(attention, ffn) for ffn in _ffns(file, fields, family, n_layers))
+    attentions: list[AttentionKind] = [latent] * n_layers
+    if family.channel_delta:
+        kv_heads = _block_numbers(fields, "attention.head_count_kv", n_layers, layout.MAX_HEADS)
+        if {*kv_heads} - {0, 1, heads}:
+            raise fields.bad("attention.head_count_kv", f"holds {max(kv_heads)}, which is not supported")
+        dim, taps = dims("kda.head_dim"), dims("ssm.conv_kernel")
+        attentions = [latent if kv else ChannelDeltaConfig(heads, dim, heads, dim, taps) for kv in kv_heads]
+    else:
+        fields.only("attention.head_count_kv", 1, heads)
+    ffns = _ffns(file, fields, family, n_layers)
+    return tuple(LayerConfig(attention, ffn) for attention, ffn in zip(attentions, ffns, strict=True))
 
 
 def _latent_rope(file: GGUFFile, fields: Fields, family: Gguf, dim: int) -> tuple[RopeConfig, float]:

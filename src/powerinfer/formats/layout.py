@@ -62,9 +62,9 @@ def ordered_readers(layer: LayerConfig) -> dict[str, Sequence[str]]:
 
 
 def is_matrix(name: str, shape: Shape) -> bool:
-    """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have
-    the taps of a convolution and what coefficients of residual streams are made of."""
-    return len(shape) > 1 and not name.endswith(("_bias", "_conv", *_COEFFICIENTS))
+    """Whether a tensor of a layer holds matrices. Biases of experts have two dimensions, too, and so have the taps of a
+    convolution, the norms of heads, and what coefficients of residual streams are made of."""
+    return len(shape) > 1 and not name.endswith(("_bias", "_conv", "_norm", *_COEFFICIENTS))
 
 
 _COEFFICIENTS = (".altup_router", ".altup_predict", ".altup_correct")

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, rows: Tensor) -> Tensor:
     """What a layer gives for T tokens of several sequences, float32 [T, value heads * value_dim]; their states change.
 
-    products: float32 [T, channels + 2 * value heads + value heads * value_dim], of the layer's input with the matrices
-    of queries, keys, values, gate, beta and alpha, in this order; runs: int32 [S, 4], of each sequence its first token,
-    their number, the slot that is read, negative for a sequence that begins, and the one that is written, which no
-    other sequence reads or writes; one without tokens has the number 0, and its slots do not count; rows: int32 [T],
-    the sequence of each token.
+    products: float32 [T, channels + value heads * value_dim + value heads + decays], of the layer's input with the
+    matrices of queries, keys, values, gate, beta and alpha, in this order; runs: int32 [S, 4], of each sequence its
+    first token, their number, the slot that is read, negative for a sequence that begins, and the one that is written,
+    which no other sequence reads or writes; one without tokens has the number 0, and its slots do not count; rows:
+    int32 [T], the sequence of each token.
     """
     if gpu.which(products) == "triton":
         from powerinfer.kernels import triton_delta
 
         return triton_delta.delta_net(net, products, states, runs, rows)
     about = net.about
-    inputs, gate, gates = products.split([about.channels, about.width, 2 * about.n_value_heads], dim=1)
+    inputs, gate, gates = products.split([about.channels, about.width, about.n_value_heads + about.decays], dim=1)
     out = _advance(net, inputs, gates, states, runs, rows)
     out = gpu.norm(out, net.norm, None, net.eps, False).view(len(products), -1)
-    return out * (gate * gate.sigmoid())
+    return out * (gate.sigmoid() if about.channel_decays else gate * gate.sigmoid())
 
 
 def replay(net: DeltaNet, states: States, tokens: Replay) -> None:
@@ -44,7 +44,7 @@ def replay(net: DeltaNet, states: States, tokens: Replay) -> None:
         from powerinfer.kernels import triton_delta
 
         return triton_delta.replay(net, inputs, states, tokens)
-    mixed, gates = inputs.split([net.about.channels, 2 * net.about.n_value_heads], dim=1)
+    mixed, gates = inputs.split([net.about.channels, net.about.n_value_heads + net.about.decays], dim=1)
     _advance(net, mixed, gates, states, tokens.runs, tokens.rows)
 
 
@@ -54,15 +54,16 @@ def _advance(net: DeltaNet, inputs: Tensor, gates: Tensor, states: States, runs:
 
     kind = net.about
     heads, keys = kind.n_value_heads, kind.n_key_heads * kind.key_dim
-    beta, alpha = gates.split(heads, dim=1)
+    beta, alpha = gates.split([heads, kind.decays], dim=1)
     beta = beta.sigmoid()
-    decay = torch.exp(net.decay * torch.nn.functional.softplus(alpha + net.dt_bias))
+    steps = torch.nn.functional.softplus(alpha + net.dt_bias).unflatten(1, (heads, -1))
+    decay = torch.exp(net.decay[:, None] * steps)  # [T, heads, 1 or key_dim]
 
     def rule(t: int, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = mixed.split([keys, keys, kind.width])
         q = _of_value_heads(_unit(q.view(-1, kind.key_dim)) * kind.key_dim**-0.5, kind)
         k = _of_value_heads(_unit(k.view(-1, kind.key_dim)), kind)
-        state = state * decay[t, :, None, None]
+        state = state * decay[t, :, None]
         delta = beta[t, :, None] * (v.view(heads, -1) - (state * k[:, None, :]).sum(dim=-1))
         state = state + delta[:, :, None] * k[:, None, :]
         return state, (state * q[:, None, :]).sum(dim=-1)

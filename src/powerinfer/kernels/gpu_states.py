@@ -39,7 +39,8 @@ def _input_columns(kind: StateKind) -> list[slice]:
     if not kind.n_key_heads:
         return [slice(0, 2 * kind.channels)]
     gates = kind.channels + kind.width
-    return [slice(0, kind.channels), slice(gates, gates + 2 * kind.n_value_heads)]
+    decays = kind.decays if isinstance(kind, DeltaNetConfig) else kind.n_value_heads
+    return [slice(0, kind.channels), slice(gates, gates + kind.n_value_heads + decays)]
 
 
 def new_states(kinds: Sequence[StateKind], slots: int, device: Any, undo_tokens: int = 0) -> list[States]:

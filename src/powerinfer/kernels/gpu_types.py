@@ -238,8 +238,8 @@ UNIT_EPS = 1e-6
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaNet:
     """A layer beside its matrices. taps: float32 [taps, channels] of the convolution over queries, keys and values;
-    decay, dt_bias: float32 [value heads], the logarithm of a head's decay is decay * softplus(alpha + dt_bias); norm:
-    float32 [value_dim], of each value head, with eps."""
+    decay, dt_bias: float32 [value heads], or dt_bias of each channel of a key, whose decay's logarithm, or a head's, is
+    decay * softplus(alpha + dt_bias); norm: float32 [value_dim], of each value head, with eps."""
 
     about: DeltaNetConfig
     taps: Tensor

@@ -55,9 +55,10 @@ def _mix_kernel(
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _rule_kernel(
     mixed, gates, stride, decays, biases, states, runs, out, channels, key_heads, heads, key_dim, value_dim,
-    TILED: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    TILED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr = False,
 ):  # fmt: skip
-    """The gated delta rule for C columns of a head of a sequence. gates: beta, then alpha, of the heads of a token."""
+    """The gated delta rule for C columns of a head of a sequence. gates: beta, then alpha, of the heads of a token, or,
+    CHANNELS, alpha of each channel of a key."""
     row, h = tl.program_id(0), tl.program_id(1)
     c, k = tl.program_id(2) * C + tl.arange(0, C), tl.arange(0, K)
     first, count = tl.load(runs + row * 4), tl.load(runs + row * 4 + 1)
@@ -68,7 +69,9 @@ def _rule_kernel(
     within = c[:, None] * key_dim + k[None, :]
     size = value_dim * key_dim
     state = tl.load(states + (read * heads + h) * size + within, mask=there & (read >= 0), other=0)
-    of_decay, bias = tl.load(decays + h), tl.load(biases + h)
+    of_decay = tl.load(decays + h)
+    at_alpha = h * key_dim + k if CHANNELS else h
+    bias = tl.load(biases + at_alpha, mask=of_key, other=0) if CHANNELS else tl.load(biases + at_alpha)
     begin = first.to(tl.int64)
     token, gate, to = mixed + begin * channels, gates + begin * stride + h, out + (begin * heads + h) * value_dim
     for _ in range(count):
@@ -76,7 +79,11 @@ def _rule_kernel(
         key = tl.load(token + (key_heads + key_head) * key_dim + k, mask=of_key, other=0)
         value = tl.load(token + 2 * key_heads * key_dim + h * value_dim + c, mask=of_value, other=0)
         beta = 1 / (1 + tl.exp(-tl.load(gate)))
-        state *= tl.exp(of_decay * softplus(tl.load(gate + heads) + bias))
+        if CHANNELS:
+            alpha = tl.load(gate - h + heads + at_alpha, mask=of_key, other=0)
+            state *= tl.exp(of_decay * softplus(alpha + bias))[None, :]
+        else:
+            state *= tl.exp(of_decay * softplus(tl.load(gate + heads) + bias))
         delta = beta * (value - tl.sum(state * key[None, :], 1))
         state += delta[:, None] * key[None, :]
         tl.store(to + c, tl.sum(state * query[None, :], 1), mask=of_value)
@@ -189,9 +196,11 @@ def delta_net(net: DeltaNet, products: Tensor, states: States, runs: Tensor, row
     out = torch.empty((tokens, about.width), dtype=torch.float32, device=products.device)
     mixed = _mix(net, products, states, runs, rows)
     gates = products[:, about.channels + about.width :]
-    rule = _chunked_rule if tokens >= max(CHUNKED, 2 * sequences) else _rule  # not where many decode
+    chunked = tokens >= max(CHUNKED, 2 * sequences) and not about.channel_decays  # not where many decode
+    rule = _chunked_rule if chunked else _rule
     rule(net, mixed, gates, states.heads, runs, out)
-    gate_and_norm(out, products[:, about.channels :], net.norm, about.n_value_heads, net.eps, first=True)
+    heads, sigmoid = about.n_value_heads, about.channel_decays
+    gate_and_norm(out, products[:, about.channels :], net.norm, heads, net.eps, first=True, sigmoid=sigmoid)
     return out
 
 
@@ -220,7 +229,8 @@ def _rule(net: DeltaNet, mixed: Tensor, gates: Tensor, states: Tensor, runs: Ten
     heads, dims = about.n_value_heads, (about.key_dim, about.value_dim)
     _rule_kernel[(len(runs), heads, triton.cdiv(about.value_dim, COLUMNS))](
         mixed, gates, gates.stride(0), net.decay, net.dt_bias, states, runs, out, about.channels, about.n_key_heads,
-        heads, *dims, TILED=about.tiled, K=triton.next_power_of_2(about.key_dim), C=COLUMNS, num_warps=4,
+        heads, *dims, TILED=about.tiled, K=triton.next_power_of_2(about.key_dim), C=COLUMNS,
+        CHANNELS=about.channel_decays, num_warps=4,
     )  # fmt: skip
 
 

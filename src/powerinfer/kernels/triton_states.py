@@ -98,17 +98,18 @@ def softplus(x):
 @triton.jit
 def _gated_norm_kernel(
     out, gate, stride, scale, weight, per_group, width, eps,
-    NORMED: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    NORMED: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, SIGMOID: tl.constexpr = False,
 ):  # fmt: skip
-    """RMS norm of a group of a token's numbers in place, times silu of its gate, which is `scale` times what is stored;
-    FIRST: the norm comes first; without a norm unless NORMED. per_group: from a group's weights to the next one's."""
+    """RMS norm of a group of a token's numbers in place, times silu of its gate, which is `scale` times what is stored,
+    SIGMOID: or that of it; FIRST: the norm comes first; without a norm unless NORMED. per_group: from a group's weights
+    to the next one's."""
     follow()
     t, group, dim = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK)
     here = dim < width
     at = out + (t * tl.num_programs(1) + group) * width + dim
     x = tl.load(at, mask=here, other=0)
     z = scale * tl.load(gate + t * stride + group * width + dim, mask=here, other=0)
-    z = z / (1 + tl.exp(-z))
+    z = (1 if SIGMOID else z) / (1 + tl.exp(-z))
     if not FIRST:
         x *= z
     if NORMED:
@@ -132,16 +133,17 @@ def keep_window(
 
 
 def gate_and_norm(
-    out: Tensor, gate: Tensor, norm: Tensor | None, groups: int, eps: float, *, first: bool, scale: float = 1.0
+    out: Tensor, gate: Tensor, norm: Tensor | None, groups: int, eps: float, *, first: bool, scale: float = 1.0,
+    sigmoid: bool = False,
 ) -> None:
-    """RMS norm of each of the `groups` equal parts of a token's row, in place, and times silu of its gate, which is
-    `scale` times the first numbers of its row of `gate`; first: the norm comes first. norm: weights of each part, or of
-    all parts one set; None: no norm."""
+    """RMS norm of each of the `groups` equal parts of a token's row, in place, and times silu, or the sigmoid, of its
+    gate, which is `scale` times the first numbers of its row of `gate`; first: the norm comes first. norm: weights of
+    each part, or of all parts one set; None: no norm."""
     width = out.shape[1] // groups
     per_group = 0 if norm is None or len(norm) == width else width
     block = triton.next_power_of_2(width)
     _gated_norm_kernel[(len(out), groups)](
         out, gate, gate.stride(0), scale, out if norm is None else norm, per_group, width, eps,
-        NORMED=norm is not None, FIRST=first, BLOCK=block, num_warps=min(8, max(1, block // 512)),
+        NORMED=norm is not None, FIRST=first, BLOCK=block, SIGMOID=sigmoid, num_warps=min(8, max(1, block // 512)),
         launch_pdl=early(out),
     )  # fmt: skip

@@ -22,8 +22,8 @@ def attend(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm
         norm,
         [builder.matrix(checkpoint.take(name + part), maps[part]) for part in heads],
         biases=[_reordered(vector(checkpoint, name + part + "_bias"), maps[part]) for part in heads],
-        q_norm=vector(checkpoint, name + "q_norm") if plain is None else plain,
-        k_norm=vector(checkpoint, name + "k_norm") if plain is None else plain,
+        q_norm=_flat(vector(checkpoint, name + "q_norm")) if plain is None else plain,
+        k_norm=_flat(vector(checkpoint, name + "k_norm")) if plain is None else plain,
         sinks=vector(checkpoint, name + "sinks"),
     )
 
@@ -35,6 +35,10 @@ def project(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, nor
     weight, order = vector(checkpoint, f"layers.{layer}.attended_norm"), checkpoint.order(name)
     reads = None if weight is None else builder.norm(weight, None, order)
     builder.project(layer, matrix, bias, norm, order if reads is None else None, reads)
+
+
+def _flat(norms: Vector) -> Vector:
+    return None if norms is None else norms.reshape(-1)
 
 
 def _reordered(bias: Vector, rows: NDArray[np.int32] | None) -> Vector:

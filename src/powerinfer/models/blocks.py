@@ -11,6 +11,7 @@ import numpy as np
 from powerinfer.config import (
     SMOOTH,
     AttentionConfig,
+    ChannelDeltaConfig,
     DeltaNetConfig,
     ExpertsConfig,
     FfnConfig,
@@ -30,7 +31,7 @@ from powerinfer.formats.tensors import ExpertWeights, RawTensor
 from powerinfer.models import altup
 from powerinfer.models.attention import attend, project
 from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Tensors, vector
-from powerinfer.models.delta_net import attend_gated, project_remembered, remember
+from powerinfer.models.delta_net import attend_gated, project_remembered, remember, remember_channels
 from powerinfer.models.experts import select_early, sum_experts
 from powerinfer.models.ffn import sum_neurons
 from powerinfer.models.latent_attention import attend_latents, project_latents
@@ -81,6 +82,7 @@ ATTENTIONS: dict[type, AttentionWiring] = {
     AttentionConfig: AttentionWiring(attend, project),
     GatedAttentionConfig: AttentionWiring(attend_gated, project),
     DeltaNetConfig: AttentionWiring(remember, project_remembered),
+    ChannelDeltaConfig: AttentionWiring(remember_channels, project_remembered),
     LatentAttentionConfig: AttentionWiring(attend_latents, project_latents),
     Mamba2Config: AttentionWiring(remember_mamba, project_mamba),
     ParallelConfig: AttentionWiring(attend_beside, project_both),

@@ -79,6 +79,7 @@ class Builder(Protocol[Matrix, Norm]):
         norm: Norm | None,
         matrices: Sequence[Matrix],
         *,
+        further: Sequence[Matrix] = (),
         taps: NDArray[np.float32],
         decay: NDArray[np.float32],
         dt_bias: NDArray[np.float32],

@@ -8,6 +8,7 @@ from powerinfer.models.attention import attend
 from powerinfer.models.builder import Builder, Matrix, Norm, Tensors
 
 _MATRICES = tuple("qkvzba")
+_OF_CHANNELS = ("q", "k", "v", "g_a", "b", "f_a")
 
 
 def attend_gated(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
@@ -24,6 +25,22 @@ def remember(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, no
         layer,
         norm,
         [builder.matrix(checkpoint.take(name + part)) for part in _MATRICES],
+        taps=np.ascontiguousarray(taps.T),
+        decay=checkpoint.take(f"{name}decay").float32(),
+        dt_bias=checkpoint.take(f"{name}dt_bias").float32(),
+        out_norm=checkpoint.take(f"{name}norm").float32(),
+    )
+
+
+def remember_channels(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, norm: Norm | None) -> None:
+    """The same of Kimi Delta Attention."""
+    name = f"layers.{layer}.delta_"
+    taps = np.concatenate([checkpoint.take(f"{name}{part}_conv").float32() for part in "qkv"])
+    builder.delta_net(
+        layer,
+        norm,
+        [builder.matrix(checkpoint.take(name + part)) for part in _OF_CHANNELS],
+        further=[builder.matrix(checkpoint.take(name + part)) for part in ("g_b", "f_b")],
         taps=np.ascontiguousarray(taps.T),
         decay=checkpoint.take(f"{name}decay").float32(),
         dt_bias=checkpoint.take(f"{name}dt_bias").float32(),

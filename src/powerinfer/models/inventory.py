@@ -264,8 +264,16 @@ class Recorder:
     def gate_attended(self, layer: int, norm: bool | None, matrix: Matrix) -> None:
         self.add("attention", layer, matrix)
 
-    def delta_net(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
-        self.add("attention", layer, *matrices)
+    def delta_net(
+        self,
+        layer: int,
+        norm: bool | None,
+        matrices: Sequence[Matrix],
+        *,
+        further: Sequence[Matrix] = (),
+        **vectors: Any,
+    ) -> None:
+        self.add("attention", layer, *matrices, *further)
 
     def mamba(self, layer: int, norm: bool | None, matrices: Sequence[Matrix], **vectors: Any) -> None:
         self.add("attention", layer, *matrices)

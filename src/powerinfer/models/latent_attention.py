@@ -38,7 +38,7 @@ def project_latents(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: 
 def _rotated_last(heads: int, before: int, about: LatentAttentionConfig) -> NDArray[np.int32] | None:
     """The row map of a matrix whose rows are `heads` times `before` rows and then rotated ones: these in pairs (i, i +
     dim/2). None where they are already."""
-    if not about.rope.interleaved:
+    if about.rope is None or not about.rope.interleaved:
         return None
     within = np.arange(before + about.rope_dim)
     within[before:] = before + np.arange(about.rope_dim).reshape(-1, 2).T.reshape(-1)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.config import (
     AttentionKind,
+    ChannelDeltaConfig,
     DeltaNetConfig,
     ExpertsConfig,
     GatedAttentionConfig,
@@ -642,6 +643,8 @@ def _gpu_row(about: AttentionKind) -> int:
         row += about.width
     elif isinstance(about, DeltaNetConfig):  # the products, of each matrix by itself, too, or what kernels pass on
         products = about.channels + about.width + 2 * about.n_heads
+        if isinstance(about, ChannelDeltaConfig):  # once more, put together
+            products += 2 * (about.n_heads * about.key_dim + about.rank) + about.channels + about.width
         passed = about.n_heads * (about.key_dim + about.value_dim + gpu.DELTA_CHUNK + 1)
         row = products + max(products, about.channels + about.width + passed)
     elif isinstance(about, Mamba2Config):  # likewise

@@ -23,8 +23,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     types, turning = _read_types(fields, n_layers)
     attentions = local_ropes(family, fields, config, types, unrotated=False)
     attentions = [
-        one if one.window is not None or (turning and whole) else replace(one, rope=None)
-        for one, whole in zip(attentions, dense, strict=True)
+        heads if heads.window is not None or (turning and is_dense) else replace(heads, rope=None)
+        for heads, is_dense in zip(attentions, dense, strict=True)
     ]
     config = add_layers(family, config, attentions, _read_ffns(family, fields, dense))
     average = fields.text("shared_expert_combination_strategy")
@@ -42,14 +42,14 @@ _FIRST = "first_k_dense_replace"
 def _read_types(fields: Fields, n_layers: int) -> tuple[list[str], bool]:
     """The kind of each layer's attention, and whether positions are rotated in all dense layers."""
     first = fields.integer(_FIRST, 0, n_layers, 0)
-    own, interval = (
+    of_dense, interval = (
         fields.integer(key, 1, layout.MAX_LAYERS)
         for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
     )
     if fields.has("layer_types"):
-        return read_layer_types(fields, n_layers), own == 1
-    places = [(layer + 1, own) if layer < first else (layer + 1 - first, interval) for layer in range(n_layers)]
-    return [LOCAL if place % every else GLOBAL for place, every in places], own == 1
+        return read_layer_types(fields, n_layers), of_dense == 1
+    places = [(layer + 1, of_dense) if layer < first else (layer + 1 - first, interval) for layer in range(n_layers)]
+    return [LOCAL if place % every else GLOBAL for place, every in places], of_dense == 1
 
 
 def _read_ffns(family: Folder, fields: Fields, dense: Sequence[bool]) -> list[FfnKind]:
@@ -63,7 +63,7 @@ def _read_ffns(family: Folder, fields: Fields, dense: Sequence[bool]) -> list[Ff
         raise fields.bad("num_shared_experts", f"times intermediate_size is {shared}, which is absurd")
     experts = replace(experts, shared_size=shared)
     size = fields.integer("prefix_dense_intermediate_size", 1, layout.MAX_WIDTH, experts.size)
-    return [FfnConfig(size, experts.activation) if whole else experts for whole in dense]
+    return [FfnConfig(size, experts.activation) if is_dense else experts for is_dense in dense]
 
 
 def average_experts(config: ModelConfig) -> ModelConfig:

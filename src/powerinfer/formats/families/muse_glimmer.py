@@ -16,17 +16,17 @@ from powerinfer.formats.source import keep_text
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """Where `layer_rope_theta` has a number, the base is still that of `rope_parameters`, as in the class."""
-    apart = [not (n_layers - 1 - layer) % 4 for layer in range(n_layers)]  # every fourth, backwards from the last
-    types = [GLOBAL if alone else LOCAL for alone in apart]
+    fourth = [not (n_layers - 1 - layer) % 4 for layer in range(n_layers)]  # backwards from the last
+    types = [GLOBAL if is_fourth else LOCAL for is_fourth in fourth]
     if fields.has("layer_types"):
         types = read_layer_types(fields, n_layers)
-    turning = [not alone for alone in apart]
+    turning = [not is_fourth for is_fourth in fourth]
     if fields.has("layer_rope_theta"):
         turning = [base != 0 for base in fields.numbers("layer_rope_theta", n_layers, 0, layout.MAX_THETA)]
     scale = fields.number("qk_scale_factor", 1e-6, layout.MAX_SCALE)
     attentions = [
-        replace(one, rope=one.rope if turns else None, scale=scale * one.head_dim**-0.5)
-        for one, turns in zip(local_ropes(family, fields, config, types, unrotated=False), turning, strict=True)
+        replace(heads, rope=heads.rope if turns else None, scale=scale * heads.head_dim**-0.5)
+        for heads, turns in zip(local_ropes(family, fields, config, types, unrotated=False), turning, strict=True)
     ]
     config = add_layers(family, config, _gated(fields, attentions), [read_ffn(family, fields)] * n_layers)
     return replace(

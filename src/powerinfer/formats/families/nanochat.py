@@ -12,7 +12,7 @@ from powerinfer.errors import ModelError
 from powerinfer.formats import layout
 from powerinfer.formats.family import LLAMA_NAMES, PLAIN, Folder, Tensors
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import read_plain
+from powerinfer.formats.folder_parts import plain_norms, read_plain
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.formats.tensors import MadeTensor, RawTensor
 from powerinfer.formats.weight_types import FLOAT_TYPES
@@ -28,9 +28,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 def _make(config: ModelConfig, stored: Tensors, source: str) -> dict[str, MadeTensor]:
     """Norms; the embedding, which is normalised before the layers; queries and keys, whose halves are rotated the other
     way round, with these exchanged."""
-    unit = np.ones(config.d_model, "<f4").view(np.uint8)
-    norms = ["final_norm", *(f"layers.{at}.{part}_norm" for at in range(config.n_layers) for part in ("attn", "ffn"))]
-    tensors = {name: MadeTensor("F32", (config.d_model,), (), lambda: unit) for name in norms}
+    tensors = plain_norms(config)
 
     def take(name: str, rows: int) -> RawTensor:
         tensor = stored.pop(f"model.{name}.weight", None)
