@@ -302,7 +302,8 @@ ON_CPU_ALONE = (
     "deepseek_v3",
     "glm4_moe_lite",
     "mistral4",
-    "kimi_linear",
+    "kimi-linear",
+    "kimi-linear-groups",
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_moe_text",
@@ -875,7 +876,7 @@ CASES = [
     ),
     Case("kimi-linear", "kimi_linear", {}, {"routed_scaling_factor": 1.6}, ("folder", "gguf")),
     Case(
-        "kimi-linear-dense",
+        "kimi-linear-groups",
         "kimi_linear",
         {
             "mlp_layer_types": ["dense"] * 4 + ["sparse"], "linear_num_heads": 3, "linear_head_dim": 48,
@@ -883,6 +884,13 @@ CASES = [
             "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
         },
         {"n_group": 4, "topk_group": 3},
+        ("folder",),
+    ),
+    Case(
+        "kimi-linear-dense",
+        "kimi_linear",
+        {"mlp_layer_types": ["dense"] * 5, "linear_num_heads": 3, "linear_head_dim": 48},
+        {"rms_norm_eps": 1e-2},
         ("folder",),
     ),
     Case("plm", "plm", {}, {"rope_parameters": rope(rope_theta=20000.0)}, ("folder", "gguf")),

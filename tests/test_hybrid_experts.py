@@ -55,7 +55,7 @@ from powerinfer.sparsity.selection import select  # noqa: E402
 NAMES = (
     "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "gpt-oss", "smallthinker", "smallthinker-softmax",
     "qwen3-next", "qwen35-moe", "minimax-m2", "ernie-moe", "nemotron-h-experts", "granite-h-experts",
-    "gemma4-experts", "llama4-chunks", "laguna", "phimoe",
+    "gemma4-experts", "llama4-chunks", "laguna", "phimoe", "cohere2-moe", "granite-moe-swa", "kimi-linear",
 )  # fmt: skip
 FILES = ("qwen2-moe", "gpt-oss", "smallthinker-4b", "qwen3-next-some", "qwen35-moe", "nemotron-h-latents")
 LATENT = (

@@ -96,6 +96,8 @@ def test_tokens_that_are_replayed_and_kept() -> None:
                 at = [part.data_ptr() for part in tensors if part is not None]
                 assert addresses.setdefault(step.key, at) == at
     assert len(addresses) > 6
+
+
 def test_inputs_of_layers_that_are_not_given_are_zeros() -> None:
     """Also behind a step that had some."""
     rng = np.random.default_rng(5)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer import _native
-from powerinfer.config import EngineConfig, ModelConfig, StateKind
+from powerinfer.config import DeltaNetConfig, EngineConfig, ModelConfig, StateKind
 from powerinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -47,12 +47,17 @@ def state_bytes(config: ModelConfig, layers: slice = slice(None), undo_tokens: i
 def _layer_bytes(kind: StateKind, undo_tokens: int) -> int:
     """Bytes of the convolution's last inputs and the heads' states, of what is kept of a chunk's tokens, and of the
     inputs of those that may be undone."""
-    convolution = -(-(kind.taps - 1) * kind.channels // _native.LANES) * _native.LANES
-    floats = convolution + kind.width * kind.key_dim
+    floats = _in_lanes((kind.taps - 1) * kind.channels) + kind.width * kind.key_dim
     if kind.chunked:
         floats += _native.CHUNK * (kind.width + kind.n_key_heads * kind.key_dim + 2 * kind.n_value_heads)
-    inputs = kind.channels + 2 * -(-kind.n_value_heads // _native.LANES) * _native.LANES * bool(kind.n_key_heads)
+    decays = kind.decays if isinstance(kind, DeltaNetConfig) else kind.n_value_heads
+    inputs = kind.channels + (_in_lanes(decays) + _in_lanes(kind.n_value_heads)) * bool(kind.n_key_heads)
     return 4 * (floats + undo_tokens * inputs)
+
+
+def _in_lanes(n: int) -> int:
+    """The number of elements in whole lanes."""
+    return -(-n // _native.LANES) * _native.LANES
 
 
 def _kinds(config: ModelConfig, layers: slice) -> list[StateKind]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import Mamba2Config, StateKind
+from powerinfer.config import DeltaNetConfig, Mamba2Config, StateKind
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import DeltaNet, Mamba, Replay, ShortConv, States
 

@@ -337,7 +337,8 @@ class Model:
         """The same on a GPU."""
         some = range(self.config.n_layers)[layers]
         kinds = (kind for layer, kind in self.config.states.items() if layer in some)
-        return state_slots(requests, True, undo_tokens) * sum(gpu_states.state_bytes(kind, undo_tokens) for kind in kinds)
+        each = sum(gpu_states.state_bytes(kind, undo_tokens) for kind in kinds)
+        return state_slots(requests, True, undo_tokens) * each
 
     def layer_state(self, layer: int) -> int:
         """Bytes of a sequence's state in a layer, 0 where it has none."""

@@ -63,7 +63,8 @@ def _read_gguf_growth(fields: Fields) -> dict[str, Any]:
 
 def fuse_latents(config: ModelConfig, names: Names) -> list[Fused]:
     """Matrices that make keys and values of heads from latents are one."""
-    return [Fused(("k_b_rows", "v_b"), config.layers[0].attention.n_heads, flat=True)]
+    heads = [kind.n_heads for kind in config.attentions if isinstance(kind, LatentAttentionConfig)]
+    return [Fused(("k_b_rows", "v_b"), n, flat=True) for n in heads[:1]]
 
 
 LATENT_NAMES = EXPERTS_NAMES.extended(
