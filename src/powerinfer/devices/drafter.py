@@ -19,8 +19,8 @@ class DraftHead(Protocol):
     """A model's draft head, on the model's own device.
 
     It writes to the pages of the model's KV cache, of which its layer is one more, and changes nothing that the model
-    reads: a draft may be wrong, or left out. A token's logits do not depend on the batch or the chunk. It attends to all
-    earlier positions: where it was not given one, to whatever the page holds, by which drafts become worse.
+    reads: a draft may be wrong, or left out. A token's logits do not depend on the batch or the chunk. It attends to
+    all earlier positions: where it was not given one, to whatever the page holds, by which drafts become worse.
     """
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
