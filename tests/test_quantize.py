@@ -21,7 +21,7 @@ from powerinfer.formats import quantised_file
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.formats.gguf import read_gguf
 from powerinfer.formats.gguf_model import NAMES
-from powerinfer.formats.importance import Importance, read_importance
+from powerinfer.formats.importance import Importance, read_importance, write_importance
 from powerinfer.formats.mixes import MIXES, ModelMatrices, fitting, target_types, wanted_types
 from powerinfer.formats.quant import block_type, dequantize
 from powerinfer.formats.quant import quantize as quantise_plainly
@@ -131,7 +131,7 @@ def test_importance_is_relative() -> None:
 # Root mean square errors of standard normal numbers that llama.cpp's types have, about: without importance.
 OF_NORMAL = {
     "TQ1_0": 0.44, "TQ2_0": 0.44, "MXFP4": 0.115, "NVFP4": 0.088, "IQ3_S": 0.135, "IQ3_XXS": 0.185, "IQ2_S": 0.245,
-    "IQ2_XS": 0.295, "IQ2_XXS": 0.335,
+    "IQ2_XS": 0.295, "IQ2_XXS": 0.335, "IQ1_S": 0.45, "IQ1_M": 0.42,
 }  # fmt: skip
 
 
@@ -152,10 +152,15 @@ def test_values_that_a_type_has_are_found(type_name: str) -> None:
     blocks = rng.integers(0, 256, (32, kind.nbytes), dtype=np.uint8)
     if type_name == "TQ1_0":  # of the bytes only some stand for 5 digits
         blocks[:, :52] = (rng.integers(0, 81, (32, 52)) * 3 * 256 + 242) // 243
-    at = kind.nbytes - 2 if type_name[0] == "T" else 0
-    blocks[:, at : at + 2] = np.array([0.02], "<f2").view(np.uint8)
+    if type_name != "IQ1_M":
+        at = kind.nbytes - 2 if type_name[0] == "T" else 0
+        blocks[:, at : at + 2] = np.array([0.02], "<f2").view(np.uint8)
     scales = {"IQ3_S": (106, 110), "IQ2_S": (74, 82), "IQ2_XS": (66, 74)}.get(type_name, (0, 0))
     blocks[:, slice(*scales)] = 0xEE
+    if type_name == "IQ1_S":
+        blocks[:, 35:50:2] |= 0x70
+    if type_name == "IQ1_M":  # scales of parts, and 2 ** -6 in the high bits of four words
+        blocks[:, 48:56] = np.array([0x0FFF, 0x0FFF, 0x4FFF, 0x2FFF], "<u2").view(np.uint8)
     if type_name.endswith("XXS"):
         blocks[:, 69 if type_name == "IQ3_XXS" else 9 :: 4 if type_name == "IQ3_XXS" else 8] |= 0xF0
     if type_name == "TQ2_0":
@@ -240,6 +245,8 @@ OF_LLAMA_CPP = (
     ("Q4_0", {}, True, "Q4_0", "Q4_1" + 7 * " Q4_0", "Q4_0", "Q4_0"),
     ("Q3_K_S", {"experts": 8}, False, "Q8_0", "Q3_K", "Q5_K", "Q8_0"),
     ("Q3_K_S", {"large": True}, False, "Q5_K", "Q3_K", "Q3_K", "Q3_K"),
+    ("IQ1_M", {"grouped": True}, True, "Q4_K", "Q2_K" + 7 * " IQ1_M", "IQ2_XXS", "IQ1_M"),
+    ("IQ1_S", {}, True, "Q2_K", "Q2_K" + 7 * " IQ1_S", "IQ2_XXS", "IQ1_S"),
 )
 
 
@@ -341,6 +348,25 @@ def test_ternary_types_of_a_model_that_is_not(tmp_path: Path, capsys: pytest.Cap
         assert quantize(tmp_path / f"{name}.gguf", "TQ2_0", "-o", tmp_path / f"{name}-tq2_0.gguf") == 0
         said = "matrices of three values lose 19% of their weights' squares" in capsys.readouterr().err
         assert said == (name == "normal")
+
+
+@pytest.mark.parametrize("flags", [("IQ1_S",), ("Q8_0", "--tensor-type", "wide=iq1_m")])
+def test_types_that_need_importance(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, made, imatrix = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "imatrix.gguf"
+    builder, name = tiny_gguf(), "blk.0.ffn_wide.weight"
+    builder.tensor(name, np.random.default_rng(9).standard_normal((8, 256)).astype(np.float32))
+    source.write_bytes(builder.encode())
+    kind = flags[-1].rpartition("=")[2].upper()
+    assert quantize(source, *flags, "-o", made) == 2 and not made.exists()
+    err = capsys.readouterr().err
+    assert f"{kind} needs the importance of weights: give --imatrix FILE, or --corpus PATH" in err
+    assert err.count("\n") == 1
+    columns, counts = np.linspace(1, 2, 256, dtype=np.float32)[None], np.full(1, 9, np.float32)
+    write_importance(imatrix, Importance("a text", {name: columns}, {name: counts}), 10)
+    assert quantize(source, *flags, "-o", made, "--imatrix", imatrix) == 0
+    assert read_gguf(made).tensors[name].type == kind
 
 
 def test_a_weight_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

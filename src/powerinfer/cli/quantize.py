@@ -94,6 +94,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     else:
         types, importance = _sized(args, source, original, target_types(matrices, wanted), out)
         number = main_number(types, original.shapes)
+    _check_weighed(types, importance)
     narrow = sum(types[one] != wanted[one] for one in wanted)
     lost = ternary_loss(original, types)
     if lost > _MOST_TERNARY_LOSS:
@@ -137,6 +138,15 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(f"--out and --save-imatrix are both {args.out}: give two names")
     if args.tokens < 1:
         raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
+
+
+def _check_weighed(types: dict[str, str], importance: Importance | None) -> None:
+    """RequestError for types that need to know which weights matter."""
+    from powerinfer.formats.mixes import WEIGHED
+
+    kinds = sorted(set(types.values()) & set(WEIGHED))
+    if kinds and importance is None:
+        raise RequestError(f"{kinds[0]} needs the importance of weights: give --imatrix FILE, or --corpus PATH")
 
 
 def _expanded(path: str) -> Path:

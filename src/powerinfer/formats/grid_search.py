@@ -1,27 +1,26 @@
-"""Quantisation to the IQ2 and IQ3 types, whose blocks refer to vectors of a grid: of each vector of weights the nearest
-one, with several scales for each part of a block.
+"""Quantisation to the IQ types whose blocks refer to vectors of a grid: of each vector of weights the nearest one, with
+several scales for each part of a block.
 
 Of an entry g and a scale s the error is a constant and s (s w.g^2 - 2 w.|x|.g): products with all entries are made
 once, whatever the scales. Signs are stored beside. Where only seven of eight are, their number is even: where it is
-not, the sign changes that costs least.
+not, the sign changes that costs least. The grid of IQ1 has signs itself, and moves up or down by an eighth of its step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.errors import ModelError
+from powerinfer.formats.iq_blocks import MOVED_BY
 from powerinfer.formats.iq_grids import grid
 from powerinfer.formats.quant import Bytes, Float32
 
 Indices = NDArray[np.uint16]
 
-_TOP = 15  # of the whole numbers of parts
 _BLOCKS = 8  # at once: the products stay in the L2 cache
 _ROUNDS = 2  # of fitting a block's scale to the entries that the scale before gave
 _REACH = np.linspace(0.6, 1.5, 13, dtype=np.float32)  # of the largest entry, by the part's largest weight
@@ -31,19 +30,16 @@ _AROUND = (0.92, 1.0, 1.09)  # of the scale that would be best if all vectors of
 @dataclass(frozen=True)
 class GridType:
     """A type. part: elements with a scale, unit * (1 + 2 * code) times the block's; even: seven of eight signs are
-    stored; pack: (scales [n, 2] bytes, codes of the parts' scales, entries, signs [n, 32]) -> blocks."""
+    stored; pack: (scales [n, 2] bytes, codes of the parts' scales, entries, signs [n, 32]) -> blocks. top: the largest
+    code; moved: vectors that the grid moves for together, up or, 2048 entries on, down; 0: it stays."""
 
     name: str
     part: int
     unit: float
     even: bool
     pack: Callable[[Bytes, Bytes, Indices, Bytes], Bytes]
-
-
-@cache
-def _levels(name: str) -> Float32:
-    """Numbers that the entries have, ascending."""
-    return np.unique(grid(name))
+    top: int = 15
+    moved: int = 0
 
 
 def to_grid(values: Float32, weights: Float32 | None, kind: GridType) -> Bytes:
@@ -56,19 +52,20 @@ def to_grid(values: Float32, weights: Float32 | None, kind: GridType) -> Bytes:
 
 
 def _to_grid(values: Float32, weights: Float32 | None, kind: GridType) -> Bytes:
-    blocks, entries = len(values), grid(kind.name)
-    magnitudes, signs = _signs(values, weights, kind.even)
+    blocks, entries = len(values), grid("IQ1" if kind.moved else kind.name)
+    magnitudes, signs = (values, np.empty(0, np.uint8)) if kind.moved else _signs(values, weights, kind.even)
     parts = magnitudes.reshape(-1, kind.part)
     w = np.ones_like(parts) if weights is None else weights.reshape(-1, kind.part)
-    search = _Search(parts, w, entries)
-    scales = search.best_scales(_free_scales(parts, w, _levels(kind.name))).reshape(blocks, -1)
+    search: _Search = _MovedSearch(parts, w, entries, kind.moved) if kind.moved else _Search(parts, w, entries)
+    levels = np.unique(np.abs(entries))
+    scales = search.best_scales(_free_scales(np.abs(parts) if kind.moved else parts, w, levels)).reshape(blocks, -1)
     peaks = scales.max(axis=1)
-    scale = _half(peaks / np.float32(kind.unit * (1 + 2 * _TOP)))
+    scale = _half(peaks / np.float32(kind.unit * (1 + 2 * kind.top)))
     best = _BestBlocks(blocks, scales.shape[1], values.shape[1] // entries.shape[1])
     for _ in range(1 + _ROUNDS):
         units = scale * np.float32(kind.unit)
         inverse = np.divide(1, units, out=np.zeros_like(units), where=units > 0)
-        codes = np.clip(np.rint((scales * inverse[:, None] - 1) / 2), 0, _TOP).astype(np.float32)
+        codes = np.clip(np.rint((scales * inverse[:, None] - 1) / 2), 0, kind.top).astype(np.float32)
         factors = np.float32(kind.unit) * (1 + 2 * codes)
         picked = search.picked((factors * scale[:, None]).reshape(-1))
         products, squares = (sums.reshape(blocks, -1) for sums in search.sums(picked))
@@ -157,6 +154,25 @@ class _Search:
         return scales
 
 
+class _MovedSearch(_Search):
+    """The same of a grid that moves up or down, for `together` vectors at a time: entries and, behind all of them, the
+    same ones moved down."""
+
+    def __init__(self, parts: Float32, weights: Float32, entries: Float32, together: int) -> None:
+        super().__init__(parts, weights, np.concatenate([entries + MOVED_BY, entries - MOVED_BY]))
+        self._together = together
+
+    def picked(self, scales: Float32) -> Indices:
+        np.multiply(self._squares, np.repeat(scales, self._vectors)[:, None], out=self._costs)
+        np.subtract(self._costs, self._products, out=self._costs)
+        ways = self._costs.reshape(len(self._costs), 2, -1)
+        nearest = ways.argmin(axis=2)
+        least = np.take_along_axis(ways, nearest[..., None], axis=2)
+        down = least.reshape(-1, self._together, 2).sum(axis=1).argmin(axis=1).repeat(self._together)
+        entries: Indices = (nearest[np.arange(len(down)), down] + down * ways.shape[2]).astype(np.uint16)
+        return entries
+
+
 class _BestBlocks:
     """The best of each block so far."""
 
@@ -217,10 +233,27 @@ def _pack_iq3_s(scales: Bytes, codes: Bytes, entries: Indices, signs: Bytes) -> 
     return np.concatenate([scales, entries.astype(np.uint8), high, signs, _pairs(codes)], axis=1)
 
 
+def _pack_iq1_s(scales: Bytes, codes: Bytes, entries: Indices, _: Bytes) -> Bytes:
+    runs = entries.reshape(len(scales), 8, 4)
+    high = ((runs >> np.uint16(8) & np.uint16(7)) << np.array([0, 3, 6, 9], np.uint16)).sum(axis=2, dtype=np.uint16)
+    high |= codes.astype(np.uint16) << np.uint16(12) | runs[:, :, 0] >> np.uint16(11) << np.uint16(15)
+    return np.concatenate([scales, entries.astype(np.uint8), high.astype("<u2").view(np.uint8)], axis=1)
+
+
+def _pack_iq1_m(scales: Bytes, codes: Bytes, entries: Indices, _: Bytes) -> Bytes:
+    fours = codes.astype(np.uint16).reshape(len(scales), 4, 4) << np.array([0, 3, 6, 9], np.uint16)
+    of_block = scales.copy().view("<u2") >> np.array([0, 4, 8, 12], np.uint16) & np.uint16(15)
+    words = (fours.sum(axis=2, dtype=np.uint16) | of_block << np.uint16(12)).astype("<u2")
+    high = _pairs((entries >> np.uint16(8)).astype(np.uint8))
+    return np.concatenate([entries.astype(np.uint8), high, words.view(np.uint8)], axis=1)
+
+
 GRID_TYPES = {
     "IQ3_S": GridType("IQ3_S", 32, 1, False, _pack_iq3_s),
     "IQ3_XXS": GridType("IQ3_XXS", 32, 1 / 4, True, _pack_iq3_xxs),
     "IQ2_S": GridType("IQ2_S", 16, 1 / 8, False, _pack_iq2_s),
     "IQ2_XS": GridType("IQ2_XS", 16, 1 / 8, True, _pack_iq2_xs),
     "IQ2_XXS": GridType("IQ2_XXS", 32, 1 / 8, True, _pack_iq2_xxs),
+    "IQ1_S": GridType("IQ1_S", 32, 1, False, _pack_iq1_s, top=7, moved=4),
+    "IQ1_M": GridType("IQ1_M", 16, 1, False, _pack_iq1_m, top=7, moved=1),
 }

@@ -17,7 +17,8 @@ from powerinfer.formats.iq_grids import grid
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 
-_DELTA = np.float32(0.125)  # by which IQ1 moves its grid up or down
+MOVED_BY = np.float32(0.125)
+"""By how much IQ1 moves its grid up or down."""
 
 
 def _half(blocks: Bytes, start: int = 0) -> Float32:
@@ -97,7 +98,7 @@ def _iq3_s(blocks: Bytes) -> Float32:
 
 def _iq1(scale: Float32, entries: NDArray[np.uint16], down: NDArray[np.bool_]) -> Float32:
     """scale: [n, 8] or [n, 16]; entries and down, whether the grid moves down: [n, 32]."""
-    moved = grid("IQ1")[entries] + np.where(down, -_DELTA, _DELTA)[:, :, None]
+    moved = grid("IQ1")[entries] + np.where(down, -MOVED_BY, MOVED_BY)[:, :, None]
     return (np.repeat(scale, 32 // scale.shape[1], axis=1)[:, :, None] * moved).reshape(-1, 256)
 
 

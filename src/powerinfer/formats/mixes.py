@@ -207,6 +207,8 @@ MIXES = {
     "IQ2_S": Mix(28, "IQ2_XS", _small_rules("IQ3_S", "IQ3_S", "IQ3_S"), "Q5_K", "IQ3_S", eight=_EIGHT_SMALL),
     "IQ2_XS": Mix(20, "IQ2_XS", _small_rules("Q2_K", "Q2_K", None), "Q5_K", "Q2_K", eight=_EIGHT_SMALL),
     "IQ2_XXS": Mix(19, "IQ2_XXS", _small_rules("Q2_K", "Q2_K", None), "Q5_K", "Q2_K", eight=_EIGHT_SMALL),
+    "IQ1_M": Mix(31, "IQ1_M", _small_rules("Q2_K", "Q2_K", "IQ2_XXS"), "Q5_K", "Q2_K", eight=_EIGHT_SMALL),
+    "IQ1_S": Mix(24, "IQ1_S", _small_rules("Q2_K", "Q2_K", "IQ2_XXS"), "Q5_K", "Q2_K", eight=_EIGHT_SMALL),
     "NVFP4": Mix(39, "NVFP4"),
     "MXFP4": Mix(38, "MXFP4"),
     "MXFP4_MOE": Mix(38, "Q8_0", head="Q8_0", experts="MXFP4"),
@@ -215,13 +217,10 @@ MIXES = {
 }  # fmt: skip
 """Mixes that a model can be quantised to, by name."""
 
-ONLY_READ = {
-    name: Mix(number, name, _small_rules("Q2_K", "Q2_K", "IQ2_XXS"), "Q5_K", "Q2_K", eight=_EIGHT_SMALL)
-    for name, number in (("IQ1_S", 24), ("IQ1_M", 31))
-}
-"""Mixes of files that others make."""
+WEIGHED = ("IQ1_M", "IQ1_S")
+"""Types in which weights whose errors count alike make no sense together."""
 
-FILE_TYPES = {mix.number: name for name, mix in (MIXES | ONLY_READ).items() if name != "MXFP4_MOE"} | {0: "F32"}
+FILE_TYPES = {mix.number: name for name, mix in MIXES.items() if name != "MXFP4_MOE"} | {0: "F32"}
 """Names of mixes by the number in general.file_type of a GGUF file, llama.cpp's enumeration."""
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}

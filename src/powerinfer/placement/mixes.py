@@ -9,13 +9,11 @@ from __future__ import annotations
 from powerinfer.config import AttentionKind, ExpertsConfig, ModelConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.mixes import MIXES, ONLY_READ, Mix, ModelMatrices, fitting, weighed_type
+from powerinfer.formats.mixes import MIXES, Mix, ModelMatrices, fitting, weighed_type
 from powerinfer.formats.quant import block_type
 
 _FEW_BITS = {
-    name.lower(): mix
-    for name, mix in (MIXES | ONLY_READ).items()
-    if mix.type.startswith(("IQ1", "IQ2", "IQ3", "TQ", "NVFP4"))
+    name.lower(): mix for name, mix in MIXES.items() if mix.type.startswith(("IQ1", "IQ2", "IQ3", "TQ", "NVFP4"))
 }
 DTYPES = {
     **{name.lower(): name for name in ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")},
