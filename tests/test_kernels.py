@@ -5,9 +5,12 @@ The bound is that of float32 sums on the operands that the kernel really multipl
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +19,12 @@ from stored_weights import FLOATS, float_bytes, stored, with_scales
 
 from powerinfer import _native
 from powerinfer.config import ACTIVATIONS, EngineConfig
+from powerinfer.devices.cpu_ffn import pack
 from powerinfer.errors import RequestError
 from powerinfer.formats.iq_grids import grid
+from powerinfer.formats.mapped import MappedFile, is_mapped
 from powerinfer.formats.quant import block_type, dequantize
+from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import NATIVE_TYPES, WEIGHT_TYPES
 from powerinfer.kernels import cpu
 
@@ -253,6 +259,38 @@ def test_rows_are_looked_up_exactly(type_name: str) -> None:
 def test_panels_take_hardly_more_than_files(type_name: str) -> None:
     """Of IQ2_XXS the eighth sign of eight, which a file leaves out; of K-quants scales of a byte each."""
     assert _native.panel_bytes(type_name, 4096) <= 1.061 * cpu.LANES * block_type(type_name).row_bytes(4096)
+
+
+def resident(part: np.ndarray) -> int:
+    """Bytes of memory that the mapping which an array is a view of takes in this process."""
+    place, inside = part.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= place < int(found[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("the array is in no mapping")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a mapping takes is read from /proc")
+def test_pages_of_a_file_are_given_back_as_they_are_packed(tmp_path: Path) -> None:
+    rows, k, path = 8005, 4096, tmp_path / "weights"
+    path.write_bytes(np.random.default_rng(3).integers(0, 100, (rows, k // 32 * 34), np.uint8).tobytes())
+    file = MappedFile(path)
+    data = file.view()
+    assert is_mapped(data) and is_mapped(data[40:].reshape(2, -1)[1]) and not is_mapped(data.copy())
+    whole, panels = resident(data), []
+    for tensor in (data, data.copy()):
+        matrix = pack(POOLS[2], _native.Arena(), RawTensor("Q8_0", (rows, k), tensor))
+        panels.append(np.array(matrix.panels))
+        if tensor is data:
+            assert resident(data) < whole + (4 << 20), f"{data.nbytes} bytes are still in memory"
+    np.testing.assert_array_equal(*panels)
+    order = np.arange(rows, dtype=np.int32)[::-1].copy()
+    mapped, copied = (
+        pack(POOLS[2], _native.Arena(), RawTensor("Q8_0", (rows, k), one), order) for one in (data, data.copy())
+    )
+    np.testing.assert_array_equal(mapped.panels, copied.panels)
 
 
 @every_type

@@ -19,9 +19,11 @@ const float* factors_of(int type, int64_t rows, const std::optional<Floats>& fac
   return factors->data();
 }
 
+constexpr int64_t GIVEN_BACK = 1 << 20;  // bytes of a mapped file, at a time
+
 std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name,
                                     int64_t rows, int64_t k, Bytes data, std::optional<Ints> map,
-                                    std::optional<Floats> factors) {
+                                    std::optional<Floats> factors, bool mapped) {
   const int type = type_of(type_name);
   check_stored(type, rows, k, (int64_t)data.shape(0));
   const float* const of_rows = factors_of(type, rows, factors);
@@ -34,9 +36,16 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
   m->data = dst;
   m->arena = std::move(arena);
   nb::gil_scoped_release release;
+  const int64_t panel = PI_LANES * stored_row_bytes(type, k);
+  const bool given = mapped && !map;  // rows in their order
+  const int64_t at_once = given ? std::max((int64_t)1, GIVEN_BACK / panel) : m->panels;
   pool.run([&](int thread) {
     const Columns mine(*m, pool, thread);
-    pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, mine.p0, mine.p1, 0, of_rows);
+    for (int64_t p = mine.p0, end; p < mine.p1; p = end) {
+      end = std::min(p + at_once, mine.p1);
+      pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, p, end, 0, of_rows);
+      if (given) give_back((void*)(data.data() + p * panel), std::min((int64_t)data.shape(0), end * panel) - p * panel);
+    }
   });
   return m;
 }
@@ -424,9 +433,11 @@ void bind_matrix(nb::module_& m) {
           "Its memory, uint8 [panels, bytes of a panel] (csrc/table.h); None if it stays on disk.");
   m.def(
       "pack_matrix", &pack_matrix, "pool"_a, "arena"_a, "type"_a, "rows"_a, "k"_a, "data"_a, "row_map"_a = nb::none(),
-      "factors"_a = nb::none(),
+      "factors"_a = nb::none(), "mapped"_a = false,
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
-      "where that is -1; factors: of NVFP4, float32 [rows], what the values of each row are multiplied with.");
+      "where that is -1; factors: of NVFP4, float32 [rows], what the values of each row are multiplied with. mapped: "
+      "the\n"
+      "data are pages of a file, whose memory is given back as they are packed.");
   m.def(
       "disk_matrix", &disk_matrix, "type"_a, "rows"_a, "k"_a, "file"_a, "offset"_a, "row_map"_a = nb::none(),
       "factors"_a = nb::none(),

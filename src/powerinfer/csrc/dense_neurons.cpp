@@ -3,6 +3,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <algorithm>
+
 namespace {
 // Whether a padded vector is that one, bit by bit.
 bool same(const Vector& padded, const Vector& other) {
@@ -46,14 +48,26 @@ void DenseNeurons::sum(Thread& t, const PiActs* acts, int64_t tokens, const Dest
   Workspace& w = *p.workspace;
   if (p.watch || !is_in_memory()) return add_down(t, tokens, multiply(t, acts, tokens), to, fired);
   const int64_t unit = spec_.activation.panels(Workspace::DEALT);  // a whole block of the activations below
+  const int64_t panels = columns_at_once(t, tokens) / PI_LANES;
   w.pool->phase(
       up_->panels, unit, 2 * tokens * PI_LANES,
       [&](int64_t p0, int64_t p1, float* aside) {
-        const Columns part(*up_, p0, p1);
-        multiply(t, acts, tokens, part, rows_of(t, tokens, part, aside));
+        if (!panels || aside) {
+          const Columns part(*up_, p0, p1);
+          return multiply(t, acts, tokens, part, rows_of(t, tokens, part, aside));
+        }
+        for (int64_t p2 = p0; p2 < p1; p2 += panels) {
+          const Columns part(*up_, p2, std::min(p2 + panels, p1));
+          const int64_t from = t.id * tokens * panels * PI_LANES - part.c0;
+          const Hidden rows{p.gate + from, p.up + from, panels * PI_LANES};
+          multiply(t, acts, tokens, part, rows);
+          put_forms(t, tokens, part, rows);
+        }
       },
       [&](int64_t p0, int64_t p1, float* aside) {
         const Columns part(*up_, p0, p1);
+        if (panels && !aside) return;
+        if (panels) return put_forms(t, tokens, part, rows_of(t, tokens, part, aside));
         if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
         if (!inner_) forms_of_h(t, tokens, part, fired);
         else if (fired) count_fired(t, part.c0, part.c1, tokens, fired);
@@ -69,6 +83,14 @@ void DenseNeurons::count_fired(const Thread& t, int64_t begin, int64_t end, int6
     const float* h = t.program->gate + i * t.program->ldh;
     for (int64_t j = begin; j < end; j++) fired[j] += h[j] != 0.0f;
   }
+}
+
+// Many: they are not counted, and what they touch of the program's rows is memory that small steps never do.
+int64_t DenseNeurons::columns_at_once(const Thread& t, int64_t tokens) const {
+  constexpr int64_t PANELS = 8;  // which products widen together
+  const int64_t columns = spec_.activation.panels(PANELS) * PI_LANES;
+  const bool fits = columns * t.program->workspace->pool->threads() <= t.program->ldh;
+  return tokens > PI_NEURON_TOKENS && down_->form() != PI_FORM_F32 && !inner_ && fits ? columns : 0;
 }
 
 DenseNeurons::Hidden DenseNeurons::program_rows(const Thread& t) {
@@ -236,15 +258,18 @@ const PiActs* DenseNeurons::normalised(Thread& t, int64_t tokens) const {
 PiActs DenseNeurons::forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const {
   if (fired) count_fired(t, mine.c0, mine.c1, tokens, fired);
   Program& p = *t.program;
-  const int form = down_->form();
   PiActs h = p.hidden.rows(down_->k);
   h.f = p.gate;
   h.ldf = p.ldh;
-  if (form != PI_FORM_F32) {
-    for (int64_t i = 0; i < tokens && mine.n(); i++) {
-      const PiActs own = pi_acts_from(&h, i, mine.c0);
-      p.workspace->kernels->forms(own.f, mine.n(), form, &own);
-    }
-  }
+  if (down_->form() != PI_FORM_F32 && mine.n()) put_forms(t, tokens, mine, program_rows(t));
   return h;
+}
+
+void DenseNeurons::put_forms(Thread& t, int64_t tokens, const Columns& part, const Hidden& from) const {
+  const Program& p = *t.program;
+  const PiActs h = p.hidden.rows(down_->k);
+  for (int64_t i = 0; i < tokens; i++) {
+    const PiActs own = pi_acts_from(&h, i, part.c0);
+    p.workspace->kernels->forms(from.h + i * from.ld + part.c0, part.n(), down_->form(), &own);
+  }
 }

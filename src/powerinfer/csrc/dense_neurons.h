@@ -54,6 +54,8 @@ class DenseNeurons {
     float *h, *up;
     int64_t ld;
   };
+  // Columns of h at a time that many tokens need in floats for a moment alone, in whole units; 0: all of them.
+  int64_t columns_at_once(const Thread& t, int64_t tokens) const;
   static Hidden program_rows(const Thread& t);
   void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine, const Hidden& to) const;
   void activate(Thread& t, const PiActs* acts, int64_t tokens, const Columns& part, float* h, int64_t ld) const;
@@ -65,6 +67,8 @@ class DenseNeurons {
   }
   PiActs forms_of_h(Thread& t, int64_t tokens, const Columns& mine, int64_t* fired) const;
   const PiActs* normalised(Thread& t, int64_t tokens) const;
+  void put_forms(Thread& t, int64_t tokens, const Columns& part,
+                 const Hidden& from) const;  // the same of rows elsewhere
 
   NeuronSpec spec_;  // biases and thresholds padded to whole panels
   const std::shared_ptr<Matrix> gate_, up_, down_;

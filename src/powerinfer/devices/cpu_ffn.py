@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import FfnConfig, ModelConfig
 from powerinfer.formats.bundle_memory import ApartBundles, SomeBundles
+from powerinfer.formats.mapped import is_mapped
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.neurons import BUNDLE_GROUP, NeuronVectors
@@ -33,7 +34,8 @@ def pack(
 ) -> _native.Matrix:
     """A matrix [out, in] in panels. row_map: packed row r is row row_map[r] of the tensor, zeros where it is -1."""
     rows, cols = tensor.shape
-    return _native.pack_matrix(pool, arena, tensor.type, rows, cols, tensor.data, row_map, tensor.row_scales())
+    data, scales = tensor.data, tensor.row_scales()
+    return _native.pack_matrix(pool, arena, tensor.type, rows, cols, data, row_map, scales, is_mapped(data))
 
 
 class PartMaker:

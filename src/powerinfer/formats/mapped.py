@@ -127,3 +127,10 @@ class MappedFile:
             return 0, self.size
         begin = part.ctypes.data - self._view.ctypes.data
         return begin - begin % mmap.PAGESIZE, part.nbytes + begin % mmap.PAGESIZE
+
+
+def is_mapped(part: NDArray[np.uint8]) -> bool:
+    """Whether an array is a view of a mapped file, whose pages come back on access."""
+    while isinstance(part.base, np.ndarray):
+        part = part.base
+    return isinstance(part.base, memoryview) and isinstance(part.base.obj, mmap.mmap) and not part.flags.writeable
