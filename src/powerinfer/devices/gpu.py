@@ -137,8 +137,8 @@ class GpuLayers:
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
         self._undo_tokens = undo_tokens
         self._make_caches(states, undo_tokens)
-        changed = config.residual_scale != 1 or not {"output", "both"}.isdisjoint(
-            layer.norms for layer in config.layers[:layers]
+        changed = config.residual_scale != 1 or any(
+            layer.norms in ("output", "both") or layer.ffn_factors[1] != 1 for layer in config.layers[:layers]
         )
         self._caller_reason: str | None = None  # who acts in steps of few tokens
         if self.link is not None:
