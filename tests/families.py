@@ -1721,7 +1721,7 @@ def save_gguf(case: Case, config: Any, model: Any, path: Path, kv_b: bool = Fals
         if architecture == "apertus":
             for part in ("alpha_n", "alpha_p", "beta", "eps"):
                 numbers = [getattr(layer.mlp.act_fn, part).item() for layer in model.model.layers]
-                writer.add_array(f"apertus.xielu.{part}", numbers)
+                getattr(writer, f"add_xielu_{part}")(numbers)
         if architecture == "laguna":
             writer.add_rope_dimension_count_swa(head_dim)
             writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])

@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_neuron_kernels import ACTIVATIONS, THRESHOLD, TYPES, Layer, expected, limits_of, make_layer, products_of
+from test_neuron_kernels import (
+    ACTIVATIONS,
+    CURVE,
+    THRESHOLD,
+    TYPES,
+    Layer,
+    expected,
+    limits_of,
+    make_layer,
+    products_of,
+)
 
 from powerinfer import _native
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig
@@ -34,7 +44,9 @@ def layout_of(layer: Layer) -> BundleLayout:
 
 def executor_of(layer: Layer, threads: int) -> CpuExecutor:
     each = layer.limits is not None
-    ffn = FfnConfig(NEURONS, layer.activation, 0.0 if each else THRESHOLD, layer.gate is not None, True, each)
+    curve = CURVE if layer.activation == "xielu" else ()
+    threshold = 0.0 if each else THRESHOLD
+    ffn = FfnConfig(NEURONS, layer.activation, threshold, layer.gate is not None, True, each, curve=curve)
     layers = (LayerConfig(AttentionConfig(1, 1, 16, RopeConfig(dim=16)), ffn),)
     config = ModelConfig("sample", K, K, 64, 1e-5, layers)
     engine = EngineConfig(threads=threads, context=64, prefill_chunk=64)

@@ -7,6 +7,7 @@ runs this; `make test` does not.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ families = pytest.importorskip("families")
 from families import (  # noqa: E402
     CASES,
     GROWN,
+    PHIMOE_ROPE,
     TOKENS,
     YARN,
     Case,
@@ -40,7 +42,7 @@ HASH = "sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 NEEDED = ("conversion", "gguf-py", "LICENSE")
 REFUSED = {
     **dict.fromkeys(("prosparse", "turbosparse", "opt", "opt-no-biases"), "not supported"),
-    **dict.fromkeys(("qwen3-moe-some", "qwen3-next-some"), "Can not map tensor"),
+    **dict.fromkeys(("qwen3-moe-some", "qwen3-next-some", "bitnet-silu"), "Can not map tensor"),
     "falcon-heads": "invalid for input", "falcon-in-turn": "invalid for input",
 }  # fmt: skip
 """Cases that the converter does not convert, with a part of what it says."""
@@ -51,6 +53,7 @@ LEFT_OUT = (
     "hunyuan",  # knows the angles of contexts of 32 K and 256 K alone
     "hunyuan-moe",  # asks for keys that transformers does not write
     "gemma3n",  # gives tokens that the table of layers' inputs lacks zeros, not its first row
+    "phimoe",  # asks for the first context, which goes with LongRoPE alone
     "ernie-moe",  # takes intermediate_size / num_key_value_heads for the size of the shared experts
 )
 
@@ -64,6 +67,8 @@ class Job(NamedTuple):
         return "-".join([self.case.name, *self.options])
 
 
+GAIN = math.sqrt(1 + math.log(2) / math.log(64))
+"""Factor of sine and cosine by which the converter takes LongRoPE from 64 to 128 tokens."""
 MORE = [
     Case("qwen3-attention-factor", "qwen3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, {}),
     Case("olmo2-attention-factor", "olmo2", {"rope_parameters": YARN | {"attention_factor": 1.1386294361}}, {}),
@@ -76,6 +81,15 @@ MORE = [
         {},
     ),
     Case("gemma3n-even", "gemma3n_text", {"vocab_size_per_layer_input": 101}, {}, ("folder", "gguf")),
+    Case(
+        "phimoe-as-published",
+        "phimoe",
+        {
+            "rope_parameters": PHIMOE_ROPE | dict.fromkeys(("short_mscale", "long_mscale"), GAIN), "attention_bias": True,
+            "lm_head_bias": True, "original_max_position_embeddings": 64,
+        },
+        {},
+    ),
     Case("ernie-moe-as-published", "ernie4_5_moe", {"intermediate_size": 160}, {}),
 ]
 JOBS = [
@@ -146,6 +160,8 @@ def published(folder: Path) -> Path:
         config["layer_types"] = [types[kind] for kind in config["layer_types"]]
     if config["model_type"] in ("granite_swa", "granitemoe_swa"):
         config["no_rope_layers"] = [int(theta != 0) for theta in config["layer_rope_theta"]]
+    if config["model_type"] == "phimoe":
+        config["architectures"] = ["PhiMoEForCausalLM"]
     if config["model_type"] == "cohere2":
         config["rotary_pct"] = 1.0
     if config["model_type"] == "falcon_h1":

@@ -160,10 +160,6 @@ SETTINGS = {
         3, 3, 32, 96, 64, "F16", "f32", head_norms=True, wide_norms=True, order="output", activation="gelu_tanh",
         gated=False, biases=True, embed_dim=64, embedding_scale=0.5, rope_bases=(None, 30.0),
     ),
-    "xielu": Setting(
-        2, 1, 16, 48, 88, "F32", "f32", head_norms=True, activation="xielu", gated=False, curve=(0.7, 1.1, 0.5, -1e-6)
-    ),
-    "gated xielu": Setting(2, 1, 16, 40, 88, "F16", "f32", activation="xielu", curve=(0.2, 0.7, 0.9, -1e-3)),
     "relu above a threshold of each neuron": Setting(2, 1, 16, 48, 56, "F16", "f32", activation="fatrelu", limits=True),
     "silu beyond a threshold of each neuron, biases": Setting(
         2, 1, 16, 48, 104, "F32", "f32", activation="cats", limits=True, product_limits=True, biases=True
@@ -180,6 +176,10 @@ SETTINGS = {
     "a cutoff below the mean": Setting(
         4, 2, 16, 64, 96, "F16", "f16", activation="gaussian", threshold=-0.8, order="both"
     ),
+    "xielu": Setting(
+        2, 1, 16, 48, 88, "F32", "f32", head_norms=True, activation="xielu", gated=False, curve=(0.7, 1.1, 0.5, -1e-6)
+    ),
+    "gated xielu": Setting(2, 1, 16, 40, 88, "F16", "f32", activation="xielu", curve=(0.2, 0.7, 0.9, -1e-3)),
 }  # fmt: skip
 
 every_setting = pytest.mark.parametrize("name", SETTINGS)

@@ -30,6 +30,10 @@ class Fields:
         self.source = source
         self.notes = [] if notes is None else notes
 
+    def below(self, prefix: str) -> Fields:
+        """Reads of the same mapping, of keys with another prefix."""
+        return Fields(self._values, self.source, prefix, self.notes)
+
     def bad(self, key: str, problem: str) -> ModelError:
         """The error for a key with an unsupported value."""
         return ModelError(f"{self.source}: {self._prefix}{key} {problem}")

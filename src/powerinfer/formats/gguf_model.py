@@ -408,7 +408,7 @@ def read_config(
     return config
 
 
-_READ_ELSEWHERE = ("general.", "tokenizer.", "split.", "quantize.")
+_READ_ELSEWHERE = ("general.", "tokenizer.", "split.", "quantize.", "xielu.")
 
 
 def _logit_scale(fields: Fields, family: Gguf) -> float:

@@ -70,9 +70,10 @@ def _take_curves(config: ModelConfig, stored: Tensors, source: str) -> ModelConf
 
 
 def _read_curves(fields: Fields, ffns: Sequence[FfnKind]) -> list[FfnKind]:
-    """The FFNs of a GGUF file, whose alphas are as folders have them."""
-    high = layout.MAX_SCALE
-    columns = {part: fields.numbers(f"xielu.{part}", len(ffns), -high, high) for part in _START}
+    """The FFNs of a GGUF file, whose keys do not begin with the architecture, and whose alphas are as folders have
+    them."""
+    high, curves = layout.MAX_SCALE, fields.below("xielu.")
+    columns = {part: curves.numbers(part, len(ffns), -high, high) for part in _START}
     for part in ("alpha_n", "alpha_p"):
         columns[part] = [_softplus(number) for number in columns[part]]
     changed: list[FfnKind] = []
