@@ -85,8 +85,8 @@ MORE = [
         "phimoe-as-published",
         "phimoe",
         {
-            "rope_parameters": PHIMOE_ROPE | dict.fromkeys(("short_mscale", "long_mscale"), GAIN), "attention_bias": True,
-            "lm_head_bias": True, "original_max_position_embeddings": 64,
+            "rope_parameters": PHIMOE_ROPE | dict.fromkeys(("short_mscale", "long_mscale"), GAIN),
+            "attention_bias": True, "lm_head_bias": True, "original_max_position_embeddings": 64,
         },
         {},
     ),
