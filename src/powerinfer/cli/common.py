@@ -32,6 +32,7 @@ _MAPPING = ("--ram", "leave it out: weights that do not fit RAM are read from di
 _LENGTH = ("--max-tokens", "use -n N")
 _CONTEXT = ("--context", "use -c N")
 _FILE = ("--prompt", "powerinfer run < FILE")
+_DRAFTS = ("--speculate", "use --speculate MODEL, lookup or mtp; how many is decided as it runs")
 _TALK = ("--prompt", "`powerinfer chat` is a conversation")
 FOREIGN = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--gpu-memory-utilization"), _GPU),
@@ -44,6 +45,7 @@ FOREIGN = {
     **dict.fromkeys(("--mmap", "--no-mmap", "--mlock"), _MAPPING),
     **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), ("--kv-type", "use --kv-type TYPE, of both")),
     **dict.fromkeys(("-np", "--parallel", "--max-num-seqs"), ("--max-batch", "use --max-batch N")),
+    **dict.fromkeys(("-md", "--model-draft", "--draft-max", "--spec-type", "--spec-draft-n-max"), _DRAFTS),
     "--jinja": ("--context", "leave it out: the model's chat template is always used"),
     "--chat-template": ("--raw", "the model's chat template is always used; --raw goes without"),
     "-p": ("--prompt-tokens", "use --prompt-tokens N"),
