@@ -40,7 +40,7 @@ def test_an_object_of_a_level_exports_its_kernels_only() -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("source", ["test_kernels.cpp", "test_neurons.cpp", "test_delta.cpp", "test_disk.cpp"])
+@pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "tests" / "native").glob("*.cpp")))
 def test_standalone_tests_fit_the_sources(source: str) -> None:
     """They run in `make test-native` only; here the compiler reads them, so that they cannot fall behind."""
     compiler = os.environ.get("CXX") or shutil.which("c++")
