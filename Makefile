@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check check-types check-text \
 	fuzz bench install docs clean \
-	test-compile compiled test-native test-neon test-asan fuzz-asan test-clients test-converter
+	test-compile compiled test-native test-neon test-asan test-tsan fuzz-asan test-clients test-converter
 
 help:
 	@echo 'make run PROMPT="..."   answer a prompt with the default model (fetched on first use; ARGS="-m FILE ..." for more flags)'
@@ -46,6 +46,7 @@ help:
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make test-tsan          the pool of threads under ThreadSanitizer'
 	@echo 'make test-converter     files of llama.cpp'\''s own converter, of every family, against transformers'
 	@echo 'make test-clients       real clients (agents, too) against the server, installed with pip and npm (ARGS="codex": some)'
 	@echo 'make fuzz-asan          damaged model files through a whole forward pass, under the sanitisers'
@@ -118,7 +119,7 @@ mutations: $(VENV)/stamp-dev
 	@$(BIN)/python tests/mutations/run.py $(ARGS)
 
 # Everything, one target after the other, and a table of what ran. A target that lacks a tool says so in build/not-run.
-EVERY := check test test-bench test-deferred fuzz test-compile test-native test-neon test-asan fuzz-asan test-clients test-converter mutations
+EVERY := check test test-bench test-deferred fuzz test-compile test-native test-neon test-asan test-tsan fuzz-asan test-clients test-converter mutations
 test-all:
 	@table=""; status=0; for target in $(EVERY); do \
 		rm -f build/not-run; begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
@@ -164,6 +165,11 @@ test-neon: $(VENV)/stamp-build-tools
 
 test-asan: $(VENV)/stamp-build-tools
 	@$(call NATIVE_TESTS,-DPOWERINFER_SANITIZE=ON)
+
+# The pool alone: threads of a program that are late read what others write, and what they make of that goes nowhere.
+test-tsan:
+	@mkdir -p build/tsan && $(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -Wno-tsan -Isrc/powerinfer/csrc \
+		tests/native/test_pool.cpp src/powerinfer/csrc/pool.cpp -pthread -o build/tsan/test_pool && build/tsan/test_pool
 
 # The converter is fetched once, by its hash, into the tests' cache.
 test-converter: $(VENV)/stamp-dev
