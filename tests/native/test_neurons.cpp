@@ -7,6 +7,7 @@
 #include "files.h"
 #include "ffn.h"
 
+#include <chrono>
 #include <numeric>
 #include <thread>
 
@@ -1176,8 +1177,9 @@ void counters_between_jobs(const PiKernels* kernels) {
         if (thread == 0) {
           const int64_t before = reads;
           halfway = true;
-          // A reader that does not wait for the job reads now.
-          for (int turn = 0; turn < 1000 && reads == before; turn++) std::this_thread::yield();
+          // A reader that does not wait for the job reads now. By time: on a busy machine a turn takes many milliseconds.
+          const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(2);
+          while (reads == before && std::chrono::steady_clock::now() < until) std::this_thread::yield();
         }
         step(thread);
       });
