@@ -220,7 +220,7 @@ def _check_trained(config: ModelConfig) -> None:
         reason = "models with Mamba2, short convolutions or Kimi Delta Attention are not trained so far"
         raise RequestError(f"{reason}: take one of attention or Gated DeltaNet")
     if config.logit_cap is not None:
-        raise RequestError("models that cap their logits (Gemma 2 and 4) are not trained so far")
+        raise RequestError("models that cap their logits (Gemma 2, 3n and 4) are not trained so far")
     uncomputed = uncomputed_reason(config)
     if uncomputed is not None:
         raise RequestError(f"models with {uncomputed} are not trained so far")
