@@ -36,7 +36,7 @@ struct Decay {
 };
 
 template <bool ROWS>
-PI_INLINE float of_row(const Decay<ROWS>& decay, int64_t i) {
+PI_INLINE float row_decay(const Decay<ROWS>& decay, int64_t i) {
   return ROWS ? decay.of_rows[i] : decay.all;
 }
 
@@ -58,11 +58,11 @@ PI_INLINE void pass(const float* from, float* to, int64_t n, Decay<ROWS> decay, 
         const int64_t at = (b * n + i + p) * 16;
         f32x16 s = f_load(from + at);
         if constexpr (UPDATE) {
-          s = f_fma(f_set(key[i + p]), delta[b], f_mul(s, f_set(of_row(decay, i + p))));
+          s = f_fma(f_set(key[i + p]), delta[b], f_mul(s, f_set(row_decay(decay, i + p))));
           f_store(to + at, s);
         }
         if constexpr (READ) {
-          if constexpr (ROWS) s = f_mul(s, f_set(of_row(next_decay, i + p)));
+          if constexpr (ROWS) s = f_mul(s, f_set(row_decay(next_decay, i + p)));
           of_key[p][b] = f_fma(f_set(next_key[i + p]), s, of_key[p][b]);
           of_query[p][b] = f_fma(f_set(next_query[i + p]), s, of_query[p][b]);
         }

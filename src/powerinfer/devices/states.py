@@ -77,9 +77,11 @@ class StateMemory:
     def __init__(self, config: ModelConfig, slots: int, first_layer: int = 0, undo_tokens: int = 0) -> None:
         """first_layer: the first that is on the CPU."""
         layers = [
-            (one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, one.chunked,
-             one.channel_decays)
-            for one in _kinds(config, slice(first_layer, None))
+            (
+                *(kind.taps, kind.n_key_heads, kind.key_dim, kind.n_value_heads, kind.value_dim),
+                *(kind.chunked, kind.channel_decays),
+            )
+            for kind in _kinds(config, slice(first_layer, None))
         ]
         self.native = _native.States(layers, slots, undo_tokens)
         self.slots = slots

@@ -176,12 +176,12 @@ def _with_thresholds(
     return config, {f"{name}.weight" if name.endswith(THRESHOLDS) else name: one for name, one in stored.items()}
 
 
-def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile], others: tuple[str, ...]) -> None:
-    """Some families' files keep the weights of their norms less one; others: the ends of names of those that do not."""
+def _add_one_to_norms(tensors: dict[str, StoredTensor], files: list[MappedFile], exempt: tuple[str, ...]) -> None:
+    """Some families' files keep the weights of their norms less one, except those whose names end so."""
     for file in files:
         file.check()
     for name, tensor in tensors.items():
-        if name.endswith("_norm") and not name.endswith(others):
+        if name.endswith("_norm") and not name.endswith(exempt):
             values = tensor.gathered().float32() + np.float32(1)
             tensors[name] = RawTensor("F32", tensor.shape, values.astype("<f4").view(np.uint8))
 

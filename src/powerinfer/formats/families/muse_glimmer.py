@@ -15,7 +15,7 @@ from powerinfer.formats.source import keep_text
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
-    """Where `layer_rope_theta` has a number, the base is still that of `rope_parameters`, as in the class."""
+    """The base is that of `rope_parameters` whatever number `layer_rope_theta` has, as in the class."""
     fourth = [not (n_layers - 1 - layer) % 4 for layer in range(n_layers)]  # backwards from the last
     types = [GLOBAL if is_fourth else LOCAL for is_fourth in fourth]
     if fields.has("layer_types"):
