@@ -15,10 +15,10 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     interval = fields.integer("sliding_window_pattern", 1, layout.MAX_LAYERS, 4)
     fields.integer("sliding_window", 1, layout.MAX_CONTEXT)
     attentions = local_ropes(family, fields, config, read_layer_types(fields, n_layers, interval))
-    return in_parallel(fields, add_layers(family, config, attentions, [read_ffn(family, fields)] * n_layers))
+    return make_parallel(fields, add_layers(family, config, attentions, [read_ffn(family, fields)] * n_layers))
 
 
-def in_parallel(fields: Fields, config: ModelConfig) -> ModelConfig:
+def make_parallel(fields: Fields, config: ModelConfig) -> ModelConfig:
     """The configuration with attention beside the FFN, norms without biases, and the factor of the logits."""
     layers = tuple(replace(layer, parallel=True, shared_norm=True) for layer in config.layers)
     scale = fields.number("logit_scale", 1e-6, layout.MAX_SCALE)

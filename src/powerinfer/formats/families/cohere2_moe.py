@@ -30,7 +30,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     average = fields.text("shared_expert_combination_strategy")
     if average not in ("average", "sum"):
         raise fields.bad("shared_expert_combination_strategy", f"is {shown(average)}; only average or sum is supported")
-    config = cohere2.in_parallel(fields, config)
+    config = cohere2.make_parallel(fields, config)
     config = config if average == "sum" else average_experts(config)
     epsilon = fields.number("rms_norm_eps", 1e-12, 0.1, None)
     return config if epsilon is None else replace(config, norm="rms", norm_eps=float(epsilon))
