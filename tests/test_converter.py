@@ -43,6 +43,8 @@ NEEDED = ("conversion", "gguf-py", "LICENSE")
 REFUSED = {
     **dict.fromkeys(("prosparse", "turbosparse", "opt", "opt-no-biases"), "not supported"),
     **dict.fromkeys(("qwen3-moe-some", "qwen3-next-some", "bitnet-silu"), "Can not map tensor"),
+    "kimi-linear": "Can not map tensor",  # transformers gives a dense FFN the name of experts
+    "stablelm-12b": "Unprocessed norms",  # whose norms of heads it loses
     "falcon-heads": "invalid for input", "falcon-in-turn": "invalid for input",
 }  # fmt: skip
 """Cases that the converter does not convert, with a part of what it says."""
