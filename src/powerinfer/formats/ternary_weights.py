@@ -101,7 +101,9 @@ def make_ternary(module: Module, settings: Settings) -> MadeTensor:
         scale = _rounded(np.float32(1) / by, floats.type)
 
         def codes(begin: int, end: int) -> Bytes:
-            return (np.clip(np.rint(values(begin, end) * by), -1, 1) + 1).astype(np.uint8)
+            ternary: Float32 = np.clip(np.rint(values(begin, end) * by), -1, 1)
+            result: Bytes = (ternary + 1).astype(np.uint8)
+            return result
 
         return pack(codes, scale)
 
