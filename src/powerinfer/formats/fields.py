@@ -30,7 +30,7 @@ class Fields:
         self.source = source
         self.notes = [] if notes is None else notes
 
-    def below(self, prefix: str) -> Fields:
+    def prefixed(self, prefix: str) -> Fields:
         """Reads of the same mapping, of keys with another prefix."""
         return Fields(self._values, self.source, prefix, self.notes)
 

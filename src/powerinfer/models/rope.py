@@ -35,8 +35,8 @@ def rope_frequencies(rope: RopeConfig, context: int = 0) -> tuple[NDArray[np.flo
     if rope.scaling == "yarn":
         return _yarn(rope, plain)
     if rope.scaling == "longrope":
-        own = rope.long_attention_factor if context > rope.original_context_length else None
-        return plain, _longrope_factor(rope) if own is None else own
+        factor = rope.long_attention_factor if context > rope.original_context_length else None
+        return plain, _longrope_factor(rope) if factor is None else factor
     raise ModelError(f"RoPE scaling {rope.scaling!r} is unknown; known are linear, llama3, yarn and longrope")
 
 

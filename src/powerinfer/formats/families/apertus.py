@@ -72,7 +72,7 @@ def _take_curves(config: ModelConfig, stored: Tensors, source: str) -> ModelConf
 def _read_curves(fields: Fields, ffns: Sequence[FfnKind]) -> list[FfnKind]:
     """The FFNs of a GGUF file, whose keys do not begin with the architecture, and whose alphas are as folders have
     them."""
-    high, curves = layout.MAX_SCALE, fields.below("xielu.")
+    high, curves = layout.MAX_SCALE, fields.prefixed("xielu.")
     columns = {part: curves.numbers(part, len(ffns), -high, high) for part in _START}
     for part in ("alpha_n", "alpha_p"):
         columns[part] = [_softplus(number) for number in columns[part]]
