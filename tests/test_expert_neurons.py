@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import model_files
 import numpy as np
 import pytest
 from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf, mamba_gguf
@@ -21,6 +22,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.quant import quantize
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import STORED_ROWS
 from powerinfer.models import load
 from powerinfer.sparsity.selection import auto
 
@@ -96,6 +98,26 @@ def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_pa
         assert 0.3 < counts["active"] / counts["neurons"] < 0.7, "half of random gates fire"
         assert counts["bytes"] < ffn.nbytes * TOKENS if step == 1 else counts["steps"] == TOKENS // step
     for one in (whole, exact):
+        one.close()
+
+
+@pytest.mark.parametrize("kind", STORED_ROWS)
+def test_rows_as_the_file_has_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up of blocks of 256, beside down of blocks of 32: prompts have the bits of whole experts."""
+    monkeypatch.setattr(model_files, "D", 256)
+    monkeypatch.setattr(model_files, "HEAD_DIM", 64)
+    path, rng = model(tmp_path, "Q5_0"), np.random.default_rng(6)
+    checkpoint = open_checkpoint(path)
+    for name, tensor in checkpoint._tensors.items():
+        if "gate_exps" in name or "up_exps" in name or "experts_gate" in name or "experts_up" in name:
+            data = stored_evenly(kind, 4 * FF, 256, 1 / 16, rng)
+            checkpoint._tensors[name] = RawTensor(kind, tensor.shape, data)
+    engine = EngineConfig(threads=2, context=128, kv_type="f32", prefill_chunk=TOKENS)
+    whole, exact = executors = [load(checkpoint, engine, in_experts=one) for one in (False, True)]
+    assert [ffn.layout.gate_type for ffn in exact.expert_ffns.values()] == LAYERS * [kind]
+    assert np.array_equal(logits(exact, TOKENS), logits(whole, TOKENS))
+    assert far(logits(exact, 25), logits(whole, 25)) <= 1e-5
+    for one in executors:
         one.close()
 
 

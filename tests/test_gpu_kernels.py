@@ -24,7 +24,7 @@ from powerinfer.config import THRESHOLDED, AttentionConfig, FfnConfig, LayerConf
 from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.formats.weight_types import BLOCKS
+from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
@@ -736,11 +736,15 @@ def make_bundles(
             blocks = quantize(np.ascontiguousarray(whole.T), BLOCKS[kind])
             values = np.ascontiguousarray(dequantize(blocks, BLOCKS[kind]).T)[:d_ff]
             data = np.ascontiguousarray(blocks.reshape(d_model, len(groups), -1).swapaxes(0, 1))
+        elif kind in STORED_ROWS:
+            size = float(1 / np.sqrt(d_model))
+            data = stored_evenly(kind, d_ff, d_model, size, np.random.default_rng(len(name))).reshape(d_ff, -1)
+            values = dequantize(data, kind)
         else:
             data = quantize(values, kind)
             values = dequantize(data, kind)
         cpu.pack_bundle_rows(layout, name, d_ff, data.reshape(-1), groups, 1)
-        if kind == "Q4_1" or (kind in BLOCKS and kind != "Q4_0X32"):  # on a GPU
+        if kind == "Q4_1" or kind in STORED_ROWS or (kind in BLOCKS and kind != "Q4_0X32"):  # on a GPU
             values = dequantize(quantize(values, "Q8_0"), "Q8_0")
         parts[name] = values.astype(np.float64)
     both = [floats(20 + i, d_ff) if biases else None for i in range(2)]
@@ -810,7 +814,10 @@ ROW_TYPES = [
     ("Q4_0", "Q4_0X32"),
     ("Q4_1", "Q4_1X32"),
 ]
-ROUNDED = [("Q8_0", f"{kind}X32") for kind in ("Q5_0", "Q5_1", "Q8_0", "MXFP4")]  # of down, to Q8_0
+ROUNDED = [
+    *(("Q8_0", f"{kind}X32") for kind in ("Q5_0", "Q5_1", "Q8_0", "MXFP4")),
+    *((kind, "Q8_0") for kind in STORED_ROWS),
+]  # to Q8_0
 
 
 @pytest.mark.parametrize("types", ROW_TYPES + ROUNDED)
@@ -823,7 +830,8 @@ def test_resident_neurons_hold_what_their_bundles_hold(
 
         monkeypatch.setattr(triton_bundles, "UNITS", 64)
     some = [np.array([3, 31, 32, 33, 69]), np.arange(70), np.array([], np.int64)]
-    sizes = (96, 544, 32, 128, 160, 512, 1056) if types[0][0] == "Q" else (33, 1, 64, 100)
+    sizes: tuple[int, ...] = (96, 544, 32, 128, 160, 512, 1056) if types[0] not in ("F16", "BF16") else (33, 1, 64, 100)
+    sizes = (256, 768) if types[0] in STORED_ROWS else sizes
     for d_model in sizes[:2] if kernels == "triton" else sizes:
         bundles = make_bundles(d_model, 70, types)
         for index in some[:1] if kernels == "triton" else some:

@@ -16,6 +16,7 @@ from stored_weights import stored_evenly
 
 from powerinfer import _native
 from powerinfer.formats.quant import block_type, dequantize, quantize
+from powerinfer.formats.weight_types import STORED_ROWS
 
 EPS = float(np.finfo(np.float32).eps)
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
@@ -43,7 +44,7 @@ def stored(values: np.ndarray, kind: str) -> np.ndarray:
         return values.astype(np.float16).view(np.uint8)
     if kind == "BF16":
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    if kind == "IQ4_NL":
+    if kind == "IQ4_NL" or kind in STORED_ROWS:
         return stored_evenly(kind, *values.shape, 1.0, np.random.default_rng(values.shape)).reshape(len(values), -1)
     return quantize(values, kind)
 
@@ -231,12 +232,17 @@ def check(layer: Layer, x: np.ndarray, index: np.ndarray, level: str, most: floa
 
 
 @pytest.mark.parametrize(
-    ("kind", "use"), [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(kind, "dot") for kind in DOTS_ALONE]
+    ("kind", "use"),
+    [(kind, use) for kind in TYPES for use in ("dot", "add")] + [(kind, "dot") for kind in (*DOTS_ALONE, *STORED_ROWS)],
 )
 def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
     block = block_type(kind).block
     for k in (
-        {block, 3 * block, 4 * block, 5 * block, 17 * block, 15, 33, 128} if block == 1 else (32, 96, 128, 160, 544)
+        {block, 3 * block, 4 * block, 5 * block, 17 * block, 15, 33, 128}
+        if block == 1
+        else (32, 96, 128, 160, 544)
+        if block == 32
+        else (256, 768)
     ):
         size = _native.bundle_row_bytes(kind, k)
         assert size % 64 == 0 and _native.shared_bytes(kind, k) == 0
@@ -332,11 +338,14 @@ def test_blocks_across_neurons_are_kept(kind: str) -> None:
         ("Q4_0", "Q4_0X32"),
         ("Q4_1", "Q4_1X32"),
         *((kind if kind in (*TYPES, *DOTS_ALONE) else "Q8_0", f"{kind}X32") for kind in BLOCKS[2:]),
+        *((kind, "F16") for kind in STORED_ROWS),
     ],
 )
 def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
     widths = (
-        (32, 64, 96, 128, 160, 256, 512, 544, 576, 1056)
+        (256, 768, 1280)
+        if types[0] in STORED_ROWS
+        else (32, 64, 96, 128, 160, 256, 512, 544, 576, 1056)
         if types[0] not in ("F16", "BF16")
         else (1, 3, 7, 8, 15, 16, 17, 31, 33, 64, 100, 576)
     )
@@ -434,11 +443,13 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
         ("Q4_1", "Q4_1X32"),
         ("F16", "Q5_1X32"),
         ("Q8_0", "Q8_0X32"),
+        *((kind, "F16") for kind in STORED_ROWS),
     ],
 )
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
-    layer = make_layer(160, 61, types)
-    x = tokens(32, 160)
+    k = 256 if types[0] in STORED_ROWS else 160
+    layer = make_layer(k, 61, types)
+    x = tokens(32, k)
     index = np.arange(61)
     whole = part(layer, x, index, level)
     np.testing.assert_array_equal(part(layer, x, index, level).view(np.uint32), whole.view(np.uint32))
@@ -485,10 +496,13 @@ def test_invalid_requests_are_refused() -> None:
         part(layer, tokens(33, 32), np.arange(4), "")
     with pytest.raises(ValueError, match="d_model"):
         part(layer, tokens(1, 33), np.arange(4), "")
-    with pytest.raises(ValueError, match="not Q4_K"):
-        _native.bundle_row_bytes("Q4_K", 256)
-    with pytest.raises(ValueError, match="whole blocks"):
-        _native.bundle_row_bytes("Q8_0", 40)
+    with pytest.raises(ValueError, match="not NVFP4"):
+        _native.bundle_row_bytes("NVFP4", 256)
+    for kind, k in (("Q8_0", 40), ("Q3_K", 128)):
+        with pytest.raises(ValueError, match="whole blocks"):
+            _native.bundle_row_bytes(kind, k)
+    with pytest.raises(ValueError, match="as model files have them"):
+        _native.bundle_row_order("Q3_K", "dot", 256)
     rows = stored(tokens(2, 64), "F16").reshape(-1)
     wide = (1, 32 * 128)
     for shape, pitch, at in (
@@ -497,7 +511,11 @@ def test_invalid_requests_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"row"):
             _native.pack_bundle_rows(POOL, "F16", "dot", 2, 64, rows, np.zeros(shape, np.uint8), pitch, at)
-    for kind, use, refused in (("Q4_0X32", "dot", "for 'add' alone"), ("Q4_1", "add", "for 'dot' alone")):
+    for kind, use, refused in (
+        ("Q4_0X32", "dot", "for 'add' alone"),
+        ("Q4_1", "add", "for 'dot' alone"),
+        ("IQ3_S", "add", "for 'dot' alone"),
+    ):
         with pytest.raises(ValueError, match=refused):
             rows = np.zeros(32 * 18, np.uint8)
-            _native.pack_bundle_rows(POOL, kind, use, 32, 32, rows, np.zeros((1, 8192), np.uint8), 64, 0)
+            _native.pack_bundle_rows(POOL, kind, use, 32, 256, rows, np.zeros((1, 8192), np.uint8), 64, 0)

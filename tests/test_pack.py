@@ -31,8 +31,9 @@ from powerinfer.formats.bundle_types import choose_types
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.predictor_file import open_predictor, write_predictor
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, PreparedFile
-from powerinfer.formats.quant import block_type, dequantize, quantize
-from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, NATIVE_TYPES, ROW_TYPES
+from powerinfer.formats.quant import SHORT_BLOCKS, block_type, dequantize, quantize
+from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, NATIVE_TYPES, ROW_TYPES, STORED_ROWS
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Predictor
 from powerinfer.prepare import packing
@@ -76,12 +77,26 @@ def expected(model: Checkpoint, matrix: str, layer: int, row_type: str) -> tuple
     values = tensor.float32() if by_neuron else np.ascontiguousarray(tensor.float32().T)
     if row_type in BLOCKS:
         stored = BLOCKS[row_type]
-        if tensor.type == stored and not by_neuron:
-            return values, values
+        if not by_neuron and SHORT_BLOCKS.get(tensor.type, tensor.type) == stored:
+            return (shortened(tensor) if tensor.type == "IQ4_XS" else values), values
         return dequantize(quantize(np.ascontiguousarray(values.T), stored), stored).T, values
     exact = tensor.type == row_type and (by_neuron or tensor.type in ("F16", "BF16"))
     exact = exact or (by_neuron and (tensor.type, row_type) in (("Q4_0", "Q8_0"), ("Q5_0", "Q8_0")))
     return (values if exact else dequantize(quantize(values, row_type), row_type)), values
+
+
+def shortened(tensor: RawTensor) -> np.ndarray:
+    """Values of IQ4_XS [d_model, neurons], transposed, with the scales of each 32 neurons as float16."""
+    blocks = tensor.rows().reshape(tensor.shape[0], -1, block_type("IQ4_XS").nbytes)
+    d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+    high, low = blocks[..., 2:4].copy().view(np.uint16), np.repeat(blocks[..., 4:8], 2, axis=-1)
+    number = np.arange(8)
+    scales = d * ((low >> 4 * (number % 2) & 15 | (high >> 2 * number & 3) << 4).astype(np.float32) - 32)
+    values = tensor.float32().reshape(*scales.shape, 32)
+    codes = np.rint(values / np.where(scales == 0, 1, scales)[..., None])
+    return np.ascontiguousarray(
+        (codes * scales.astype(np.float16).astype(np.float32)[..., None]).reshape(tensor.shape).T
+    )
 
 
 def check(model: Checkpoint, made: packing.Packed) -> None:
@@ -117,7 +132,10 @@ def check(model: Checkpoint, made: packing.Packed) -> None:
         ("F16", (None, "Q4_0X32"), ("F16", "Q4_0X32")),
         ("Q4_0", ("Q4_1", "Q4_1X32"), ("Q4_1", "Q4_1X32")),
         ("Q4_0", (None, "Q8_0"), ("Q4_0", "Q8_0")),
-        *((source, (None, None), ("Q8_0", "Q8_0")) for source in ("Q4_K", "Q5_K", "Q6_K")),
+        *((source, (None, None), (source, "Q8_0")) for source in STORED_ROWS if source not in SHORT_BLOCKS),
+        *((source, (None, None), (source, f"{down}X32")) for source, down in SHORT_BLOCKS.items()),
+        ("NVFP4", (None, None), ("Q8_0", "Q8_0")),
+        ({"gate": "Q3_K", "up": "Q2_K", "down": "Q3_K"}, (None, None), ("Q8_0", "Q8_0")),
         *((source, (None, None), ("Q8_0", f"{source}X32")) for source in ("Q5_0", "Q5_1", "IQ4_NL")),
         ("F16", ("Q4_0", None), ("Q4_0", "Q8_0")),
         ("F16", ("BF16", None), ("BF16", "BF16")),
@@ -196,7 +214,12 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
     floats = {"F16", "BF16"}
     lossless = {
         matrix: source in {*floats, "Q4_0", "Q4_1"}
-        or source in (("Q5_0", "Q5_1", "IQ4_NL", "MXFP4") if matrix == "down" else ("Q8_0", "Q5_0"))
+        or source
+        in (
+            ("Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "TQ1_0", "TQ2_0")
+            if matrix == "down"
+            else ("Q8_0", "Q5_0", *STORED_ROWS)
+        )
         for matrix in made.error
     }
     assert {matrix: error == 0 for matrix, error in made.error.items()} == lossless

@@ -146,9 +146,13 @@ int kind_of(const std::string& name) {
   return name == "dot" ? PI_DOT : PI_ADD;
 }
 
-void check_row(int type, int kind, int64_t k) {
-  require(k > 0 && k < (int64_t)1 << 30 && (pi_block(type) == 1 || k % 32 == 0),
+void check_blocks(int type, int64_t k) {
+  require(k > 0 && k < (int64_t)1 << 30 && k % (pi_across(type) >= 0 ? PI_GROUP : pi_block(type)) == 0,
           "a quantised row must hold whole blocks");
+}
+
+void check_row(int type, int kind, int64_t k) {
+  check_blocks(type, k);
   require(pi_row_type(type, kind),
           std::string(pi_facts(type).name) + (kind == PI_ADD ? " is for 'dot' alone" : "X32 is for 'add' alone"));
 }
@@ -218,6 +222,7 @@ nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> row_order_of(const std::string& typ
                                                           int64_t k) {
   const int type = row_type(type_name), kind = kind_of(kind_name);
   check_row(type, kind, k);
+  require(!pi_as_stored(type), "rows of this type lie as model files have them");
   auto order = std::make_unique<int32_t[]>((size_t)k);
   bundle_row_order(type, kind, k, order.get());
   nb::capsule owner(order.get(), [](void* p) noexcept { delete[] (int32_t*)p; });
@@ -537,7 +542,7 @@ void bind_bundle_rows(nb::module_& m) {
       "bundle_row_bytes",
       [](const std::string& type, int64_t k) {
         const int t = row_type(type);
-        require(k > 0 && (pi_block(t) == 1 || k % 32 == 0), "a quantised row must hold whole blocks");
+        check_blocks(t, k);
         return pi_row_bytes(t, k);
       },
       "type"_a, "k"_a, "Bytes of one row of a bundle.");

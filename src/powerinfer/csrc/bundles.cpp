@@ -96,7 +96,7 @@ void put_multiplied(int type, int64_t k, const uint8_t* src, uint8_t* row) {
   }
 }
 
-bool wants_lanes(int type) { return pi_block(type) > 1 && pi_row_type(type, PI_DOT); }
+bool wants_lanes(int type) { return pi_block(type) > 1 && !pi_as_stored(type) && pi_row_type(type, PI_DOT); }
 
 // A block in progress: `n` neurons are left of it, as a table of all tokens or, where few of its cells count, as
 // `count` pairs.
@@ -414,7 +414,7 @@ void pack_bundle_rows(int type, int kind, int64_t rows, int64_t k, const uint8_t
   for (int64_t r = 0; r < PI_GROUP; r++) memset(group + r * pitch + at, 0, (size_t)pi_row_bytes(type, k));
   for (int64_t r = 0; r < rows; r++, src += bytes) {
     uint8_t* row = group + r * pitch + at;
-    if (type == PI_F16 || type == PI_BF16) {
+    if (type == PI_F16 || type == PI_BF16 || pi_as_stored(type)) {
       memcpy(row, src, (size_t)bytes);
       continue;
     }
@@ -438,7 +438,7 @@ void unpack_bundle_row(int kind, const PiRows& rows, int64_t i, float* out) {
   const int type = rows.type;
   const int64_t k = rows.k, codes = pi_row_codes(type, k);
   const uint8_t* row = pi_row(&rows, (int32_t)i);
-  if (type == PI_F16 || type == PI_BF16) return unpack_row(type, row, k, out);
+  if (type == PI_F16 || type == PI_BF16 || pi_as_stored(type)) return unpack_row(type, row, k, out);
   const PiTypeFacts& t = pi_facts(type);
   const bool across = pi_across(type) >= 0;
   const uint8_t* const scales = across ? pi_shared(&rows, (int32_t)i) : row + codes;

@@ -305,6 +305,10 @@ void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const in
   }
 }
 
+void pack_panel_of(int type, const uint8_t* const (&rows)[PI_LANES], int64_t k, uint8_t* dst) {
+  pack_panel(type, rows, k, dst, nullptr);
+}
+
 void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
   const PiTypeFacts& t = pi_facts(type);
   if (type == PI_F32) {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "panels.h"
+
 int repacked_type(int row_type) {
   if (pi_across(row_type) >= 0) return pi_panels_across(row_type);
   return pi_row_type(row_type, PI_DOT) ? row_type : -1;
@@ -66,6 +68,10 @@ void panels_of_neurons(const PiRows& rows, int64_t first, int panels, uint8_t* o
   for (int64_t p = 0; p < panels; p++, out += size) {
     const uint8_t* src[PI_LANES];
     for (int r = 0; r < PI_LANES; r++) src[r] = pi_row(&rows, (int32_t)(first + p * PI_LANES + r));
+    if (pi_as_stored(rows.type)) {
+      pack_panel_of(rows.type, src, k, out);
+      continue;
+    }
     if (!floats) {
       spread(rows.type, src, k, out);
       continue;

@@ -197,6 +197,7 @@ struct PiAttention {
 //   Q5_0, Q5_1, IQ4_NL  dot only: as Q4_0 and Q4_1; behind the codes of 4 bits of all k, per 512 k 64 bytes with the fifth
 //              bits: bit v of byte j of word l is of element 4 v + j of block l. Of 1, 2, 4 or 8 blocks at the end, bit w of
 //              word l is that of the low code in word 16 w + l, bit 4 + w that of the high one
+//   those with blocks of 256  dot only: as model files have them
 //   ..X32      add only: blocks across the group's neurons, as model files have them. Codes of 4 bits per 128 k as 64
 //              bytes: byte 16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l
 //              (l < 16). Q5_0X32, Q5_1X32: behind these, per 512 k, bit b of that byte is bit 4 of element
@@ -238,7 +239,11 @@ static constexpr int pi_panels_across(int type) {
   return t.d >= 0 && t.m < 0 ? PI_Q8_0 : type % PI_N_TYPES;
 }
 
+// Whether rows of single neurons lie as model files have them: those of long blocks.
+static constexpr int pi_as_stored(int type) { return PI_TYPES[type % PI_N_TYPES].block > PI_GROUP; }
+
 static inline int64_t pi_row_codes(int type, int64_t k) {
+  if (pi_as_stored(type)) return pi_round_up(k / pi_facts(type).block * pi_facts(type).bytes, 64);
   if (pi_facts(type).values == PI_VALUES_FLOATS) return pi_round_up(pi_facts(type).bytes * k, 64);
   if (pi_bits(type) == 8) return pi_round_up(k, pi_across(type) >= 0 ? 128 : 64);
   return pi_round_up(k, 128) / 2 + (pi_bits(type) == 5 ? pi_round_up(k, 512) / 8 : 0);
@@ -249,7 +254,7 @@ static inline int64_t pi_row_scales(int64_t k) { return pi_round_up(k / 32, 16) 
 
 // Bytes of the row of one neuron.
 static inline int64_t pi_row_bytes(int type, int64_t k) {
-  const int scales = pi_across(type) >= 0 ? 0 : pi_halves(type);
+  const int scales = pi_across(type) >= 0 || pi_as_stored(type) ? 0 : pi_halves(type);
   return pi_round_up(pi_row_codes(type, k) + scales * pi_row_scales(k), 64);
 }
 

@@ -30,27 +30,27 @@
   X(Q4_1, 3, 32, 20, 4, 16, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)       \
   X(Q5_0, 6, 32, 22, 2, 20, 2, 0, -1, 16, WHOLE, Q8, DOT_X32, Q8_0)    \
   X(Q5_1, 7, 32, 24, 4, 20, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)
-#define PI_K_TYPES(X)                                                   \
-  X(Q4_K, 12, 256, 144, 16, 128, 20, 0, 2, 0, WHOLE, Q8, NONE, Q4_K)    \
-  X(Q5_K, 13, 256, 176, 16, 160, 20, 0, 2, 0, WHOLE, Q8, NONE, Q5_K)    \
-  X(Q6_K, 14, 256, 210, 0, 192, 18, 208, -1, 32, WHOLE, Q8, NONE, Q6_K) \
-  X(Q3_K, 11, 256, 110, 0, 96, 18, 108, -1, 4, WHOLE, Q8, NONE, Q3_K)   \
-  X(Q2_K, 10, 256, 84, 16, 64, 20, 80, 82, 0, WHOLE, Q8, NONE, Q2_K)    \
-  X(TQ2_0, 35, 256, 66, 0, 64, 2, 64, -1, 1, WHOLE, Q8, NONE, TQ2_0)    \
-  X(TQ1_0, 34, 256, 54, 0, 52, 2, 52, -1, 1, WHOLE, Q8, NONE, TQ1_0)
-#define PI_IQ_TYPES(X)                                                 \
-  X(IQ4_NL, 20, 32, 18, 2, 16, 2, 0, -1, 0, IQ4, Q8, DOT_X32, Q8_0)    \
-  X(IQ4_XS, 23, 256, 136, 8, 128, 10, 0, -1, 0, IQ4, Q8, NONE, IQ4_XS) \
-  X(MXFP4, 39, 32, 17, 1, 16, 1, -1, -1, 0, E2M1, Q8, X32, MXFP4)      \
+#define PI_K_TYPES(X)                                                  \
+  X(Q4_K, 12, 256, 144, 16, 128, 20, 0, 2, 0, WHOLE, Q8, DOT, Q4_K)    \
+  X(Q5_K, 13, 256, 176, 16, 160, 20, 0, 2, 0, WHOLE, Q8, DOT, Q5_K)    \
+  X(Q6_K, 14, 256, 210, 0, 192, 18, 208, -1, 32, WHOLE, Q8, DOT, Q6_K) \
+  X(Q3_K, 11, 256, 110, 0, 96, 18, 108, -1, 4, WHOLE, Q8, DOT, Q3_K)   \
+  X(Q2_K, 10, 256, 84, 16, 64, 20, 80, 82, 0, WHOLE, Q8, DOT, Q2_K)    \
+  X(TQ2_0, 35, 256, 66, 0, 64, 2, 64, -1, 1, WHOLE, Q8, DOT, TQ2_0)    \
+  X(TQ1_0, 34, 256, 54, 0, 52, 2, 52, -1, 1, WHOLE, Q8, DOT, TQ1_0)
+#define PI_IQ_TYPES(X)                                                \
+  X(IQ4_NL, 20, 32, 18, 2, 16, 2, 0, -1, 0, IQ4, Q8, DOT_X32, Q8_0)   \
+  X(IQ4_XS, 23, 256, 136, 8, 128, 10, 0, -1, 0, IQ4, Q8, DOT, IQ4_XS) \
+  X(MXFP4, 39, 32, 17, 1, 16, 1, -1, -1, 0, E2M1, Q8, X32, MXFP4)     \
   X(NVFP4, 40, 64, 36, 4, 32, 4, -1, -1, 0, E2M1, Q8, NONE, NVFP4)
-#define PI_GRID_TYPES(X)                                                \
-  X(IQ3_S, 21, 256, 110, 2, 104, 6, 0, -1, 15, GRID, Q8, NONE, IQ3_S)   \
-  X(IQ3_XXS, 18, 256, 98, 2, 96, 6, 0, -1, 31, GRID, Q8, NONE, IQ3_XXS) \
-  X(IQ2_XS, 17, 256, 74, 2, 68, 10, 0, -1, 43, GRID, Q8, NONE, IQ2_XS)  \
-  X(IQ2_S, 22, 256, 82, 2, 72, 10, 0, -1, 43, GRID, Q8, NONE, IQ2_S)    \
-  X(IQ2_XXS, 16, 256, 66, 2, 64, 6, 0, -1, 43, GRID, Q8, NONE, IQ2_XXS) \
-  X(IQ1_S, 19, 256, 50, 2, 44, 6, 0, -1, 1, GRID, Q8, NONE, IQ1_S)      \
-  X(IQ1_M, 29, 256, 56, 0, 48, 10, -1, -1, 9, GRID, Q8, NONE, IQ1_M)
+#define PI_GRID_TYPES(X)                                               \
+  X(IQ3_S, 21, 256, 110, 2, 104, 6, 0, -1, 15, GRID, Q8, DOT, IQ3_S)   \
+  X(IQ3_XXS, 18, 256, 98, 2, 96, 6, 0, -1, 31, GRID, Q8, DOT, IQ3_XXS) \
+  X(IQ2_XS, 17, 256, 74, 2, 68, 10, 0, -1, 43, GRID, Q8, DOT, IQ2_XS)  \
+  X(IQ2_S, 22, 256, 82, 2, 72, 10, 0, -1, 43, GRID, Q8, DOT, IQ2_S)    \
+  X(IQ2_XXS, 16, 256, 66, 2, 64, 6, 0, -1, 43, GRID, Q8, DOT, IQ2_XXS) \
+  X(IQ1_S, 19, 256, 50, 2, 44, 6, 0, -1, 1, GRID, Q8, DOT, IQ1_S)      \
+  X(IQ1_M, 29, 256, 56, 0, 48, 10, -1, -1, 9, GRID, Q8, DOT, IQ1_M)
 #define PI_QUANTISED_TYPES(X) PI_Q_TYPES(X) PI_K_TYPES(X) PI_IQ_TYPES(X) PI_GRID_TYPES(X)
 #define POWERINFER_TYPES(X) PI_FLOAT_TYPES(X) PI_QUANTISED_TYPES(X)
 

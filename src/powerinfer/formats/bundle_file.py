@@ -1,8 +1,9 @@
 """Bundles on disk: gate, up and down of one neuron side by side; a layer is `layers.N.neurons` U8 [groups, bytes].
 
-A bundle is rows of gate, up and down, each in one of `ROW_TYPES`, its bytes in an order private to the native module,
-padded to whole cache lines. 32 bundles form a group, the last one of a layer padded with zeros. Down is in one of
-`DOWN_TYPES`; the scales of those `ACROSS` follow each group. Biases stay in the model's own files.
+A bundle is rows of gate, up and down, each padded to whole cache lines, its bytes in an order private to the native
+module. Gate and up are in one of `ROW_TYPES` or `STORED_ROWS`, down in one of `DOWN_TYPES`. 32 bundles form a group,
+the last one of a layer padded with zeros; the scales of types `ACROSS` follow each group. Biases stay in the model's
+own files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.prepared import BUNDLES, LINE, PreparedFile
 from powerinfer.formats.quant import Bytes, block_type
-from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, ROW_TYPES
+from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, ROW_TYPES, STORED_ROWS
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 
 RowBytes = Callable[[str, int], tuple[int, int]]
@@ -117,7 +118,7 @@ def can_hold(config: ModelConfig, matrix: str, type_name: str) -> bool:
     if type_name in BLOCKS:
         return matrix == "down" and not any(size % BUNDLE_GROUP for size in (*config.ffn_sizes, config.d_model))
     return (
-        type_name in (DOWN_TYPES if matrix == "down" else ROW_TYPES)
+        type_name in (DOWN_TYPES if matrix == "down" else (*ROW_TYPES, *STORED_ROWS))
         and config.d_model % block_type(type_name).block == 0
     )
 

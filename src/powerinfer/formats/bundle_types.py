@@ -9,8 +9,8 @@ from powerinfer.config import LayerConfig, ModelConfig
 from powerinfer.errors import RequestError
 from powerinfer.formats.bundle_file import can_hold
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
+from powerinfer.formats.quant import SHORT_BLOCKS, block_type
+from powerinfer.formats.weight_types import BLOCKS, DOWN_TYPES, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES, STORED_ROWS
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class RowTypes:
 def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type: str | None = None) -> RowTypes:
     """The types of a model's rows: those asked for (of `ROW_TYPES`), else those that lose least.
 
-    F16, BF16, Q8_0, Q4_0 and Q4_1 are kept, F32 becomes F16, any other quantised type Q8_0. Quantised down becomes
-    Q8_0, unless the file stores it neuron by neuron already, or its blocks can be kept (`PACKED_DOWN`), layer by layer;
+    F16, BF16, Q8_0, Q4_0, Q4_1 and `STORED_ROWS` are kept, F32 becomes F16, any other quantised type Q8_0. Quantised
+    down becomes Q8_0, unless the file stores it neuron by neuron already, or its blocks or codes can be kept
+    (`PACKED_DOWN`, `SHORT_BLOCKS`), layer by layer;
     down of floats is kept, or follows the requested type (gate_type, --quantize): Q8_0 if that is a quantised type.
     Rows that are not whole blocks become F16. RequestError for a type that is not possible.
     """
@@ -41,7 +42,7 @@ def choose_types(checkpoint: Checkpoint, gate_type: str | None = None, down_type
             _check_type(checkpoint.config, matrix, name, allowed)
     rows = gate_and_up(checkpoint.config.layers)
     gates = {checkpoint.taken_type(name) for matrix in rows for name in tensor_names(checkpoint, matrix)}
-    gate = gate_type or _nearest(gates, checkpoint.config.d_model, ROW_TYPES)
+    gate = gate_type or _nearest(gates, checkpoint.config.d_model, (*ROW_TYPES, *STORED_ROWS))
     requested = gate if gate_type is not None or checkpoint.quantize is not None else None
     stored = {layer: tensor_name(checkpoint, "down", layer) for layer in checkpoint.config.neurons}
     downs = _types_of_down(checkpoint, stored, requested) if down_type is None else dict.fromkeys(stored, down_type)
@@ -72,7 +73,11 @@ def _types_of_down(checkpoint: Checkpoint, stored: Mapping[int, str], requested:
     """The types of down that lose least, by layer. stored: its tensors; requested: the type of gate and up, if it is
     not the file's."""
     kinds = {layer: checkpoint.taken_type(name) for layer, name in stored.items()}
-    across = {layer: PACKED_DOWN.get(kind, "") for layer, kind in kinds.items() if not by_neuron(stored[layer])}
+    across = {
+        layer: PACKED_DOWN.get(SHORT_BLOCKS.get(kind, kind), "")
+        for layer, kind in kinds.items()
+        if not by_neuron(stored[layer])
+    }
     blocks = {layer: kind for layer, kind in across.items() if kind and can_hold(checkpoint.config, "down", kind)}
     requantised = {kind for layer, kind in kinds.items() if layer not in blocks}
     by_neurons = all(by_neuron(name) for layer, name in stored.items() if layer not in blocks)

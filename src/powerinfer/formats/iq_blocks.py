@@ -18,7 +18,7 @@ Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 
 MOVED_BY = np.float32(0.125)
-"""By how much IQ1 moves its grid up or down."""
+"""The distance by which IQ1 moves its grid up or down."""
 
 
 def _half(blocks: Bytes, start: int = 0) -> Float32:

@@ -413,6 +413,25 @@ def as_q8_0(data: Bytes, type_name: str) -> Bytes:
     return np.concatenate([scales, codes], axis=1).reshape(len(data), -1)
 
 
+SHORT_BLOCKS = {"TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "IQ4_XS": "IQ4_NL"}
+"""Types of blocks of 256 whose codes blocks of 32 of another type hold."""
+
+
+def as_short_blocks(data: Bytes, type_name: str) -> Bytes:
+    """Rows of a type of `SHORT_BLOCKS`, uint8 [rows, row_bytes], with the same codes in blocks of 32: exactly, but for
+    IQ4_XS, whose scales are rounded to float16. ModelError for a scale that is none."""
+    blocks = data.reshape(-1, block_type(type_name).nbytes).copy()
+    if type_name == "IQ4_XS":
+        codes = blocks[:, 8:].reshape(-1, 16).copy()
+        blocks[:, 8:] = 0x88  # entries of 1
+        scales = _halves(dequantize(blocks, type_name).reshape(-1, 32)[:, :1])
+        return np.concatenate([scales, codes], axis=1).reshape(len(data), -1)
+    halves = np.repeat(blocks[:, -2:].copy().view("<f2"), 8, axis=1)
+    blocks[:, -2:] = np.array([1], "<f2").view(np.uint8)
+    numbers = dequantize(blocks, type_name).astype(np.int8)
+    return pack_numbers(numbers, halves, SHORT_BLOCKS[type_name]).reshape(len(data), -1)
+
+
 _E2M1_CODES = np.array([1, 2, 3, 4, 6, 8, 12], np.float64)
 
 

@@ -27,8 +27,11 @@ FLOAT_TYPES = frozenset(kind.name for kind in _NATIVE if kind.floats)
 DOT_TYPES = tuple(kind.name for kind in _NATIVE if kind.dots)
 """The types of rows of neurons that are multiplied with activations: of gate and up."""
 
-ROW_TYPES = tuple(name for name in DOT_TYPES if name not in ("Q5_0", "Q5_1", "IQ4_NL"))
-"""Types of rows of gate and up of bundles in files, which GPUs take as well."""
+STORED_ROWS = tuple(kind.name for kind in _NATIVE if kind.dots and kind.block > 32)
+"""Types of long blocks, whose rows lie as model files have them: `pack` makes none of another type."""
+
+ROW_TYPES = tuple(name for name in DOT_TYPES if name not in ("Q5_0", "Q5_1", "IQ4_NL", *STORED_ROWS))
+"""Types of which `pack` makes rows of gate and up of bundles in files; these may have `STORED_ROWS` as well."""
 
 ACROSS = {kind.name: f"{kind.name}X32" for kind in _NATIVE if kind.across}
 """Types of down as files of these types have it: each block across the 32 neurons of a group, whose rows share their

@@ -20,7 +20,7 @@ from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json, read_limited
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.prepared import write_small
-from powerinfer.formats.weight_types import GPU_TYPES, NATIVE_TYPES
+from powerinfer.formats.weight_types import GPU_TYPES, NATIVE_TYPES, STORED_ROWS
 
 FORMAT = 1
 KIND = "hardware"
@@ -30,7 +30,7 @@ OTHER = "other"
 RATED_ROWS = ("F16", "BF16", "Q8_0", "Q4_0")
 """Types of gate and up in bundles whose rates are measured."""
 
-_RATED_AS = {"Q4_1": "Q4_0"}  # rows of other types, as those that are read alike
+_RATED_AS = dict.fromkeys(("Q4_1", *STORED_ROWS), "Q4_0")  # rows of other types, as those that are read alike
 
 
 @dataclass(frozen=True)

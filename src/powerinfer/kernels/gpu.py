@@ -23,7 +23,7 @@ from powerinfer.formats.bundle_memory import cuts, gather, some_bytes, whole
 from powerinfer.formats.prepared import LINE
 from powerinfer.formats.quant import ALMOST_HALF, Bytes, Float32, as_q8_0, block_type
 from powerinfer.formats.tensors import RawTensor, convert
-from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES, WEIGHT_TYPES
+from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES, STORED_ROWS, WEIGHT_TYPES
 from powerinfer.formats.weight_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels import gpu_words
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
@@ -108,8 +108,9 @@ def gpu_type(type_name: str, k: int = 32) -> str:
 
 
 def neuron_type(type_name: str, k: int) -> str:
-    """The same of the rows of bundles: `gpu_type`, but Q4_0X32 stays, and others across neurons become Q8_0."""
-    if type_name in BLOCKS:
+    """The same of the rows of bundles: `gpu_type`, but Q4_0X32 stays; others across neurons, and those of long blocks,
+    become Q8_0."""
+    if type_name in BLOCKS or type_name in STORED_ROWS:
         return type_name if type_name == "Q4_0X32" else "Q8_0"
     return gpu_type(type_name, k)
 
@@ -720,14 +721,17 @@ def unpack(
 
     rows: uint8 [bytes], a multiple of a line's; at: int32 [n], the line at which each bundle begins; shared: int32 [g],
     the line at which the scales of each group begin; groups: int32 [n], which of these is a neuron's, None: not needed.
-    They become the rows of `neurons` from `row` on, and its shared scales from `group` on. Those of Q4_1, and
-    those across neurons but of Q4_0, are rounded to Q8_0.
+    They become the rows of `neurons` from `row` on, and its shared scales from `group` on. Those of Q4_1 and of long
+    blocks, and those across neurons but of Q4_0, are rounded to Q8_0.
     """
     matrices = [(neurons.up, "dot", layout.gate_type, layout.up_at)]
     matrices.append((neurons.down, "add", layout.down_type, layout.down_at))
     if neurons.gate is not None:
         matrices.append((neurons.gate, "dot", layout.gate_type, layout.gate_at))
     for weight, use, kind, offset in matrices:
+        if kind in STORED_ROWS:
+            _unpack_stored(kind, rows, at, offset, weight, row)
+            continue
         if kind == "Q4_1" or (kind in BLOCKS and kind != "Q4_0X32"):
             _unpack_rounded(kind, rows, at, offset, groups, shared, weight, row)
             continue
@@ -739,6 +743,17 @@ def unpack(
             _take(rows, at, offset + code_bytes(weight.type, weight.k), scales, 2)
     if neurons.shared is not None:
         _take(rows, shared, 0, neurons.shared[group : group + len(shared)], 2)
+
+
+def _unpack_stored(kind: str, rows: Tensor, at: Tensor, offset: int, weight: Weight, row: int) -> None:
+    """Rows of long blocks, as in `_unpack_rounded`."""
+    import torch
+
+    size = block_type(kind).row_bytes(weight.k)
+    for begin, end in pieces(len(at), weight.k, _SLAB):
+        raw = torch.empty((end - begin, size), dtype=torch.int8, device=rows.device)
+        _take(rows, at[begin:end], offset, raw, 2)
+        _to_q8_0(values(stored(kind, end - begin, weight.k, raw.view(torch.uint8))), weight, row + begin)
 
 
 def _unpack_rounded(

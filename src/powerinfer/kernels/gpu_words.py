@@ -122,7 +122,8 @@ def _words(packed: Tensor, nbytes: int) -> Tensor:
     """Numbers of two or four bytes, int64 [n, numbers]."""
     import torch
 
-    return packed.contiguous().view(torch.int16 if nbytes == 2 else torch.int32).long() & (1 << 8 * nbytes) - 1
+    packed = packed.clone(memory_format=torch.contiguous_format)  # a part of one block may begin between words
+    return packed.view(torch.int16 if nbytes == 2 else torch.int32).long() & (1 << 8 * nbytes) - 1
 
 
 def _even(seven: Tensor) -> Tensor:

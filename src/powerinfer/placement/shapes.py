@@ -38,7 +38,7 @@ from powerinfer.formats.json_file import checked, of_kind, parse_json
 from powerinfer.formats.layout import check, is_matrix, is_router, matrix_names, shapes
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
-from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES
+from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES, STORED_ROWS
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.kernels.gpu_types import BY_NEURON
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
@@ -548,7 +548,7 @@ def described_model(
     _check_size(config)
     stored = stored_types(config, dtype)
     gate = DTYPES[dtype]
-    gate = gate if gate in ROW_TYPES else "Q8_0"
+    gate = gate if gate in ROW_TYPES or gate in STORED_ROWS else "Q8_0"
     gate = gate if config.d_model % block_type(gate).block == 0 else "F16"
     down = gate if gate in FLOAT_TYPES else "Q8_0"
     if gate in PACKED_DOWN and not any(size % BUNDLE_GROUP for size in config.ffn_sizes):

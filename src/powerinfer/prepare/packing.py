@@ -22,7 +22,16 @@ from powerinfer.formats.bundle_file import BundleFile, bundle_layouts, n_groups,
 from powerinfer.formats.bundle_memory import by_group, transposed
 from powerinfer.formats.bundle_types import RowTypes, by_neuron, gate_and_up, tensor_name
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.formats.quant import Bytes, Float32, as_q8_0, block_type, dequantize, quantize
+from powerinfer.formats.quant import (
+    SHORT_BLOCKS,
+    Bytes,
+    Float32,
+    as_q8_0,
+    as_short_blocks,
+    block_type,
+    dequantize,
+    quantize,
+)
 from powerinfer.formats.tensors import convert
 from powerinfer.formats.weight_types import ACROSS, BLOCKS, FLOAT_TYPES
 from powerinfer.kernels import cpu
@@ -165,7 +174,18 @@ class _Source:
             return transposed(np.ascontiguousarray(columns).view(np.uint16)).view(np.uint8), np.zeros(2)
         if self._into.type == ACROSS.get(self._type):
             return by_group(columns, kind.nbytes), np.zeros(2)
+        if self._type in SHORT_BLOCKS and self._into.type == ACROSS[SHORT_BLOCKS[self._type]]:
+            return self._shortened(columns, SHORT_BLOCKS[self._type])
         return self._encoded(transposed(dequantize(columns, self._type)))
+
+    def _shortened(self, columns: Bytes, target: str) -> tuple[Bytes, Squares]:
+        """Columns, uint8 [d_model, bytes of their blocks], in blocks of 32 of the type `target`, and the error."""
+        try:
+            data = as_short_blocks(columns, self._type)
+        except ModelError as error:
+            raise ModelError(f"{self._place}: {error}") from None
+        squares = _squares(dequantize(data, target), dequantize(columns, self._type))
+        return by_group(data, block_type(target).nbytes), squares
 
     def _from_rows(self, stored: Bytes) -> tuple[Bytes, Squares]:
         if self._type == self._into.type:
@@ -189,6 +209,9 @@ class _Source:
             flag = "--down-type" if self._into.name == "down" else "--type"
             hint = f"; `{flag} bf16` holds larger ones" if target == "F16" else ""
             raise ModelError(f"{self._place} has a weight that {target} cannot hold{hint}")
-        wrong = np.square(back - values, dtype=np.float64).sum()
-        squares = np.array([wrong, np.square(values, dtype=np.float64).sum()])
-        return (by_group(data, block_type(target).nbytes) if across else data), squares
+        return (by_group(data, block_type(target).nbytes) if across else data), _squares(back, values)
+
+
+def _squares(new: Float32, values: Float32) -> Squares:
+    wrong = np.square(new - values, dtype=np.float64).sum()
+    return np.array([wrong, np.square(values, dtype=np.float64).sum()])
