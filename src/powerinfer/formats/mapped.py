@@ -133,4 +133,5 @@ def is_mapped(part: NDArray[np.uint8]) -> bool:
     """Whether an array is a view of a mapped file, whose pages come back on access."""
     while isinstance(part.base, np.ndarray):
         part = part.base
-    return isinstance(part.base, memoryview) and isinstance(part.base.obj, mmap.mmap) and not part.flags.writeable
+    base: object = part.base
+    return isinstance(base, memoryview) and isinstance(base.obj, mmap.mmap) and not part.flags.writeable
