@@ -37,14 +37,15 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
   m->arena = std::move(arena);
   nb::gil_scoped_release release;
   const int64_t panel = PI_LANES * stored_row_bytes(type, k);
-  const bool given = mapped && !map;  // rows in their order
-  const int64_t at_once = given ? std::max((int64_t)1, GIVEN_BACK / panel) : m->panels;
+  const bool gives_back = mapped && !map;  // rows in their order
+  const int64_t at_once = gives_back ? std::max((int64_t)1, GIVEN_BACK / panel) : m->panels;
   pool.run([&](int thread) {
     const Columns mine(*m, pool, thread);
     for (int64_t p = mine.p0, end; p < mine.p1; p = end) {
       end = std::min(p + at_once, mine.p1);
       pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, p, end, 0, of_rows);
-      if (given) give_back((void*)(data.data() + p * panel), std::min((int64_t)data.shape(0), end * panel) - p * panel);
+      if (gives_back)
+        give_back((void*)(data.data() + p * panel), std::min((int64_t)data.shape(0), end * panel) - p * panel);
     }
   });
   return m;
