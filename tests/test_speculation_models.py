@@ -14,7 +14,7 @@ from model_files import conv_gguf, delta_gguf, mamba_gguf
 from toy_model import ToyTokenizer, idle
 
 from powerinfer.config import EngineConfig
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu import CpuExecutor, Drafting
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.models import load
 from powerinfer.runtime.draft_model import DraftModel as SmallerModel
@@ -175,7 +175,7 @@ def test_a_smaller_model_shares_the_threads(tmp_path: Path) -> None:
     engine = EngineConfig(threads=2, context=128, max_batch=3, speculate="off")
     expected = llm_of(load(open_checkpoint(path), engine), engine).generate(prompts(96), PARAMS)
     executor = load(open_checkpoint(path), engine)
-    small = load(open_checkpoint(path), engine, pool=executor.pool)
+    small = load(open_checkpoint(path), engine, drafting=Drafting(pool=executor.pool))
     llm = llm_of(executor, engine, SmallerModel(small, executor.vocab_size))
     for one, before in zip(llm.generate(prompts(96), PARAMS), expected, strict=True):
         assert one.token_ids == before.token_ids

@@ -14,7 +14,7 @@ from speculation import LENGTH, PREFIX, UNDO, Sequence, Work, batch_of, one_by_o
 
 from powerinfer import _native
 from powerinfer.config import EngineConfig
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu import CpuExecutor, Drafting
 from powerinfer.devices.states import state_bytes
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.models import load
@@ -36,7 +36,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def speculating(path: Path, undo_tokens: int = UNDO) -> CpuExecutor:
     engine = EngineConfig(threads=2, context=128, max_batch=7)
-    return load(open_checkpoint(path), engine, undo_tokens=undo_tokens)
+    return load(open_checkpoint(path), engine, drafting=Drafting(undo_tokens))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -169,7 +169,7 @@ def test_inputs_take_memory_only_where_they_are_wanted(path: Path) -> None:
 def test_too_many_tokens_to_be_undone() -> None:
     for undo_tokens in (-1, 17):
         with pytest.raises(ValueError, match="at most 16 tokens"):
-            _native.States([(3, 0, 0, 3, 16, False)], 2, undo_tokens)
+            _native.States([(3, 0, 0, 3, 16, False, False)], 2, undo_tokens)
 
 
 def test_nothing_is_replayed_where_nothing_is_kept(path: Path) -> None:

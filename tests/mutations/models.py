@@ -34,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "`exact` is the dense answer within rounding, `predicted` the dense answer without the same neurons",
         "src/powerinfer/models/ffn.py",
-        'own_vectors = ("gate_bias", "up_bias", "down_bias", "threshold", "product_threshold")',
-        'own_vectors = ("gate_bias", "down_bias", "up_bias", "threshold", "product_threshold")',
+        'own_vectors = ("gate_bias", "up_bias", "down_bias", "threshold", "product_threshold", "inner_norm")',
+        'own_vectors = ("gate_bias", "down_bias", "up_bias", "threshold", "product_threshold", "inner_norm")',
         "tests/test_sparse.py -k 'exact_is_the_dense_answer and opt'",
     ),
     Mutation(

@@ -213,6 +213,19 @@ class ExpertSum:
             _native.repack(self._pool, packed, first, tensor.shape[0], tensor.gathered().data, tensor.row_scales())
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What drafts need of an executor.
+
+    undo_tokens: tokens of a sequence in a step whose states can be undone; head: the config's draft head is wired, too;
+    pool: another executor's threads, for two that never run at the same time, None: it has its own.
+    """
+
+    undo_tokens: int = 0
+    head: bool = False
+    pool: _native.Pool | None = None
+
+
 class CpuExecutor:
     """A model on the CPU. `models` wires it with the methods from `embed` to `head`; then `forward` runs it.
 
@@ -232,22 +245,19 @@ class CpuExecutor:
         pages: int | None = None,
         room: int | None = None,
         disk: DiskTier | None = None,
-        pool: _native.Pool | None = None,
-        undo_tokens: int = 0,
-        draft_head: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
-        """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing. pool: another
-        executor's threads, for two that never run at the same time; None: it has its own. draft_head: the config's is
-        wired, too.
+        """rotations: of every rotary embedding of these layers. disk: what stays there, None: nothing; drafting: what
+        drafts need of it, None: nothing.
 
         first_layer: the first that it is to have, n_layers for none; pages: of the KV cache, None: chosen here,
-        and room: the most bytes that they may take then; undo_tokens: of a sequence in a step, whose states can be
-        undone. RequestError for options that cannot be met.
+        and room: the most bytes that they may take then. RequestError for options that cannot be met.
         """
+        drafting = drafting or Drafting()
         self.choices = machine_choices(engine)
         assert self.choices.isa is not None and self.choices.threads is not None
         self.config = config
-        wired = config.with_draft if draft_head else replace(config, draft=None)
+        wired = config.with_draft if drafting.head else replace(config, draft=None)
         self._layers = wired.layers
         self.drafter: DraftHead | None = None
         self.disk = disk
@@ -270,11 +280,11 @@ class CpuExecutor:
         self._embedded = 0  # operators up to the embedding's
         self._file_rows: FileRows | None = None  # of the embedding
         self.mapped: list[MappedFile] = []  # files that steps read views of
-        self._pool = pool or _native.Pool(self.choices.threads.value)
+        self._pool = drafting.pool or _native.Pool(self.choices.threads.value)
         self._workspace = _native.Workspace(self._pool, self.choices.isa.value)
         self._pack = partial(pack, self._pool, _native.Arena())
         self.parts = PartMaker(wired, self._workspace, self._pack)
-        self._program = self._empty_program(wired, engine, pages, room, undo_tokens)
+        self._program = self._empty_program(wired, engine, pages, room, drafting.undo_tokens)
         self._embedding: _native.Table | None = None
         self._head: tuple[_native.Norm | None, _native.Matrix] | None = None
         self._draft_from: int | None = None  # the first operator of the draft head
@@ -283,7 +293,7 @@ class CpuExecutor:
         self._observed: _Observed | None = None
         self._expert_observer: ExpertObserver | None = None
         self.slots: Slots | None = None  # of the states of a step
-        self.undo_tokens = undo_tokens
+        self.undo_tokens = drafting.undo_tokens
         self._logits = np.empty((0, cpu.round_up(config.vocab_size, cpu.LANES)), np.float32)
 
     def _empty_program(
@@ -1353,7 +1363,7 @@ def choose_pages(
     """(pages, reason): room for `max_batch` whole contexts, as far as a quarter of the free memory goes.
 
     first_layer: the first that has its cache here; room: bytes that it must not exceed, enough for one context;
-    undo_tokens: as of `CpuExecutor`.
+    undo_tokens: as of `Drafting`.
     RequestError when not even one context fits the memory.
     """
     page = sum(cpu.kv_page_bytes(engine.kv_type, layer.attention) for layer in config.layers[first_layer:])

@@ -130,6 +130,7 @@ def _smaller_load(problem: GpuMemoryError, resolved: Resolved, failures: int, sa
 
 
 def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
+    from powerinfer.devices.cpu import Drafting
     from powerinfer.hybrid.expert_selector import with_choice
     from powerinfer.models import load
     from powerinfer.sparsity.attach import attach
@@ -142,7 +143,7 @@ def _load_on_cpu(resolved: Resolved, loading: Loading) -> Loaded:
     resolved = with_choice(resolved, loading)
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     options: dict[str, Any] = {"in_experts": selection.in_experts, "predictors": selection.predictors}
-    options["undo_tokens"] = resolved.tokens_to_undo
+    options["drafting"] = Drafting(resolved.tokens_to_undo)
     disk = open_tier(resolved, loading.say)
     executor = load(checkpoint, engine, loading.progress, resolved.placement.kv_room, disk=disk, **options)
     executor.choices.gpu = Choice(None, resolved.device.reason)
@@ -168,7 +169,7 @@ def load_split(
     disk as it runs.
     Raises as `load_resolved` does.
     """
-    from powerinfer.devices.cpu import CpuExecutor
+    from powerinfer.devices.cpu import CpuExecutor, Drafting
     from powerinfer.devices.gpu import CacheSize, GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
@@ -188,7 +189,7 @@ def load_split(
         share = MemoryShare(device)
         opened.callback(share.end)
         options: dict[str, Any] = {"first_layer": placement.layers, "pages": placement.pages, "disk": disk}
-        cpu = CpuExecutor(config, engine, rotary, undo_tokens=resolved.tokens_to_undo, **options)
+        cpu = CpuExecutor(config, engine, rotary, drafting=Drafting(resolved.tokens_to_undo), **options)
         opened.callback(cpu.close)
         cpu.in_experts = selection.in_experts
         cpu.expert_predictors = selection.predictors if selection.in_experts else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from powerinfer import _native
 from powerinfer.config import EngineConfig, RopeConfig
-from powerinfer.devices.cpu import CpuExecutor, Rotation
+from powerinfer.devices.cpu import CpuExecutor, Drafting, Rotation
 from powerinfer.devices.cpu_ffn import Weights
 from powerinfer.devices.disk import DiskTier
 from powerinfer.devices.states import tokens_to_undo
@@ -28,8 +28,7 @@ def load(
     in_experts: bool = False,
     predictors: Callable[[int], Weights] | None = None,
     disk: DiskTier | None = None,
-    pool: _native.Pool | None = None,
-    undo_tokens: int | None = None,
+    drafting: Drafting | None = None,
 ) -> CpuExecutor:
     """Pack the weights and wire the model on the CPU.
 
@@ -37,18 +36,16 @@ def load(
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
     predictors: of each layer, what selects those that are computed. disk: what stays there, of a checkpoint without a
-    draft head, which is wired where the checkpoint has one; pool, undo_tokens: as of `CpuExecutor`, the latter None: as
-    many as drafts need, if there may be some. ModelError for a checkpoint with tensors missing or left over,
-    RequestError for options that cannot be met.
+    draft head, which is wired where the checkpoint has one; drafting: what drafts need beside it, None: what the
+    options ask for. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot
+    be met.
     """
     drafts = checkpoint.config.draft is not None
     assert disk is None or not drafts
-    if undo_tokens is None:
-        undo_tokens = tokens_to_undo(engine, checkpoint.config)
-    executor = CpuExecutor(
-        checkpoint.config, engine, rotations(checkpoint, engine), room=room, disk=disk, pool=pool,
-        undo_tokens=undo_tokens, draft_head=drafts,
-    )  # fmt: skip
+    drafting = drafting or Drafting(tokens_to_undo(engine, checkpoint.config))
+    drafting = replace(drafting, head=drafts)
+    rotary = rotations(checkpoint, engine)
+    executor = CpuExecutor(checkpoint.config, engine, rotary, room=room, disk=disk, drafting=drafting)
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
         wire(executor, checkpoint, progress)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
-from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.cpu import CpuExecutor, Drafting
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress
 from powerinfer.runtime.speculation import DraftSource
@@ -67,9 +67,9 @@ class SmallerModel:
         self._check_vocabulary(tokenizer, tokenizer_of(self._checkpoint))
         threads = executor.choices.threads
         engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
-        pool = executor.pool if isinstance(executor, CpuExecutor) else None
+        drafting = Drafting(pool=executor.pool if isinstance(executor, CpuExecutor) else None)
         room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
-        return DraftModel(load(self._checkpoint, engine, progress, room, pool=pool), config.vocab_size)
+        return DraftModel(load(self._checkpoint, engine, progress, room, drafting=drafting), config.vocab_size)
 
     def _check_vocabulary(self, tokenizer: Tokenizer, drafts: Tokenizer) -> None:
         """RequestError unless every token of both models is the same text."""

@@ -22,7 +22,7 @@ _KINDS = ((16, "16 or more", 0.85), (8, "8 to 15", 0.75), (4, "4 to 7", 0.6), (0
 """Kinds of matches: the shortest, the name, the share of drafts that is right until it was measured."""
 
 
-class _Text:
+class _Tokens:
     """The tokens of a request, in an array that grows with them."""
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class LookupDrafts:
     name = "lookup"
 
     def __init__(self) -> None:
-        self._texts: dict[AnswerRequest, _Text] = {}
+        self._texts: dict[AnswerRequest, _Tokens] = {}
 
     def outlook(self, request: AnswerRequest) -> Outlook:
-        text = self._texts.setdefault(request, _Text())
+        text = self._texts.setdefault(request, _Tokens())
         tokens = text.update(request.tokens)
         length, text.follows = longest_match(tokens)
         if not length:
