@@ -9,6 +9,7 @@ import numpy as np
 from powerinfer import _native
 from powerinfer.config import DeltaNetConfig, EngineConfig, ModelConfig, StateKind
 from powerinfer.errors import RequestError
+from powerinfer.kernels import cpu
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,17 +48,12 @@ def state_bytes(config: ModelConfig, layers: slice = slice(None), undo_tokens: i
 def _layer_bytes(kind: StateKind, undo_tokens: int) -> int:
     """Bytes of the convolution's last inputs and the heads' states, of what is kept of a chunk's tokens, and of the
     inputs of those that may be undone."""
-    floats = _in_lanes((kind.taps - 1) * kind.channels) + kind.width * kind.key_dim
+    floats = cpu.round_up((kind.taps - 1) * kind.channels, cpu.LANES) + kind.width * kind.key_dim
     if kind.chunked:
         floats += _native.CHUNK * (kind.width + kind.n_key_heads * kind.key_dim + 2 * kind.n_value_heads)
     decays = kind.decays if isinstance(kind, DeltaNetConfig) else kind.n_value_heads
-    inputs = kind.channels + (_in_lanes(decays) + _in_lanes(kind.n_value_heads)) * bool(kind.n_key_heads)
+    inputs = kind.channels + sum(cpu.round_up(n, cpu.LANES) for n in (decays, kind.n_value_heads)) * bool(kind.n_key_heads)
     return 4 * (floats + undo_tokens * inputs)
-
-
-def _in_lanes(n: int) -> int:
-    """The number of elements in whole lanes."""
-    return -(-n // _native.LANES) * _native.LANES
 
 
 def _kinds(config: ModelConfig, layers: slice) -> list[StateKind]:
