@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,14 @@ def test_further_drafts_leave_the_model_alone(name: str, files: Files) -> None:
     rest = executor.forward(batch_of(model.tokens[41:-1], 41, pages))
     wanted = executor_of(open_checkpoint(path)).forward(batch_of(model.tokens[:-1], 0, pages))
     assert np.array_equal(np.concatenate([first, copied, rest]), wanted)
+
+
+def test_closing_an_executor_frees_its_head(files: Files) -> None:
+    _, path = files["glm4-moe"]
+    executor = executor_of(open_checkpoint(path, draft_head=True))
+    head = weakref.ref(executor.drafter)  # type: ignore[type-var]
+    executor.close()
+    assert head() is None
 
 
 # ---- files

@@ -1047,7 +1047,9 @@ class CpuExecutor:
         head. embedding: its own, None: the model's."""
         self._draft_from, self._of_model = self._program.size, (self.in_experts, self.bytes_per_token)
         self.in_experts = False
-        table = self._embedding if embedding is None else self._table(embedding)
+        table = self._embedding
+        if embedding is not None:
+            table = self._table(replace(embedding, data=embedding.data.copy()))
         assert table is not None
         join = self.matrix(matrix)
         self._program.draft_input(table, embed_norm, hidden_norm, join, self.config.embedding_scale)
