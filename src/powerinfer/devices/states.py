@@ -52,7 +52,8 @@ def _layer_bytes(kind: StateKind, undo_tokens: int) -> int:
     if kind.chunked:
         floats += _native.CHUNK * (kind.width + kind.n_key_heads * kind.key_dim + 2 * kind.n_value_heads)
     decays = kind.decays if isinstance(kind, DeltaNetConfig) else kind.n_value_heads
-    inputs = kind.channels + sum(cpu.round_up(n, cpu.LANES) for n in (decays, kind.n_value_heads)) * bool(kind.n_key_heads)
+    of_heads = sum(cpu.round_up(n, cpu.LANES) for n in (decays, kind.n_value_heads))
+    inputs = kind.channels + of_heads * bool(kind.n_key_heads)
     return 4 * (floats + undo_tokens * inputs)
 
 
