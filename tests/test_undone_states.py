@@ -126,12 +126,12 @@ def test_slots_that_a_native_step_refuses(path: Path) -> None:
     batch = replace(batch, logit_rows=batch.logit_rows[:0])
     assert batch.replayed is not None and batch.undo_states is not None
     for name, row, value, why in (
-        ("undo_states", 0, 15, "outside its memory"),
+        ("undo_states", 0, model._states.slots, "outside its memory"),
         ("undo_states", 0, -1, "outside its memory"),
         ("undo_states", 0, 5, "two sequences write"),
         ("undo_states", 0, 4, "two sequences write"),
         ("undo_states", 0, 3, "another one writes"),
-        ("read_states", 0, 15, "outside its memory"),
+        ("read_states", 0, model._states.slots, "outside its memory"),
         ("replayed", 0, -1, "more tokens are replayed"),
         ("replayed", 0, 6, "more tokens are replayed"),
     ):

@@ -215,7 +215,7 @@ class ExpertSum:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafts need of an executor.
+    """Settings of an executor for drafts.
 
     undo_tokens: tokens of a sequence in a step whose states can be undone; head: the config's draft head is wired, too;
     pool: another executor's threads, for two that never run at the same time, None: it has its own.
@@ -587,7 +587,7 @@ class CpuExecutor:
         inner = None if vectors.inner_norm is None else _native.Norm(vectors.inner_norm, self.config.norm_eps)
         dense = self.parts.dense(layer, gate, up, down, of_neurons, inner)
         op = self._program.ffn(_native.FfnSpec(norm, out_norm, vectors.down_bias), dense)
-        if self.config.layers[layer].ffn.neurons is not None:
+        if self._layers[layer].ffn.neurons is not None:
             self.ffns[layer] = CpuFfn(self.parts, layer, op, of_neurons, matrices=(gate, up, down))
 
     def bundled_ffn(
@@ -1111,7 +1111,7 @@ class CpuExecutor:
 
     @property
     def pool(self) -> _native.Pool:
-        """Its threads."""
+        """Threads of the executor."""
         return self._pool
 
     @contextmanager
