@@ -12,7 +12,7 @@ from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import read_experts, read_plain, read_window
 
 _NEARNESS = 0.01
-"""What `router_jitter_noise` is by default; GGUF files do not state it."""
+"""Default of `router_jitter_noise`; GGUF files do not state it."""
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
