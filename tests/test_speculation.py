@@ -19,7 +19,7 @@ from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.lookup import LookupDrafts, longest_match
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Completion, Request
-from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, Speculation, StepTimes
+from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, Speculation, SizeTimes
 
 
 class Guesses:
@@ -252,7 +252,7 @@ def test_drafts_are_tried_again() -> None:
 
 
 def test_times_between_measured_sizes() -> None:
-    times = StepTimes()
+    times = SizeTimes()
     assert times.of(3) is None
     times.add(1, 1.0)
     assert times.of(1) == 1.0 < times.of(4) < 1.2  # type: ignore[operator]

@@ -127,7 +127,7 @@ class SpeculationStats:
 NO_DRAFTS = SpeculationStats()
 
 
-class StepTimes:
+class SizeTimes:
     """Seconds of decode steps by their number of tokens."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Speculation:
         self._most = most
         self._requests: dict[AnswerRequest, Guessing] = {}
         self._rates: dict[str, _Rate] = {}  # of all requests, by kind
-        self._times = StepTimes()
+        self._times = SizeTimes()
         self._drafting: dict[int, deque[float]] = {}  # seconds that so many drafts took
         self._steps = self._drafted = self._accepted = self._tokens = 0
         self._since_plain = 0
