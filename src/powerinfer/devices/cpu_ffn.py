@@ -131,7 +131,10 @@ class PartMaker:
     def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
         config = self.config.layers[layer].ffn
         assert isinstance(config, FfnConfig), config.title
-        return _native.NeuronSpec(config.activation, config.threshold, *vectors, curve=config.curve)
+        gate_bias, up_bias, limits, product_limits = [*vectors, *[None] * (4 - len(vectors))]
+        return _native.NeuronSpec(
+            config.activation, config.threshold, gate_bias, up_bias, limits, product_limits, config.curve
+        )
 
 
 class CpuFfn:

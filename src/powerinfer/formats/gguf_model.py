@@ -253,7 +253,7 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
     family = GGUFS[config.architecture]
     inner |= {name: own for name, own in family.names.items() if name not in NAMES.outer}
     for matrices in together:
-        combined = {_KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
+        combined: dict[tuple[str, ...], str] = {_KV_B: "attn_kv_b", _GATE_UP: _GATE_UP_EXPERTS}
         combined |= dict.fromkeys((_QKV.parts, _DELTA_QKV.parts), "attn_qkv")
         inner |= dict.fromkeys(matrices.parts, combined.get(matrices.parts) or inner[matrices.parts[-1]])
     outer = {name: family.names.get(name, own) for name, own in NAMES.outer.items()}
@@ -467,6 +467,11 @@ def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]
     return [AttentionConfig(n, kv, head_dim) for n, kv in zip(heads, kv_heads, strict=True)]
 
 
+def _has_shared(ffn: FfnKind) -> bool:
+    """Whether an FFN is experts with a shared one."""
+    return isinstance(ffn, ExpertsConfig) and ffn.shared_size > 0
+
+
 def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> tuple[LayerConfig, ...]:
     """The layers. Biases: the file says by having them; one that is then missing elsewhere is an error."""
     names, n_layers = file.tensors, len(heads)
@@ -505,7 +510,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
             norms=family.norms,
             parallel=bool(family.parallel),
             shared_norm=bool(family.parallel) and "blk.0.attn_norm_2.weight" not in names,
-            ffn_factors=(1.0, 0.5) if family.averaged and getattr(ffn, "shared_size", 0) else (1.0, 1.0),
+            ffn_factors=(1.0, 0.5) if family.averaged and _has_shared(ffn) else (1.0, 1.0),
             out_scale=_somewhere(file, "layer_output_scale"),
         )
         for attention, ffn in zip(attentions, ffns, strict=True)

@@ -203,16 +203,16 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
     torch.mul(own, factor, out=weights)
 
 
-def mix_experts(logits: Tensor, about: RouterConfig) -> tuple[Tensor, Tensor]:
+def mix_experts(logits: Tensor, router: RouterConfig) -> tuple[Tensor, Tensor]:
     """The experts of each token by sparsemixer, int64 [T, top_k] as they are selected, and their weights."""
     import torch
 
     left, selectable = logits, logits.nan_to_num(nan=NOT_A_NUMBER, neginf=NOT_A_NUMBER)
     selected, shares = [], []
-    for _ in range(about.top_k):
+    for _ in range(router.top_k):
         best = _largest(selectable, 1)
         most = left.gather(1, best)
-        far = most - logits > 2 * about.nearness * torch.maximum(logits.abs(), most)
+        far = most - logits > 2 * router.nearness * torch.maximum(logits.abs(), most)
         shares.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, best))
         selected.append(best)
         left, selectable = left.scatter(1, best, -torch.inf), selectable.scatter(1, best, -torch.inf)
