@@ -22,7 +22,16 @@ from test_predicted_experts import give_plain_predictors
 from test_predicted_experts import opened as opened_predicted
 
 from powerinfer import _native
-from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
+from powerinfer.config import (
+    GAUSSIAN,
+    AttentionConfig,
+    EngineConfig,
+    FfnConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    uniform,
+)
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.formats.tensors import RawTensor
@@ -108,6 +117,14 @@ def test_attention(biases: bool) -> None:
 # ---- Neurons in bundles ---------------------------------------------------------------------------------------------
 
 NEURONS, LAYERS = 2304, 2  # so many fire that there are more parts than threads
+CUTOFF = -0.3  # which more than half of the gates exceed
+WAYS = [
+    ("exact", 1.0, "relu"),
+    ("exact", 0.3, "relu"),
+    ("exact", 0.3, "cats"),
+    ("predicted", 1.0, "relu"),
+    *((way, dense_above, GAUSSIAN) for way, dense_above in (("exact", 1.0), ("exact", 0.3), ("dense", 1.0))),
+]
 
 
 @contextmanager
@@ -134,16 +151,26 @@ def busy_cores(programs: int) -> Iterator[None]:
             other.join()
 
 
-def sparse_executor(threads: int, way: str, dense_above: float, products: bool, types: tuple[str, str]) -> CpuExecutor:
+def sparse_executor(
+    threads: int,
+    way: str,
+    dense_above: float,
+    activation: str,
+    types: tuple[str, str],
+    recall_every: int = 2,
+    floor: int = 200,
+) -> CpuExecutor:
+    products = activation == "cats"
     limits = (limits_of(NEURONS), products_of(NEURONS)) if products else (None, None)
-    layer = make_layer(K, NEURONS, types, "cats" if products else "relu", limits=limits[0], product_limits=limits[1])
-    ffn = FfnConfig(NEURONS, layer.activation, thresholds=products, product_thresholds=products)
+    layer = make_layer(K, NEURONS, types, activation, limits=limits[0], product_limits=limits[1])
+    threshold = CUTOFF if activation == GAUSSIAN else 0.0
+    ffn = FfnConfig(NEURONS, activation, threshold, thresholds=products, product_thresholds=products)
     config = ModelConfig("sample", K, K, 64, 1e-5, uniform(LAYERS, LayerConfig(AttentionConfig(1, 1, 16), ffn)))
     executor = CpuExecutor(config, EngineConfig(threads=threads, context=64, prefill_chunk=32, max_batch=8), {})
     rng = np.random.default_rng(7)
     executor.embed(half(rng.standard_normal((K, K))))
     guesses = (
-        Predictor(32, 0.0, 200),
+        Predictor(32, 0.0, floor),
         half(rng.standard_normal((32, K)) / K**0.5),
         half(rng.standard_normal((NEURONS, 32)) / 32**0.5),
     )
@@ -151,7 +178,7 @@ def sparse_executor(threads: int, way: str, dense_above: float, products: bool, 
     for number in range(LAYERS):
         gate, up, down = (executor.matrix(half(matrix)) for matrix in (layer.gate, layer.up, layer.down.T / 64))
         executor.ffn(number, None, gate, up, down, FfnVectors(None, None, None, *limits))
-        predicted: dict[str, Any] = {"predictor": guesses, "recall_every": 2} if way == "predicted" else {}
+        predicted: dict[str, Any] = {"predictor": guesses, "recall_every": recall_every} if way == "predicted" else {}
         executor.ffns[number].add_bundles(layout_of(layer), layer.data, dense_above=dense_above, **predicted)
         executor.ffns[number].set_ways({executor.neuron_tokens: way})
     executor.head(None, executor.matrix(half(np.eye(K))))
@@ -163,14 +190,11 @@ def steps_of(executor: CpuExecutor, tokens: int) -> np.ndarray:
     return executor.forward(Batch(each, np.zeros_like(each), each, each[:, None], each)).copy()
 
 
-@pytest.mark.parametrize(
-    ("way", "dense_above", "products"),
-    [("exact", 1.0, False), ("exact", 0.3, False), ("exact", 0.3, True), ("predicted", 1.0, False)],
-)
+@pytest.mark.parametrize(("way", "dense_above", "activation"), WAYS)
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")], ids="-".join)
-def test_neurons_in_bundles(way: str, dense_above: float, products: bool, types: tuple[str, str]) -> None:
+def test_neurons_in_bundles(way: str, dense_above: float, activation: str, types: tuple[str, str]) -> None:
     """Also while other programs need the cores, when what a thread has begun may be computed again by another."""
-    executor = sparse_executor(3, way, dense_above, products, types)
+    executor = sparse_executor(3, way, dense_above, activation, types)
     right = {tokens: steps_of(executor, tokens) for tokens in (1, 5)}
     assert all(np.isfinite(one).all() and np.ptp(one) > 0 for one in right.values())
     executor.ffns[0].clear()
@@ -179,17 +203,91 @@ def test_neurons_in_bundles(way: str, dense_above: float, products: bool, types:
             for tokens, found in right.items():
                 assert np.array_equal(steps_of(executor, tokens), found)
     counts = executor.ffns[0].counts()
-    assert counts["steps"] == 20 and counts["tokens"] == 10 * 6
+    assert counts["steps"] == 20 * (way != "dense") and counts["tokens"] == 10 * 6 * (way != "dense")
     executor.close()
 
 
-@pytest.mark.parametrize("kind", ["gated", "plain", "latents", "predicted", "predicted latents"])
-def test_neurons_of_experts(kind: str, tmp_path: Path) -> None:
-    path = model(tmp_path) if kind == "gated" else plain_model(tmp_path, "F16", latents=32 if "latents" in kind else 0)
+@pytest.mark.parametrize("floor", [0, 200, NEURONS])
+@pytest.mark.parametrize(("way", "dense_above", "activation"), WAYS)
+def test_threads_meet_at_no_barrier(way: str, dense_above: float, activation: str, floor: int) -> None:
+    """But where the recall of a predictor is measured, every other step here."""
+    types = ("F16", "F16")
+    executor = sparse_executor(2, way, dense_above, activation, types, recall_every=0, floor=floor)
+    before = executor._pool.barriers
+    for tokens in (1, 5, 1):
+        steps_of(executor, tokens)
+    assert executor._pool.barriers == before
+    executor.close()
+    if way == "predicted":
+        executor = sparse_executor(2, way, dense_above, activation, types, floor=floor)
+        counted = []
+        for tokens in (1, 5, 1, 5):
+            before = executor._pool.barriers
+            steps_of(executor, tokens)
+            counted.append(executor._pool.barriers - before)
+        assert counted == [LAYERS, 0, LAYERS, 0]
+        executor.close()
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_sums_of_some_neurons(share: float) -> None:
+    """Beside a GPU, while other programs need the cores: the same bits without a barrier, and threads that are late do
+    not read what a caller has given."""
+    layer = make_layer(K, NEURONS, ("F16", "F16"))
+    executor = sparse_executor(3, "exact", 1.0, "relu", ("F16", "F16"))
+    part = executor.parts.bundled(0, layout_of(layer), layer.data, (*layer.biases, None, None))
+    rng = np.random.default_rng(8)
+    given = [
+        (
+            rng.standard_normal((n, K)).astype(np.float32),
+            (rng.random((n, NEURONS)) < share).astype(np.uint8),
+            rng.standard_normal(n).astype(np.float32),
+        )
+        for n in (1, 4)
+    ]
+
+    def sum_of(x: np.ndarray, selected: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        copies, out = [one.copy() for one in (x, selected, weight)], np.full(x.shape, np.nan, np.float32)
+        assert part.sum(copies[0], out, *copies[1:])
+        for one in copies:
+            one.fill(77)
+        return out
+
+    before = executor._pool.barriers
+    right = [sum_of(*one) for one in given]
+    assert all(np.isfinite(one).all() and np.ptp(one) > 0 for one in right)
+    with busy_cores(2):
+        for _ in range(20):
+            for one, wanted in zip(given, right, strict=True):
+                assert np.array_equal(sum_of(*one), wanted)
+    assert executor._pool.barriers == before
+    executor.close()
+
+
+def experts_of(kind: str, folder: Path, threads: int, recall_every: int) -> CpuExecutor:
+    path = model(folder) if kind == "gated" else plain_model(folder, "F16", latents=32 if "latents" in kind else 0)
     if kind.startswith("predicted"):
-        executor = opened_predicted(give_plain_predictors(path, threshold=3.0), threads=3, recall_every=2)
-    else:
-        executor = opened(path, exact=True, threads=3)
+        predicted = give_plain_predictors(path, threshold=3.0)
+        return opened_predicted(predicted, threads=threads, recall_every=recall_every)
+    return opened(path, exact=True, threads=threads)
+
+
+EXPERTS = ["gated", "plain", "latents", "predicted", "predicted latents"]
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_meet_at_no_barrier(kind: str, tmp_path: Path) -> None:
+    executor = experts_of(kind, tmp_path, 2, 0)
+    before = executor._pool.barriers
+    logits(executor, 1)
+    logits(executor, 25)
+    assert executor._pool.barriers == before
+    executor.close()
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_neurons_of_experts(kind: str, tmp_path: Path) -> None:
+    executor = experts_of(kind, tmp_path, 3, 2)
     right = {step: logits(executor, step) for step in (1, 25)}
     with busy_cores(2):
         for step, found in right.items():

@@ -85,15 +85,15 @@ MUTATIONS = [
     Mutation(
         "neurons computed in parts, in any order, add up to the dense answer",
         "src/powerinfer/csrc/neuron_lists.cpp",
-        "for (int64_t j = skipped; j < last && left; j++, left &= left - 1)",
-        "for (int64_t j = skipped; j < last - (at > 0) && left; j++, left &= left - 1)",
+        "taken += std::max(last - skipped, (int64_t)0);",
+        "taken += std::max(last - skipped - (at > 0), (int64_t)0);",
         "tests/test_partial_ffn.py tests/test_neuron_kernels.py",
     ),
     Mutation(
         "some of a layer's neurons, compacted, give their sum, for the tokens that select them",
-        "src/powerinfer/csrc/neuron_lists.cpp",
-        "const int64_t first = std::max(begin - at, (int64_t)0),",
-        "const int64_t first = std::max(begin - at, (int64_t)(taken == 0)),",
+        "src/powerinfer/csrc/neuron_sum.cpp",
+        "selected_by[c] |= (uint32_t)(!selected || selected[c]) << i;",
+        "selected_by[c] |= (uint32_t)(!selected || selected[c]) << std::min(i, (int64_t)1);",
         "tests/test_bundled_ffn.py",
     ),
     Mutation(

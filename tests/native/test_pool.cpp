@@ -18,7 +18,7 @@ double seconds() { return std::chrono::duration<double>(std::chrono::steady_cloc
 // others write.
 struct Rows {
   std::atomic<uint32_t> rows[2][N] = {};
-  std::atomic<int64_t> computed{0}, placed{0};
+  std::atomic<int64_t> computed{0}, placed{0}, ended{0}, too_early{0};
 
   static uint32_t mixed(uint32_t a, uint32_t b, uint32_t phase) { return (a * 2654435761u + b) ^ (phase * 40503u); }
 
@@ -35,7 +35,7 @@ struct Rows {
       to[i].store(to[i].load(std::memory_order_relaxed) + x, std::memory_order_relaxed);
       placed.fetch_add(1, std::memory_order_relaxed);
     };
-    pool.phase(
+    pool.phase_then(
         N, 3, aside_too ? 1 : 0,
         [&](int64_t begin, int64_t end, float* aside) {
           for (int64_t i = begin; i < end; i++) {
@@ -52,7 +52,8 @@ struct Rows {
             memcpy(&x, aside + i - begin, 4);
             put(i, x);
           }
-        });
+        },
+        [&] { too_early += placed != ++ended * N; });
   }
 
   // The same with each thread's own part and barriers.
@@ -88,7 +89,7 @@ void test_steps(int threads) {
   Pool pool(threads);
   Rows got, wanted;
   std::atomic<int> read_late{0};
-  uint32_t number = 0;
+  uint32_t number = 0, phases = 0;
   const int rounds = 400;
   for (int round = 0; round < rounds; round++) {
     const auto step = std::make_shared<Step>(number, 5 + (uint32_t)round % 7);
@@ -102,7 +103,10 @@ void test_steps(int threads) {
     };
     if (round % 10 == 3) pool.run([] {}, job);
     else pool.run_phases([] {}, job, nullptr);
-    for (uint32_t i = 0; i < step->phases; i++) wanted.alone(number + i);
+    for (uint32_t i = number; i < number + step->phases; i++) {
+      wanted.alone(i);
+      phases += i % 11 != 5;
+    }
     number += step->phases;
     if (round % 16 == 0) pool.between_jobs([&] { check.yes(step.use_count() >= 1, round); });
     if (round % 50 == 0) check.yes(got.same(wanted), round);
@@ -110,6 +114,7 @@ void test_steps(int threads) {
   pool.between_jobs([] {});
   check.yes(got.same(wanted), rounds);
   check.yes(got.placed.load() <= got.computed.load(), rounds);
+  check.yes(got.too_early.load() == 0 && got.ended.load() == (int64_t)phases, got.ended.load());
   check.yes(read_late.load() == 0, rounds);
 }
 
@@ -141,6 +146,7 @@ void test_late_threads() {
   pool.between_jobs([] {});
   check.yes(overtaken >= 20, overtaken);
   check.yes(got.placed.load() == (int64_t)number * N, number);
+  check.yes(got.too_early.load() == 0 && got.ended.load() == (int64_t)number, number);
 }
 
 // Phases that take long are divided so whatever the cores do: half of the work in one piece for each thread, half of the

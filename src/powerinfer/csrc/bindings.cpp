@@ -60,7 +60,9 @@ void bind_pool(nb::module_& m) {
       .def("keep_awake", &Pool::keep_awake,
            "Threads do not park until let_park() is called as often: to wake them takes longer than a small job.")
       .def("let_park", &Pool::let_park)
-      .def_prop_ro("threads", &Pool::threads);
+      .def_prop_ro("threads", &Pool::threads)
+      .def_prop_ro("barriers", &Pool::barriers, nb::call_guard<nb::gil_scoped_release>(),
+                   "The number of times so far that all threads have waited for each other.");
 }
 
 }  // namespace

@@ -68,7 +68,7 @@ void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   };
   if (shared_) note_shared(t, rows, acts, tokens, shared);
   prepare_again();
-  const PiActs inputs = tokens == 1 ? *acts : gather_in_phase(rows, acts);
+  const PiActs inputs = tokens == 1 ? *acts : gather_in_phase(rows, acts, d_model, forms_);
   const std::vector<ExpertRows::Active>& active = rows.copy(t.id);
   NeuronSum::Piece firing = piece;
   firing.noted = noted(t.id, active);
@@ -89,7 +89,7 @@ void BundledExperts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
         note_firing(rows, block, tokens);
       });
   prepare_again();
-  bundled_->sum_listed(t.id, firing, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
+  bundled_->sum_noted(t.id, firing, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
 }
 
 // The notes of a step: the shared expert's neurons, then those of the active experts.
@@ -98,39 +98,12 @@ NeuronLists::Noted BundledExperts::noted(int thread, const std::vector<ExpertRow
   std::vector<NeuronLists::Run>& runs = lists.shares[(size_t)thread].runs;
   runs.clear();
   if (shared_) runs.push_back({first_shared(), shared_ / PI_GROUP});
-  for (const ExpertRows::Active& run : active) runs.push_back({(int64_t)run.expert * neurons, neurons / PI_GROUP});
+  for (const ExpertRows::Active& run : active) {
+    if ((int64_t)runs.size() > experts) break;  // of a layer of more, which who is late may see
+    const int32_t* const places = among_.empty() ? nullptr : among_.data() + (int64_t)run.expert * selectable_;
+    runs.push_back({(int64_t)run.expert * neurons, selectable_ / PI_GROUP, places});
+  }
   return {&lists.notes[0], runs.data(), (int64_t)runs.size()};
-}
-
-// Lists neurons of this thread's share of the active experts: those whose product of `matrices` with `inputs`, of rows or of
-// a `single` token, exceeds `limit`. use_listed(e, z, first, listed, n, lanes): n neurons of expert e were listed, of which
-// z, [rows][ldh], has those from `first` on.
-template <class F>
-void BundledExperts::list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs,
-                          bool single, float limit, F use_listed) const {
-  NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
-  share_panels(thread, rows, matrices[0].panels, [&](const Block& block) {
-    const size_t e = block.expert;
-    const int64_t begin = block.first, n = block.n, c0 = block.c0(), lanes = block.lanes();
-    const int64_t first = (int64_t)e * matrices[e].rows + c0;
-    float* const z = hidden_rows(rows, block).rows;
-    const PiActs x = pi_acts_from(&inputs, single ? 0 : begin, 0);
-    workspace_->linear(thread, matrices[e], NO_BIAS, &x, z - c0, rows.ldh, n, false, block.p0, block.p1);
-    int64_t counts[PI_NEURON_TOKENS] = {0};
-    int32_t* const listed = share.listed.data() + share.n;
-    const int64_t more =
-        workspace_->kernels->neurons.keep(z, rows.ldh, n, lanes, 0, limit, (int32_t)first, listed, counts);
-    for (int64_t i = 0; i < n; i++) share.counts[rows.token_of[(size_t)(begin + i)]] += counts[i];
-    use_listed(e, z, first, listed, more, lanes);
-    share.n += more;
-  });
-}
-
-// Nothing is listed by this thread.
-void BundledExperts::begin_list(int thread) const {
-  NeuronLists::Share& share = workspace_->lists().shares[(size_t)thread];
-  share.n = 0;
-  std::fill(share.counts, share.counts + PI_NEURON_TOKENS, 0);
 }
 
 // Activations of a block of first products, times the weights of its rows.
@@ -148,7 +121,7 @@ void BundledExperts::note_firing(const ExpertRows& rows, const Block& block, int
   const int64_t group = shared_ / PI_GROUP + (block.order * neurons + block.c0()) / PI_GROUP;
   const float* const h = hidden_rows(rows, block).rows;
   float* const to = rows.floats(rows.activations) + (int64_t)block.expert * neurons + block.c0();
-  lists.note(workspace_->kernels, lists.notes[0], group, h, rows.ldh, block.n, lanes, 0.0f);
+  lists.note(workspace_->kernels, lists.notes[0], group, h, rows.ldh, block.n, lanes, {0.0f});
   for (int64_t i = 0; i < tokens && tokens > 1; i++) std::fill_n(to + i * ldk, lanes, 0.0f);
   for (int64_t i = 0; i < block.n; i++)
     std::copy_n(h + i * rows.ldh, lanes, to + rows.token_of[(size_t)(block.first + i)] * ldk);
@@ -161,14 +134,15 @@ void BundledExperts::note_shared(Thread& t, const ExpertRows& rows, const PiActs
   const Program& p = *t.program;
   NeuronLists& lists = workspace_->lists();
   const int64_t first = first_shared(), ldk = first + shared_;
-  shared.neurons->activate(t, acts, tokens, [&](const Columns& part) {
+  const auto note = [&](const Columns& part) {
     float* const h = p.gate + part.c0;
     for (int64_t i = 0; i < tokens && shared_; i++) {
       workspace_->kernels->scale(h + i * p.ldh, rows.shared_weights[(size_t)i], part.n());
       std::copy_n(h + i * p.ldh, part.n(), rows.floats(rows.activations) + i * ldk + first + part.c0);
     }
-    lists.note(workspace_->kernels, lists.notes[0], part.c0 / PI_GROUP, h, p.ldh, tokens, part.n(), 0.0f);
-  });
+    lists.note(workspace_->kernels, lists.notes[0], part.c0 / PI_GROUP, h, p.ldh, tokens, part.n(), {0.0f});
+  };
+  shared.neurons->activate(t, acts, tokens, note, [] {});
 }
 
 const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, const PiActs* acts,
@@ -176,60 +150,60 @@ const PiActs* BundledExperts::sum_shared(Thread& t, const ExpertRows& rows, cons
   const Program& p = *t.program;
   NeuronSum& sum = *shared.bundled;
   const int64_t tokens = piece.x.tokens, n = sum.bundles->neurons;
-  const bool sampled = predictor_ && samples(), reads_matrix = sampled || !predictor_;
+  const bool reads_matrix = piece.sampled || !predictor_;
   const int all = sum.bundles->forms() | forms | (reads_matrix ? shared.neurons->forms() : 0);
   const auto prepare_again = [&] {
     if (!workspace_->is_prepared(t.id)) acts = workspace_->prepare(t.id, piece.x, piece.norm, all);
   };
+  const NeuronLists::Run run{0, n / PI_GROUP};
+  NeuronSum::Piece candidates = piece;
+  candidates.noted = {&workspace_->lists().notes[0], &run, 1};
   if (!predictor_) {
-    const NeuronLists::Run run{0, n / PI_GROUP};
-    NeuronSum::Piece firing = piece;
-    firing.noted = {&workspace_->lists().notes[0], &run, 1};
-    firing.first_rows = n;
+    candidates.first_rows = n;
     note_shared(t, rows, acts, tokens, shared);
     prepare_again();
-    sum.sum_listed(t.id, firing, acts, p.gate, p.ldh, false);
+    sum.sum_noted(t.id, candidates, acts, p.gate, p.ldh, false);
     prepare_again();
     return acts;
   }
-  begin_list(t.id);
-  list_predicted_shared(t.id, predictor_->hide(t.id, *workspace_, piece.x), tokens);
-  workspace_->pool->barrier();
+  note_predicted_shared(t.id, predictor_->hide(t.id, *workspace_, piece.x), tokens, [&] { predictor_rows_ += n; });
   acts = workspace_->prepare(t.id, piece.x, piece.norm, all);
-  if (sampled) {
+  if (piece.sampled) {
     sample_shared(t, acts, tokens, shared);
     workspace_->pool->barrier();  // others use that memory next
   }
-  sum.sum_listed(t.id, piece, acts, nullptr, 0, true);
+  sum.sum_noted(t.id, candidates, acts, nullptr, 0, true);
   prepare_again();
-  if (t.id == 0) predictor_rows_ += n;
   return acts;
 }
 
 // The neurons that the predictor selects of the experts of up to PI_NEURON_TOKENS tokens.
 void BundledExperts::sum_predicted(Thread& t, ExpertRows& rows, const Rows& x, NeuronSum::Piece piece, int64_t top_k,
                                    const SharedExpert& shared) {
-  const bool sampled = samples();
-  const int64_t selected_among = (int64_t)rows.active.size() * selectable_ + shared_;
-  weigh(t, rows, x.tokens, top_k);
-  const PiActs* const hidden =
-      shared.bundled ? predictor_->hidden(t.id, *workspace_, x.tokens) : predictor_->hide(t.id, *workspace_, x);
-  list_predicted(t, rows, hidden, x.tokens, sampled);
-  const int forms = bundled_->bundles->forms() | (sampled && shared_ ? shared.neurons->forms() : 0);
-  const PiActs* acts = workspace_->prepare(t.id, piece.x, piece.norm, forms);
-  if (sampled && shared_) sample_shared(t, acts, x.tokens, shared);
-  if (sampled) sample(t, rows, acts, x.tokens);
+  Workspace& w = *workspace_;
+  const int64_t tokens = x.tokens;
+  const std::vector<ExpertRows::Active>& active = rows.copy(t.id);
+  const PiActs* hidden = shared.bundled ? predictor_->hidden(t.id, w, x) : predictor_->hide(t.id, w, x);
+  if (shared_) note_predicted_shared(t.id, hidden, tokens, [] {});
+  if (!w.is_prepared(t.id)) hidden = predictor_->hidden(t.id, w, x);
+  note_predicted(t.id, rows, active, hidden, tokens, piece.sampled, [&] {
+    weigh(rows, tokens, top_k);
+    predictor_rows_ += (int64_t)active.size() * selectable_ + shared_;
+  });
+  piece.noted = noted(t.id, active);
   piece.groups = {rows.expert_weights.data(), groups(), neurons};
-  if (t.id == 0) predictor_rows_ += selected_among;
-  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, false);
+  const bool samples_shared = piece.sampled && shared_;
+  const int forms = bundled_->bundles->forms() | (samples_shared ? shared.neurons->forms() : 0);
+  const PiActs* acts = w.prepare(t.id, piece.x, piece.norm, forms);
+  if (samples_shared) sample_shared(t, acts, tokens, shared);
+  if (piece.sampled) sample(t, rows, acts, tokens);
+  bundled_->sum_noted(t.id, piece, acts, nullptr, 0, false);
 }
 
-// The weights of this thread's tokens for each expert.
-void BundledExperts::weigh(const Thread& t, ExpertRows& rows, int64_t tokens, int64_t k) const {
+// The weights of tokens for each expert.
+void BundledExperts::weigh(ExpertRows& rows, int64_t tokens, int64_t k) const {
   const int64_t ldw = groups();
-  int64_t t0, t1;
-  share(tokens, 1, workspace_->pool->threads(), t.id, &t0, &t1);
-  for (int64_t i = t0; i < t1; i++) {
+  for (int64_t i = 0; i < tokens; i++) {
     float* const weights = rows.expert_weights.data() + i * ldw;
     std::fill(weights, weights + experts, 0.0f);
     for (int64_t j = i * k; j < (i + 1) * k; j++)
@@ -238,44 +212,64 @@ void BundledExperts::weigh(const Thread& t, ExpertRows& rows, int64_t tokens, in
   }
 }
 
-// Lists the candidates, of this thread's share of the selected experts' neurons, and the tokens that select each. Ends
-// with a barrier.
-void BundledExperts::list_predicted(Thread& t, ExpertRows& rows, const PiActs* hidden, int64_t tokens,
-                                    bool sampled) const {
+// Notes the candidates of the active experts' neurons, and the tokens that select each, in a phase. then: as of
+// `Pool::phase_then`.
+template <class Then>
+void BundledExperts::note_predicted(int thread, const ExpertRows& rows, const std::vector<ExpertRows::Active>& active,
+                                    const PiActs* hidden, int64_t tokens, bool sampled, const Then& then) const {
+  enum { COLUMNS = 256 };
   NeuronLists& lists = workspace_->lists();
-  const PiActs inputs = tokens == 1 ? *hidden : gather(t.id, rows, hidden, predictor_->rank(), out_[0].form());
-  const auto select = [&](size_t e, const float* z, int64_t first, int32_t* listed, int64_t n, int64_t lanes) {
-    const auto token = [&](int64_t i) { return rows.token_of[(size_t)(rows.begin[e] + i)]; };
-    for (int64_t j = 0; j < n; j++) {
-      uint32_t selects = 0;
-      for (int64_t i = 0; i < rows.n(e) && tokens > 1; i++)
-        selects |= (uint32_t)predictor_->candidate(z[i * rows.ldh + listed[j] - first]) << token(i);
-      listed[j] = neuron_of(listed[j]);
-      if (tokens > 1) lists.selected_by[(size_t)listed[j]] = selects;
+  const PiActs inputs = tokens == 1 ? *hidden : gather_in_phase(rows, hidden, predictor_->rank(), out_[0].form());
+  const auto note = [&](const Block& block) {
+    const float* const z = hidden_rows(rows, block).rows;
+    const int64_t first = block.order * selectable_ + block.c0();
+    const auto neuron = [&](int64_t c) { return neuron_of((int64_t)block.expert * selectable_ + block.c0() + c); };
+    const auto token = [&](int64_t i) { return rows.token_of[(size_t)(block.first + i)]; };
+    for (int64_t c = 0; c < block.lanes(); c += COLUMNS) {
+      uint32_t rows_of[COLUMNS];
+      const int64_t n = std::min(block.lanes() - c, (int64_t)COLUMNS);
+      NeuronLists::note(workspace_->kernels, lists.notes[0], (shared_ + first + c) / PI_GROUP, z + c, rows.ldh, block.n,
+                        n, predictor_->limit(), tokens > 1 ? rows_of : nullptr);
+      for (int64_t j = 0; j < n && tokens > 1; j++) {
+        uint32_t selects = 0;
+        for (uint32_t rest = rows_of[j]; rest; rest &= rest - 1) selects |= 1u << token(__builtin_ctz(rest));
+        if (selects) lists.selected_by[(size_t)neuron(c + j)] = selects;
+      }
     }
-    for (int64_t i = 0; i < rows.n(e) && sampled; i++)
-      for (int64_t c = 0; c < lanes; c++)
-        lists.z[(size_t)(token(i) * lists.ldz + neuron_of(first + c))] = z[i * rows.ldh + c];
+    for (int64_t i = 0; i < block.n && sampled; i++)
+      for (int64_t c = 0; c < block.lanes(); c++)
+        lists.z[(size_t)(token(i) * lists.ldz + neuron(c))] = z[i * rows.ldh + c];
   };
-  begin_list(t.id);
-  if (shared_) list_predicted_shared(t.id, hidden, tokens);
-  list(t.id, rows, out_, inputs, tokens == 1, predictor_->limit(), select);
-  workspace_->pool->barrier();
+  phase_of_panels(
+      rows, Work(active, out_[0].panels), 1,
+      [&](const Block& block, const Output& aside) {
+        const Output to = aside.rows ? aside : hidden_rows(rows, block);
+        const PiActs of = pi_acts_from(&inputs, tokens == 1 ? 0 : block.first, 0);
+        workspace_->linear(thread, out_[block.expert], NO_BIAS, &of, to.rows - block.c0(), to.ld, block.n, false,
+                           block.p0, block.p1);
+      },
+      [&](const Block& block, const Output& aside) {
+        if (aside.rows)
+          copy_rows(aside.rows, aside.ld, hidden_rows(rows, block).rows, rows.ldh, block.lanes(), block.n);
+        note(block);
+      },
+      then);
 }
 
 // The same of the shared expert, whose z stays in the lists.
-void BundledExperts::list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const {
+template <class Then>
+void BundledExperts::note_predicted_shared(int thread, const PiActs* hidden, int64_t tokens, const Then& then) const {
   NeuronLists& lists = workspace_->lists();
-  NeuronLists::Share& own = lists.shares[(size_t)thread];
-  const Columns mine(shared_out_, *workspace_->pool, thread, 2);  // two panels: a group of neurons
-  const int64_t first = first_shared();
-  float* const z = lists.z.data() + first;
-  workspace_->linear(thread, shared_out_, NO_BIAS, hidden, z, lists.ldz, tokens, false, mine.p0, mine.p1);
-  int32_t* const listed = own.listed.data() + own.n;
-  const int64_t more = workspace_->kernels->neurons.keep(
-      z + mine.c0, lists.ldz, tokens, mine.n(), 0, predictor_->limit(), (int32_t)(first + mine.c0), listed, own.counts);
-  if (tokens > 1) predictor_->mark(lists, listed, more, tokens);
-  own.n += more;
+  float* const z = lists.z.data() + first_shared();
+  uint32_t* const selected_by = lists.selected_by.data() + first_shared();
+  workspace_->use_product(
+      thread, shared_out_, NO_BIAS, hidden, tokens, z, lists.ldz, PI_GROUP / PI_LANES,
+      [](const Columns&, float*, int64_t) {},
+      [&](const Columns& part) {
+        NeuronLists::note(workspace_->kernels, lists.notes[0], part.c0 / PI_GROUP, z + part.c0, lists.ldz, tokens,
+                          part.n(), predictor_->limit(), tokens > 1 ? selected_by + part.c0 : nullptr);
+      },
+      then);
 }
 
 // How many of the shared expert's neurons that fire the predictor selected: computes all of them.

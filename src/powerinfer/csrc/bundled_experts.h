@@ -12,6 +12,9 @@ class BundledExperts : public ExpertStore {
   int64_t hidden_width() const override { return predictor_ && !predictor_->in ? predictor_->rank() : 0; }
   void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const NeuronSum::Piece& piece,
                 int64_t top_k, const SharedExpert& shared, const Attempt& attempt) override;
+  bool samples(int64_t tokens) const override {
+    return predictor_ && recall_every_ && leaves_out(tokens) && bundled_->stats_of_job().steps % recall_every_ == 0;
+  }
   bool has_shared() const override { return shared_ > 0; }
   const PiActs* sum_shared(Thread& t, const ExpertRows& rows, const PiActs* acts, const NeuronSum::Piece& piece,
                            const SharedExpert& shared, int forms) override;
@@ -20,10 +23,6 @@ class BundledExperts : public ExpertStore {
   void set_whole(bool on) override { computes_whole_ = on; }
 
  protected:
-  void begin_list(int thread) const;
-  template <class F>
-  void list(int thread, const ExpertRows& rows, const std::vector<Matrix>& matrices, const PiActs& inputs, bool single,
-            float limit, F use_listed) const;
   const std::vector<Matrix>& first_products() const { return parts_[parts_[GATE].empty() ? UP : GATE]; }
   void activate(const ExpertRows& rows, const Block& block, float* h, int64_t ld) const;
   void note_firing(const ExpertRows& rows, const Block& block, int64_t tokens) const;
@@ -43,17 +42,19 @@ class BundledExperts : public ExpertStore {
   bool computes_whole_ = false;
 
  private:
-  void weigh(const Thread& t, ExpertRows& rows, int64_t tokens, int64_t top_k) const;
-  void list_predicted(Thread& t, ExpertRows& rows, const PiActs* hidden, int64_t tokens, bool sampled) const;
-  void list_predicted_shared(int thread, const PiActs* hidden, int64_t tokens) const;
-  bool samples() const { return recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0; }
+  void weigh(ExpertRows& rows, int64_t tokens, int64_t top_k) const;
+  template <class Then>
+  void note_predicted(int thread, const ExpertRows& rows, const std::vector<ExpertRows::Active>& active,
+                      const PiActs* hidden, int64_t tokens, bool sampled, const Then& then) const;
+  template <class Then>
+  void note_predicted_shared(int thread, const PiActs* hidden, int64_t tokens, const Then& then) const;
   void sample(Thread& t, const ExpertRows& rows, const PiActs* acts, int64_t tokens);
   void sample_shared(Thread& t, const PiActs* acts, int64_t tokens, const SharedExpert& shared);
   // The neuron of a row of the experts' `out_`.
   int32_t neuron_of(int64_t row) const {
     return among_.empty() ? (int32_t)row : (int32_t)(row / selectable_ * neurons) + among_[(size_t)row];
   }
-  // The first neuron of the shared expert in the lists: behind the others, where its bundles are.
+  // The first neuron of the shared expert: behind the others, where its bundles are.
   int64_t first_shared() const { return shared_ ? experts * neurons : 0; }
   int64_t groups() const {
     return experts + (shared_ + neurons - 1) / neurons;

@@ -124,59 +124,26 @@ void DenseNeurons::multiply(Thread& t, const PiActs* acts, int64_t tokens, const
   if (watch && mine.n()) watch->count(look, tokens);
 }
 
-void DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, const Columns& part, float* h,
-                            int64_t ld) const {
-  Workspace& w = *t.program->workspace;
-  w.linear(t.id, first(), spec_.first_bias(gated()), acts, h - part.c0, ld, tokens, false, part.p0, part.p1);
+void DenseNeurons::activate(Thread& t, int64_t tokens, const Columns& part, float* h, int64_t ld) const {
   for (int64_t i = 0; i < tokens; i++)
-    spec_.activation.apply_first(w.kernels, h + i * ld, part.lanes(), spec_.limits_from(part.c0));
+    spec_.activation.apply_first(t.program->workspace->kernels, h + i * ld, part.lanes(), spec_.limits_from(part.c0));
 }
 
 Columns DenseNeurons::activate_share(Thread& t, const PiActs* acts, int64_t tokens, int64_t unit) const {
   const Program& p = *t.program;
-  const Columns mine(first(), *p.workspace->pool, t.id, spec_.activation.panels(unit));
-  activate(t, acts, tokens, mine, p.gate + mine.c0, p.ldh);
+  Workspace& w = *p.workspace;
+  const Columns mine(first(), *w.pool, t.id, spec_.activation.panels(unit));
+  w.linear(t.id, first(), spec_.first_bias(gated()), acts, p.gate, p.ldh, tokens, false, mine.p0, mine.p1);
+  activate(t, tokens, mine, p.gate + mine.c0, p.ldh);
   return mine;
 }
 
-void DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const {
+// Activations of whole rows of gates, which are there.
+void DenseNeurons::cut_rows(const Thread& t, int64_t tokens) const {
   const Program& p = *t.program;
-  Workspace& w = *p.workspace;
-  const auto cut_rows = [&] {
-    w.pool->phase(tokens, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) spec_.activation.cut(w.kernels, p.gate + i * p.ldh, neurons());
-    });
-  };
-  if (!is_in_memory()) {
-    const Columns mine = activate_share(t, acts, tokens, 2);
-    if (cuts()) w.pool->barrier(), cut_rows();
-    use(mine);
-    return w.pool->barrier();
-  }
-  if (cuts()) {
-    phase_of_first(t, acts, tokens, [](const Columns&) {});
-    cut_rows();
-    return w.pool->phase(first().panels, 2, [&](int64_t p0, int64_t p1) { use(Columns(first(), p0, p1)); });
-  }
-  phase_of_first(t, acts, tokens, use);
-}
-
-// In memory: the first product, of which `use` gets the columns.
-void DenseNeurons::phase_of_first(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const {
-  const Program& p = *t.program;
-  Workspace& w = *p.workspace;
-  w.pool->phase(
-      first().panels, spec_.activation.panels(2), tokens * PI_LANES,
-      [&](int64_t p0, int64_t p1, float* aside) {
-        const Columns part(first(), p0, p1);
-        if (aside) activate(t, acts, tokens, part, aside, part.lanes());
-        else activate(t, acts, tokens, part, p.gate + part.c0, p.ldh);
-      },
-      [&](int64_t p0, int64_t p1, const float* aside) {
-        const Columns part(first(), p0, p1);
-        if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
-        use(part);
-      });
+  p.workspace->pool->phase(tokens, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) spec_.activation.cut(p.workspace->kernels, p.gate + i * p.ldh, neurons());
+  });
 }
 
 void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Columns& part,
@@ -199,33 +166,6 @@ void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, fl
     if (watch) watch->after(look, i, h);
   }
   if (watch && n) watch->count(look, tokens);
-}
-
-void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use) const {
-  const Program& p = *t.program;
-  Workspace& w = *p.workspace;
-  const auto finished = [&](const Columns& part) {
-    forms_of_h(t, tokens, part, nullptr);
-    use(part);
-  };
-  if (p.watch || !is_in_memory()) {
-    const Columns mine(*up_, *w.pool, t.id, 2);
-    multiply_up(t, acts, tokens, threshold, mine, program_rows(t));
-    finished(mine);
-    return w.pool->barrier();
-  }
-  w.pool->phase(
-      up_->panels, 2, 2 * tokens * PI_LANES,
-      [&](int64_t p0, int64_t p1, float* aside) {
-        const Columns part(*up_, p0, p1);
-        if (aside) copy_rows(p.gate + part.c0, p.ldh, aside, part.lanes(), part.lanes(), tokens);
-        multiply_up(t, acts, tokens, threshold, part, rows_of(t, tokens, part, aside));
-      },
-      [&](int64_t p0, int64_t p1, const float* aside) {
-        const Columns part(*up_, p0, p1);
-        if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
-        finished(part);
-      });
 }
 
 void DenseNeurons::finish(Thread& t, int64_t tokens, const Destination& to) const {

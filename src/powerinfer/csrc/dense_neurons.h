@@ -1,7 +1,5 @@
 // A part of an FFN: neurons of one layer as matrices in panels, and the sum that they add to the output.
 #pragma once
-#include <functional>
-
 #include "activation.h"
 #include "bundles.h"
 #include "program.h"
@@ -34,10 +32,12 @@ class DenseNeurons {
   void add_down(Thread& t, int64_t tokens, const Columns& mine, const Destination& to, int64_t* fired) const;
   // `sum` in three steps, phases where all are in memory: `activate` writes the first product's activations to `gate`;
   // `multiply_up` makes them h, where activations up to `threshold` count as zero; `finish` is the sum of these. use: called
-  // for columns that are there, whole groups of neurons, by whoever put them there.
-  using Use = std::function<void(const Columns&)>;
-  void activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const;
-  void multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use) const;
+  // for columns that are there, whole groups of neurons, by whoever put them there; then: once, behind that, by one thread.
+  template <class Use, class Then>
+  void activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use, const Then& then) const;
+  template <class Use, class Then>
+  void multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use,
+                   const Then& then) const;
   void finish(Thread& t, int64_t tokens, const Destination& to) const;
   // Adds the tokens that neurons [begin, end) of h fire for.
   static void count_fired(const Thread& t, int64_t begin, int64_t end, int64_t tokens, int64_t* fired);
@@ -58,8 +58,8 @@ class DenseNeurons {
   int64_t columns_at_once(const Thread& t, int64_t tokens) const;
   static Hidden program_rows(const Thread& t);
   void multiply(Thread& t, const PiActs* acts, int64_t tokens, const Columns& mine, const Hidden& to) const;
-  void activate(Thread& t, const PiActs* acts, int64_t tokens, const Columns& part, float* h, int64_t ld) const;
-  void phase_of_first(Thread& t, const PiActs* acts, int64_t tokens, const Use& use) const;
+  void activate(Thread& t, int64_t tokens, const Columns& part, float* h, int64_t ld) const;
+  void cut_rows(const Thread& t, int64_t tokens) const;
   void multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Columns& part,
                    const Hidden& to) const;
   Hidden rows_of(const Thread& t, int64_t tokens, const Columns& part, float* aside) const {
@@ -74,3 +74,58 @@ class DenseNeurons {
   const std::shared_ptr<Matrix> gate_, up_, down_;
   const Norm inner_;
 };
+
+template <class Use, class Then>
+void DenseNeurons::activate(Thread& t, const PiActs* acts, int64_t tokens, const Use& use, const Then& then) const {
+  const Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  if (!is_in_memory()) {
+    const Columns mine = activate_share(t, acts, tokens, 2);
+    if (cuts()) w.pool->barrier(), cut_rows(t, tokens);
+    use(mine);
+    w.pool->barrier();
+    return w.pool->phase(1, 1, [&](int64_t, int64_t) { then(); });
+  }
+  const auto activate_part = [&](const Columns& part, float* h, int64_t ld) { activate(t, tokens, part, h, ld); };
+  const auto multiply_first = [&](const auto& use_part, const auto& then_all) {
+    w.use_product(t.id, first(), spec_.first_bias(gated()), acts, tokens, p.gate, p.ldh, spec_.activation.panels(2),
+                  activate_part, use_part, then_all);
+  };
+  if (!cuts()) return multiply_first(use, then);
+  multiply_first([](const Columns&) {}, [] {});
+  cut_rows(t, tokens);
+  w.pool->phase_then(
+      first().panels, 2, 0, [&](int64_t p0, int64_t p1, float*) { use(Columns(first(), p0, p1)); },
+      [](int64_t, int64_t, float*) {}, then);
+}
+
+template <class Use, class Then>
+void DenseNeurons::multiply_up(Thread& t, const PiActs* acts, int64_t tokens, float threshold, const Use& use,
+                               const Then& then) const {
+  const Program& p = *t.program;
+  Workspace& w = *p.workspace;
+  const auto finished = [&](const Columns& part) {
+    forms_of_h(t, tokens, part, nullptr);
+    use(part);
+  };
+  if (p.watch || !is_in_memory()) {
+    const Columns mine(*up_, *w.pool, t.id, 2);
+    multiply_up(t, acts, tokens, threshold, mine, program_rows(t));
+    finished(mine);
+    w.pool->barrier();
+    return w.pool->phase(1, 1, [&](int64_t, int64_t) { then(); });
+  }
+  w.pool->phase_then(
+      up_->panels, 2, 2 * tokens * PI_LANES,
+      [&](int64_t p0, int64_t p1, float* aside) {
+        const Columns part(*up_, p0, p1);
+        if (aside) copy_rows(p.gate + part.c0, p.ldh, aside, part.lanes(), part.lanes(), tokens);
+        multiply_up(t, acts, tokens, threshold, part, rows_of(t, tokens, part, aside));
+      },
+      [&](int64_t p0, int64_t p1, const float* aside) {
+        const Columns part(*up_, p0, p1);
+        if (aside) copy_rows(aside, part.lanes(), p.gate + part.c0, p.ldh, part.lanes(), tokens);
+        finished(part);
+      },
+      then);
+}

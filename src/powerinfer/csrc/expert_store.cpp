@@ -85,10 +85,10 @@ PiActs ExpertStore::gather(int thread, const ExpertRows& rows, const PiActs* act
   return to;
 }
 
-PiActs ExpertStore::gather_in_phase(const ExpertRows& rows, const PiActs* acts) const {
-  const PiActs to = rows.input.rows(d_model);
+PiActs ExpertStore::gather_in_phase(const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const {
+  const PiActs to = rows.input.rows(k);
   workspace_->pool->phase(rows.begin[(size_t)experts], 1,
-                          [&](int64_t begin, int64_t end) { gather_rows(rows, acts, to, forms_, begin, end); });
+                          [&](int64_t begin, int64_t end) { gather_rows(rows, acts, to, forms, begin, end); });
   return to;
 }
 

@@ -123,7 +123,7 @@ class ExpertStore {
   void sum_tokens(Thread& t, ExpertRows& rows, const PiActs* acts, int64_t tokens, uint16_t* fired,
                   const Attempt& attempt) {
     const bool single = tokens == 1;
-    sum_rows(t, rows, single ? *acts : gather_in_phase(rows, acts), single, fired, attempt);
+    sum_rows(t, rows, single ? *acts : gather_in_phase(rows, acts, d_model, forms_), single, fired, attempt);
   }
   // Whether a step of that many tokens leaves neurons out; then this in place of `sum_rows`. x: what a predictor reads,
   // the input of the layer.
@@ -132,10 +132,12 @@ class ExpertStore {
   virtual int64_t hidden_width() const { return 0; }
   virtual void sum_some(Thread&, ExpertRows&, const PiActs*, const Rows& /*x*/, const NeuronSum::Piece&,
                         int64_t /*top_k*/, const SharedExpert&, const Attempt&) {}
+  // Whether the next such step measures the recall of a predictor: between steps.
+  virtual bool samples(int64_t) const { return false; }
   // Whether that is the sum of the shared expert, too.
   virtual bool has_shared() const { return false; }
   // Else of such a step, before it, the sum of a shared expert in bundles of its own, without its weight. acts: the input,
-  // in the forms of its matrices and in `forms`. Returns it in `forms`. Ends with a barrier.
+  // in the forms of its matrices and in `forms`. Returns it in `forms`. In phases.
   virtual const PiActs* sum_shared(Thread&, const ExpertRows&, const PiActs* acts, const NeuronSum::Piece&,
                                    const SharedExpert&, int /*forms*/) {
     return acts;
@@ -169,7 +171,7 @@ class ExpertStore {
                     const std::function<void()>& next, const RestingExperts& resting) const;
   // For each row its token's input, of k elements. With a barrier; `gather_in_phase`: in a phase.
   PiActs gather(int thread, const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
-  PiActs gather_in_phase(const ExpertRows& rows, const PiActs* acts) const;
+  PiActs gather_in_phase(const ExpertRows& rows, const PiActs* acts, int64_t k, int forms) const;
   static void gather_rows(const ExpertRows& rows, const PiActs* acts, const PiActs& to, int forms, int64_t begin,
                           int64_t end);
   // Rows of an expert by panels of one of its matrices.
@@ -212,13 +214,20 @@ class ExpertStore {
     all.visit(from, to, work);
   }
   // The same in a phase, to `columns` rows, `ld` apart, which may lie aside: compute(block, columns, ld), then, for blocks
-  // that are there, place(block). As many floats for a row and panel as `floats`; 0: not aside.
+  // that are there, place(block). As many floats for a row and panel as `floats`; 0: not aside. then: as of
+  // `Pool::phase_then`.
   struct Output {
     float *rows, *more;  // of the block's first row and panel
     int64_t ld;
   };
+  template <class C, class P, class Then>
+  void phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute, const P& place,
+                       const Then& then) const;
   template <class C, class P>
-  void phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute, const P& place) const;
+  void phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute,
+                       const P& place) const {
+    phase_of_panels(rows, all, floats, compute, place, [] {});
+  }
   // h of a block, times the weights of the rows.
   void first_products(int thread, const ExpertRows& rows, const Block& block, const PiActs& acts, bool single,
                       const Output& to, uint16_t* fired) const;
@@ -246,9 +255,9 @@ class ExpertStore {
   const int forms_;
 };
 
-template <class C, class P>
+template <class C, class P, class Then>
 void ExpertStore::phase_of_panels(const ExpertRows& rows, const Work& all, int64_t floats, const C& compute,
-                                  const P& place) const {
+                                  const P& place, const Then& then) const {
   Pool& pool = *workspace_->pool;
   const bool dealt = workspace_->deals(rows.begin[(size_t)experts], parts_[UP][0], (int64_t)all.active.size());
   const int64_t of_unit = all.unit * PI_LANES * floats;  // and row; one may begin in a piece and end behind it
@@ -258,7 +267,7 @@ void ExpertStore::phase_of_panels(const ExpertRows& rows, const Work& all, int64
     aside += floats * n;
     return at;
   };
-  pool.phase(
+  pool.phase_then(
       all.all, dealt ? std::max(all.all / (32 * pool.threads()), (int64_t)1) : 1, {of_unit, of_unit * all.most_rows},
       [&](int64_t from, int64_t to, float* aside) {
         const bool is_aside = aside;
@@ -272,5 +281,5 @@ void ExpertStore::phase_of_panels(const ExpertRows& rows, const Work& all, int64
           place(block, is_aside ? aside_at(aside, block) : Output{nullptr, nullptr, 0});
         });
       },
-      dealt);
+      then, dealt);
 }

@@ -255,7 +255,7 @@ void Experts::run(Thread& t, const Step& step) {
     prepare_again();
     w.pool->phase(tokens, 1, [&](int64_t begin, int64_t end) { weigh_shared(rows, acts, begin, end); });
   }
-  if (store_->resting() || leaves_out || early || records_) {  // threads have parts of their own
+  if (store_->resting() || early || records_) {
     prepare_again();
     begin(t, tokens, early);
   }
@@ -269,7 +269,7 @@ void Experts::run(Thread& t, const Step& step) {
   const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
   prepare_again();
   if (leaves_out) {
-    sum_some(t, rows, acts, x, to, forms);
+    sum_some(t, rows, acts, x, to, forms, step.samples(number));
     if (shared_apart) add_shared(t, rows, tokens, to);
     return p.add_normalised(spec_.out_norm, p.up, 0, tokens);
   }
@@ -330,16 +330,22 @@ void Experts::run_apart(Thread& t, int64_t tokens) {
 
 // What a step that leaves neurons out computes, but that a shared expert in bundles of its own remains in `shared`; ends
 // with a barrier or a phase.
-void Experts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to,
-                       int forms) const {
+void Experts::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to, int forms,
+                       bool sampled) const {
   const Program& p = *t.program;
   const int64_t tokens = x.tokens, k = router_.spec.top_k;
   const Destination beside{rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, into{p.gate, p.ldh, false, NO_BIAS};
   const auto attempt = [&](const auto& work) { return t.program->attempt(work); };
-  if (shared_.bundled) acts = store_->sum_shared(t, rows, acts, {x, spec_.norm, beside, true}, shared_, forms);
-  if (!latent_in_) return store_->sum_some(t, rows, acts, x, {x, spec_.norm, to, true}, k, shared_, attempt);
+  const auto piece = [&](const Rows& of, const Norm& norm, const Destination& sum) {
+    NeuronSum::Piece piece{of, norm, sum, true};
+    piece.sampled = sampled;
+    return piece;
+  };
+  if (shared_.bundled) acts = store_->sum_shared(t, rows, acts, piece(x, spec_.norm, beside), shared_, forms);
+  if (!latent_in_) return store_->sum_some(t, rows, acts, x, piece(x, spec_.norm, to), k, shared_, attempt);
   acts = make_latents(t, acts, tokens);
-  store_->sum_some(t, rows, acts, x, {latents(p, tokens), {}, into, true}, k, shared_, attempt);
+  const Norm none;
+  store_->sum_some(t, rows, acts, x, piece(latents(p, tokens), none, into), k, shared_, attempt);
   add_latents(t, tokens, to);
 }
 
@@ -456,6 +462,7 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
   ExpertRows& rows = *program.expert_rows;
   const int64_t d_model = store_->d_model;
   Failure failure;  // what follows is void, but must be computed
+  bool sampled = false;
   const auto job = [&](int thread) {
     Thread t{thread, &program, {}};
     const Rows in{x, d_model, d_model, tokens};
@@ -469,12 +476,18 @@ void Experts::sum_rows(Program& program, const float* x, int64_t tokens, float* 
     const auto attempt = [&](const auto& work) { return failure.attempt(work); };
     if (store_->leaves_out(tokens)) {
       const Rows read = width ? Rows{hidden, width, width, tokens} : in;
-      return store_->sum_some(t, rows, acts, read, {in, spec_.norm, to, true}, router_.spec.top_k, shared_, attempt);
+      NeuronSum::Piece piece{in, spec_.norm, to, true};
+      piece.sampled = sampled;
+      return store_->sum_some(t, rows, acts, read, piece, router_.spec.top_k, shared_, attempt);
     }
     store_->sum_tokens(t, rows, acts, tokens, nullptr, attempt);
     merge(t, rows, tokens, to);
   };
-  w.pool->run(prepare, job);
+  const auto prepare_all = [&] {
+    prepare();
+    sampled = store_->samples(tokens);
+  };
+  w.pool->run(prepare_all, job);
   if (failure.what.empty()) return;
   store_->end();
   throw ReadError(failure.what);

@@ -22,6 +22,7 @@ class Experts : public Op {
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
   void skip() override;
+  bool samples(const Program&, const Step& step) const override { return store_->samples(step.tokens); }
 
   // Whether steps keep what they selected, until the next one: for profiles and for policies that place experts.
   // fired: and which neurons of these fired, in steps that compute whole experts.
@@ -77,7 +78,8 @@ class Experts : public Op {
   void sum_rows(Program& program, const float* x, int64_t tokens, float* out, const float* hidden, P prepare);
   // The forms in which a step of that many tokens has the experts' input, or what makes latents of it.
   int input_forms(int64_t tokens) const { return latent_in_ ? latent_in_->form() : store_->forms(tokens); }
-  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to, int forms) const;
+  void sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, const Rows& x, const Destination& to, int forms,
+                bool sampled) const;
   void add_shared(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   void merge(Thread& t, const ExpertRows& rows, int64_t tokens, const Destination& to) const;
   // The latents of the input, in the forms of the experts; the output of those in their place.

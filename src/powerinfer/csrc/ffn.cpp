@@ -130,6 +130,10 @@ void Ffn::foresee(std::shared_ptr<Ffn> after) {
   workspace_->pool->between_jobs([&] { after_ = std::move(after); });
 }
 
+bool Ffn::samples(const Program& p, const Step& step) const {
+  return recall_every_ && way(p, step.tokens) == WAY_PREDICTED && bundled_->stats_of_job().steps % recall_every_ == 0;
+}
+
 NeuronSum::Ahead Ffn::ahead(const Program& p, int64_t tokens) const {
   if (!after_ || !after_->bundled_ || after_->way(p, tokens) != WAY_PREDICTED) return {};
   NeuronSum& other = *after_->bundled_;
@@ -157,11 +161,12 @@ void Ffn::run(Thread& t, const Step& step) {
     const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
     NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired, {}, &p};
     if (chosen == WAY_PREDICTED) piece.ahead = ahead(p, step.tokens);
+    piece.sampled = step.samples(number);
     if (chosen == WAY_DENSE && dense_->cuts()) cut(t, piece);
     else if (chosen == WAY_DENSE)
       dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to, fired);
     else if (chosen == WAY_PREDICTED) predicted(t, piece);
-    else if (dense_) exact(t, piece);
+    else if (dense_) exact(t, piece, step.decided[number]);
     else bundled_->sum_selected(t.id, piece);
     p.add_normalised(spec_.out_norm, p.up, first, x.tokens);
   }
@@ -172,20 +177,22 @@ void Ffn::run(Thread& t, const Step& step) {
 void Ffn::cut(Thread& t, const NeuronSum::Piece& piece) {
   Workspace& w = *t.program->workspace;
   const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, dense_->forms());
-  dense_->activate(t, acts, piece.x.tokens, [](const Columns&) {});
+  dense_->activate(t, acts, piece.x.tokens, [](const Columns&) {}, [] {});
   if (!w.is_prepared(t.id)) acts = w.prepare(t.id, piece.x, spec_.norm, dense_->forms());
-  dense_->multiply_up(t, acts, piece.x.tokens, 0.0f, [&](const Columns& part) {
+  const auto count_fired = [&](const Columns& part) {
     if (piece.fired) dense_->count_fired(t, part.c0, part.c1, piece.x.tokens, piece.fired);
-  });
+  };
+  dense_->multiply_up(t, acts, piece.x.tokens, 0.0f, count_fired, [] {});
   dense_->finish(t, piece.x.tokens, piece.to);
 }
 
 // ---- The neurons that fire ------------------------------------------------------------------------------------------
 
 // The gates from the matrices, the rest from bundles, or, where many fire, from the matrices too. Where products have
-// thresholds, down is decided on again: few products may be left of many gates. Whatever is decided there are as many
-// phases: a thread that is late may see what another step has noted, and decide otherwise.
-void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
+// thresholds, down is decided on again: few products may be left of many gates. One thread decides for all, of which one
+// that is late may see what another step has noted.
+void Ffn::exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint8_t>& decided) {
+  enum { UP_WHOLE = 1, DOWN_WHOLE = 2 };
   const Program& p = *t.program;
   Workspace& w = *p.workspace;
   NeuronLists& lists = w.lists();
@@ -197,16 +204,17 @@ void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
   };
   const auto note = [&](int i, float limit) {
     return [&, i, limit](const Columns& part) {
-      lists.note(w.kernels, lists.notes[i], part.c0 / PI_GROUP, p.gate + part.c0, p.ldh, tokens, part.n(), limit);
+      lists.note(w.kernels, lists.notes[i], part.c0 / PI_GROUP, p.gate + part.c0, p.ldh, tokens, part.n(), {limit});
     };
-  };
-  const auto decide = [&](const NeuronLists::Noted& noted) {
-    const bool are_many = many(noted, tokens);
-    if (!dense_->is_in_memory()) w.pool->barrier();  // what follows has barriers
-    return are_many;
   };
   const NeuronLists::Run all{0, (dense_->neurons() + PI_GROUP - 1) / PI_GROUP};
   const NeuronLists::Noted gates{&lists.notes[0], &all, 1}, products{&lists.notes[1], &all, 1};
+  const auto decide = [&](uint8_t what, const NeuronLists::Noted& noted) {
+    return [&, what] {
+      if (falls_back() && many(noted, tokens)) decided.fetch_or(what, std::memory_order_relaxed);
+    };
+  };
+  const auto is_decided = [&](uint8_t what) { return (decided.load(std::memory_order_relaxed) & what) != 0; };
   const auto count = [&](int64_t active) {
     const int64_t neurons = dense_->neurons();
     if (piece.counted) bundled_->count(tokens, gates.cells(), {0, dense_->gated() ? neurons : 0, neurons, 0, active});
@@ -216,35 +224,31 @@ void Ffn::exact(Thread& t, const NeuronSum::Piece& piece) {
   };
   NeuronSum::Piece rest = piece;
   rest.noted = gates;
-  dense_->activate(t, acts, tokens, note(0, bundled_->threshold));
+  dense_->activate(t, acts, tokens, note(0, bundled_->threshold), decide(UP_WHOLE, gates));
   prepare_again();
-  const bool dense = falls_back() && decide(gates);
-  if (!dense_->drops_products()) {
-    if (!dense) return bundled_->sum_listed(t.id, rest, acts, p.gate, p.ldh, false);
-    dense_->multiply_up(t, acts, tokens, bundled_->threshold, [&](const Columns& part) {
-      note(1, 0.0f)(part);
-      count_fired(part.c0, part.c1);
-      if (part.c0 == 0 && part.n() > 0) count(0);
-      if (piece.counted) bundled_->count_active(products.cells(part.c0 / PI_GROUP, part.n()));
-    });
-    return dense_->finish(t, tokens, piece.to);
-  }
-  if (dense) dense_->multiply_up(t, acts, tokens, bundled_->threshold, note(1, 0.0f));
-  else if (falls_back()) w.pool->phase(0, 1, [](int64_t, int64_t) {});
-  if (dense && decide(products)) {
-    dense_->finish(t, tokens, piece.to);
-    return w.pool->phase(dense_->neurons(), 1, [&](int64_t begin, int64_t end) {
-      count_fired(begin, end);
-      if (begin == 0) count(products.cells());
-    });
-  }
-  prepare_again();
-  if (dense) {
+  const bool up_whole = is_decided(UP_WHOLE);
+  if (!up_whole) return bundled_->sum_noted(t.id, rest, acts, p.gate, p.ldh, false);
+  const auto use = [&](const Columns& part) {
+    note(1, 0.0f)(part);
+    if (!dense_->drops_products()) count_fired(part.c0, part.c1);
+  };
+  dense_->multiply_up(t, acts, tokens, bundled_->threshold, use, [&] {
+    if (!dense_->drops_products() || many(products, tokens)) decided.fetch_or(DOWN_WHOLE, std::memory_order_relaxed);
+    if (!dense_->drops_products()) count(products.cells());
+  });
+  if (!is_decided(DOWN_WHOLE)) {
+    prepare_again();
     rest.noted = products;
     rest.candidates = gates;
     rest.up_rows = dense_->neurons();
+    return bundled_->sum_noted(t.id, rest, acts, p.gate, p.ldh, false, true);
   }
-  bundled_->sum_listed(t.id, rest, acts, p.gate, p.ldh, false, dense);
+  dense_->finish(t, tokens, piece.to);
+  if (!dense_->drops_products()) return;
+  w.pool->phase(dense_->neurons(), 1, [&](int64_t begin, int64_t end) {
+    count_fired(begin, end);
+    if (begin == 0) count(products.cells());
+  });
 }
 
 // Whether so many neurons fire that reading a whole matrix is faster than reading their rows. With many tokens, each
@@ -258,13 +262,14 @@ bool Ffn::many(const NeuronLists::Noted& noted, int64_t tokens) const {
 
 void Ffn::predicted(Thread& t, const NeuronSum::Piece& piece) {
   Workspace& w = *t.program->workspace;
-  const bool sampled = recall_every_ && bundled_->stats_of_job().steps % recall_every_ == 0;
   predictor_->select(t.id, w, piece.x);
-  const PiActs* acts =
-      w.prepare(t.id, piece.x, spec_.norm, bundled_->bundles->forms() | (sampled ? dense_->forms() : 0));
-  if (sampled) sample(t, acts, piece.x.tokens);
-  bundled_->sum_listed(t.id, piece, acts, nullptr, 0, true);
-  if (predictor_->floor > 0) w.pool->barrier();  // who is late has yet to look at the counts
+  const int forms = bundled_->bundles->forms() | (piece.sampled ? dense_->forms() : 0);
+  const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, forms);
+  if (piece.sampled) sample(t, acts, piece.x.tokens);
+  const NeuronLists::Run all = predictor_->neurons_noted();
+  NeuronSum::Piece candidates = piece;
+  candidates.noted = {&w.lists().notes[0], &all, 1};
+  bundled_->sum_noted(t.id, candidates, acts, nullptr, 0, true);
 }
 
 // How many of the neurons that fire the predictor selected: computes all gates densely. Ends with a barrier.

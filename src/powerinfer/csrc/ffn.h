@@ -41,6 +41,7 @@ class Ffn : public Op {
   size_t wants(const Program& p, const Step& step) const override;
   void run(Thread& t, const Step& step) override;
   void skip() override;
+  bool samples(const Program& p, const Step& step) const override;
 
   // How many active neurons of sampled tokens were candidates.
   struct Recall {
@@ -65,7 +66,7 @@ class Ffn : public Op {
   Way way(const Program& p, int64_t tokens) const;
   NeuronSum::Ahead ahead(const Program& p, int64_t tokens) const;
   void cut(Thread& t, const NeuronSum::Piece& piece);
-  void exact(Thread& t, const NeuronSum::Piece& piece);
+  void exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint8_t>& decided);
   void predicted(Thread& t, const NeuronSum::Piece& piece);
   bool falls_back() const { return dense_above_ < 1 && !bundled_->bundles->slots; }
   bool many(const NeuronLists::Noted& noted, int64_t tokens) const;

@@ -15,6 +15,27 @@ int64_t ones(uint32_t x) {
   x = (x & 0x33333333u) + (x >> 2 & 0x33333333u);
   return ((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u >> 24;
 }
+
+constexpr int64_t NOTED = 32;    // groups at once
+constexpr int64_t UNROLLED = 8;  // neurons of a group
+
+// Of a row of n numbers, up to NOTED groups, a bit for each that exceeds the limit, in words of whole groups.
+void mark(const PiKernels* kernels, const float* row, int64_t n, NeuronLists::Limit limit, uint32_t* words) {
+  const int64_t groups = (n + PI_GROUP - 1) / PI_GROUP;
+  if (limit.of_magnitude) {
+    uint16_t bits[2 * NOTED];
+    bits[2 * groups - 1] = 0;
+    kernels->neurons.fires(row, pi_round_up(n, PI_LANES), limit.value, bits);
+    for (int64_t g = 0; g < groups; g++) words[g] = bits[2 * g] | (uint32_t)bits[2 * g + 1] << PI_LANES;
+    if (n % PI_GROUP) words[groups - 1] &= UINT32_MAX >> (PI_GROUP - n % PI_GROUP);
+    return;
+  }
+  int32_t places[NOTED * PI_GROUP + PI_LANES];
+  int64_t count = 0;
+  kernels->neurons.keep(row, 0, 1, n, 0, limit.value, 0, places, &count);
+  std::fill_n(words, groups, 0u);
+  for (int64_t i = 0; i < count; i++) words[places[i] / PI_GROUP] |= 1u << places[i] % PI_GROUP;
+}
 }  // namespace
 
 NeuronLists::NeuronLists(int threads, int64_t n, int64_t d, int64_t r, const NeuronLists* smaller)
@@ -36,40 +57,36 @@ NeuronLists::NeuronLists(int threads, int64_t n, int64_t d, int64_t r, const Neu
     to.cells.resize(to.marks.size());
   }
   for (Share& s : shares) {
-    s.listed.resize((size_t)(ldz + PI_LANES));
-    s.taken.resize((size_t)ldz);
+    s.taken.resize((size_t)(ldz + UNROLLED));
     s.part_ends.reserve(PARTS);
   }
 }
 
 bool NeuronLists::holds(int64_t n, int64_t d, int64_t r) const { return n <= neurons && d <= d_model && r <= rank; }
 
-std::vector<int64_t> NeuronLists::numbers_listed() const {
-  std::vector<int64_t> numbers;
-  for (const Share& other : shares) numbers.push_back(other.n);
-  return numbers;
-}
-
-void NeuronLists::note(const PiKernels* kernels, Notes& to, int64_t group, const float* h, int64_t ld, int64_t tokens,
-                       int64_t n, float limit) {
-  enum { GROUPS = 32 };  // groups
-  for (int64_t j = 0; j < n; j += GROUPS * PI_GROUP, group += GROUPS) {
-    const int64_t length = std::min(n - j, (int64_t)(GROUPS * PI_GROUP)), groups = (length + PI_GROUP - 1) / PI_GROUP;
+void NeuronLists::note(const PiKernels* kernels, Notes& to, int64_t group, const float* columns, int64_t ld,
+                       int64_t rows, int64_t n, Limit limit, uint32_t* counts_in) {
+  for (int64_t j = 0; j < n; j += NOTED * PI_GROUP, group += NOTED) {
+    const int64_t length = std::min(n - j, (int64_t)(NOTED * PI_GROUP)), groups = (length + PI_GROUP - 1) / PI_GROUP;
     uint32_t* const marks = to.marks.data() + group;
     std::fill_n(marks, groups, 0u);
     std::fill_n(to.cells.data() + group, groups, (uint16_t)0);
-    for (int64_t i = 0; i < tokens; i++) {
-      uint16_t bits[2 * GROUPS];
-      bits[2 * groups - 1] = 0;
-      kernels->neurons.fires(h + i * ld + j, pi_round_up(length, PI_LANES), limit, bits);
+    if (counts_in) std::fill_n(counts_in + j, groups * PI_GROUP, 0u);
+    for (int64_t i = 0; i < rows; i++) {
+      uint32_t counting[NOTED];
+      mark(kernels, columns + i * ld + j, length, limit, counting);
       for (int64_t g = 0; g < groups; g++) {
-        const uint32_t left = (uint32_t)std::min(length - g * PI_GROUP, (int64_t)PI_GROUP);
-        const uint32_t fires = (bits[2 * g] | (uint32_t)bits[2 * g + 1] << PI_LANES) & UINT32_MAX >> (PI_GROUP - left);
-        marks[g] |= fires;
-        to.cells[(size_t)(group + g)] = (uint16_t)(to.cells[(size_t)(group + g)] + ones(fires));
+        marks[g] |= counting[g];
+        if (rows > 1) to.cells[(size_t)(group + g)] = (uint16_t)(to.cells[(size_t)(group + g)] + ones(counting[g]));
+        for (uint32_t rest = counts_in ? counting[g] : 0; rest; rest &= rest - 1)
+          counts_in[j + g * PI_GROUP + __builtin_ctz(rest)] |= 1u << i;
       }
     }
-    for (int64_t g = 0; g < groups; g++) to.numbers[(size_t)(group + g)] = (uint8_t)ones(marks[g]);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t number = ones(marks[g]);
+      to.numbers[(size_t)(group + g)] = (uint8_t)number;
+      if (rows == 1) to.cells[(size_t)(group + g)] = (uint16_t)number;
+    }
   }
 }
 
@@ -89,60 +106,34 @@ int64_t NeuronLists::Noted::cells(int64_t group, int64_t neurons) const {
 }
 
 int NeuronLists::parts(const Noted& noted) const {
-  int64_t total = noted.notes ? noted.neurons() : 0;
-  if (!noted.notes)
-    for (const int64_t n : numbers_listed()) total += n;
   const int64_t threads = (int64_t)shares.size();
-  return (int)(threads * (threads == 1 ? 1 : std::clamp(total / (LEAST * threads), (int64_t)1, PARTS)));
+  return (int)(threads * (threads == 1 ? 1 : std::clamp(noted.neurons() / (LEAST * threads), (int64_t)1, PARTS)));
 }
 
 int64_t NeuronLists::take(const Noted& noted, int i, int parts, bool whole_groups, int32_t* to) const {
-  return noted.notes ? take_noted(noted, i, parts, whole_groups, to) : take_listed(i, parts, whole_groups, to);
-}
-
-int64_t NeuronLists::take_noted(const Noted& noted, int i, int parts, bool whole_groups, int32_t* to) const {
   int64_t begin, end, at = 0, taken = 0;
   share(noted.neurons(), 1, parts, i, &begin, &end);
   const uint32_t* marks = noted.notes->marks.data();
   const uint8_t* numbers = noted.notes->numbers.data();
-  for (const NeuronLists::Run* run = noted.runs; run != noted.runs + noted.n; run++)
+  for (const NeuronLists::Run* run = noted.runs; run != noted.runs + noted.n; run++) {
+    const bool cuts_none = whole_groups && !run->places;
     for (int64_t g = 0, n; g < run->groups; g++, at += n) {
       n = *numbers++;
       uint32_t left = *marks++;
-      if (at + n <= begin || (whole_groups && at < begin)) continue;
+      if (at + n <= begin || (cuts_none && at < begin)) continue;
       if (at >= end) return taken;
-      const int64_t skipped = std::max(begin - at, (int64_t)0), last = whole_groups ? n : std::min(n, end - at);
+      const int64_t skipped = std::max(begin - at, (int64_t)0), last = cuts_none ? n : std::min(n, end - at);
       for (int64_t j = 0; j < skipped; j++) left &= left - 1;
-      for (int64_t j = skipped; j < last && left; j++, left &= left - 1)
-        to[taken++] = (int32_t)(run->first + g * PI_GROUP + __builtin_ctz(left));
+      const int32_t first = (int32_t)(run->places ? g * PI_GROUP : run->first + g * PI_GROUP);
+      for (int64_t j = skipped; j < last; j += UNROLLED)  // whole ones of these: how often is no surprise to the CPU
+        for (int64_t i = 0; i < UNROLLED; i++, left &= left - 1)
+          to[taken + j - skipped + i] = first + __builtin_ctz(left | 1u << (PI_GROUP - 1));
+      for (int64_t j = skipped; j < last && run->places; j++) {
+        int32_t& place = to[taken + j - skipped];
+        place = (int32_t)run->first + run->places[place];
+      }
+      taken += std::max(last - skipped, (int64_t)0);
     }
-  return taken;
-}
-
-int64_t NeuronLists::take_listed(int i, int parts, bool whole_groups, int32_t* to) const {
-  const std::vector<int64_t> numbers = numbers_listed();  // a copy: a thread that is late reads what others write
-  int64_t total = 0, begin, end, at = 0, taken = 0;
-  for (const int64_t n : numbers) total += n;
-  if (total > neurons) return 0;
-  share(total, 1, parts, i, &begin, &end);
-  if (whole_groups) {
-    const auto group = [&](int64_t j) {
-      size_t from = 0;
-      for (; j >= numbers[from]; from++) j -= numbers[from];
-      return shares[from].listed[(size_t)j] / PI_GROUP;
-    };
-    const auto whole = [&](int64_t j) {
-      while (j > 0 && j < total && group(j - 1) == group(j)) j++;
-      return j;
-    };
-    begin = whole(begin);
-    end = whole(end);
-  }
-  for (size_t from = 0; from < numbers.size(); from++) {
-    const int64_t first = std::max(begin - at, (int64_t)0), last = std::min(end - at, numbers[from]);
-    if (first < last) std::copy_n(shares[from].listed.data() + first, last - first, to + taken);
-    taken += std::max(last - first, (int64_t)0);
-    at += numbers[from];
   }
   return taken;
 }

@@ -1,6 +1,5 @@
-// Lists of neurons of the current step: each thread lists the selected neurons of its share of a layer, or they are noted,
-// a bit each, by whoever has them; then all of them are divided evenly into parts, each of which has a sum of its own. One
-// set of buffers serves all layers.
+// The neurons of the current step: those that are selected are noted, a bit each, by whoever finds them; then all of them are
+// divided evenly into parts, each of which has a sum of its own. One set of buffers serves all layers.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,26 +14,23 @@ class NeuronLists {
   NeuronLists(int threads, int64_t neurons, int64_t d_model, int64_t rank, const NeuronLists* smaller);
   bool holds(int64_t neurons, int64_t d_model, int64_t rank) const;
 
-  // Consecutive groups, of the neurons from `first` on.
+  // Consecutive groups, of the neurons from `first` on; places: of these behind `first`, null: one after another.
   struct Run {
     int64_t first, groups;
+    const int32_t* places = nullptr;
   };
   struct Share {  // of a thread
-    std::vector<int32_t> listed;
-    int64_t n;                         // number listed
-    int64_t counts[PI_NEURON_TOKENS];  // and for each token
-    int64_t cells;                     // of the last list, in all
     NeuronCounts done;
     NeuronBlock block;
-    std::vector<int32_t> taken;                          // what it sums of the lists of all threads
+    std::vector<int32_t> taken;                          // what it sums
     int64_t n_taken, begin, end;                         // the number of these; which of them are in the current wave
     int32_t next() const { return taken[(size_t)end]; }  // behind the current wave
     int first_part;                                      // where it has parts of its own: these,
     std::vector<int64_t> part_ends;                      // and where each ends in `taken`
-    std::vector<Run> runs;                               // of a step whose neurons are noted
+    std::vector<Run> runs;                               // of the step
   };
   const int64_t neurons, d_model, rank, ldz, ldr, lds;
-  std::vector<uint32_t> selected_by;  // by place of a listed neuron: the tokens that select it, a bit each
+  std::vector<uint32_t> selected_by;  // by place of a noted neuron: the tokens that select it, a bit each
   Vector z, hidden;                   // of a predictor, [tokens][ldz] and [tokens][ldr]
   Vector h;                           // of neurons on disk that are summed without a program, [tokens][ldz]
   std::vector<Share> shares;
@@ -56,7 +52,7 @@ class NeuronLists {
     std::vector<uint8_t> numbers;
     std::vector<uint16_t> cells;
   } notes[2];
-  // The notes of a step, run after run; without notes its neurons are in the lists of the threads.
+  // The notes of a step, run after run; none where `notes` is null.
   struct Noted {
     const Notes* notes = nullptr;
     const Run* runs = nullptr;
@@ -66,16 +62,22 @@ class NeuronLists {
     int64_t cells() const;
     int64_t cells(int64_t group, int64_t neurons) const;  // of so many neurons of groups from that one on
   };
-  // Notes neurons of groups from `group` on: n activations, [tokens][ld], of which those count whose magnitude exceeds the
-  // limit. Rows have whole lanes.
-  static void note(const PiKernels* kernels, Notes& to, int64_t group, const float* h, int64_t ld, int64_t tokens,
-                   int64_t n, float limit);
+  // What a number exceeds, or its magnitude, if it counts. NaN does.
+  struct Limit {
+    float value;
+    bool of_magnitude = true;
+  };
+  // Notes neurons of groups from `group` on: those of n columns, in any of up to PI_NEURON_TOKENS rows `ld` apart, that
+  // exceed the limit. counts_in: for every column, whole groups, the rows in which it does, a bit each; or null. Rows have
+  // whole lanes.
+  static void note(const PiKernels* kernels, Notes& to, int64_t group, const float* columns, int64_t ld, int64_t rows,
+                   int64_t n, Limit limit, uint32_t* counts_in = nullptr);
 
-  // How many parts there are: as many for each thread, more than one where many neurons are listed. Then a thread that
+  // How many parts there are: as many for each thread, more than one where many neurons are noted. Then a thread that
   // has lost its core holds up a small one.
   int parts(const Noted& noted) const;
-  // The neurons of part i, in the order of the lists; cut between groups of neurons if `whole_groups`. Returns their
-  // number.
+  // The neurons of part i, in the order of the runs; cut between groups of neurons if `whole_groups`, but for those that
+  // have places. Returns their number.
   int64_t take(const Noted& noted, int i, int parts, bool whole_groups, int32_t* to) const;
   // The same of all parts of a thread, to `taken`.
   int64_t take_parts(const Noted& noted, int thread, int parts, bool whole_groups);
@@ -87,8 +89,5 @@ class NeuronLists {
 
  private:
   static_assert(sizeof(NeuronCounts) <= PI_LANES * sizeof(float));
-  std::vector<int64_t> numbers_listed() const;
-  int64_t take_listed(int i, int parts, bool whole_groups, int32_t* to) const;
-  int64_t take_noted(const Noted& noted, int i, int parts, bool whole_groups, int32_t* to) const;
   Mapping sums_;  // of all parts; memory that nobody used is none
 };

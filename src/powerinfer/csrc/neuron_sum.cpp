@@ -10,6 +10,29 @@
 namespace {
 
 constexpr int ENOUGH = 1024;  // neurons, after which it is judged whether guesses are worth it
+// Up to so many floats for the sums of parts, one for each thread, one thread adds them up: faster than a phase.
+constexpr int64_t ALONE = 2048;
+const Norm NO_NORM;
+const Vector NO_BIASES;
+
+// What a caller gives to be summed.
+struct Input {
+  const float* x;
+  const uint8_t* selected;
+  const float* weight;
+};
+
+// The same for threads that may be late, when the caller has it no more.
+struct Copy {
+  Copy(const Input& from, int64_t tokens, int64_t k, int64_t members)
+      : x(from.x, from.x + tokens * k),
+        weight(from.weight, from.weight + (from.weight ? tokens : 0)),
+        selected(from.selected, from.selected + (from.selected ? tokens * members : 0)),
+        input{x.data(), from.selected ? selected.data() : nullptr, from.weight ? weight.data() : nullptr} {}
+  const std::vector<float> x, weight;
+  const std::vector<uint8_t> selected;
+  const Input input;
+};
 
 }  // namespace
 
@@ -27,6 +50,10 @@ NeuronSum::NeuronSum(std::shared_ptr<Workspace> w, std::shared_ptr<Bundles> b, f
   workspace->reserve_lists(bundles->neurons, bundles->up.k, 0);
 }
 
+NeuronSum::~NeuronSum() {
+  workspace->pool->between_jobs([] {});
+}
+
 bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, const float* weight, float* out) {
   check(!bundles->spec.activation.competes(), "topk and gaussian select by the gates of matrices");
   const int64_t k = bundles->up.k, all = (int64_t)bundles->members.size();
@@ -41,23 +68,29 @@ bool NeuronSum::sum(const float* x, int64_t tokens, const uint8_t* selected, con
   }
   check(bundles->firsts || (bundles->own_firsts && bundles->n_firsts == all),
         "the neurons' first rows are not in memory");
+  const auto piece_of = [=](const Input& input, int64_t first) -> Piece {
+    return {{input.x + first * k, k, k, std::min(tokens - first, (int64_t)PI_NEURON_TOKENS)},
+            NO_NORM,
+            {out + first * k, k, false, NO_BIASES},
+            tokens <= PI_NEURON_TOKENS,
+            input.selected ? input.selected + first * all : nullptr,
+            input.weight ? input.weight + first : nullptr};
+  };
+  const Input input{x, selected, weight};
+  if (tokens <= PI_NEURON_TOKENS && !bundles->slots) {
+    const auto copy = std::make_shared<const Copy>(input, tokens, k, all);
+    workspace->pool->run_phases([] {}, [=](int thread) { sum_selected(thread, piece_of(copy->input, 0)); }, nullptr);
+    return true;
+  }
   Failure failure;
   const auto prepare = [&] {
     if (bundles->slots) workspace->lists().reserve_h(std::min(tokens, (int64_t)PI_NEURON_TOKENS));
   };
   const auto job = [&](int thread) {
     for (int64_t first = 0; first < tokens; first += PI_NEURON_TOKENS) {
-      const int64_t some = std::min(tokens - first, (int64_t)PI_NEURON_TOKENS);
-      sum_selected(thread, {{x + first * k, k, k, some},
-                            {},
-                            {out + first * k, k, false, {}},
-                            tokens <= PI_NEURON_TOKENS,
-                            selected ? selected + first * all : nullptr,
-                            weight ? weight + first : nullptr,
-                            nullptr,
-                            {},
-                            nullptr,
-                            &failure});
+      Piece piece = piece_of(input, first);
+      piece.failure = &failure;
+      sum_selected(thread, piece);
     }
   };
   workspace->pool->run(prepare, job);
@@ -78,83 +111,59 @@ void NeuronSum::add_firsts(const uint8_t* rows, int64_t n) {
 }
 
 void NeuronSum::sum_selected(int thread, const Piece& piece) {
-  const PiActs* acts = workspace->prepare(thread, piece.x, piece.norm, bundles->forms());
-  list_selected(thread, piece);
-  workspace->pool->barrier();
-  sum_listed(thread, piece, acts, nullptr, 0, false);
+  const NeuronLists::Run all{0, (bundles->neurons + PI_GROUP - 1) / PI_GROUP};
+  Piece selected = piece;
+  selected.noted = {&workspace->lists().notes[0], &all, 1};
+  note_selected(selected);
+  sum_noted(thread, selected, workspace->prepare(thread, piece.x, piece.norm, bundles->forms()), nullptr, 0, false);
 }
 
-// Lists the neurons of this thread's share that any token selects, and the tokens that do.
-void NeuronSum::list_selected(int thread, const Piece& piece) {
+// Notes the neurons that any token selects, and the tokens that do, in a phase.
+void NeuronSum::note_selected(const Piece& piece) {
   enum { SOME = 256 };
   NeuronLists& lists = workspace->lists();
-  NeuronLists::Share& own = lists.shares[(size_t)thread];
-  const int64_t all = (int64_t)bundles->members.size();
-  int64_t begin, end;
-  share(all, 1, workspace->pool->threads(), thread, &begin, &end);
-  own.n = 0;
-  std::fill(own.counts, own.counts + PI_NEURON_TOKENS, 0);
-  for (int64_t j = begin, some; j < end; j += some) {
-    some = std::min(end - j, (int64_t)SOME);
-    uint32_t selected_by[SOME] = {0};
-    for (int64_t i = 0; i < piece.x.tokens; i++) {
-      if (piece.weight && piece.weight[i] == 0.0f) continue;
-      uint32_t sum = 0;
-      for (int64_t c = 0; c < some; c++) {
-        const uint32_t one = !piece.selected || piece.selected[i * all + j + c];
-        selected_by[c] |= one << i;
-        sum += one;
+  NeuronLists::Notes& notes = lists.notes[0];
+  const std::vector<int32_t>& members = bundles->members;
+  const auto first_of = [&](int64_t group) {
+    return std::lower_bound(members.begin(), members.end(), (int32_t)(group * PI_GROUP)) - members.begin();
+  };
+  workspace->pool->phase(piece.noted.groups(), 1, [&](int64_t g0, int64_t g1) {
+    std::fill(notes.marks.begin() + g0, notes.marks.begin() + g1, 0u);
+    std::fill(notes.numbers.begin() + g0, notes.numbers.begin() + g1, (uint8_t)0);
+    std::fill(notes.cells.begin() + g0, notes.cells.begin() + g1, (uint16_t)0);
+    const int64_t end = first_of(g1);
+    for (int64_t j = first_of(g0), some; j < end; j += some) {
+      some = std::min(end - j, (int64_t)SOME);
+      uint32_t selected_by[SOME] = {0};
+      for (int64_t i = 0; i < piece.x.tokens; i++) {
+        if (piece.weight && piece.weight[i] == 0.0f) continue;
+        const uint8_t* const selected = piece.selected ? piece.selected + i * (int64_t)members.size() + j : nullptr;
+        for (int64_t c = 0; c < some; c++) selected_by[c] |= (uint32_t)(!selected || selected[c]) << i;
       }
-      own.counts[i] += sum;
+      for (int64_t c = 0; c < some; c++) {
+        if (!selected_by[c]) continue;
+        const size_t place = (size_t)members[(size_t)(j + c)], group = place / PI_GROUP;
+        lists.selected_by[place] = selected_by[c];
+        notes.marks[group] |= 1u << place % PI_GROUP;
+        notes.numbers[group]++;
+        notes.cells[group] = (uint16_t)(notes.cells[group] + __builtin_popcount(selected_by[c]));
+      }
     }
-    for (int64_t c = 0; c < some; c++) {
-      if (!selected_by[c]) continue;
-      const int32_t place = bundles->members[(size_t)(j + c)];
-      lists.selected_by[(size_t)place] = selected_by[c];
-      own.listed[(size_t)own.n++] = place;
-    }
-  }
-}
-
-void NeuronSum::sum_listed(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
-                           bool predicted, bool multiplied) {
-  NeuronLists& lists = workspace->lists();
-  NeuronLists::Share& own = lists.shares[(size_t)thread];
-  const int64_t tokens = piece.x.tokens;
-  const int parts = lists.parts(piece.noted);
-  // With one token, every listed neuron is selected by it.
-  const bool some = tokens > 1 && (predicted || piece.selected || piece.weight || piece.groups.of);
-  int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
-  const float limit = multiplied ? 0.0f : threshold;  // which is of activations
-  const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, limit, piece.groups, multiplied};
-  const bool phases = !bundles->slots && !piece.waves;
-  if (phases) {
-    add_parts(thread, piece, acts, firing, parts, fired);
-    return add_sums(piece, parts, true);
-  }
-  lists.take_parts(piece.noted, thread, parts, add_across());
-  for (size_t i = 0; i < own.part_ends.size(); i++)
-    lists.clear_part(lists.part(own.first_part + (int)i, tokens), tokens);
-  own.done = {};
-  if (bundles->slots) add_from_disk(thread, piece, acts, firing, fired);
-  else add_in_waves(thread, piece, acts, firing, fired);
-  workspace->pool->barrier();
-  if (thread == 0 && bundles->slots) bundles->slots->settle();
-  add_sums(piece, parts, false);
-  workspace->pool->barrier();
+  });
 }
 
 // Each part to a sum of its own, in a phase. Which neurons fire is counted as they are added: then each part is by one
-// thread.
+// thread. then: as of `Pool::phase_then`.
+template <class Then>
 void NeuronSum::add_parts(int thread, const Piece& piece, const PiActs* acts, const Firing& firing, int parts,
-                          int64_t* fired) {
+                          int64_t* fired, const Then& then) {
   NeuronLists& lists = workspace->lists();
   const int64_t tokens = piece.x.tokens;
   NeuronLists::Share& of_thread = lists.shares[(size_t)thread];
   const int64_t floats = lists.part_floats(tokens);
   const PiActs in =
       firing.multiplied || workspace->pool->is_late() ? *acts : with_lanes(*bundles, *acts, tokens, of_thread.block);
-  workspace->pool->phase(
+  workspace->pool->phase_then(
       parts, 1, fired ? 0 : floats,
       [&](int64_t begin, int64_t end, float* aside) {
         for (int64_t i = begin; i < end; i++) {
@@ -168,7 +177,41 @@ void NeuronSum::add_parts(int thread, const Piece& piece, const PiActs* acts, co
       },
       [&](int64_t begin, int64_t end, const float* aside) {
         if (aside) std::copy_n(aside, (end - begin) * floats, lists.part((int)begin, tokens));
-      });
+      },
+      then);
+}
+
+void NeuronSum::sum_noted(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk,
+                          bool predicted, bool multiplied) {
+  NeuronLists& lists = workspace->lists();
+  NeuronLists::Share& own = lists.shares[(size_t)thread];
+  const int64_t tokens = piece.x.tokens;
+  const int parts = lists.parts(piece.noted);
+  // With one token, every noted neuron is selected by it.
+  const bool some = tokens > 1 && (predicted || piece.selected || piece.weight || piece.groups.of);
+  int64_t* const fired = piece.fired || !piece.counted || !counts_fired ? piece.fired : fired_.data();
+  const float limit = multiplied ? 0.0f : threshold;  // which is of activations
+  const Firing firing = {known, ldk, some ? lists.selected_by.data() : nullptr, limit, piece.groups, multiplied};
+  const bool phases = !bundles->slots && !piece.waves;
+  if (phases && (int64_t)lists.shares.size() * tokens * bundles->up.k <= ALONE)
+    return add_parts(thread, piece, acts, firing, parts, fired, [&] {
+      add_columns(piece, parts, 0, bundles->up.k, piece.to.out, piece.to.ld);
+      if (piece.counted) count_sum(piece, parts, true);
+    });
+  if (phases) {
+    add_parts(thread, piece, acts, firing, parts, fired, [] {});
+    return add_sums(piece, parts, true);
+  }
+  lists.take_parts(piece.noted, thread, parts, add_across());
+  for (size_t i = 0; i < own.part_ends.size(); i++)
+    lists.clear_part(lists.part(own.first_part + (int)i, tokens), tokens);
+  own.done = {};
+  if (bundles->slots) add_from_disk(thread, piece, acts, firing, fired);
+  else add_in_waves(thread, piece, acts, firing, fired);
+  workspace->pool->barrier();
+  if (thread == 0 && bundles->slots) bundles->slots->settle();
+  add_sums(piece, parts, false);
+  workspace->pool->barrier();
 }
 
 // Of what this thread has taken, the neurons of the wave, each to the sum of its part.
@@ -290,17 +333,18 @@ void NeuronSum::judge_guesses() {
   guesses->judge([&](int32_t i) { return taken[(size_t)i] != 0; });
 }
 
-// Begins to read what the lists have of a further layer, the likelier ones first.
+// Begins to read what is noted of a further layer, the likelier ones first.
 void NeuronSum::expect_guessed(const Ahead& ahead, int64_t tokens) const {
   const NeuronLists& lists = workspace->lists();
+  const NeuronLists::Run all = ahead.predictor->neurons_noted();
+  std::vector<int32_t> noted(lists.shares[0].taken.size());
+  noted.resize((size_t)lists.take({&lists.notes[1], &all, 1}, 0, 1, false, noted.data()));
   std::vector<std::pair<float, int32_t>> ranked;
-  for (const NeuronLists::Share& share : lists.shares)
-    for (int64_t j = 0; j < share.n; j++) {
-      const int32_t i = share.listed[(size_t)j];
-      float most = -INFINITY;
-      for (int64_t t = 0; t < tokens; t++) most = std::max(most, lists.z[(size_t)(t * lists.ldz + i)]);
-      ranked.emplace_back(-most, i);
-    }
+  for (const int32_t i : noted) {
+    float most = -INFINITY;
+    for (int64_t t = 0; t < tokens; t++) most = std::max(most, lists.z[(size_t)(t * lists.ldz + i)]);
+    ranked.emplace_back(-most, i);
+  }
   std::sort(ranked.begin(), ranked.end());
   ranked.resize(ranked.size() - ranked.size() / 4);  // the others are wrong more often
   std::vector<int32_t> items;
@@ -340,37 +384,44 @@ void NeuronSum::next_wave(bool counted) {
   for (auto& done : wave.done) done.store(0, std::memory_order_relaxed);
 }
 
-// Adds the sums of all parts to the output, in the order of the parts, in a phase. phases: as in `sum_listed`.
+// Adds the sums of all parts to the output, in the order of the parts, in a phase. phases: as in `sum_noted`.
 void NeuronSum::add_sums(const Piece& piece, int parts, bool phases) {
-  const NeuronLists& lists = workspace->lists();
   const int64_t tokens = piece.x.tokens;
   const Destination& to = piece.to;
-  enum { SOME = 128 };  // columns, whose sum stays in the L1 cache
-  const auto add = [&](int64_t i, int64_t c, int64_t n, float* out) {
-    float sum[SOME];
-    std::copy_n(lists.part(0, tokens) + i * lists.lds + c, n, sum);
-    for (int part = 1; part < parts; part++) {
-      const float* const more = lists.part(part, tokens) + i * lists.lds + c;
-      for (int64_t j = 0; j < n; j++) sum[j] += more[j];
-    }
-    if (piece.weight)
-      for (int64_t j = 0; j < n; j++) sum[j] *= piece.weight[i];
-    if (!to.bias.empty())
-      for (int64_t j = 0; j < n; j++) sum[j] += to.bias[(size_t)(c + j)];
-    const float* const before = to.out + i * to.ld + c;
-    for (int64_t j = 0; j < n; j++) out[j] = (to.add ? before[j] : 0.0f) + sum[j];
-  };
   workspace->pool->phase(
       bundles->up.k, PI_LANES, tokens,
       [&](int64_t c0, int64_t c1, float* aside) {
-        for (int64_t i = 0; i < tokens; i++)
-          for (int64_t c = c0; c < c1; c += SOME)
-            add(i, c, std::min(c1 - c, (int64_t)SOME), aside ? aside + i * (c1 - c0) + c - c0 : to.out + i * to.ld + c);
+        if (aside) add_columns(piece, parts, c0, c1, aside - c0, c1 - c0);
+        else add_columns(piece, parts, c0, c1, to.out, to.ld);
       },
       [&](int64_t c0, int64_t c1, const float* aside) {
         if (aside) copy_rows(aside, c1 - c0, to.out + c0, to.ld, c1 - c0, tokens);
         if (c0 == 0 && piece.counted) count_sum(piece, parts, phases);
       });
+}
+
+// The same of columns [c0, c1), to rows `ld` apart.
+void NeuronSum::add_columns(const Piece& piece, int parts, int64_t c0, int64_t c1, float* out, int64_t ld) const {
+  enum { SOME = 128 };  // columns, whose sum stays in the L1 cache
+  const NeuronLists& lists = workspace->lists();
+  const int64_t tokens = piece.x.tokens;
+  const Destination& to = piece.to;
+  for (int64_t i = 0; i < tokens; i++)
+    for (int64_t c = c0, n; c < c1; c += n) {
+      float sum[SOME];
+      n = std::min(c1 - c, (int64_t)SOME);
+      std::copy_n(lists.part(0, tokens) + i * lists.lds + c, n, sum);
+      for (int part = 1; part < parts; part++) {
+        const float* const more = lists.part(part, tokens) + i * lists.lds + c;
+        for (int64_t j = 0; j < n; j++) sum[j] += more[j];
+      }
+      if (piece.weight)
+        for (int64_t j = 0; j < n; j++) sum[j] *= piece.weight[i];
+      if (!to.bias.empty())
+        for (int64_t j = 0; j < n; j++) sum[j] += to.bias[(size_t)(c + j)];
+      const float* const before = to.out + i * to.ld + c;
+      for (int64_t j = 0; j < n; j++) out[i * ld + c + j] = (to.add ? before[j] : 0.0f) + sum[j];
+    }
 }
 
 void NeuronSum::count_sum(const Piece& piece, int parts, bool phases) {
@@ -385,20 +436,17 @@ void NeuronSum::count_sum(const Piece& piece, int parts, bool phases) {
     done.shared += more.shared;
   };
   const NeuronLists::Noted& noted = piece.candidates.notes ? piece.candidates : piece.noted;
-  int64_t candidates = noted.notes ? noted.cells() : 0;
-  for (const NeuronLists::Share& share : lists.shares) {
-    for (int64_t i = 0; i < tokens && !piece.noted.notes; i++) candidates += share.counts[i];
+  for (const NeuronLists::Share& share : lists.shares)
     if (!phases) add(share.done);
-  }
   for (int i = 0; i < parts && phases; i++) add(lists.done(lists.part(i, tokens), tokens));
-  count(tokens, candidates, done);
+  count(tokens, noted.cells(), done);
 }
 
 void NeuronSum::count(int64_t tokens, int64_t candidates, const NeuronCounts& done) {
   stats_.steps++;
   stats_.tokens += tokens;
   stats_.candidates += candidates;
-  count_active(done.active);
+  stats_.active += done.active;
   stats_.first_rows += done.first;
   stats_.up_rows += done.up;
   stats_.down_rows += done.down;

@@ -260,16 +260,24 @@ bool Pool::is_void() const {
   return is_over(thread_.at - 1);
 }
 
+int64_t Pool::barriers() {
+  int64_t barriers = 0;
+  between_jobs([&] { barriers = barriers_; });
+  return barriers;
+}
+
 bool Pool::stopped() const { return thread_.job->stopped_at.load(std::memory_order_relaxed) < thread_.at; }
 
 void Pool::barrier() {
   const uint64_t phase = thread_.at++;
-  finish(phase, threads_);
+  finish(phase, threads_, nullptr);
   wait_for_end(phase);
 }
 
-void Pool::finish(uint64_t phase, int64_t pieces) {
+void Pool::finish(uint64_t phase, int64_t pieces, const Phase* of) {
   if (finished_.fetch_add(1, std::memory_order_acq_rel) != pieces - 1) return;
+  if (of) of->then(of->then_of);
+  else barriers_++;
   Job& job = *thread_.job;
   if (job.stop && !stopped() && __atomic_load_n(job.stop, __ATOMIC_RELAXED))
     job.stopped_at.store(phase, std::memory_order_relaxed);
@@ -333,7 +341,7 @@ void Pool::take_own(const Phase& phase, uint64_t number) {
     share(phase.n, phase.unit, (int)count, (int)i, &begin, &end);
     phase.compute(phase.compute_of, begin, end, nullptr);
     phase.place(phase.place_of, begin, end, nullptr);
-    finish(number, count);
+    finish(number, count, &phase);
   };
   if (seat < count) claim(seat);
   int64_t pauses = 0;
@@ -389,7 +397,7 @@ void Pool::compute(const Phase& phase, const Pieces& pieces, int64_t i) {
   uint64_t had = piece.done.load(std::memory_order_relaxed);
   if (!is_aside || (had < pieces.number && piece.done.compare_exchange_strong(had, pieces.number))) {
     phase.place(phase.place_of, begin, end, aside);
-    finish(pieces.number, pieces.count);
+    finish(pieces.number, pieces.count, &phase);
   }
   const int64_t took = now_ns() - since;
   const bool first = thread_.took_in != pieces.number;

@@ -87,13 +87,20 @@ class Pool {
   };
   template <class Compute, class Place>
   void phase(int64_t n, int64_t unit, Room room, const Compute& compute, const Place& place, bool dealt = false) {
+    phase_then(n, unit, room, compute, place, [] {}, dealt);
+  }
+  // then(): once, by whoever ends the last piece, before the phase is over.
+  template <class Compute, class Place, class Then>
+  void phase_then(int64_t n, int64_t unit, Room room, const Compute& compute, const Place& place, const Then& then,
+                  bool dealt = false) {
     const auto call = [](const void* of, int64_t begin, int64_t end, float* aside) {
       (*(const Compute*)of)(begin, end, aside);
     };
     const auto put = [](const void* of, int64_t begin, int64_t end, float* aside) {
       (*(const Place*)of)(begin, end, aside);
     };
-    go_through({n, unit, room, dealt, &compute, &place, call, put});
+    const auto end = [](const void* of) { (*(const Then*)of)(); };
+    go_through({n, unit, room, dealt, &compute, &place, &then, call, put, end});
   }
   template <class Work>
   void phase(int64_t n, int64_t unit, const Work& work, bool dealt = false) {
@@ -107,6 +114,7 @@ class Pool {
   bool is_void() const;
   // Whether *stop was not 0 when a phase ended that this thread has behind it: the same for all threads.
   bool stopped() const;
+  int64_t barriers();  // of all jobs so far; waits until none runs
   // From here until let_park() is called as often, threads spin until the next job, however late; parked ones wake.
   void keep_awake();
   void let_park() { awake_.fetch_sub(1); }
@@ -123,9 +131,10 @@ class Pool {
     int64_t n, unit;
     Room room;
     bool dealt;
-    const void *compute_of, *place_of;
+    const void *compute_of, *place_of, *then_of;
     void (*compute)(const void*, int64_t, int64_t, float*);
     void (*place)(const void*, int64_t, int64_t, float*);
+    void (*then)(const void*);
   };
   struct Pieces;
   struct alignas(64) Seat {            // of a thread
@@ -151,8 +160,9 @@ class Pool {
   void take_in_order(const Phase& phase, const Pieces& pieces);
   void take_over(const Phase& phase, const Pieces& pieces);
   void compute(const Phase& phase, const Pieces& pieces, int64_t i);
-  int64_t claim(uint64_t phase);                // the next piece in order; -1: the phase is over
-  void finish(uint64_t phase, int64_t pieces);  // of which one more is done
+  int64_t claim(uint64_t phase);  // the next piece in order; -1: the phase is over
+  // One more of its pieces is done; of: null: it is a barrier, and these are threads.
+  void finish(uint64_t phase, int64_t pieces, const Phase* of);
   bool is_over(uint64_t phase) const { return phase_.load(std::memory_order_acquire) >> MODE_BITS != phase; }
   int64_t wait_for_end(uint64_t phase);  // returns the pauses that it made
   void work(int thread);
@@ -172,10 +182,11 @@ class Pool {
   // The number of barriers and phases that are over, of all jobs, and how the next one is divided.
   alignas(64) std::atomic<uint64_t> phase_{1 << MODE_BITS};
   alignas(64) std::atomic<int> parked_{0};
-  std::atomic<int> asleep_{0};               // until a phase is over
-  std::atomic<uint32_t> alarm_{0};           // what they wait for a change of
-  std::atomic<int64_t> crowded_until_{0};    // 0: threads have cores of their own
-  std::atomic<bool> uneven_{false};          // some cores are faster than others
+  std::atomic<int> asleep_{0};             // until a phase is over
+  std::atomic<uint32_t> alarm_{0};         // what they wait for a change of
+  std::atomic<int64_t> crowded_until_{0};  // 0: threads have cores of their own
+  std::atomic<bool> uneven_{false};        // some cores are faster than others
+  int64_t barriers_ = 0;
   int64_t compared_ = 0, uneven_until_ = 0;  // nanoseconds of jobs, a time
   int64_t pause_ps_;                         // what a pause takes
   std::atomic<uint32_t> bell_{0};            // what parked threads wait for a change of

@@ -20,94 +20,68 @@ void Predictor::check_sizes(int64_t d_model, int64_t neurons, bool reads_hidden)
   check(rank() <= d_model, "the predictor's rank exceeds the width of the model");
 }
 
+const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
+  if (!in) return hidden(thread, w, x);
+  NeuronLists& lists = w.lists();
+  const auto rectify = [&](const Columns& part, float* rows, int64_t ld) {
+    for (int64_t i = 0; i < x.tokens; i++) w.kernels->activate(PI_RELU, 0.0f, rows + i * ld, nullptr, part.lanes());
+  };
+  w.use_product(
+      thread, *in, {}, w.prepare(thread, x, {}, in->form()), x.tokens, lists.hidden.data(), lists.ldr, 1, rectify,
+      [](const Columns&) {}, [] {});
+  return hidden(thread, w, x);
+}
+
+const PiActs* Predictor::hidden(int thread, Workspace& w, const Rows& x) const {
+  const NeuronLists& lists = w.lists();
+  return w.prepare(thread, in ? Rows{lists.hidden.data(), lists.ldr, rank(), x.tokens} : x, {}, out->form());
+}
+
+// selected_by: of each neuron; null: not asked for. then: as of `Pool::phase_then`.
+template <class Then>
+void Predictor::note(int thread, Workspace& w, const Rows& x, NeuronLists::Notes& to, uint32_t* selected_by,
+                     const Then& then) const {
+  NeuronLists& lists = w.lists();
+  const PiActs* acts = hide(thread, w, x);
+  w.use_product(
+      thread, *out, {}, acts, x.tokens, lists.z.data(), lists.ldz, PI_GROUP / PI_LANES,
+      [](const Columns&, float*, int64_t) {},
+      [&](const Columns& part) {
+        NeuronLists::note(w.kernels, to, part.c0 / PI_GROUP, lists.z.data() + part.c0, lists.ldz, x.tokens, part.n(),
+                          limit(), selected_by ? selected_by + part.c0 : nullptr);
+      },
+      then);
+}
+
 void Predictor::select(int thread, Workspace& w, const Rows& x) const {
-  guess(thread, w, x);
-  list_marked(thread, w, x.tokens);
-  w.pool->barrier();
-  reach_floor(thread, w, x.tokens);
+  NeuronLists& lists = w.lists();
+  note(thread, w, x, lists.notes[0], x.tokens > 1 ? lists.selected_by.data() : nullptr, [&] {
+    if (floor > 0) reach_floor(w, x.tokens);
+  });
 }
 
 void Predictor::foresee(int thread, Workspace& w, const Rows& x) const {
-  int64_t counts[PI_NEURON_TOKENS];
-  guess(thread, w, x);
-  list(thread, w, x.tokens, counts);
-  w.pool->barrier();
+  note(thread, w, x, w.lists().notes[1], nullptr, [] {});
 }
 
-const PiActs* Predictor::hide(int thread, Workspace& w, const Rows& x) const {
-  if (!in) return w.prepare(thread, x, {}, out->form());
-  NeuronLists& s = w.lists();
-  const PiActs* acts = w.prepare(thread, x, {}, in->form());
-  const Columns inner(*in, *w.pool, thread);
-  w.linear(thread, *in, {}, acts, s.hidden.data(), s.ldr, x.tokens, false, inner.p0, inner.p1);
-  for (int64_t i = 0; i < x.tokens; i++)
-    w.kernels->activate(PI_RELU, 0.0f, s.hidden.data() + i * s.ldr + inner.c0, nullptr, inner.lanes());
-  w.pool->barrier();
-  return hidden(thread, w, x.tokens);
-}
-
-const PiActs* Predictor::hidden(int thread, Workspace& w, int64_t tokens) const {
-  const NeuronLists& s = w.lists();
-  return w.prepare(thread, {s.hidden.data(), s.ldr, rank(), tokens}, {}, out->form());
-}
-
-void Predictor::guess(int thread, Workspace& w, const Rows& x) const {
-  NeuronLists& s = w.lists();
-  const PiActs* acts = hide(thread, w, x);
-  const Columns outer(*out, *w.pool, thread);
-  w.linear(thread, *out, {}, acts, s.z.data(), s.ldz, x.tokens, false, outer.p0, outer.p1);
-}
-
-// The candidates among this thread's neurons; counts: for each token.
-void Predictor::list(int thread, Workspace& w, int64_t tokens, int64_t* counts) const {
-  NeuronLists& s = w.lists();
-  NeuronLists::Share& own = s.shares[(size_t)thread];
-  const Columns mine(*out, *w.pool, thread);
-  std::fill(counts, counts + PI_NEURON_TOKENS, 0);
-  own.n = w.kernels->neurons.keep(s.z.data() + mine.c0, s.ldz, tokens, mine.n(), 0, above_, (int32_t)mine.c0,
-                                  own.listed.data(), counts);
-}
-
-void Predictor::list_marked(int thread, Workspace& w, int64_t tokens) const {
-  NeuronLists& s = w.lists();
-  NeuronLists::Share& of_thread = s.shares[(size_t)thread];
-  list(thread, w, tokens, of_thread.counts);
-  if (tokens > 1) mark(s, of_thread.listed.data(), of_thread.n, tokens);
-}
-
-void Predictor::mark(NeuronLists& s, const int32_t* of, int64_t n, int64_t tokens) const {
-  for (int64_t j = 0; j < n; j++) s.selected_by[(size_t)of[j]] = 0;
-  for (int64_t i = 0; i < tokens; i++) {
-    const float* z = s.z.data() + i * s.ldz;
-    for (int64_t j = 0; j < n; j++) s.selected_by[(size_t)of[j]] |= (uint32_t)candidate(z[of[j]]) << i;
-  }
-}
-
-// If a token has fewer candidates than the floor, its largest become candidates. All threads reach the same result.
-void Predictor::reach_floor(int thread, Workspace& w, int64_t tokens) const {
-  NeuronLists& s = w.lists();
+// If a token has fewer candidates than the floor, its largest become candidates. By one thread.
+void Predictor::reach_floor(Workspace& w, int64_t tokens) const {
+  NeuronLists& lists = w.lists();
   const int64_t neurons = out->rows, least = std::min(floor, neurons);
-  std::vector<int64_t> few;
+  const NeuronLists::Run all = neurons_noted();
+  if (tokens == 1 && NeuronLists::Noted{&lists.notes[0], &all, 1}.neurons() >= least) return;
+  std::vector<int32_t> order;
   for (int64_t i = 0; i < tokens; i++) {
-    int64_t n = 0;
-    for (const NeuronLists::Share& share : s.shares) n += share.counts[i];
-    if (n < least) few.push_back(i);
+    float* const z = lists.z.data() + i * lists.ldz;
+    if (std::count_if(z, z + neurons, [this](float z_of) { return candidate(z_of); }) >= least) continue;
+    order.resize((size_t)neurons);
+    std::iota(order.begin(), order.end(), 0);
+    const auto guess = [z](int32_t at) { return isnan(z[at]) ? INFINITY : z[at]; };  // an order even among NaNs
+    std::nth_element(order.begin(), order.begin() + (least - 1), order.end(),
+                     [guess](int32_t a, int32_t b) { return guess(a) > guess(b) || (guess(a) == guess(b) && a < b); });
+    for (int64_t j = 0; j < least; j++) z[order[(size_t)j]] = INFINITY;
   }
-  if (few.empty()) return;
-  w.pool->barrier();  // the counts have been read
-  if (thread == 0) {
-    std::vector<int32_t> order((size_t)neurons);
-    for (int64_t i : few) {
-      float* z = s.z.data() + i * s.ldz;
-      std::iota(order.begin(), order.end(), 0);
-      const auto guess = [z](int32_t at) { return isnan(z[at]) ? INFINITY : z[at]; };  // an order even among NaNs
-      std::nth_element(order.begin(), order.begin() + (least - 1), order.end(), [guess](int32_t a, int32_t b) {
-        return guess(a) > guess(b) || (guess(a) == guess(b) && a < b);
-      });
-      for (int64_t j = 0; j < least; j++) z[order[(size_t)j]] = INFINITY;
-    }
-  }
-  w.pool->barrier();
-  list_marked(thread, w, tokens);
-  w.pool->barrier();
+  if (order.empty()) return;
+  NeuronLists::note(w.kernels, lists.notes[0], 0, lists.z.data(), lists.ldz, tokens, neurons, limit(),
+                    tokens > 1 ? lists.selected_by.data() : nullptr);
 }

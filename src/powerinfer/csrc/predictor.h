@@ -14,20 +14,18 @@ class Predictor {
   void check_sizes(int64_t d_model, int64_t neurons, bool reads_hidden = false) const;
   int64_t rank() const { return out->k; }
 
-  // For the threads of a job, and up to PI_NEURON_TOKENS tokens.
-  // Each thread lists the candidates among its neurons, and of several tokens those that select each; ends with a barrier.
+  // For the threads of a job, and up to PI_NEURON_TOKENS tokens. In phases.
+  // Notes the candidates, as the first notes of the lists, and of several tokens those that select each; their z stay.
   void select(int thread, Workspace& w, const Rows& x) const;
   // The first half of that: relu(in . x) in the form that `out` takes.
   const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
-  // What `hide` of so many tokens gave, where something else was prepared since.
-  const PiActs* hidden(int thread, Workspace& w, int64_t tokens) const;
+  // What `hide` gave, where something else was prepared since.
+  const PiActs* hidden(int thread, Workspace& w, const Rows& x) const;
   // z of candidates exceeds it.
-  float limit() const { return above_; }
-  // The candidates of x, which is not the layer's own input but near to it, without a floor: listed, with z, as by
-  // `select`, but the counts of the lists stay as they are. Ends with a barrier.
+  NeuronLists::Limit limit() const { return {above_, false}; }
+  // Notes the candidates of x, which is not the layer's own input but near to it, without a floor, as the second notes.
   void foresee(int thread, Workspace& w, const Rows& x) const;
-  // Sets `selected_by` of n neurons to the tokens for which each is a candidate.
-  void mark(NeuronLists& lists, const int32_t* of, int64_t n, int64_t tokens) const;
+  NeuronLists::Run neurons_noted() const { return {0, (out->rows + PI_GROUP - 1) / PI_GROUP}; }
   bool candidate(float z) const { return !(z <= above_); }
 
   const std::shared_ptr<Matrix> in, out;
@@ -35,10 +33,10 @@ class Predictor {
   const int64_t floor;
 
  private:
-  void guess(int thread, Workspace& w, const Rows& x) const;
-  void list(int thread, Workspace& w, int64_t tokens, int64_t* counts) const;
-  void list_marked(int thread, Workspace& w, int64_t tokens) const;
-  void reach_floor(int thread, Workspace& w, int64_t tokens) const;
+  template <class Then>
+  void note(int thread, Workspace& w, const Rows& x, NeuronLists::Notes& to, uint32_t* selected_by,
+            const Then& then) const;
+  void reach_floor(Workspace& w, int64_t tokens) const;
 
   float above_;
 };

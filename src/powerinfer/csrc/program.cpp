@@ -103,7 +103,8 @@ Program::~Program() {
 
 // Part of a step, which threads may go through after its end: it has copies of what the caller gave.
 struct Program::Walk {
-  Walk(const Step& from, size_t first, size_t last) : step(from), first(first), last(last), end(last) {
+  Walk(const Step& from, size_t first, size_t last) : step(from), decided(last), first(first), last(last), end(last) {
+    step.decided = decided.data();
     token.assign(from.token, from.token + from.tokens);
     position.assign(from.position, from.position + from.tokens);
     logit_row.assign(from.logit_row, from.logit_row + from.logit_rows);
@@ -120,6 +121,7 @@ struct Program::Walk {
   }
   Step step;
   std::vector<int32_t> token, position, logit_row, pages;
+  std::vector<std::atomic<uint8_t>> decided;
   const size_t first, last;
   size_t end;  // where the step ended; thread 0's
   bool moved = false;
@@ -195,6 +197,8 @@ bool Program::run(const Step& step, size_t first, size_t last) {
     if (window_) window_->begin([&](size_t op) { return resting(*ops_[op], ops_[op]->wants(*this, step)).size(); });
     walk->moved = !std::equal(rotated_.begin(), rotated_.end(), step.position, step.position + step.tokens);
     if (walk->moved) rotated_.assign(step.position, step.position + step.tokens);
+    for (size_t i = first; i < last; i++)
+      if (ops_[i]->samples(*this, step)) walk->step.sampled.push_back(i);
   };
   const auto job = [this, walk](int thread) { run(thread, *walk); };
   std::string failure;

@@ -1,6 +1,8 @@
 // A model as a list of fused operators over shared buffers. Python wires the list once; a step runs it, or a part of
 // it, with all threads inside one job, synchronised by phases and barriers. Operators hold no state of a step.
 #pragma once
+#include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,6 +52,9 @@ struct Step {
   float* logits = nullptr;
   const int32_t* stop = nullptr;  // not 0: nobody needs the result any more; null: someone does
   std::vector<Run> runs;
+  std::vector<size_t> sampled;              // operators that measure the recall of their predictors
+  std::atomic<uint8_t>* decided = nullptr;  // of each operator, what it has found in a phase and goes by behind it
+  bool samples(size_t op) const { return std::find(sampled.begin(), sampled.end(), op) != sampled.end(); }
 };
 
 // The factor of the queries at a position: the scale of the scores, and what grows with the position.
@@ -72,6 +77,8 @@ class Op {
   virtual const char* name() const = 0;
   // How many of `matrices`, from the first on, a step of the program multiplies with.
   virtual size_t wants(const Program&, const Step&) const { return matrices.size(); }
+  // Before the step, when all of the one before is computed: whether this one measures the recall of a predictor.
+  virtual bool samples(const Program&, const Step&) const { return false; }
   // The step ended before it, as `stop` says.
   virtual void skip() {}
   size_t number = 0;  // in its program

@@ -269,7 +269,7 @@ void RestingNeurons::sum_some(Thread& t, ExpertRows& rows, const PiActs* acts, c
   waves.noted = noted(t.id, rows.copy(t.id));
   waves.first_rows = (int64_t)rows.active.size() * neurons + shared_;
   w.pool->barrier();
-  bundled_->sum_listed(t.id, waves, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
+  bundled_->sum_noted(t.id, waves, acts, rows.floats(rows.activations), experts * neurons + shared_, false);
   if (t.id == 0) slots_->let_go();
 }
 

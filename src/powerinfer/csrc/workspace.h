@@ -93,6 +93,27 @@ class Workspace {
     Destination to;
   };
   void finish_products(int thread, const std::vector<Product>& products, const PiActs* acts, int64_t tokens);
+  // bias + w . acts in a phase of pieces of whole units, to rows `ld` apart. Of each piece: after(columns, rows, ld), where
+  // it has been computed; use(columns), when it is there, by one thread; then(): as of `Pool::phase_then`.
+  template <class After, class Use, class Then>
+  void use_product(int thread, const Matrix& w, const Vector& bias, const PiActs* acts, int64_t tokens, float* out,
+                   int64_t ld, int64_t unit, const After& after, const Use& use, const Then& then) {
+    pool->phase_then(
+        w.panels, unit, tokens * PI_LANES,
+        [&](int64_t p0, int64_t p1, float* aside) {
+          const Columns part(w, p0, p1);
+          float* const rows = aside ? aside : out + part.c0;
+          const int64_t ldr = aside ? part.lanes() : ld;
+          linear(thread, w, bias, acts, rows - part.c0, ldr, tokens, false, p0, p1);
+          after(part, rows, ldr);
+        },
+        [&](int64_t p0, int64_t p1, const float* aside) {
+          const Columns part(w, p0, p1);
+          if (aside) copy_rows(aside, part.lanes(), out + part.c0, ld, part.lanes(), tokens);
+          use(part);
+        },
+        then);
+  }
   // This thread's panels of w . acts.
   void product(int thread, const Matrix& w, const PiActs* acts, int64_t tokens, const Destination& to);
   // Whether products with a number of like matrices, `tokens` in all, are dealt out: from 2^29 multiplications on, which
