@@ -19,7 +19,7 @@ from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.lookup import LookupDrafts, longest_match
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Completion, Request
-from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, Speculation, SizeTimes
+from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, SizeTimes, Speculation
 
 
 class Guesses:
@@ -253,14 +253,14 @@ def test_drafts_are_tried_again() -> None:
 
 def test_times_between_measured_sizes() -> None:
     times = SizeTimes()
-    assert times.of(3) is None
+    assert times.expect(3) is None
     times.add(1, 1.0)
-    assert times.of(1) == 1.0 < times.of(4) < 1.2  # type: ignore[operator]
+    assert times.expect(1) == 1.0 < times.expect(4) < 1.2  # type: ignore[operator]
     times.add(5, 3.0)
-    assert times.of(3) == 2.0
+    assert times.expect(3) == 2.0
     for _ in range(600):
         times.add(1, 1.0)
-    assert times.of(5) < 1.2, "what was measured long ago is measured again"  # type: ignore[operator]
+    assert times.expect(5) < 1.2, "what was measured long ago is measured again"  # type: ignore[operator]
 
 
 # ---------------------------------------------------------------- prompt lookup

@@ -131,7 +131,8 @@ class PartMaker:
     def _spec(self, layer: int, vectors: NeuronVectors) -> _native.NeuronSpec:
         config = self.config.layers[layer].ffn
         assert isinstance(config, FfnConfig), config.title
-        gate_bias, up_bias, limits, product_limits = [*vectors, *[None] * (4 - len(vectors))]
+        lacking: list[None] = [None] * (4 - len(vectors))
+        gate_bias, up_bias, limits, product_limits = list(vectors) + lacking
         return _native.NeuronSpec(
             config.activation, config.threshold, gate_bias, up_bias, limits, product_limits, config.curve
         )

@@ -60,11 +60,11 @@ class DraftModel:
         for request in requests:
             if self._has_room(request, len(request.tokens)):
                 sequence, room = self._sequences[request], self._executor.max_tokens
-                known = sequence.agree(request.tokens)
-                while len(request.tokens) - known > _FEW:
-                    part = request.tokens[known : known + room][: len(request.tokens) - 1 - known]
+                agreed = sequence.agree(request.tokens)
+                while len(request.tokens) - agreed > _FEW:
+                    part = request.tokens[agreed : agreed + room][: len(request.tokens) - 1 - agreed]
                     self._compute([(sequence, part)], logits=False)
-                    known += len(part)
+                    agreed += len(part)
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}

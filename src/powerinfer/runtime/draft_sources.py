@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.text.tokenizer import Tokenizer
 
-HOW = ("auto", "mtp", "lookup", "off")
+WAYS = ("auto", "mtp", "lookup", "off")
 """Ways of `--speculate`; anything else names a model."""
 
 
@@ -39,7 +39,7 @@ class SmallerModel:
         plain = replace(engine, speculate="off", selector="all", threshold=None, prepared=None)
         self._engine = replace(plain, context=context, gpu="none", vram=None, ram=None)
 
-    def beside(self, engine: EngineConfig) -> EngineConfig:
+    def leave_room(self, engine: EngineConfig) -> EngineConfig:
         """The options of the model that answers: --ram without what this one needs. RequestError if too little is
         left."""
         if engine.ram is None:
@@ -84,25 +84,25 @@ class SmallerModel:
 
 def smaller_model(engine: EngineConfig, progress: Progress) -> SmallerModel | None:
     """The model that `--speculate` names; None: it names none."""
-    return None if engine.speculate in HOW else SmallerModel(engine, progress)
+    return None if engine.speculate in WAYS else SmallerModel(engine, progress)
 
 
 def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) -> DraftSource | None:
     """The source of drafts that needs no other model; None: there is none. RequestError for one that a model cannot
     have."""
-    how, head = engine.speculate, executor.drafter
+    way, head = engine.speculate, executor.drafter
     if not engine.drafts_for(config):
         return None
-    if how in ("auto", "mtp") and head is not None:
+    if way in ("auto", "mtp") and head is not None:
         from powerinfer.runtime.mtp import MtpDrafts
 
         return MtpDrafts(head, executor.page_size, max(1, min(64, executor.max_tokens // engine.max_batch)))
-    if how == "mtp":
+    if way == "mtp":
         raise RequestError(
             "--speculate mtp: the model's file has no layers that predict further tokens; use lookup, the name of a "
             "smaller model of the same vocabulary, or off"
         )
-    if how != "lookup":
+    if way != "lookup":
         return None
     from powerinfer.runtime.lookup import LookupDrafts
 

@@ -150,7 +150,7 @@ class LLM:
             template = template.with_variables(pinned.template)
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
         smaller = smaller_model(engine, progress)
-        beside = engine if smaller is None else smaller.beside(engine)
+        beside = engine if smaller is None else smaller.leave_room(engine)
         resolved = resolve(checkpoint, beside, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         try:

@@ -69,7 +69,7 @@ class MtpDrafts:
         self._read([part for part in read if len(part[2])], last=False)
 
     def _add(self, request: AnswerRequest, begin: int, inputs: NDArray[np.float32]) -> _Pending:
-        """What waits to be read, with more."""
+        """Inputs that wait to be read, with more."""
         before = self._pending.get(request)
         if before is None or before.begin + len(before.inputs) != begin:
             return _Pending(begin, inputs)
@@ -121,8 +121,8 @@ class MtpDrafts:
         tokens = list[int]()
         for row, (request, begin, inputs) in enumerate(parts):
             table[row, : len(request.pages)] = request.pages
-            known = request.tokens if drafts is None else [*request.tokens, *drafts[request]]
-            tokens += known[begin + 1 : begin + 1 + len(inputs)]
+            text = request.tokens if drafts is None else [*request.tokens, *drafts[request]]
+            tokens += text[begin + 1 : begin + 1 + len(inputs)]
         ends = np.cumsum(counts).astype(np.int32) - 1
         batch = Batch(
             np.asarray(tokens, np.int32),

@@ -38,7 +38,7 @@ _LONGEST_PATIENCE = 16 * _PATIENCE
 
 
 class Outlook(NamedTuple):
-    """What a source can draft for a request. most: drafts; kind: of its guesses, by which they differ in how often they
+    """Outlook of a source for a request. most: drafts; kind: of its guesses, by which they differ in how often they
     are right; likely: the share that is right, until it was measured."""
 
     most: int
@@ -52,7 +52,7 @@ class DraftSource(Protocol):
     name: str
 
     def outlook(self, request: AnswerRequest) -> Outlook:
-        """What it could draft to follow the request's tokens; must be fast."""
+        """Outlook for drafts that follow the request's tokens; must be fast."""
         ...
 
     def prepare(self, requests: Iterable[AnswerRequest]) -> None:
@@ -78,7 +78,7 @@ class DraftSource(Protocol):
 
 @dataclass
 class _Rate:
-    """How often drafts were right, of those that were verified up to the first wrong one; older ones count less."""
+    """Share of drafts that were right, of those that were verified up to the first wrong one; older ones count less."""
 
     right: float = 0.0
     tried: float = 0.0
@@ -120,7 +120,7 @@ class SpeculationStats:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast the steps with drafts were; None: there were none."""
+        """Speed of the steps with drafts, as a multiple of that without; None: there were none."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
 
@@ -143,7 +143,7 @@ class SizeTimes:
             if len(self._last) > 1:
                 del self._last[size], self._times[size]
 
-    def of(self, tokens: int) -> float | None:
+    def expect(self, tokens: int) -> float | None:
         """Expected seconds, between those of the nearest sizes that were measured; None: no step was."""
         if not self._times:
             return None
@@ -221,17 +221,17 @@ class Speculation:
         for request, outlook in outlooks.items():
             guessing = self._requests.setdefault(request, Guessing())
             guessing.kind, guessing.retried = outlook.kind, False
-            known = self._rates.setdefault(outlook.kind, _Rate()).share(outlook.likely)
-            share = guessing.rates.setdefault(outlook.kind, _Rate()).share(known)
+            usual = self._rates.setdefault(outlook.kind, _Rate()).share(outlook.likely)
+            share = guessing.rates.setdefault(outlook.kind, _Rate()).share(usual)
             gains += [(share ** (place + 1), request) for place in range(outlook.most)]
         gains.sort(key=lambda gain: -gain[0])
-        plain = self._times.of(len(outlooks))
+        plain = self._times.expect(len(outlooks))
         if plain is None:
             return counts
         best, best_count, expected = _MARGIN * len(outlooks) / plain, 0, float(len(outlooks))
         for count, (gain, _) in enumerate(gains, 1):
             expected += gain
-            seconds = self._times.of(len(outlooks) + count)
+            seconds = self._times.expect(len(outlooks) + count)
             assert seconds is not None
             if (speed := expected / (seconds + self._draft_time(count))) > best:
                 best, best_count = speed, count
@@ -259,7 +259,7 @@ class Speculation:
         return median(self._drafting[nearest]) * (count / nearest if count > nearest else 1.0)
 
     def verified(self, request: AnswerRequest, drafted: int, accepted: int) -> None:
-        """Of a request's drafts of the step so many were right, up to the first wrong one."""
+        """Count a request's drafts of the step, and those up to the first wrong one."""
         guessing = self._requests.get(request)
         if not drafted or guessing is None:
             return
@@ -274,7 +274,7 @@ class Speculation:
 
     def computed(self, tokens: int, requests: int, brought: int, seconds: float) -> None:
         """A step of decoding requests alone took so long, and brought so many tokens."""
-        plain = self._times.of(requests)
+        plain = self._times.expect(requests)
         if tokens > requests and plain is not None:
             self._steps += 1
             self._tokens += brought

@@ -65,8 +65,8 @@ _OF_EXPERTS = {
 
 def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
     """Experts as of DeepSeek-V3, most of whose keys have other names here."""
-    keys: tuple[str, ...] = ("topk_group", "routed_scaling_factor", "moe_intermediate_size", "intermediate_size", "hidden_act")
-    keys += ("first_k_dense_replace", "mlp_layer_types")
+    keys: tuple[str, ...] = ("topk_group", "routed_scaling_factor", "moe_intermediate_size", "intermediate_size")
+    keys += ("hidden_act", "first_k_dense_replace", "mlp_layer_types")
     values = {key: fields.get(key, None) for key in keys}
     values |= {key: fields.get(other, fields.get(key, None)) for key, other in _OF_EXPERTS.items()}
     return read_deepseek_experts(family, Fields(values, fields.source), n_layers)
