@@ -107,8 +107,8 @@ class _EngineFigures(Collector):
                 if stats is not None:
                     gauge.add_metric([model.name], getattr(stats, field))
             yield gauge
-        known = [one for one in read if one[1] is not None or one[2]]
-        counted = [(model, {} if stats is None else stats.numbers(), past) for model, stats, past in known]
+        asked = [one for one in read if one[1] is not None or one[2]]
+        counted = [(model, {} if stats is None else stats.numbers(), past) for model, stats, past in asked]
         for name, text, field in COUNTERS:
             counter = CounterMetricFamily(f"powerinfer_{name}", text, labels=["model"])
             for model, now, past in counted:
