@@ -178,6 +178,24 @@ def test_a_step_that_fails_ends_its_requests_alone(many: None) -> None:
     assert idle(llm)
 
 
+class Failing(Guesses):
+    """A source that fails now and then."""
+
+    def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
+        if self.asked == 3:
+            self.asked += 1
+            raise MemoryError
+        return super().draft(wanted)
+
+
+def test_a_source_that_fails_ends_drafts_alone(many: None) -> None:
+    source = Failing(0.5)
+    llm = speculating(source)
+    for _ in range(2):
+        assert same(llm.generate([prompt(5)], PARAMS[0])[0], toy_llm().generate([prompt(5)], PARAMS[0])[0])
+    assert source.asked == 4 and idle(llm)
+
+
 class Clock:
     """Steps that take a given time by their number of tokens."""
 

@@ -35,7 +35,7 @@ EDIT = (
 )
 PROSE = "Tell a story of a lighthouse keeper who finds a letter in a bottle. Make it long, and let nothing repeat."
 FILE = machine.ROOT / "src/powerinfer/runtime/lookup.py"
-CHARACTERS = 3600  # of the file that is edited
+CHARACTERS = 2000  # of the file that is edited
 RATES = re.compile(r"(?:(?<!prompt )eval time =.*?|decoded +\d+ tokens in .*?: +)([\d.]+) t(?:okens per second|/s)")
 
 

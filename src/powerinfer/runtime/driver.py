@@ -352,7 +352,7 @@ class Driver:
                 row += self._accept(request, logits[row:])
             parts = self.scheduler.settle()
             if self._speculation is not None:
-                self._speculation.source.observe(parts)
+                self._speculation.observe(parts)
             self._embed()
             if self._speculation is not None and len(batch.tokens) == len(batch.logit_rows):  # of no prompt
                 brought, seconds = self._answer_tokens - answered, time.perf_counter() - begin

@@ -10,14 +10,16 @@ with the most expected tokens a second (the utility of Cascade, arXiv 2506.20675
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from powerinfer.errors import PowerInferError
 from powerinfer.runtime.request import AnswerRequest, Request
 
 if TYPE_CHECKING:
@@ -180,11 +182,12 @@ class Speculation:
         self._drafting: dict[int, deque[float]] = {}  # seconds that so many drafts took
         self._steps = self._drafted = self._accepted = self._tokens = 0
         self._since_plain = 0
-        self._places: Counter[int] = Counter()
+        self._places = [0] * most
+        self._failed = False  # an error of the source: requests go on without drafts
         self._drafted_s = self._seconds = self._plain_seconds = 0.0  # the first: of the next step's drafts
 
     def stats(self) -> SpeculationStats:
-        places = tuple(self._places[place] for place in range(max(self._places, default=-1) + 1))
+        places = tuple(count for count in self._places if count)  # no place is right without those before it
         counts = self._steps, self._drafted, self._accepted, places
         return SpeculationStats(*counts, self._tokens, self._seconds, self._plain_seconds)
 
@@ -194,20 +197,35 @@ class Speculation:
         answers = [one for one in requests if isinstance(one, AnswerRequest) and one.computed + 1 == len(one.tokens)]
         for request in answers:
             request.drafts = ()
-        if not answers or any(one.computed + 1 < len(one.tokens) for one in requests):
+        if self._failed or not answers or any(one.computed + 1 < len(one.tokens) for one in requests):
             return
         outlooks = {request: self._outlook(request) for request in answers}
         wanted = [(request, count) for request, count in self._counts(outlooks).items() if count]
         self._since_plain = self._since_plain + 1 if wanted and self._since_plain < _PLAIN_EVERY else 0
         if not self._since_plain:
             return
-        self.source.prepare(request for request, _ in wanted)
-        begin = time.perf_counter()
-        for (request, _), drafts in zip(wanted, self.source.draft(wanted), strict=True):
-            request.drafts = drafts
-        self._drafted_s = time.perf_counter() - begin
-        number = sum(count for _, count in wanted)
-        self._drafting.setdefault(number, deque(maxlen=_MEASURED)).append(self._drafted_s)
+        with self._without_failing():
+            self.source.prepare(request for request, _ in wanted)
+            begin = time.perf_counter()
+            for (request, _), drafts in zip(wanted, self.source.draft(wanted), strict=True):
+                request.drafts = drafts
+            self._drafted_s = time.perf_counter() - begin
+            number = sum(count for _, count in wanted)
+            self._drafting.setdefault(number, deque(maxlen=_MEASURED)).append(self._drafted_s)
+
+    def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
+        """The step was computed; as of `DraftSource`."""
+        if not self._failed:
+            with self._without_failing():
+                self.source.observe(parts)
+
+    @contextmanager
+    def _without_failing(self) -> Iterator[None]:
+        """A context in which an error of the source, such as too little memory, ends drafts and nothing else."""
+        try:
+            yield
+        except (PowerInferError, MemoryError):
+            self._failed = True
 
     def _outlook(self, request: AnswerRequest) -> Outlook:
         room = request.max_new - (len(request.tokens) - request.n_prompt) - 1  # the step itself brings a token
@@ -265,7 +283,8 @@ class Speculation:
             return
         self._drafted += drafted
         self._accepted += accepted
-        self._places.update(range(accepted))
+        for place in range(accepted):
+            self._places[place] += 1
         tried = min(accepted + 1, drafted)
         for rates in (guessing.rates, self._rates):
             rates.setdefault(guessing.kind, _Rate()).add(accepted, tried)
