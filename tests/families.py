@@ -735,7 +735,7 @@ CASES = [
         {"layer_norm_eps": 1e-3},
         ("folder", "gguf"),
     ),
-    Case("stablelm-norms", "stablelm", {"qk_layernorm": True}, {"use_parallel_residual": True}, ("folder",)),
+    Case("stablelm-norms", "stablelm", {"qk_layernorm": True}, {"layer_norm_eps": 1e-3}, ("folder",)),
     Case("olmo", "olmo", {"tie_word_embeddings": True}, {"clip_qkv": 0.5}, ("folder", "gguf")),
     Case(
         "olmo-clipped", "olmo", {"clip_qkv": 0.7, "attention_bias": True}, {"clip_qkv": 0.75}, ("folder",),

@@ -313,7 +313,7 @@ class Counted(CpuExecutor):
     def _add(self, *packed: Any) -> None:
         self.nbytes += sum(one.nbytes for one in packed)
 
-    def norm(self, weight: Any, bias: Any = None, order: Any = None) -> Any:
+    def norm(self, weight: Any, bias: Any = None, order: Any = None, eps: Any = None) -> Any:
         self._add(weight)
         return weight
 
@@ -330,7 +330,7 @@ class Counted(CpuExecutor):
     def latent_project(self, layer: int, v_b: Any, matrix: Any, norm: Any = None) -> None:
         self._add(self._stack(v_b), matrix)
 
-    def project(self, layer: int, matrix: Any, bias: Any = None, norm: Any = None, order: Any = None) -> None:
+    def project(self, layer: int, matrix: Any, *_: Any) -> None:
         self._add(matrix)
 
     def ffn(self, layer: int, norm: Any, gate: Any, up: Any, down: Any, *_: Any) -> None:

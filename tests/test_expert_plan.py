@@ -415,9 +415,11 @@ def test_types_without_rows_of_neurons_skip_none() -> None:
     assert not described_model(cut("smallthinker-21b"), "q4_k_m", "made up", 0.0).may_skip
     assert described_model(cut("smallthinker-21b"), "q4_0", "made up", 0.0).may_skip
     assert not described_model(cut("qwen3-30b-a3b"), "q4_0", "made up", 0.0).may_skip
-    config = cut("smallthinker-4b")  # in experts of 800 neurons down alone has rows of single ones
+    config = cut("smallthinker-4b")  # in experts of 800 neurons down has rows of single ones in any type
     odd = replace(config, layers=tuple(replace(one, ffn=replace(one.ffn, size=800)) for one in config.layers))
     model = described_model(odd, "q4_k_m", "made up", 0.0)
     assert {tuple(one.type for one in own[1:]) for own in model.experts} <= {("Q4_K", "Q5_0"), ("Q4_K", "Q8_0")}
-    assert not model.may_skip and described_model(odd, "q8_0", "made up", 0.0).may_skip
+    assert model.may_skip and described_model(odd, "q8_0", "made up", 0.0).may_skip
+    model = described_model(odd, "nvfp4", "made up", 0.0)
+    assert not model.may_skip
     assert make_plan(replace(request_of(odd, 4 * GIB), model=model)).skipping_tok_s is None

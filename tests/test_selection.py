@@ -144,9 +144,11 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'deepseek', 'none')",  # how a server shows thoughts
         "('auto', 'direct', 'cached', 'none')",  # how the disk is read
         "('auto', 'json', 'text')",  # how a server logs
+        "('auto', 'mtp')",  # whether a draft head is read
         "('auto', 'q8_0', 'f16')",
         "('auto', 'same', 'f32', 'f16', 'bf16', 'q8_0', 'q5_0', 'q4_0')",  # of the matrices that sparsify makes
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
+        "self.speculate != 'auto'",
     ],
     "cli/prepare.py": ["engine.selector == 'auto'"],
     "cli/serve.py": ["config.log_format == 'auto'"],
@@ -183,6 +185,11 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "self.engine.selector == 'auto'",
     ],
     "prepare/training.py": ["config.type != 'auto'"],
+    "runtime/draft_sources.py": [  # of drafts
+        "('auto', 'mtp')",
+        "('auto', 'mtp', 'lookup', 'off')",
+        "engine.speculate == 'auto'",
+    ],
     "runtime/options.py": [  # the names that are allowed
         "('auto', 'all', 'exact', 'predicted', 'threshold')",
         "('auto', 'direct', 'cached', 'none')",

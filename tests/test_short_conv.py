@@ -55,7 +55,7 @@ class Layer:
     def program(self, sizes: tuple[Any, ...] | None = (), attended: int = 0) -> _native.Program:
         """sizes: of the states, (): the layer's own, None: there are none."""
         about = self.about
-        own = about.taps, 0, 0, about.n_heads, about.head_dim, False
+        own = about.taps, 0, 0, about.n_heads, about.head_dim, False, False
         memory = None if sizes is None else _native.States([sizes or own], 2)
         cache = _native.Cache("f32", [(0, about.head_dim)], 2)
         heads = about.n_heads if sizes == () else 1
@@ -103,14 +103,17 @@ def test_a_native_layer_is_checked() -> None:
     }.items():
         with pytest.raises(ValueError):
             layer.program().short_conv(0, 0, None, layer.matrices, **layer.rest | {name: value})
-    for sizes in (None, (3, 1, 16, 1, 16, False), (3, 1, 16, 1, 16, True)):
+    for sizes in (None, (3, 1, 16, 1, 16, False, False), (3, 1, 16, 1, 16, True, False)):
         with pytest.raises(ValueError, match="states"):
             layer.program(sizes).short_conv(0, 0, None, layer.matrices, **layer.rest)
     with pytest.raises(ValueError, match="three matrices"):
         layer.program().short_conv(0, 0, None, layer.matrices[:2], **layer.rest)
     with pytest.raises(ValueError, match="no room"):
-        layer.program((3, 0, 0, 3, 16, False)).short_conv(0, 0, None, layer.matrices, **layer.rest)
-    for sizes in ((3, 0, 16, 3, 16, False), (3, 0, 0, 3, 16, True), (3, 0, 0, 0, 16, False), (3, 1, 0, 3, 16, False)):
+        layer.program((3, 0, 0, 3, 16, False, False)).short_conv(0, 0, None, layer.matrices, **layer.rest)
+    for sizes in (
+        (3, 0, 16, 3, 16, False, False), (3, 0, 0, 3, 16, True, False),
+        (3, 0, 0, 0, 16, False, False), (3, 1, 0, 3, 16, False, False),
+    ):
         with pytest.raises(ValueError, match="heads"):
             _native.States([sizes], 2)
     vector = np.zeros(3, np.float32)
@@ -122,7 +125,9 @@ def test_a_native_layer_is_checked() -> None:
 def test_what_the_states_take(tmp_path: Path) -> None:
     config = open_checkpoint(conv_gguf().write(tmp_path / "m.gguf")).config
     kinds = list(config.states.values())
-    sizes = [(one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, one.chunked) for one in kinds]
+    sizes = [
+        (one.taps, one.n_key_heads, one.key_dim, one.n_value_heads, one.value_dim, one.chunked, False) for one in kinds
+    ]
     assert len(kinds) == 2 and _native.States(sizes, 3).slot_bytes == state_bytes(config) == 2 * 2 * D * 4
 
 

@@ -34,7 +34,7 @@ REFUSALS = {
         "Mamba2, short convolutions or Kimi Delta Attention",
     ),
     "gemma4-experts": "experts with norms of their own",
-    **dict.fromkeys(("gemma3n_text", "gemma4-e"), "inputs of layers"),
+    **dict.fromkeys(("gemma3n_text", "gemma4-e", "gemma4-e-wide"), "inputs of layers"),
 }
 """Parts of models that are not trained, by the kind or the name of cases."""
 

@@ -181,7 +181,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
             assert (answers[0] != answers[1]).any() == (share < 1), "nothing streamed"
 
 
-PASSED = [case for case in RELU if case.kind != "qwen3_5_text"]  # the CPU computes what has states
+PASSED = [case for case in RELU if case.kind not in ("qwen3_5_text", "plm")]  # the CPU has states, and latents
 
 
 @pytest.mark.parametrize("case", PASSED, ids=lambda case: case.name)

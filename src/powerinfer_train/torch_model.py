@@ -207,10 +207,10 @@ class TorchModel:
         q, k, v = (parts[part] for part in "qkv")
         sinks = self.weights[name + "sinks"] if config.sinks else None
         mixed = attend_windows(q, k, v, config, sinks).transpose(1, 2).flatten(-2)
-        return self.linear(self._behind_heads(mixed, x, name, config), name + "o")
+        return self.linear(self.gate_attended(mixed, x, name, config), name + "o")
 
-    def _behind_heads(self, mixed: Tensor, x: Tensor, name: str, config: AttentionConfig) -> Tensor:
-        """What o reads, of what heads give."""
+    def gate_attended(self, mixed: Tensor, x: Tensor, name: str, config: AttentionConfig) -> Tensor:
+        """Gate and normalise what heads give, for o."""
         if isinstance(config, GatedAttentionConfig):
             gate = self.linear(x, name + "q_gate")
             if config.by_head:

@@ -52,7 +52,7 @@ class EngineOptions(TypedDict, total=False):
     disk_policy: Literal["lfu", "window", "lru", "static"]
     adjust: bool
     expert_policy: Literal["static", "lru", "lfu", "dynamic", "auto"]
-    speculate: Literal["auto", "mtp", "lookup", "off"] | str
+    speculate: str
     isa: str | None
 
 

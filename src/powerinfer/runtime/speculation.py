@@ -204,7 +204,7 @@ class Speculation:
         self._since_plain = self._since_plain + 1 if wanted and self._since_plain < _PLAIN_EVERY else 0
         if not self._since_plain:
             return
-        with self._without_failing():
+        with self._drop_drafts_on_failure():
             self.source.prepare(request for request, _ in wanted)
             begin = time.perf_counter()
             for (request, _), drafts in zip(wanted, self.source.draft(wanted), strict=True):
@@ -216,11 +216,11 @@ class Speculation:
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         """The step was computed; as of `DraftSource`."""
         if not self._failed:
-            with self._without_failing():
+            with self._drop_drafts_on_failure():
                 self.source.observe(parts)
 
     @contextmanager
-    def _without_failing(self) -> Iterator[None]:
+    def _drop_drafts_on_failure(self) -> Iterator[None]:
         """A context in which an error of the source, such as too little memory, ends drafts and nothing else."""
         try:
             yield
