@@ -48,12 +48,12 @@ ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
 LEFT = 5.0  # seconds of a call that remain for writing down
 KERNEL_TESTS = (
     "test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta", "test_gpu_mamba",
-    "test_gpu_short_conv", "test_gpu_panels", "test_gpu_pages", "test_gpu_words",
+    "test_gpu_short_conv", "test_gpu_panels", "test_gpu_pages", "test_gpu_words", "test_gpu_undone_states",
 )  # fmt: skip
 LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_streamed", "test_hybrid_experts",
     "test_split_experts_on_disk", "test_split_neurons_on_disk", "test_gpu_bytes", "test_gpu_rates",
-    "test_unlike_layers", "test_topk", "test_embeddings", "test_dense_hybrids", "test_column_order",
+    "test_unlike_layers", "test_topk", "test_embeddings", "test_dense_hybrids", "test_column_order", "test_gemma3n",
 )  # fmt: skip
 SHAPES = {
     "falcon-40b": (8192, 32768, ("--plain",)),

@@ -1,4 +1,4 @@
-"""Write the table of docs/speculation.md from the newest result of speculation.py.
+"""Write the table of docs/speculation.md from the newest results of speculation.py.
 
     python -m benchmarks.speed.speculation_table [--check]     --check: only say whether the table is up to date
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.lib.cells import fixed, number, percent
 from benchmarks.lib.machine import ROOT
-from benchmarks.lib.results import newest
+from benchmarks.lib.results import of_one_machine
 from benchmarks.lib.tables import origin, paragraphs, processor, table, write_tables
 
 HEADS = ("model", "drafts", "tokens/s", "without", "ratio", "right", "tokens a step")
@@ -33,13 +33,17 @@ def rows(entry: dict[str, Any]) -> list[list[str]]:
 
 def body(document: dict[str, Any]) -> str:
     lines = [row for entry in document["speculation"] for row in rows(entry)]
-    about = f"{document['threads']} threads, {document['gen_tokens']} tokens, medians of {document['rounds']} rounds"
+    rounds = sorted({len(entry["tok_s"]["off"]) for entry in document["speculation"]})
+    number = " or ".join(map(str, rounds))
+    about = f"{document['threads']} threads, {document['gen_tokens']} tokens, medians of {number} rounds"
     return paragraphs(table(HEADS, lines), f"{about}; {processor(document)}; {origin(document)}.")
 
 
 def tables() -> dict[str, str | None]:
-    document = newest("speculation")
-    return {"speculation": None if document is None else body(document)}
+    documents = of_one_machine("speculation")
+    entries = {(entry["case"], entry["model"]): entry for one in documents for entry in one["speculation"]}
+    whole = documents[-1] | {"speculation": list(entries.values())} if documents else None
+    return {"speculation": None if whole is None else body(whole)}
 
 
 PAGES = {ROOT / "docs/speculation.md": tables}
