@@ -56,23 +56,24 @@ class SmallerModel:
             )
         return replace(engine, ram=engine.ram - needed)
 
-    def load(self, executor: Executor, config: ModelConfig, tokenizer: Tokenizer, progress: Progress) -> DraftSource:
-        """The source of drafts for a loaded model, on its threads. RequestError if the vocabularies differ."""
+    def load(self, executor: Executor, config: ModelConfig, progress: Progress) -> DraftSource:
+        """The source of drafts for a loaded model, on its threads."""
         from powerinfer.hybrid.resolved import Resolved, UsedGpu, kv_bytes, model_of
         from powerinfer.models import load
         from powerinfer.runtime.draft_model import DraftModel
         from powerinfer.sparsity.selection import DENSE
-        from powerinfer.text.model_text import tokenizer_of
 
-        self._check_vocabulary(tokenizer, tokenizer_of(self._checkpoint))
         threads = executor.choices.threads
         engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
         drafting = Drafting(pool=executor.pool if isinstance(executor, CpuExecutor) else None)
         room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
         return DraftModel(load(self._checkpoint, engine, progress, room, drafting=drafting), config.vocab_size)
 
-    def _check_vocabulary(self, tokenizer: Tokenizer, drafts: Tokenizer) -> None:
-        """RequestError unless every token of both models is the same text."""
+    def check_vocabulary(self, tokenizer: Tokenizer) -> None:
+        """RequestError unless every token of both models is the same text. tokenizer: of the one that answers."""
+        from powerinfer.text.model_text import tokenizer_of
+
+        drafts = tokenizer_of(self._checkpoint)
         n = min(tokenizer.vocab_size, drafts.vocab_size)
         same = all(tokenizer.token_bytes(token) == drafts.token_bytes(token) for token in range(n))
         if not same or tokenizer.eos_ids != drafts.eos_ids:

@@ -150,13 +150,15 @@ class LLM:
             template = template.with_variables(pinned.template)
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
         smaller = smaller_model(engine, progress)
+        if smaller is not None:  # before weights are read
+            smaller.check_vocabulary(tokenizer)
         beside = engine if smaller is None else smaller.leave_room(engine)
         resolved = resolve(checkpoint, beside, progress, notes.append)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         try:
             source = draft_source(engine, executor, checkpoint.config)
             if smaller is not None:
-                source = smaller.load(executor, checkpoint.config, tokenizer, progress)
+                source = smaller.load(executor, checkpoint.config, progress)
             executor.choices.drafts = drafts_choice(engine, source)
             load_s = time.perf_counter() - begin
             self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, load_s, source)
