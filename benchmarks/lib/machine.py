@@ -97,8 +97,9 @@ while os.getppid() == int(sys.argv[1]):
 
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """That many processes which each use all of a core that they get. They end with the context, and with the caller.
+def busy(processes: int, on: int | None = None) -> Iterator[None]:
+    """That many processes which each use all of a core that they get: of any, or of one (on: its number). They end with
+    the context, and with the caller.
 
     A `Disturbance` around it counts them as the caller's own.
     """
@@ -107,6 +108,8 @@ def busy(processes: int) -> Iterator[None]:
     try:
         for _ in range(processes):
             started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+            if on is not None:
+                os.sched_setaffinity(started[-1].pid, [on])
         yield
     finally:
         for process in started:

@@ -4,10 +4,11 @@
     python -m benchmarks.speed.processors ... --isa avx2      the peer is then a build without what is newer
     python -m benchmarks.speed.processors ... --names r1b-F16 --minutes 4        a part; called again, it goes on
     python -m benchmarks.speed.processors ... --names --beside 4                 no model but beside busy processes
+    python -m benchmarks.speed.processors ... --names --beside 0,loop            and one core at half its speed
 
 Both engines run in turn, as in compare.py: prefill of 512 tokens and decode of 64 of every model of --names, then, for
-every number of --beside, decode of --busy-names beside so many processes that use all the time of a core that they get
-(0: none). FOLDER is what models/speed_models.py wrote, with models/expert_models.py's qwen3moe8-q4_0.gguf: 8 layers of
+every number of --beside, those of --busy-names beside so many processes that use all the time of a core that they get
+(0: none; loop: one process, which stays on the last core, so that this one is half as fast for both engines). FOLDER is what models/speed_models.py wrote, with models/expert_models.py's qwen3moe8-q4_0.gguf: 8 layers of
 the shape of Qwen3-30B-A3B.
 
 FILE is read first: rounds that it has are not measured again, and the models, or numbers of processes, that it lacks
@@ -18,18 +19,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import machine, results
-from benchmarks.lib.programs import OURS, RATES, Engines, Runs, add_arguments, bandwidth, peer_facts, peers
+from benchmarks.lib.programs import OURS, Engines, Runs, add_arguments, bandwidth, peer_facts, peers
 from benchmarks.speed.compare import measure_round, speed_entry
 
 NAMES = ("r1b-Q4_0", "r1b-Q8_0", "r1b-Q4_K_M", "r1b-F16", "qwen3moe8-q4_0")
 BUSY_NAMES = ("smollm2-Q4_1",)
-BUSY_PROMPT = 16  # tokens of the prompt before a decode beside others
+LOOP = "loop"
+"""One busy process that stays on the last core."""
 SAME = ("kind", "commit", "cpu", "isa", "peers", "prompt_tokens", "gen_tokens")
 """Fields that a file must share with a measurement that goes on in it."""
 
@@ -42,9 +45,9 @@ class Measurement:
         self._end = time.monotonic() + 60 * arguments.minutes
         self._longest = 0.0  # seconds of a round
 
-    def measure(self, engines: Engines, model: Path, threads: int, beside: int | None = None) -> bool:
-        """The rounds that an entry lacks; False where there is no time for them. beside: busy processes, None: of an
-        entry without any."""
+    def measure(self, engines: Engines, model: Path, threads: int, beside: int | str | None = None) -> bool:
+        """The rounds that an entry lacks; False where there is no time for them. beside: busy processes, or LOOP; None: of
+        an entry without any."""
         part, key = ("speed", (model.stem, threads)) if beside is None else ("busy", (model.stem, threads, beside))
         entries = self._document[part]
         earlier = next((at for at, entry in enumerate(entries) if key_of(part, entry) == key), None)
@@ -54,7 +57,8 @@ class Measurement:
                 runs[label].rounds = list(rounds)
 
         def job(label: str) -> dict[str, Any]:
-            with machine.busy(beside or 0):
+            loop = beside == LOOP
+            with machine.busy(1 if loop else int(beside or 0), max(os.sched_getaffinity(0)) if loop else None):
                 return engines.measure(label, model, threads)
 
         while len(runs[OURS].rounds) < self._arguments.rounds:
@@ -103,7 +107,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, required=True, help="folder of the files")
     parser.add_argument("--names", nargs="*", default=NAMES, help="models measured without other programs (all five)")
     parser.add_argument("--busy-names", nargs="+", default=BUSY_NAMES, help="models measured beside others (SmolLM2)")
-    parser.add_argument("--beside", type=counts, default=[], metavar="N,N", help="numbers of busy processes")
+    parser.add_argument("--beside", type=counts, default=[], metavar="N,N", help="numbers of busy processes; loop: one on a core")
     parser.add_argument("--isa", metavar="LEVEL", help="of this engine; default: the best of this processor")
     add_arguments(parser, retries=2)
     parser.set_defaults(gen_tokens=64)
@@ -117,10 +121,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def counts(text: str) -> list[int]:
-    """Numbers of processes from `0,1,2,4`."""
-    numbers = [int(part) for part in text.split(",")]
-    if not all(0 <= number <= 64 for number in numbers):
+def counts(text: str) -> list[int | str]:
+    """Numbers of processes, and LOOP, from `0,1,2,4,loop`."""
+    numbers = [part if part == LOOP else int(part) for part in text.split(",")]
+    if not all(number == LOOP or 0 <= int(number) <= 64 for number in numbers):
         raise ValueError
     return numbers
 
@@ -142,14 +146,13 @@ def main(given: list[str] | None = None) -> int:
         document["read_bandwidth_gb_s"] |= bandwidth([threads])
     settings = {OURS: ["--isa", arguments.isa] if arguments.isa else []}
     own = arguments.powerinfer.split()
-    whole = Engines(own, found, arguments.prompt_tokens, arguments.gen_tokens, settings)
-    decode = Engines(own, found, BUSY_PROMPT, arguments.gen_tokens, settings, RATES[1:])
-    jobs = [(whole, name, None) for name in arguments.names]
-    jobs += [(decode, name, beside) for name in arguments.busy_names for beside in arguments.beside]
+    engines = Engines(own, found, arguments.prompt_tokens, arguments.gen_tokens, settings)
+    jobs = [(name, None) for name in arguments.names]
+    jobs += [(name, beside) for name in arguments.busy_names for beside in arguments.beside]
     measurement = Measurement(document, out, arguments)
     document.setdefault("speed", [])
     document.setdefault("busy", [])
-    for at, (engines, name, beside) in enumerate(jobs):
+    for at, (name, beside) in enumerate(jobs):
         if not measurement.measure(engines, arguments.models / f"{name}.gguf", threads, beside):
             print(f"no time for {len(jobs) - at} of {len(jobs)} jobs: call it again", file=sys.stderr)
             return 3

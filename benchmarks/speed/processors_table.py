@@ -8,6 +8,7 @@ from benchmarks.lib.cells import fixed, measured, middle, number, percent
 from benchmarks.lib.programs import OURS
 from benchmarks.lib.results import merged, of_kind
 from benchmarks.lib.tables import distinct, items, origin, paragraphs, processor, table
+from benchmarks.speed.processors import LOOP
 
 LEVELS = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AMX"}
 """What the names of levels begin with -> the level in a table."""
@@ -79,25 +80,27 @@ def quiet_table(levels: dict[str, dict[tuple[str, int], dict[str, Any]]]) -> str
     return table(["tokens a second", *heads], rows, numbers=True)
 
 
-def busy_table(levels: dict[str, dict[tuple[str, int, int], dict[str, Any]]]) -> str:
+def busy_table(levels: dict[str, dict[tuple[str, int, int | str], dict[str, Any]]]) -> str:
     """levels: by level its entries, by model, threads and busy processes. Shares are of the same engine without any."""
-    jobs = sorted({(model, beside) for entries in levels.values() for model, _, beside in entries})
+    jobs = {(model, beside) for entries in levels.values() for model, _, beside in entries}
     rows = []
-    for model, beside in jobs:
-        row = [f"decode, {MODELS.get(model, model)}", str(beside)]
-        for entries in levels.values():
-            found = {key[2]: entry for key, entry in entries.items() if key[0] == model}
-            row += busy_cells(found.get(beside), found.get(0))
-        rows.append(row)
+    for rate, label in RATES.items():
+        for model, beside in sorted(jobs, key=lambda job: (job[0], str(job[1]))):
+            row = [f"{label}, {MODELS.get(model, model)}", "1, on one core" if beside == LOOP else str(beside)]
+            for entries in levels.values():
+                found = {key[2]: entry for key, entry in entries.items() if key[0] == model}
+                row += busy_cells(rate, found.get(beside), found.get(0))
+            if any(row[2:]):
+                rows.append(row)
     heads = [cell for level in levels for cell in (LEVELS[level], "share", "llama.cpp", "share")]
     return table(["tokens a second", "busy processes", *heads], rows, numbers=True) if rows else ""
 
 
-def busy_cells(entry: dict[str, Any] | None, quiet: dict[str, Any] | None) -> list[str]:
+def busy_cells(rate: str, entry: dict[str, Any] | None, quiet: dict[str, Any] | None) -> list[str]:
     """Of both engines the rate, and its share of that on a quiet machine."""
-    if entry is None:
+    if entry is None or rate not in entry["engines"][OURS]:
         return ["", "", "", ""]
-    rate, row = "decode_tok_s", []
+    row = []
     for engine in (OURS, fastest_peer(entry, rate)):
         speed = middle(entry["engines"].get(engine, {}).get(rate))
         whole = middle(quiet["engines"].get(engine, {}).get(rate)) if quiet else None
@@ -121,7 +124,7 @@ def processors_table() -> str | None:
     if not found:
         return None
     quiet: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
-    busy: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
+    busy: dict[str, dict[tuple[str, int, int | str], dict[str, Any]]] = {}
     for level, documents in found.items():
         whole = merged(documents, "speed", "model", "threads")
         assert whole is not None

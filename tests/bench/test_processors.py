@@ -57,7 +57,7 @@ def measure(given: list[str], tmp_path: Path, isa: str, build: str, *more: str) 
 
 
 def test_levels_stand_side_by_side_quiet_and_busy(given: list[str], tmp_path: Path) -> None:
-    measure(given, tmp_path, "avx2", "avx2", "--names", "r1b-Q4_0", "r1b-F16", "--beside", "0,2")
+    measure(given, tmp_path, "avx2", "avx2", "--names", "r1b-Q4_0", "r1b-F16", "--beside", "0,2,loop")
     measure(given, tmp_path, "amx", "native", "--names", "r1b-F16")
     text = processors_table.processors_table()
     assert text is not None
@@ -66,6 +66,7 @@ def test_levels_stand_side_by_side_quiet_and_busy(given: list[str], tmp_path: Pa
     assert "| decode, 1.1B Q4_0 | 60.0* | 20.0* | 3.00 | | | |" in text
     assert "| decode, SmolLM2-135M Q4_1 | 0 | 60.0 | 100 % | 20.0 | 100 % |" in text
     assert "| decode, SmolLM2-135M Q4_1 | 2 | 20.0 | 33 % | 20.0 | 100 % |" in text, "beside two processes"
+    assert "| prefill, SmolLM2-135M Q4_1 | 1, on one core | 300 | 50 % | 200 | 100 % |" in text
     assert "- AMX: 2026-01-01, commit 0, 2 cores of c, level amx, 2 rounds" in text
 
 
@@ -90,12 +91,14 @@ def test_a_peer_of_another_level_is_refused(given: list[str], tmp_path: Path) ->
 
 def test_busy_processes_use_cores_and_end_with_the_context() -> None:
     before = os.times()
-    with machine.busy(1):
+    core = max(os.sched_getaffinity(0))
+    with machine.busy(1, on=core):
         (pid,) = (int(one) for one in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
         begin = time.monotonic()
         while int(Path(f"/proc/{pid}/stat").read_text().split()[13]) < 10:
             assert time.monotonic() < begin + 30, "it uses no time"
             time.sleep(0.02)
+        assert os.sched_getaffinity(pid) == {core}
     assert not Path(f"/proc/{pid}").exists()
     used = sum(os.times()[2:4]) - sum(before[2:4])  # of children that were waited for
     assert used >= 0.05, "it counts as the caller's own"
