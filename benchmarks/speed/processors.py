@@ -8,8 +8,9 @@
 
 Both engines run in turn, as in compare.py: prefill of 512 tokens and decode of 64 of every model of --names, then, for
 every number of --beside, those of --busy-names beside so many processes that use all the time of a core that they get
-(0: none; loop: one process, which stays on the last core, so that this one is half as fast for both engines). FOLDER is what models/speed_models.py wrote, with models/expert_models.py's qwen3moe8-q4_0.gguf: 8 layers of
-the shape of Qwen3-30B-A3B.
+(0: none; loop: one process, which stays on the last core, so that this one is half as fast for both engines). FOLDER is
+what models/speed_models.py wrote, with models/expert_models.py's qwen3moe8-q4_0.gguf: 8 layers of the shape of
+Qwen3-30B-A3B.
 
 FILE is read first: rounds that it has are not measured again, and the models, or numbers of processes, that it lacks
 are added. It must be of the same commit, level and machine. A file for each level; table.py sets them side by side.
@@ -46,8 +47,8 @@ class Measurement:
         self._longest = 0.0  # seconds of a round
 
     def measure(self, engines: Engines, model: Path, threads: int, beside: int | str | None = None) -> bool:
-        """The rounds that an entry lacks; False where there is no time for them. beside: busy processes, or LOOP; None: of
-        an entry without any."""
+        """The rounds that an entry lacks; False where there is no time for them. beside: busy processes, or LOOP; None:
+        of an entry without any."""
         part, key = ("speed", (model.stem, threads)) if beside is None else ("busy", (model.stem, threads, beside))
         entries = self._document[part]
         earlier = next((at for at, entry in enumerate(entries) if key_of(part, entry) == key), None)
@@ -107,7 +108,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, required=True, help="folder of the files")
     parser.add_argument("--names", nargs="*", default=NAMES, help="models measured without other programs (all five)")
     parser.add_argument("--busy-names", nargs="+", default=BUSY_NAMES, help="models measured beside others (SmolLM2)")
-    parser.add_argument("--beside", type=counts, default=[], metavar="N,N", help="numbers of busy processes; loop: one on a core")
+    parser.add_argument("--beside", type=counts, default=[], metavar="N,N", help="busy processes; loop: one on a core")
     parser.add_argument("--isa", metavar="LEVEL", help="of this engine; default: the best of this processor")
     add_arguments(parser, retries=2)
     parser.set_defaults(gen_tokens=64)
