@@ -93,7 +93,7 @@ def peer_rate(command: Sequence[str]) -> float:
 
 
 def peer_commands(folder: Path, model: Path, prompt: str, tokens: int, threads: int) -> dict[str, list[str]]:
-    common = ["-m", str(model), "-p", prompt, "-n", str(tokens), "-t", str(threads), "--temp", "0"]
+    common = ["-m", str(model), "-p", prompt, "-n", str(tokens), "-t", str(threads), "--temp", "0", "--perf"]
     plain = [str(folder / "llama-completion"), *common, "-no-cnv", "--no-display-prompt", "--ignore-eos"]
     return {
         "llama.cpp": plain,
