@@ -258,15 +258,23 @@ def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
     from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
     from powerinfer.placement.budget import gib
+    from powerinfer.runtime.draft_sources import smaller_model
 
-    checkpoint = open_checkpoint(path, quantize=engine.quantize)
+    def taken(engine: EngineConfig) -> Needs:
+        checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
+        smaller = smaller_model(engine, checkpoint.config.context_length, silent)
+        if smaller is None:
+            return needs(resolve(checkpoint, engine))
+        of_model = needs(resolve(checkpoint, smaller.leave_room(engine)))
+        return of_model._replace(ram=of_model.ram + smaller.ram_bytes)
+
     within = replace(engine, vram=budget.vram)
     try:
-        return needs(resolve(checkpoint, replace(within, ram=budget.ram)))
+        return taken(replace(within, ram=budget.ram))
     except RequestError:
         if engine.ram is not None:
             raise
-        least = needs(resolve(checkpoint, within))  # raises what has another cause
+        least = taken(within)  # raises what has another cause
         if budget.ram is None or least.ram <= budget.ram:
             raise
         raise RequestError(
