@@ -20,6 +20,7 @@ from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.lookup import LookupDrafts, longest_match
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Completion, Request
+from powerinfer.runtime.scheduler import Scheduler, StepLimits
 from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, SizeTimes, Speculation
 
 
@@ -148,16 +149,21 @@ def test_right_drafts_save_steps(many: None, monkeypatch: pytest.MonkeyPatch) ->
     assert executor.sizes == [20] + [4] * 25
 
 
-def test_drafts_take_no_page_of_others(many: None) -> None:
-    """Requests that fill the cache to its last page are not put back for the sake of drafts."""
-    executor = ToyExecutor(n_pages=8, page_size=8)
-    llm = speculating(Guesses(0.0), executor, context=64, max_batch=2, prefix_cache=False)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    texts = [prompt(20, 1), prompt(20, 2)]
-    assert [one.token_ids for one in llm.generate(texts, params)] == [
-        toy_llm().generate([text], params)[0].token_ids for text in texts
-    ]
-    assert llm.stats().preemptions == 0
+@pytest.mark.parametrize(("pages", "drafts"), [(2, [0]), (3, [7]), (5, [7, 0]), (6, [7, 7])])
+def test_drafts_take_no_page_of_others(pages: int, drafts: list[int]) -> None:
+    """Where a request's last page is full it has drafts if there is a free one, and nobody is put back for it."""
+    scheduler = Scheduler(n_pages=pages, page_size=8, context=64, limits=StepLimits(64, 2, 64, 64))
+    for seed in (1, 2):
+        scheduler.submit(toy_llm()._runner.request(prompt(15, seed), SamplingParams(max_tokens=12)))
+    assert scheduler.plan() is not None
+    requests = scheduler.commit()
+    scheduler.settle()
+    for request in requests:
+        request.tokens.append(1)
+        request.drafts = range(7)
+    batch = scheduler.plan()
+    assert batch is not None and len(batch.tokens) == len(drafts) + sum(drafts)
+    assert [len(request.drafts) for request in requests] == drafts and scheduler.preemptions == 0
 
 
 def test_the_drafts_of_the_last_step_count(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +373,11 @@ def test_a_long_text_that_repeats_itself_is_no_work() -> None:
 
 def test_answers_with_lookup_stay_the_same() -> None:
     texts = [[*b"abcabcabcabc"], [*b"to be or not to be"], prompt(40)]
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=80, regex="(ab){60}")  # which can be guessed
     llm = speculating(LookupDrafts())
     plain = toy_llm().generate(texts, params)
     assert all(map(same, llm.generate(texts, params), plain))
-    assert idle(llm)
+    assert settled(llm).speculation.accepted > 20 and idle(llm)
 
 
 # ---------------------------------------------------------------- a smaller model

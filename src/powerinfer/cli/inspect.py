@@ -258,8 +258,8 @@ def _draft_line(document: dict[str, Any] | None, config: ModelConfig) -> dict[st
     draft = config.draft
     if document is None or draft is None:
         return {}
-    own = [name for name in ("embedding", "head") if getattr(draft, name)]
-    beside = f" with {' and '.join(own)} of its own" if own else ""
+    parts = [name for name in ("embedding", "head") if getattr(draft, name)]
+    beside = f" with {' and '.join(parts)} of its own" if parts else ""
     kind = "experts" if isinstance(draft.layer.ffn, ExpertsConfig) else "one FFN"
     return {"draft head": f"a layer of {kind}{beside}, {document['bytes'] / 1e6:.1f} MB (--speculate)"}
 

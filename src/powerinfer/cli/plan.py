@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.estimates import Offer
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
+    from powerinfer.placement.shapes import Model
 
 ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
@@ -80,12 +81,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.devices.states import tokens_to_undo
     from powerinfer.formats.prepared import prepared_folder
-    from powerinfer.formats.source import NO_MTP
-    from powerinfer.placement.draft_gain import RIGHT, draft_gain, without_head
     from powerinfer.placement.estimates import CONTEXT
-    from powerinfer.placement.plan import place, save_plan
+    from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
 
     if args.names:
@@ -108,12 +106,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
-    plan = place(request)
-    if request.model.config.draft is not None and (reason := _no_head(plan, request, engine)):
-        out.note(f"{NO_MTP}: {reason}")
-        model = without_head(request.model)
-        request = replace(request, model=model, undo_tokens=tokens_to_undo(engine, model.config))
-        plan = place(request)
+    request, plan = _weigh_head(request, engine, out)
     if planning.described and not engine.context and request.context > CONTEXT:
         plan = _shortened(plan, request) if isinstance(plan, RequestError) else plan
         context = request.context if isinstance(plan, RequestError) else plan.request.context
@@ -124,13 +117,39 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     plan = demand(plan)
     saved = None if folder is None else save_plan(plan, folder)
     machine = request.hardware.assumed if planning.hardware is None else ""
-    assumed = [*subject.assumed, *([EMULATED] if request.insist else []), *([machine] if machine else [])]
-    if request.model.config.draft is not None:
-        assumed.append(HEAD.format(RIGHT, request.model.inventory.draft / 1e6, draft_gain(request.model)))
+    emulated = [EMULATED] if request.insist else []
+    assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = replace(plan.document(saved), assumed=assumed)
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _weigh_head(
+    request: PlanRequest, engine: EngineConfig, out: Output
+) -> tuple[PlanRequest, Plan | RequestError]:
+    """The request and its plan, without the model's draft head where a load leaves that out."""
+    from powerinfer.devices.states import tokens_to_undo
+    from powerinfer.formats.source import NO_MTP
+    from powerinfer.placement.draft_gain import drop_head
+    from powerinfer.placement.plan import place
+
+    plan = place(request)
+    if request.model.config.draft is None or not (reason := _no_head(plan, request, engine)):
+        return request, plan
+    out.note(f"{NO_MTP}: {reason}")
+    model = drop_head(request.model)
+    request = replace(request, model=model, undo_tokens=tokens_to_undo(engine, model.config))
+    return request, place(request)
+
+
+def _head_assumption(model: Model) -> list[str]:
+    """The assumption of a draft head's gain, if there is one."""
+    from powerinfer.placement.draft_gain import RIGHT, draft_gain
+
+    if model.config.draft is None:
+        return []
+    return [HEAD.format(RIGHT, model.inventory.draft / 1e6, draft_gain(model))]
 
 
 def _no_head(plan: Plan | RequestError, request: PlanRequest, engine: EngineConfig) -> str | None:

@@ -46,7 +46,7 @@ def too_little_gain(model: Model, engine: EngineConfig) -> str | None:
     return f"within --ram {model.inventory.draft / 1e6:,.0f} MB for {gain:.2f} times the speed are too much"
 
 
-def without_head(model: Model) -> Model:
+def drop_head(model: Model) -> Model:
     """The same model, whose head is left out."""
     inventory = replace(model.inventory, draft=0, draft_units=())
     return replace(model, config=replace(model.config, draft=None), inventory=inventory)

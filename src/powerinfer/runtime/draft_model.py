@@ -30,13 +30,13 @@ class _Sequence:
         self.tokens: list[int] = []
         self.pages: list[int] = []
         self.keys: list[bytes] = []
-        self.known = 0  # tokens of the request that the smaller model has in its vocabulary
+        self.checked = 0  # tokens of the request that the smaller model has in its vocabulary
 
     def knows(self, tokens: Sequence[int], vocab: int) -> bool:
         """Whether all of a request's tokens, of which more were added, are below `vocab`."""
-        while self.known < len(tokens) and tokens[self.known] < vocab:
-            self.known += 1
-        return self.known == len(tokens)
+        while self.checked < len(tokens) and tokens[self.checked] < vocab:
+            self.checked += 1
+        return self.checked == len(tokens)
 
     def agree(self, tokens: Sequence[int]) -> int:
         """Number of its tokens that begin these; the others are forgotten."""

@@ -114,8 +114,8 @@ class MtpDrafts:
 
     def _read_on(self, parts: Sequence[_Part]) -> None:
         """Let the head read inputs of requests, whose drafts nobody wants."""
-        for some in _calls(parts, self._max_tokens):
-            self._head.forward(self._batch(some, None), np.concatenate([inputs for _, _, inputs in some]))
+        for call in _calls(parts, self._max_tokens):
+            self._head.forward(self._batch(call, None), np.concatenate([inputs for _, _, inputs in call]))
 
     def _read(
         self, parts: Sequence[_Part], drafts: dict[AnswerRequest, list[int]]
@@ -151,15 +151,15 @@ class MtpDrafts:
 
 def _calls(parts: Sequence[_Part], most: int) -> Iterator[list[_Part]]:
     """The same inputs, in calls of at most so many."""
-    some, room = list[_Part](), most
+    call, room = list[_Part](), most
     for request, begin, inputs in parts:
         at = 0
         while at < len(inputs):
             piece = inputs[at : at + room]
-            some.append((request, begin + at, piece))
+            call.append((request, begin + at, piece))
             at, room = at + len(piece), room - len(piece)
             if not room:
-                yield some
-                some, room = [], most
-    if some:
-        yield some
+                yield call
+                call, room = [], most
+    if call:
+        yield call

@@ -318,7 +318,7 @@ class Speculation:
             guessing.patience = min(2 * guessing.patience, _LONGEST_PATIENCE)
 
     def guessing(self, request: AnswerRequest) -> Guessing | None:
-        """What is known of a request's drafts, for `verified`; None: it never had an outlook."""
+        """A request's record of its drafts, for `verified`; None: it never had an outlook."""
         return self._requests.get(request)
 
     def verified(self, guessing: Guessing, drafted: int, accepted: int) -> None:
