@@ -81,19 +81,37 @@ class DraftModel:
         model, head = build(self.case, self.config).to(dtype), build(self.case, self.one_layer).to(dtype)
         model.load_state_dict(self.model.state_dict())
         head.load_state_dict(self.head.state_dict())
-        around = {name: torch.from_numpy(values).to(dtype) for name, values in self.around.items()}
-        eps, tokens = self.config.rms_norm_eps, torch.from_numpy(self.tokens.astype(np.int64))[None]
-
-        def norm(x: Any, name: str) -> Any:
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * around[name]
-
+        tokens = torch.from_numpy(self.tokens.astype(np.int64))[None]
         with torch.inference_mode():
             hidden = model.model(tokens[:, :-1]).last_hidden_state
-            embedded = (head if self.whole else model).model.embed_tokens(tokens[:, 1:])
-            both = torch.cat([norm(embedded, "embed_norm"), norm(hidden, "hidden_norm")], -1) @ around["join"].T
-            given = head.model(inputs_embeds=both).last_hidden_state
-            logits = (head if self.whole else model).lm_head(given)
+            given, logits = self._head_of(model, head, hidden, tokens[:, 1:])
         return tuple(one[0].numpy() for one in (hidden, given, logits))  # type: ignore[return-value]
+
+    def _head_of(self, model: Any, head: Any, hidden: Any, tokens: Any) -> tuple[Any, Any]:
+        """(hidden states, logits) of the head. hidden: what it reads; tokens: those that follow."""
+        around = {name: torch.from_numpy(values).to(hidden.dtype) for name, values in self.around.items()}
+
+        def norm(x: Any, name: str) -> Any:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * around[name]
+
+        embedded = (head if self.whole else model).model.embed_tokens(tokens)
+        both = torch.cat([norm(embedded, "embed_norm"), norm(hidden, "hidden_norm")], -1) @ around["join"].T
+        given = head.model(inputs_embeds=both).last_hidden_state
+        return given, (head if self.whole else model).lm_head(given)
+
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Drafts in a row that follow these tokens, in float64: each reads what the head gave the one before."""
+        text, dtype = list(tokens), torch.float64
+        with double_precision(self.case.base), torch.inference_mode():
+            model, head = build(self.case, self.config).to(dtype), build(self.case, self.one_layer).to(dtype)
+            model.load_state_dict(self.model.state_dict())
+            head.load_state_dict(self.head.state_dict())
+            read = model.model(torch.tensor([tokens[:-1]])).last_hidden_state
+            for _ in range(count):
+                given, logits = self._head_of(model, head, read, torch.tensor([text[1:]]))
+                read = torch.cat([read, given[:, -1:]], 1)
+                text.append(int(logits[0, -1].argmax()))
+        return text[len(tokens) :]
 
     # ---- files
 

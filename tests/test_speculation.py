@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from toy_model import D_MODEL, VOCAB, ToyExecutor, ToyTokenizer, ask, idle, reference_greedy, settled, toy_llm
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.devices import Batch
 from powerinfer.errors import PowerInferError
 from powerinfer.runtime.draft_model import DraftModel
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.lookup import LookupDrafts, longest_match
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Completion, Request
+from powerinfer.runtime.scheduler import Scheduler, StepLimits
 from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, SizeTimes, Speculation
 
 
@@ -73,6 +75,12 @@ def _any_counts(speculation: Speculation, outlooks: dict[AnswerRequest, Outlook]
     for request in outlooks:
         speculation._requests.setdefault(request, Guessing())
     return {request: random.randint(0, outlook.most) for request, outlook in outlooks.items()}
+
+
+def _three(speculation: Speculation, outlooks: dict[AnswerRequest, Outlook]) -> dict[AnswerRequest, int]:
+    for request in outlooks:
+        speculation._requests.setdefault(request, Guessing())
+    return {request: min(3, outlook.most) for request, outlook in outlooks.items()}
 
 
 def speculating(source: DraftSource, executor: ToyExecutor | None = None, context: int = 512, **engine: object) -> LLM:
@@ -141,16 +149,51 @@ def test_right_drafts_save_steps(many: None, monkeypatch: pytest.MonkeyPatch) ->
     assert executor.sizes == [20] + [4] * 25
 
 
-def test_drafts_take_no_page_of_others(many: None) -> None:
-    """Requests that fill the cache to its last page are not put back for the sake of drafts."""
-    executor = ToyExecutor(n_pages=8, page_size=8)
-    llm = speculating(Guesses(0.0), executor, context=64, max_batch=2, prefix_cache=False)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    texts = [prompt(20, 1), prompt(20, 2)]
-    assert [one.token_ids for one in llm.generate(texts, params)] == [
-        toy_llm().generate([text], params)[0].token_ids for text in texts
-    ]
-    assert llm.stats().preemptions == 0
+@pytest.mark.parametrize(("pages", "drafts"), [(2, [0]), (3, [7]), (5, [7, 0]), (6, [7, 7])])
+def test_drafts_take_no_page_of_others(pages: int, drafts: list[int]) -> None:
+    """Where a request's last page is full it has drafts if there is a free one, and nobody is put back for it."""
+    scheduler = Scheduler(n_pages=pages, page_size=8, context=64, limits=StepLimits(64, 2, 64, 64))
+    for seed in (1, 2):
+        scheduler.submit(toy_llm()._runner.request(prompt(15, seed), SamplingParams(max_tokens=12)))
+    assert scheduler.plan() is not None
+    requests = scheduler.commit()
+    scheduler.settle()
+    for request in requests:
+        request.tokens.append(1)
+        request.drafts = range(7)
+    batch = scheduler.plan()
+    assert batch is not None and len(batch.tokens) == len(drafts) + sum(drafts)
+    assert [len(request.drafts) for request in requests] == drafts and scheduler.preemptions == 0
+
+
+def test_the_drafts_of_the_last_step_count(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "_counts", _three)
+    source, text = Guesses(1.0), prompt(20)
+    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    source.answers[tuple(text)] = toy_llm().generate([text], params)[0].token_ids
+    llm = speculating(source)
+    answer = llm.generate([text], params)[0]
+    assert (answer.drafted, answer.accepted) == (4, 4), "one of the prompt, one and three drafts, one and a draft"
+    stats = settled(llm).speculation
+    assert (stats.drafted, stats.accepted, stats.places) == (4, 4, (2, 1, 1))
+
+
+def test_drafts_are_not_computed_beside_prompts(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of a request either that starts once they are there."""
+    monkeypatch.setattr(Speculation, "_counts", _three)
+    executor = ToyExecutor()
+    executor.held = True
+    llm = speculating(Guesses(0.5), executor)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    first = ask(llm, prompt(20), params)
+    executor.let(3)
+    executor.wait_for(3)
+    second = ask(llm, prompt(9), params)
+    executor.release()
+    first.rest()
+    second.rest()
+    mixed = [size for size, served in zip(executor.sizes, executor.sequences, strict=True) if served == 2]
+    assert mixed[0] == 10 and mixed[1] == 8
 
 
 def test_an_aborted_request_leaves_nothing(many: None) -> None:
@@ -184,16 +227,18 @@ class Failing(Guesses):
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         if self.asked == 3:
             self.asked += 1
-            raise MemoryError
+            raise ValueError("of a native call")
         return super().draft(wanted)
 
 
 def test_a_source_that_fails_ends_drafts_alone(many: None) -> None:
     source = Failing(0.5)
     llm = speculating(source)
+    assert llm.drafts == "test"
     for _ in range(2):
         assert same(llm.generate([prompt(5)], PARAMS[0])[0], toy_llm().generate([prompt(5)], PARAMS[0])[0])
     assert source.asked == 4 and idle(llm)
+    assert source.closed and llm.drafts is None and settled(llm).speculation.failed == 1
 
 
 class Clock:
@@ -218,7 +263,9 @@ class Clock:
             seconds = self.seconds[len(drafts)]
             self.speculation.computed(1 + len(drafts), 1, right + 1, seconds)
             if drafts:
-                self.speculation.verified(request, len(drafts), right)
+                guessing = self.speculation.guessing(request)
+                assert guessing is not None
+                self.speculation.verified(guessing, len(drafts), right)
             self.spent += seconds
             self.steps += 1
         self.speculation.forget(request)
@@ -317,13 +364,20 @@ def test_lookup_goes_on_with_what_followed() -> None:
     assert source.outlook(llm._runner.request([*b"abcdef"], SamplingParams(max_tokens=9))).most == 0
 
 
+def test_a_long_text_that_repeats_itself_is_no_work() -> None:
+    tokens = np.zeros(100_000, np.int32)
+    assert longest_match(tokens) == (32, 99_999)
+    tokens[-1] = 1
+    assert longest_match(tokens) == (0, 0)
+
+
 def test_answers_with_lookup_stay_the_same() -> None:
     texts = [[*b"abcabcabcabc"], [*b"to be or not to be"], prompt(40)]
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=80, regex="(ab){60}")  # which can be guessed
     llm = speculating(LookupDrafts())
     plain = toy_llm().generate(texts, params)
     assert all(map(same, llm.generate(texts, params), plain))
-    assert idle(llm)
+    assert settled(llm).speculation.accepted > 20 and idle(llm)
 
 
 # ---------------------------------------------------------------- a smaller model
@@ -366,3 +420,95 @@ def test_a_smaller_model_computes_what_is_new(monkeypatch: pytest.MonkeyPatch) -
     llm.generate([prompt(30)], SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
     assert executor.positions == list(range(len(executor.positions)))
     assert executor.sizes[:2] == [30, 1]
+
+
+class FewTokens(ToyExecutor):
+    """A model of fewer tokens than the toy has."""
+
+    vocab_size = 200
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        if batch.tokens.max() >= self.vocab_size:
+            raise ValueError("a token id is outside the vocabulary")
+        return super().forward(batch)[:, : self.vocab_size]
+
+
+def test_a_text_beyond_the_smaller_models_vocabulary_has_no_drafts(many: None) -> None:
+    source = DraftModel(FewTokens(), VOCAB)
+    llm = speculating(source)
+    texts = [[250, 3, 4, 5], [3, 4, 5]]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    plain = toy_llm().generate(texts, params)
+    assert all(map(same, llm.generate(texts, params), plain))
+    assert llm.drafts == "model" and idle(llm)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+def test_a_smaller_model_that_takes_few_tokens_at_a_time(many: None, most: int) -> None:
+    source = DraftModel(ToyExecutor(max_tokens=most), VOCAB)
+    llm = speculating(source, prefill_chunk=most, max_batch=most)
+    assert all(map(same, llm.generate(PROMPTS, PARAMS), toy_llm().generate(PROMPTS, PARAMS)))
+    stats = settled(llm).speculation
+    assert idle(llm) and not stats.failed and stats.accepted > 0.3 * stats.drafted > 0
+
+
+def test_a_smaller_model_reads_a_text_in_parts_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps no more than the chunk; and of the next turn of a chat what is new."""
+    monkeypatch.setattr(Speculation, "_counts", lambda self, outlooks: {
+        one: self._requests.setdefault(one, Guessing()) and min(2, outlook.most) for one, outlook in outlooks.items()
+    })  # fmt: skip
+    small = ToyExecutor(page_size=16)
+    llm = speculating(DraftModel(small, VOCAB, 24), context=512)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    text = prompt(150)
+    answer = llm.generate([text], params)[0].token_ids
+    assert small.sizes[:6] == [24] * 6 and max(small.sizes) <= 24
+    computed = len(small.positions)
+    assert computed < 150 + 3 * 40
+    llm.generate([[*text, *answer, *prompt(20)]], params)
+    assert len(small.positions) - computed < 20 + 16 + 3 * 40
+    assert min(small.positions[computed:]) >= 160 and idle(llm)
+
+
+def test_what_a_source_has_to_read_must_pay() -> None:
+    """Drafts that would save less than it takes to read a long prompt are not asked for; nor is a try."""
+
+    class Reader(Guesses):
+        lacks = 4000
+        read = 0
+
+        def outlook(self, request: AnswerRequest) -> Outlook:
+            return Outlook(MOST, "test", 0.9, self.lacks)
+
+        def prepare(self, requests: Sequence[AnswerRequest]) -> int:
+            self.read, self.lacks = self.read + self.lacks, 0
+            return self.read
+
+    def read(tokens: int) -> int:
+        source = Reader(1.0)
+        answer, text = prompt(tokens, 5), prompt(9)
+        source.answers[tuple(text)] = answer
+        llm = toy_llm(context=2 * tokens + 20)
+        request = llm._runner.request(text, SamplingParams(max_tokens=tokens, temperature=0))
+        Clock(source, FLAT).run(request, answer)
+        return source.read
+
+    assert read(100) == 0, "4,000 tokens are 200 steps"
+    assert read(1000) == 4000
+
+
+def test_times_of_drafting_are_forgotten() -> None:
+    times = SizeTimes(proportional=True)
+    times.add(2, 1.0)
+    assert times.expect(4) == 2.0 and times.expect(1) == 1.0
+    times.add(4, 9.0)
+    for _ in range(600):
+        times.add(2, 1.0)
+    assert times.expect(4) == 2.0
+
+
+def test_a_token_more_costs_what_it_did() -> None:
+    times = SizeTimes()
+    times.add(1, 1.0)
+    times.add(2, 1.3)
+    assert times.expect(4) == pytest.approx(1.9)

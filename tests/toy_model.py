@@ -308,6 +308,12 @@ def idle(llm: LLM) -> bool:
     states, slots = llm._runner._scheduler.states, llm._executor.n_states
     if states is not None and states.free != slots:
         return False
+    speculation = llm._runner._speculation
+    if speculation is not None:
+        source = speculation.source
+        of_requests = (speculation, "_requests"), (source, "_pending"), (source, "_texts"), (source, "_sequences")
+        if any(getattr(owner, name, None) for owner, name in of_requests):
+            return False
     return (stats.running, stats.waiting, stats.used_pages) == (0, 0, 0) and not llm._runner._driver.open_commands
 
 

@@ -5,8 +5,7 @@
 Cases: a real model that edits code, with prompt lookup and with a smaller model (--coder, --draft: GGUF files of one
 family; left out without them), and on prose, where lookup finds little; random models with a draft head (--heads; see
 models/draft_head.py), whose drafts are replaced by such that are right in a given share of places, so that they cost
-what a head costs. Each engine answers once a round, in an order that rotates; with all neurons answers must be the
-same, token by token.
+what a head costs. Each engine answers once a round, in an order that rotates; answers must be the same, token by token.
 
 Of llama.cpp's binaries llama-completion decodes the same prompt plainly, llama-lookup with drafts.
 
@@ -52,8 +51,8 @@ class RatedDrafts:
         outlook = self._source.outlook(request)
         return outlook._replace(most=min(outlook.most, self._most))
 
-    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
-        self._source.prepare(requests)
+    def prepare(self, requests: Sequence[AnswerRequest]) -> int:
+        return self._source.prepare(requests)
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         self._source.draft(wanted)
@@ -123,7 +122,7 @@ def measure(
             else:
                 machine.wait_until_quiet(arguments.quiet)
                 one = llms[name].generate([prompt], params)[0]
-                if one.token_ids != answer and llms[name].sparsity is None:
+                if one.token_ids != answer:
                     raise RuntimeError(f"{name}: another answer than without drafts")
                 rate = one.timings.decode_tok_s or 0.0
                 drafts[name] = one.drafted, one.accepted

@@ -84,7 +84,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             check_replaceable(Path(args.trace), b"traceEvents", "trace")
             with llm.traced():  # an error now, not after all rounds
                 pass
-        prefill, decode = _measure(llm, args)
+        prefill, decode, tokens_a_step = _measure(llm, args)
         sparsity = llm.sparsity
         document = {
             "model": llm.config.name,
@@ -93,7 +93,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
             "repeat": args.repeat,
             "prefill_tok_s": _spread(prefill),
             "decode_tok_s": _spread(decode),
-            **_bytes_read(llm, _spread(decode)["median"]),
+            **_bytes_read(llm, _spread(decode)["median"] / tokens_a_step),
             "load_s": llm.load_s,
             "peak_rss_mb": peak_memory() / (1 << 20),
             "choices": llm.choices,
@@ -125,26 +125,29 @@ def _prompt_tokens(asked: int | None, gen_tokens: int, context: int) -> int:
     return min(PROMPT, room) if asked is None else asked
 
 
-def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Prefill and decode rates of each measured round; afterwards `llm.sparsity` is that of the last decode."""
+def _measure(llm: LLM, args: argparse.Namespace) -> tuple[list[float], list[float], float]:
+    """Prefill and decode rates of each measured round, and tokens that a step brought; afterwards `llm.sparsity` is
+    that of the last decode."""
     from powerinfer.cli.progress import Bar
 
     vocab = llm.config.vocab_size
     prompt = [(7919 * i + 13) % vocab for i in range(args.prompt_tokens)]  # spread over the vocabulary, always the same
     once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     many = SamplingParams(max_tokens=args.gen_tokens, temperature=0.0, ignore_eos=True)
-    prefill, decode = [], []
+    prefill, decode, steps = [], [], 0
     with Bar() as bar:
         for i in range(args.repeat + 1):
             bar("measuring", i, args.repeat + 1)
             first = llm.generate([prompt], once)[0].timings.prefill_tok_s
             llm.clear_sparsity()  # every round decodes the same tokens
+            before = llm.stats().steps + 1  # that of the prompt
             second = llm.generate([prompt[:1]], many)[0].timings.decode_tok_s
             assert first is not None and second is not None, "a round without tokens"
             if i:
                 prefill.append(first)
                 decode.append(second)
-    return prefill, decode
+                steps += llm.stats().steps - before
+    return prefill, decode, args.repeat * (args.gen_tokens - 1) / steps
 
 
 def _compare(llm: LLM, args: argparse.Namespace, out: Output) -> int:
@@ -199,9 +202,9 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def _bytes_read(llm: LLM, decode_tok_s: float) -> dict[str, Any]:
+def _bytes_read(llm: LLM, steps_s: float) -> dict[str, Any]:
     read = llm.bytes_per_token
-    return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * decode_tok_s / 1e9}
+    return {"bytes_per_token": read, "bandwidth_gb_s": None if read is None else read * steps_s / 1e9}
 
 
 def _disk(disk: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -22,7 +22,8 @@ fastest. JSON:
 tasks (file, items, acc, acc_error, acc_norm, acc_norm_error, chance, cut: items longer than the context, of which the
 end was scored), acc and acc_norm (means of the tasks), limit, context; for a sparse selector sparsity.
 
-The selector is used in every layer, as with --no-trial: this measures its quality, not its speed.
+The selector is used in every layer, as with --no-trial: this measures its quality, not its speed. Texts are given, so
+nothing is drafted (--speculate).
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     engine = replace(config_from(args, EngineConfig, recall_every=1), trial=False)
     _check(args, engine)
+    engine = replace(engine, speculate="off")
     if args.measure == "tasks":
         out.document(_tasks(args, engine, out))
         return 0
@@ -94,6 +96,8 @@ def _check(args: argparse.Namespace, engine: EngineConfig) -> None:
         raise RequestError("--against and --tokens are options of eval agreement")
     if args.measure != "tasks" and (args.limit is not None or len(args.file) > 1):
         raise RequestError("--limit and several --file are options of eval tasks")
+    if engine.speculate not in ("auto", "off"):
+        raise RequestError("eval scores texts that are given, and drafts nothing: leave out --speculate")
     for name in ("tokens", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -2,7 +2,8 @@
 
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
 are lists, of every layer, with 0 for those without attention), layers (each kind of layer: numbers of the layers, and
-what `LayerConfig` says), quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes,
+what `LayerConfig` says), draft_head (null: none that is read; bytes on disk, and what `DraftHeadConfig` says),
+quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes,
 unread_keys (of the metadata, that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes:
 ram, kv (of that, the cache of one context; 0: not told apart), vram, and disk, which stay there; null: it would be
 refused), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if missing: path,
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
-from powerinfer.config import AttentionConfig, EngineConfig, Uncached
+from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, Uncached
 from powerinfer.errors import PowerInferError
 from powerinfer.progress import Progress, silent
 from powerinfer.text.model_text import chat_template_of, has_tokenizer, tokenizer_of
@@ -58,7 +59,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
     engine = engine_config(dataclasses.asdict(config_from(args, EngineConfig)))
     with Bar() as bar:
-        checkpoint = open_model(args.model, engine, out, bar, fetch_pinned=False)
+        checkpoint = open_model(args.model, engine, out, bar, fetch_pinned=False, draft_head=True)
         document = describe(checkpoint)
         document["choices"], document["memory"] = _resolved(checkpoint, engine, bar, out)
     document["prepared"] = prepared(checkpoint, engine.prepared)
@@ -83,6 +84,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "tied_embeddings": config.tied_embeddings,
         "norm_eps": config.norm_eps,
         "layers": [{"numbers": numbers, **_finite(dataclasses.asdict(layer))} for layer, numbers in kinds.items()],
+        "draft_head": _draft_head(checkpoint),
         "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": tokenizer is not None and chat_template_of(checkpoint) is not None,
@@ -90,6 +92,11 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "unread_keys": checkpoint.unread,
         "fingerprint": checkpoint.fingerprint,
     }
+
+
+def _draft_head(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    draft = checkpoint.config.draft
+    return None if draft is None else {"bytes": checkpoint.draft_bytes, **_finite(dataclasses.asdict(draft))}
 
 
 def _finite(value: Any) -> Any:
@@ -233,6 +240,7 @@ def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
         "context": f"{sizes['context_length']} tokens",
         "vocabulary": f"{sizes['vocab_size']} tokens, {_ends(document['tokenizer'])}",
         "head": "the embedding" if document["tied_embeddings"] else "a matrix of its own",
+        **_draft_line(document["draft_head"], config),
         "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
         "chat": "has a chat template" if document["chat_template"] else NO_TEMPLATE,
         **document["choices"],
@@ -244,6 +252,16 @@ def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
     _show_training(document["prepared"]["predictor"], out)
     for note in document["notes"]:
         out.note(note)
+
+
+def _draft_line(document: dict[str, Any] | None, config: ModelConfig) -> dict[str, str]:
+    draft = config.draft
+    if document is None or draft is None:
+        return {}
+    parts = [name for name in ("embedding", "head") if getattr(draft, name)]
+    beside = f" with {' and '.join(parts)} of its own" if parts else ""
+    kind = "experts" if isinstance(draft.layer.ffn, ExpertsConfig) else "one FFN"
+    return {"draft head": f"a layer of {kind}{beside}, {document['bytes'] / 1e6:.1f} MB (--speculate)"}
 
 
 def _memory_line(memory: dict[str, int] | None) -> dict[str, str]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from powerinfer.progress import Progress
 
 _MOST_TERNARY_LOSS = 0.05
+NO_HEADS = "no file that is made of a folder has them, while llama.cpp's convert_hf_to_gguf.py and quantize keep them"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     mix = None if args.mix is None else _mix(args.mix.upper(), args.pure)
     source = model_path(args.model, out, fetch_pinned=False)
     target = Path(args.out).expanduser() if args.out is not None else _usual_target(source, args.mix)
-    original = _original(source)
+    original = _original(source, out)
     if args.out is None and target.exists():
         raise RequestError(f"{target} is there already: give another name with -o FILE")
     _check_target(target, [file.path for file in original.files], args.force, "--out")
@@ -283,7 +284,7 @@ def _chosen(text: str) -> tuple[str, str]:
     return pattern, kind.upper()
 
 
-def _original(source: Path) -> Original:
+def _original(source: Path, out: Output) -> Original:
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.formats.gguf import read_gguf
     from powerinfer.formats.quantised_file import gguf_original
@@ -291,7 +292,10 @@ def _original(source: Path) -> Original:
     if source.is_dir() and (source / "config.json").exists():
         from powerinfer_train.folder_original import folder_original
 
-        return folder_original(open_checkpoint(source))
+        checkpoint = open_checkpoint(source, draft_head=True)
+        if checkpoint.config.draft is not None:
+            out.note(checkpoint.leave_draft(NO_HEADS))
+        return folder_original(checkpoint)
     gguf = read_gguf(open_checkpoint(source).path if source.is_dir() else source)
     if gguf.magic != "GGUF":
         raise RequestError(f"{source} is a file of PowerInfer's own form: quantize takes GGUF files and folders")

@@ -254,24 +254,35 @@ def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budge
 
 def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
     """Memory of a model within a budget, from its headers. PowerInferError if that is not enough."""
-    from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hybrid.resolve import resolve
-    from powerinfer.hybrid.resolved import needs
     from powerinfer.placement.budget import gib
 
-    checkpoint = open_checkpoint(path, quantize=engine.quantize)
     within = replace(engine, vram=budget.vram)
     try:
-        return needs(resolve(checkpoint, replace(within, ram=budget.ram)))
+        return _read_needs(path, replace(within, ram=budget.ram))
     except RequestError:
         if engine.ram is not None:
             raise
-        least = needs(resolve(checkpoint, within))  # raises what has another cause
+        least = _read_needs(path, within)  # raises what has another cause
         if budget.ram is None or least.ram <= budget.ram:
             raise
         raise RequestError(
             f"it needs {gib(least.ram)} of RAM, and {gib(budget.ram)} are free: lower --context, or use a smaller model"
         ) from None
+
+
+def _read_needs(path: Path, engine: EngineConfig) -> Needs:
+    """Memory of a model, and of the smaller one that drafts for it."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hybrid.resolve import resolve
+    from powerinfer.hybrid.resolved import needs
+    from powerinfer.runtime.draft_sources import smaller_model
+
+    checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
+    smaller = smaller_model(engine, checkpoint.config.context_length, silent)
+    if smaller is None:
+        return needs(resolve(checkpoint, engine))
+    of_model = needs(resolve(checkpoint, smaller.leave_room(engine)))
+    return of_model._replace(ram=of_model.ram + smaller.ram_bytes)
 
 
 def _named(argument: str) -> tuple[str | None, str]:

@@ -65,7 +65,7 @@ StreamCoefficients stream_coefficients(const Norm& norm, const Floats2& router, 
 
 bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, Ints logit_rows, OutFloats2 logits,
          size_t first, size_t last, int64_t vocab, std::optional<Ints> read_states, std::optional<Ints> states,
-         std::optional<Ints> stop, std::optional<Ints> replayed, std::optional<Ints> undo_states) {
+         std::optional<Ints> stop, std::optional<Ints> replayed, std::optional<Ints> undo_states, bool alone) {
   Step step;
   step.tokens = (int64_t)tokens.shape(0);
   step.logit_rows = (int64_t)logit_rows.shape(0);
@@ -111,6 +111,8 @@ bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
     add_states(*p.states, step, row_of, {read_states, states, replayed, undo_states}, sequences);
   require(!stop || stop->shape(0) == 1, "stop is one number");
   step.stop = stop ? stop->data() : nullptr;
+  require(!alone || step.tokens <= PI_NEURON_TOKENS, "so many tokens of a step cannot be as if each were alone");
+  step.alone = alone;
   nb::gil_scoped_release release;
   return p.run(step, first, last);
 }
@@ -550,6 +552,7 @@ void bind_program(nb::module_& m) {
       .def("run", &run, "tokens"_a, "positions"_a, "rows"_a, "page_table"_a, "logit_rows"_a, "logits"_a.noconvert(),
            "first"_a, "last"_a, "vocab"_a, "read_states"_a = nb::none(), "states"_a = nb::none(),
            "stop"_a.noconvert() = nb::none(), "replayed"_a = nb::none(), "undo_states"_a = nb::none(),
+           "alone"_a = false,
            "Run operators [first, last) on a step: tokens, their positions and rows of the page table; the logits of\n"
            "logit_rows go to logits [rows, vocab rounded up to LANES]. read_states, states: for each row of the page\n"
            "table the slots of its state before the step, not read at position 0, and after it. stop: one number;\n"
@@ -557,5 +560,6 @@ void bind_program(nb::module_& m) {
            "replayed, undo_states: for each row the tokens right before it whose inputs the slot that it writes has, "
            "since\n"
            "a step before wrote it, and that the state that it reads lacks; and the slot that gets the state behind "
-           "them.");
+           "them.\n"
+           "alone: where neurons are left out, each of up to NEURON_TOKENS tokens has the bits of a step of it alone.");
 }

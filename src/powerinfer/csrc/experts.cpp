@@ -235,13 +235,30 @@ std::shared_ptr<EarlyRouter> Program::early_router(RouterSpec spec, std::shared_
 
 void Experts::run(Thread& t, const Step& step) {
   if (separate_) return run_apart(t, step.tokens);
+  const bool sampled = step.samples(number);
+  if (!step.alone || !store_->leaves_out(1)) return run_rows(t, 0, step.tokens, sampled, false);
+  ExpertRows& rows = *t.program->expert_rows;
+  const auto take_selected = [&](int64_t token) {
+    const int64_t k = router_.spec.top_k;
+    std::copy_n(rows.selected.begin() + token * k, k, rows.selected.begin());
+    std::copy_n(rows.weights.begin() + token * k, k, rows.weights.begin());
+    router_.group(rows, 1);
+  };
+  for (int64_t i = 0; i < step.tokens; i++) {
+    if (!router_.scores)  // all of them have selected theirs
+      workspace_->pool->phase(1, 1, [&](int64_t, int64_t) { take_selected(i); });
+    run_rows(t, i, 1, sampled, true);
+  }
+}
+
+// Tokens of a step from `first` on. alone: one of several, with the bits of a step of its own.
+void Experts::run_rows(Thread& t, int64_t first, int64_t tokens, bool sampled, bool alone) {
   Program& p = *t.program;
   Workspace& w = *p.workspace;
   ExpertRows& rows = *p.expert_rows;
-  const int64_t tokens = step.tokens;
   const bool leaves_out = store_->leaves_out(tokens);
-  const Rows x = p.residual(0, tokens);
-  const bool early = guesses(tokens);
+  const Rows x = p.residual(first, tokens);
+  const bool early = !alone && guesses(tokens);
   if (early) guess(t, rows, x);
   const int other_forms =
       (router_.scores ? router_.scores->form() : 0) | (shared_.neurons ? shared_.neurons->forms() : 0);
@@ -266,12 +283,12 @@ void Experts::run(Thread& t, const Step& step) {
   if (whole_shared)
     shared_.neurons->sum(t, acts, tokens, {rows.floats(rows.shared), rows.ldy, false, NO_BIAS}, nullptr);
   if (shared_apart && records_fired_) keep_shared(t, tokens);
-  const Destination to = p.added_to(0, spec_.out_norm, spec_.down_bias, p.up);
+  const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
   prepare_again();
   if (leaves_out) {
-    sum_some(t, rows, acts, x, to, forms, step.samples(number));
+    sum_some(t, rows, acts, x, to, forms, sampled);
     if (shared_apart) add_shared(t, rows, tokens, to);
-    return p.add_normalised(spec_.out_norm, p.up, 0, tokens);
+    return p.add_normalised(spec_.out_norm, p.up, first, tokens);
   }
   uint16_t* const fired = records_fired_ ? recorded_.fired.data() : nullptr;
   if (latent_in_) acts = make_latents(t, acts, tokens);
@@ -283,7 +300,7 @@ void Experts::run(Thread& t, const Step& step) {
   } else {
     merge(t, rows, tokens, to);
   }
-  p.add_normalised(spec_.out_norm, p.up, 0, tokens);
+  p.add_normalised(spec_.out_norm, p.up, first, tokens);
 }
 
 // Once the experts are selected, by all threads: thread 0 begins to read what rests on disk, and keeps the selection.

@@ -22,7 +22,7 @@ class Experts : public Op {
   const char* name() const override { return "experts"; }
   void run(Thread& t, const Step& step) override;
   void skip() override;
-  bool samples(const Program&, const Step& step) const override { return store_->samples(step.tokens); }
+  bool samples(const Program&, const Step& step) const override { return store_->samples(step.like()); }
 
   // Whether steps keep what they selected, until the next one: for profiles and for policies that place experts.
   // fired: and which neurons of these fired, in steps that compute whole experts.
@@ -68,6 +68,7 @@ class Experts : public Op {
   float shared_weight(const ExpertRows& rows, int64_t token) const {
     return shared_.gate.empty() ? 1 : rows.shared_weights[(size_t)token];
   }
+  void run_rows(Thread& t, int64_t first, int64_t tokens, bool sampled, bool alone);
   void run_apart(Thread& t, int64_t tokens);
   void begin(Thread& t, int64_t tokens, bool early);
   void keep(const ExpertRows& rows, int64_t tokens);

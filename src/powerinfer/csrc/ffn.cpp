@@ -114,7 +114,7 @@ void Ffn::clear_counts() {
 }
 
 size_t Ffn::wants(const Program& p, const Step& step) const {
-  const Way chosen = way(p, step.tokens);
+  const Way chosen = way(p, step.like());
   if (chosen == WAY_DENSE || (chosen == WAY_EXACT && dense_ && falls_back())) return matrices.size();
   return chosen == WAY_EXACT && dense_ ? 1 : 0;  // the gates; what fires is read as neurons
 }
@@ -131,7 +131,7 @@ void Ffn::foresee(std::shared_ptr<Ffn> after) {
 }
 
 bool Ffn::samples(const Program& p, const Step& step) const {
-  return recall_every_ && way(p, step.tokens) == WAY_PREDICTED && bundled_->stats_of_job().steps % recall_every_ == 0;
+  return recall_every_ && way(p, step.like()) == WAY_PREDICTED && bundled_->stats_of_job().steps % recall_every_ == 0;
 }
 
 NeuronSum::Ahead Ffn::ahead(const Program& p, int64_t tokens) const {
@@ -150,23 +150,27 @@ void Ffn::skip() {
 
 void Ffn::run(Thread& t, const Step& step) {
   Program& p = *t.program;
-  const Way chosen = way(p, step.tokens);
-  const int64_t at_once = chosen == WAY_DENSE ? step.tokens : (int64_t)PI_NEURON_TOKENS;
+  const Way chosen = way(p, step.like());
+  const bool alone = step.alone && chosen != WAY_DENSE;
+  const int64_t at_once = alone ? 1 : chosen == WAY_DENSE ? step.tokens : (int64_t)PI_NEURON_TOKENS;
   const bool counted = step.tokens <= PI_NEURON_TOKENS;
   if (t.id == 0 && chosen == WAY_EXACT && counted) exact_steps_++;
   int64_t* const fired = counted && !fired_.empty() ? fired_.data() : nullptr;
   if (t.id == 0 && fired) fired_tokens_ += step.tokens;
+  if (alone) select_alone(t, step.tokens, chosen);
   for (int64_t first = 0; first < step.tokens; first += at_once) {
     const Rows x = p.residual(first, std::min(step.tokens - first, at_once));
     const Destination to = p.added_to(first, spec_.out_norm, spec_.down_bias, p.up);
     NeuronSum::Piece piece{x, spec_.norm, to, counted, nullptr, nullptr, fired, {}, &p};
-    if (chosen == WAY_PREDICTED) piece.ahead = ahead(p, step.tokens);
+    if (chosen == WAY_PREDICTED && !alone) piece.ahead = ahead(p, step.tokens);
     piece.sampled = step.samples(number);
+    piece.goes_on = alone && first > 0;
+    const int64_t token = alone ? first : -1;
     if (chosen == WAY_DENSE && dense_->cuts()) cut(t, piece);
     else if (chosen == WAY_DENSE)
       dense_->sum(t, p.workspace->prepare(t.id, x, spec_.norm, dense_->forms()), x.tokens, to, fired);
-    else if (chosen == WAY_PREDICTED) predicted(t, piece);
-    else if (dense_) exact(t, piece, step.decided[number]);
+    else if (chosen == WAY_PREDICTED) predicted(t, piece, token);
+    else if (dense_) exact(t, piece, step.decided[number], token);
     else bundled_->sum_selected(t.id, piece);
     p.add_normalised(spec_.out_norm, p.up, first, x.tokens);
   }
@@ -188,11 +192,24 @@ void Ffn::cut(Thread& t, const NeuronSum::Piece& piece) {
 
 // ---- The neurons that fire ------------------------------------------------------------------------------------------
 
+// Of tokens that have the bits of steps of each alone, in one product what each of them selects by: its gates, or what
+// the predictor makes of it. Of neurons on disk a predictor's numbers do not stay.
+void Ffn::select_alone(Thread& t, int64_t tokens, Way chosen) const {
+  Workspace& w = *t.program->workspace;
+  const Rows x = t.program->residual(0, tokens);
+  if (chosen == WAY_PREDICTED && !bundled_->bundles->slots) predictor_->score(t.id, w, x);
+  if (chosen == WAY_PREDICTED || !dense_) return;
+  const PiActs* acts = w.prepare(t.id, x, spec_.norm, dense_->forms());
+  dense_->activate(t, acts, tokens, [](const Columns&) {}, [] {});
+}
+
 // The gates from the matrices, the rest from bundles, or, where many fire, from the matrices too. Where products have
 // thresholds, down is decided on again: few products may be left of many gates. One thread decides for all, of which one
-// that is late may see what another step has noted.
-void Ffn::exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint8_t>& decided) {
-  enum { UP_WHOLE = 1, DOWN_WHOLE = 2 };
+// that is late may see what another step has noted. token: the piece is that token of its step, whose gates are in its
+// row; -1: it is the step.
+void Ffn::exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint64_t>& decided, int64_t token) {
+  const int64_t row = std::max(token, (int64_t)0);
+  const uint64_t UP_WHOLE = (uint64_t)1 << row, DOWN_WHOLE = UP_WHOLE << PI_NEURON_TOKENS;
   const Program& p = *t.program;
   Workspace& w = *p.workspace;
   NeuronLists& lists = w.lists();
@@ -202,34 +219,47 @@ void Ffn::exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint8_t>& 
   const auto prepare_again = [&] {
     if (!w.is_prepared(t.id)) acts = w.prepare(t.id, piece.x, spec_.norm, forms);
   };
-  const auto note = [&](int i, float limit) {
-    return [&, i, limit](const Columns& part) {
-      lists.note(w.kernels, lists.notes[i], part.c0 / PI_GROUP, p.gate + part.c0, p.ldh, tokens, part.n(), {limit});
+  float* const known = p.gate + row * p.ldh;
+  const auto note = [&](int i, const float* rows, float limit) {
+    return [&, i, rows, limit](int64_t c0, int64_t n) {
+      lists.note(w.kernels, lists.notes[i], c0 / PI_GROUP, rows + c0, p.ldh, tokens, n, {limit});
     };
   };
+  const auto note_gates = note(0, known, bundled_->threshold), note_products = note(1, p.gate, 0.0f);
   const NeuronLists::Run all{0, (dense_->neurons() + PI_GROUP - 1) / PI_GROUP};
   const NeuronLists::Noted gates{&lists.notes[0], &all, 1}, products{&lists.notes[1], &all, 1};
-  const auto decide = [&](uint8_t what, const NeuronLists::Noted& noted) {
+  const auto decide = [&](uint64_t what, const NeuronLists::Noted& noted) {
     return [&, what] {
       if (falls_back() && many(noted, tokens)) decided.fetch_or(what, std::memory_order_relaxed);
     };
   };
-  const auto is_decided = [&](uint8_t what) { return (decided.load(std::memory_order_relaxed) & what) != 0; };
+  const auto is_decided = [&](uint64_t what) { return (decided.load(std::memory_order_relaxed) & what) != 0; };
   const auto count = [&](int64_t active) {
     const int64_t neurons = dense_->neurons();
-    if (piece.counted) bundled_->count(tokens, gates.cells(), {0, dense_->gated() ? neurons : 0, neurons, 0, active});
+    if (piece.counted) bundled_->count(piece, gates.cells(), {0, dense_->gated() ? neurons : 0, neurons, 0, active});
   };
   const auto count_fired = [&](int64_t begin, int64_t end) {
     if (piece.fired) dense_->count_fired(t, begin, end, tokens, piece.fired);
   };
   NeuronSum::Piece rest = piece;
   rest.noted = gates;
-  dense_->activate(t, acts, tokens, note(0, bundled_->threshold), decide(UP_WHOLE, gates));
+  if (token < 0)
+    dense_->activate(
+        t, acts, tokens, [&](const Columns& part) { note_gates(part.c0, part.n()); }, decide(UP_WHOLE, gates));
+  else
+    w.pool->phase_then(
+        dense_->neurons(), PI_GROUP, 0, [&](int64_t begin, int64_t end, float*) { note_gates(begin, end - begin); },
+        [](int64_t, int64_t, float*) {}, decide(UP_WHOLE, gates));
   prepare_again();
   const bool up_whole = is_decided(UP_WHOLE);
-  if (!up_whole) return bundled_->sum_noted(t.id, rest, acts, p.gate, p.ldh, false);
+  if (!up_whole) return bundled_->sum_noted(t.id, rest, acts, known, p.ldh, false);
+  if (row > 0) {  // products take the place of gates in the first row
+    w.pool->phase(pi_round_up(dense_->neurons(), PI_LANES), PI_LANES,
+                  [&](int64_t begin, int64_t end) { std::copy(known + begin, known + end, p.gate + begin); });
+    prepare_again();
+  }
   const auto use = [&](const Columns& part) {
-    note(1, 0.0f)(part);
+    note_products(part.c0, part.n());
     if (!dense_->drops_products()) count_fired(part.c0, part.c1);
   };
   dense_->multiply_up(t, acts, tokens, bundled_->threshold, use, [&] {
@@ -260,30 +290,34 @@ bool Ffn::many(const NeuronLists::Noted& noted, int64_t tokens) const {
 
 // ---- The neurons that a predictor selects ---------------------------------------------------------------------------
 
-void Ffn::predicted(Thread& t, const NeuronSum::Piece& piece) {
+// token: as of `exact`, scored; -1: it is the step.
+void Ffn::predicted(Thread& t, const NeuronSum::Piece& piece, int64_t token) {
   Workspace& w = *t.program->workspace;
-  predictor_->select(t.id, w, piece.x);
+  const bool scored = token >= 0 && !bundled_->bundles->slots;
+  if (scored) predictor_->select_scored(w, token);
+  else predictor_->select(t.id, w, piece.x);
   const int forms = bundled_->bundles->forms() | (piece.sampled ? dense_->forms() : 0);
   const PiActs* acts = w.prepare(t.id, piece.x, spec_.norm, forms);
-  if (piece.sampled) sample(t, acts, piece.x.tokens);
+  if (piece.sampled) sample(t, acts, piece.x.tokens, w.lists().z.data() + (scored ? token : 0) * w.lists().ldz);
   const NeuronLists::Run all = predictor_->neurons_noted();
   NeuronSum::Piece candidates = piece;
   candidates.noted = {&w.lists().notes[0], &all, 1};
   bundled_->sum_noted(t.id, candidates, acts, nullptr, 0, true);
 }
 
-// How many of the neurons that fire the predictor selected: computes all gates densely. Ends with a barrier.
-void Ffn::sample(Thread& t, const PiActs* acts, int64_t tokens) {
+// How many of the neurons that fire the predictor selected: computes all gates densely. z: of the tokens. Ends with a
+// barrier.
+void Ffn::sample(Thread& t, const PiActs* acts, int64_t tokens, const float* z) {
   const Program& p = *t.program;
   const NeuronLists& lists = p.workspace->lists();
   const Columns mine = dense_->multiply(t, acts, tokens);
   Recall& own = sampled_[(size_t)t.id];
   own = {};
   for (int64_t i = 0; i < tokens; i++) {
-    const float *h = p.gate + i * p.ldh, *z = lists.z.data() + i * lists.ldz;
+    const float *h = p.gate + i * p.ldh, *z_of = z + i * lists.ldz;
     for (int64_t j = mine.c0; j < mine.c1; j++) {
       own.active += h[j] != 0.0f;
-      own.found += h[j] != 0.0f && predictor_->candidate(z[j]);
+      own.found += h[j] != 0.0f && predictor_->candidate(z_of[j]);
     }
   }
   p.workspace->pool->barrier();

@@ -66,11 +66,12 @@ class Ffn : public Op {
   Way way(const Program& p, int64_t tokens) const;
   NeuronSum::Ahead ahead(const Program& p, int64_t tokens) const;
   void cut(Thread& t, const NeuronSum::Piece& piece);
-  void exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint8_t>& decided);
-  void predicted(Thread& t, const NeuronSum::Piece& piece);
+  void select_alone(Thread& t, int64_t tokens, Way chosen) const;
+  void exact(Thread& t, const NeuronSum::Piece& piece, std::atomic<uint64_t>& decided, int64_t token = -1);
+  void predicted(Thread& t, const NeuronSum::Piece& piece, int64_t token = -1);
   bool falls_back() const { return dense_above_ < 1 && !bundled_->bundles->slots; }
   bool many(const NeuronLists::Noted& noted, int64_t tokens) const;
-  void sample(Thread& t, const PiActs* acts, int64_t tokens);
+  void sample(Thread& t, const PiActs* acts, int64_t tokens, const float* z);
   void clear_counts();
 
   const std::shared_ptr<Workspace> workspace_;  // of its program

@@ -439,12 +439,12 @@ void NeuronSum::count_sum(const Piece& piece, int parts, bool phases) {
   for (const NeuronLists::Share& share : lists.shares)
     if (!phases) add(share.done);
   for (int i = 0; i < parts && phases; i++) add(lists.done(lists.part(i, tokens), tokens));
-  count(tokens, noted.cells(), done);
+  count(piece, noted.cells(), done);
 }
 
-void NeuronSum::count(int64_t tokens, int64_t candidates, const NeuronCounts& done) {
-  stats_.steps++;
-  stats_.tokens += tokens;
+void NeuronSum::count(const Piece& piece, int64_t candidates, const NeuronCounts& done) {
+  stats_.steps += !piece.goes_on;
+  stats_.tokens += piece.x.tokens;
   stats_.candidates += candidates;
   stats_.active += done.active;
   stats_.first_rows += done.first;

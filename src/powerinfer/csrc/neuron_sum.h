@@ -74,6 +74,7 @@ class NeuronSum {
     NeuronLists::Noted candidates = {};  // which of them are counted as such; without notes: these
     int64_t first_rows = 0, up_rows = 0;  // that the caller has computed from elsewhere, of the first product and of up
     bool sampled = false;                 // the recall of the predictor is measured
+    bool goes_on = false;                 // its step was counted with other tokens
   };
   // Sums the selected neurons; all their gates are computed.
   void sum_selected(int thread, const Piece& piece);
@@ -83,7 +84,7 @@ class NeuronSum {
   void sum_noted(int thread, const Piece& piece, const PiActs* acts, const float* known, int64_t ldk, bool predicted,
                  bool multiplied = false);
   // Counts a step in which so many cells were candidates, and what was done. By one thread.
-  void count(int64_t tokens, int64_t candidates, const NeuronCounts& done);
+  void count(const Piece& piece, int64_t candidates, const NeuronCounts& done);
   // The fewest slots of neurons on disk.
   static int64_t least_slots(const Pool& pool, int64_t neurons);
   // The counters as they are, and their reset; also for who has the pool between jobs.

@@ -56,23 +56,46 @@ void Predictor::note(int thread, Workspace& w, const Rows& x, NeuronLists::Notes
 void Predictor::select(int thread, Workspace& w, const Rows& x) const {
   NeuronLists& lists = w.lists();
   note(thread, w, x, lists.notes[0], x.tokens > 1 ? lists.selected_by.data() : nullptr, [&] {
-    if (floor > 0) reach_floor(w, x.tokens);
+    if (floor > 0) reach_floor(w, 0, x.tokens);
   });
+}
+
+void Predictor::score(int thread, Workspace& w, const Rows& x) const {
+  NeuronLists& lists = w.lists();
+  w.use_product(
+      thread, *out, {}, hide(thread, w, x), x.tokens, lists.z.data(), lists.ldz, PI_GROUP / PI_LANES,
+      [](const Columns&, float*, int64_t) {}, [](const Columns&) {}, [] {});
+}
+
+void Predictor::select_scored(Workspace& w, int64_t token) const {
+  NeuronLists& lists = w.lists();
+  const float* const z = lists.z.data() + token * lists.ldz;
+  w.pool->phase_then(
+      out->rows, PI_GROUP, 0,
+      [&](int64_t begin, int64_t end, float*) {
+        NeuronLists::note(w.kernels, lists.notes[0], begin / PI_GROUP, z + begin, lists.ldz, 1, end - begin, limit());
+      },
+      [](int64_t, int64_t, float*) {},
+      [&] {
+        if (floor > 0) reach_floor(w, token, 1);
+      });
 }
 
 void Predictor::foresee(int thread, Workspace& w, const Rows& x) const {
   note(thread, w, x, w.lists().notes[1], nullptr, [] {});
 }
 
-// If a token has fewer candidates than the floor, its largest become candidates. By one thread.
-void Predictor::reach_floor(Workspace& w, int64_t tokens) const {
+// If one of the tokens from `first` on has fewer candidates than the floor, its largest become candidates. By one
+// thread.
+void Predictor::reach_floor(Workspace& w, int64_t first, int64_t tokens) const {
   NeuronLists& lists = w.lists();
+  float* const scored = lists.z.data() + first * lists.ldz;
   const int64_t neurons = out->rows, least = std::min(floor, neurons);
   const NeuronLists::Run all = neurons_noted();
   if (tokens == 1 && NeuronLists::Noted{&lists.notes[0], &all, 1}.neurons() >= least) return;
   std::vector<int32_t> order;
   for (int64_t i = 0; i < tokens; i++) {
-    float* const z = lists.z.data() + i * lists.ldz;
+    float* const z = scored + i * lists.ldz;
     if (std::count_if(z, z + neurons, [this](float z_of) { return candidate(z_of); }) >= least) continue;
     order.resize((size_t)neurons);
     std::iota(order.begin(), order.end(), 0);
@@ -82,6 +105,6 @@ void Predictor::reach_floor(Workspace& w, int64_t tokens) const {
     for (int64_t j = 0; j < least; j++) z[order[(size_t)j]] = INFINITY;
   }
   if (order.empty()) return;
-  NeuronLists::note(w.kernels, lists.notes[0], 0, lists.z.data(), lists.ldz, tokens, neurons, limit(),
+  NeuronLists::note(w.kernels, lists.notes[0], 0, scored, lists.ldz, tokens, neurons, limit(),
                     tokens > 1 ? lists.selected_by.data() : nullptr);
 }

@@ -17,7 +17,10 @@ class Predictor {
   // For the threads of a job, and up to PI_NEURON_TOKENS tokens. In phases.
   // Notes the candidates, as the first notes of the lists, and of several tokens those that select each; their z stay.
   void select(int thread, Workspace& w, const Rows& x) const;
-  // The first half of that: relu(in . x) in the form that `out` takes.
+  // The same in two parts: z of all tokens, then the candidates of one of these alone.
+  void score(int thread, Workspace& w, const Rows& x) const;
+  void select_scored(Workspace& w, int64_t token) const;
+  // The first half of `score`: relu(in . x) in the form that `out` takes.
   const PiActs* hide(int thread, Workspace& w, const Rows& x) const;
   // What `hide` gave, where something else was prepared since.
   const PiActs* hidden(int thread, Workspace& w, const Rows& x) const;
@@ -36,7 +39,7 @@ class Predictor {
   template <class Then>
   void note(int thread, Workspace& w, const Rows& x, NeuronLists::Notes& to, uint32_t* selected_by,
             const Then& then) const;
-  void reach_floor(Workspace& w, int64_t tokens) const;
+  void reach_floor(Workspace& w, int64_t first, int64_t tokens) const;
 
   float above_;
 };

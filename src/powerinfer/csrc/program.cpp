@@ -121,7 +121,7 @@ struct Program::Walk {
   }
   Step step;
   std::vector<int32_t> token, position, logit_row, pages;
-  std::vector<std::atomic<uint8_t>> decided;
+  std::vector<std::atomic<uint64_t>> decided;
   const size_t first, last;
   size_t end;  // where the step ended; thread 0's
   bool moved = false;

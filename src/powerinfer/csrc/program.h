@@ -51,9 +51,12 @@ struct Step {
   const int32_t *token = nullptr, *position = nullptr, *logit_row = nullptr;
   float* logits = nullptr;
   const int32_t* stop = nullptr;  // not 0: nobody needs the result any more; null: someone does
+  // Where some neurons are left out, each of its tokens, at most PI_NEURON_TOKENS, has the bits of a step of it alone.
+  bool alone = false;
+  int64_t like() const { return alone ? 1 : tokens; }  // the number of tokens that layers choose their ways by
   std::vector<Run> runs;
-  std::vector<size_t> sampled;              // operators that measure the recall of their predictors
-  std::atomic<uint8_t>* decided = nullptr;  // of each operator, what it has found in a phase and goes by behind it
+  std::vector<size_t> sampled;               // operators that measure the recall of their predictors
+  std::atomic<uint64_t>* decided = nullptr;  // of each operator, what it has found in a phase and goes by behind it
   bool samples(size_t op) const { return std::find(sampled.begin(), sampled.end(), op) != sampled.end(); }
 };
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
@@ -42,3 +42,6 @@ class Batch:
     # [1]: once it is not 0, set by any thread, nobody needs the result, and the call may end with StoppedError. None:
     # somebody does.
     stop: Int32 | None = None
+    # Where layers leave neurons out on the CPU, each token has the bits of a step of it alone, of up to NEURON_TOKENS:
+    # those of a request, and drafts that follow it.
+    alone: bool = field(default=False, kw_only=True)

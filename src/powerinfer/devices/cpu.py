@@ -1205,6 +1205,7 @@ class CpuExecutor:
             batch.stop,
             batch.replayed,
             batch.undo_states,
+            batch.alone,
         )
         if not finished:
             raise StoppedError

@@ -367,6 +367,12 @@ class Checkpoint:
         self.config = replace(self.config, draft=None)
         return f"{NO_MTP}: {reason}"
 
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft head on disk; 0: there is none, or it is left out."""
+        of_head = draft_prefix(self.config)
+        return sum(nbytes for name, _, _, nbytes in self.tensor_list() if name.startswith(of_head))
+
     def tensor_list(self) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, type, shape, bytes) of every tensor on disk."""
         tensors = ((name, self._tensors[name]) for name in self._stored_types)

@@ -42,21 +42,24 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 
 
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
+    from powerinfer.placement.draft_gain import BESIDE_GPU, FROM_DISK, NO_ROOM, too_little_gain
+    from powerinfer.placement.shapes import checkpoint_model
+
     if checkpoint.config.draft is None:
         return demand(permitted(_placed(checkpoint, engine, progress, say)))
     lines: list[str] = []
-    try:
-        resolved = demand(permitted(_placed(checkpoint, engine, progress, lines.append)))
-    except RequestError:  # perhaps of memory that the head is too much for
-        reason = "there is too little memory for them"
-    else:
-        if resolved.device.gpu is None and resolved.placement.disk is None:
-            for line in lines:
-                say(line)
-            return resolved
-        reason = "they are not computed beside a GPU"
-        if resolved.device.gpu is None:
-            reason = "they are not read from disk, where some of the model stays"
+    reason = too_little_gain(checkpoint_model(checkpoint, engine.prepared), engine)
+    if reason is None:
+        try:
+            resolved = demand(permitted(_placed(checkpoint, engine, progress, lines.append)))
+        except RequestError:  # perhaps of memory that the head is too much for
+            reason = NO_ROOM
+        else:
+            if resolved.device.gpu is None and resolved.placement.disk is None:
+                for line in lines:
+                    say(line)
+                return resolved
+            reason = FROM_DISK if resolved.device.gpu is None else BESIDE_GPU
     line = checkpoint.leave_draft(reason)
     resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
     say(line)

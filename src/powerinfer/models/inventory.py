@@ -92,13 +92,14 @@ class Unit:
 class Inventory:
     """units: in the order in which a step uses them; vectors: elements of norms, biases, thresholds and taps, by
     canonical name; tables: bytes of the embedding and of learned positions, as a file has them; parameters: weights.
-    draft: bytes in RAM of a draft head, which is no part of the rest; 0: there is none."""
+    draft: bytes in RAM of a draft head, which is no part of the rest; 0: there is none; draft_units: its units."""
 
     units: tuple[Unit, ...]
     vectors: Mapping[str, int]
     tables: int
     parameters: int
     draft: int = 0
+    draft_units: tuple[Unit, ...] = ()
 
     def of_layer(self, layer: int, *uses: str) -> tuple[Unit, ...]:
         """The units of a layer that have one of these uses."""
@@ -147,17 +148,17 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     large = matrices | {"embed", "positions", "input_table"}
     vectors = {name: prod(known[name]) for name in headers.taken if name not in large}
     nbytes = sum(prod(one.shape[:-1]) * block_type(one.type).row_bytes(one.shape[-1]) for one in tables)
-    draft = 0 if config.draft is None else _draft_bytes(config, type_of)
-    return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())), draft)
+    draft, of_draft = (0, ()) if config.draft is None else _draft(config, type_of)
+    return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())), draft, of_draft)
 
 
-def _draft_bytes(config: ModelConfig, type_of: Callable[[str], str]) -> int:
-    """Bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors."""
+def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tuple[Unit, ...]]:
+    """(bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors; its units)."""
     headers, recorder = Headers(config, type_of), Recorder(config.n_layers)
     headers.known.update(draft_shapes(config))
     wire_draft(recorder, headers)
     vectors = sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))
-    return sum(unit.panels for unit in recorder.units) + recorder.tables + 4 * vectors
+    return sum(unit.panels for unit in recorder.units) + recorder.tables + 4 * vectors, tuple(recorder.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,9 +338,7 @@ class Recorder:
     def merge_streams(self, matrices: RawTensor) -> None:
         self.add("heads", self.layers - 1, self._stack(matrices))
 
-    def head(
-        self, norm: bool | None, matrix: Matrix, projection: Matrix | None = None, bias: Vector = None
-    ) -> None:
+    def head(self, norm: bool | None, matrix: Matrix, projection: Matrix | None = None, bias: Vector = None) -> None:
         self.add("head", None, matrix)
         self.add("projection", None, *([] if projection is None else [projection]))
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from powerinfer.config import AttentionConfig, ExpertsConfig
 from powerinfer.devices.link import link_bytes
 from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
+from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
@@ -251,7 +252,10 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     """
     config, layers, head, slots = model.config, division.layers, division.head, division.slots
     inside = division.inside
-    scratch = model.scratch_bytes(work.tokens, work.requests)
+    logits = work.requests
+    if model.inventory.draft:  # of the head, and of steps with drafts
+        logits += min(work.tokens, work.requests * UNDO_TOKENS)
+    scratch = model.scratch_bytes(work.tokens, logits)
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
         scratch += 2 * 8 * sum(config.ffn_sizes[:layers])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
-from powerinfer.runtime.kv_cache import PageCache
+from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, Request
 from powerinfer.runtime.speculation import Outlook, likeliest
 
@@ -19,16 +19,24 @@ MOST = 4
 """Drafts of a request in one step."""
 
 _LIKELY = 0.7  # share of drafts that is right, until it was measured
-_FEW = 8  # tokens that it computes with a draft; more are a text's, which it computes before
-_SURE = 0.3  # probability below which a draft is the last one
+_FEW = 8  # tokens that it computes with a draft, at most; more are a text's, which it computes before
+_SURE = 0.3  # probability below which a further draft is none
 
 
 class _Sequence:
-    """Tokens of a request that the smaller model has computed, and their pages."""
+    """Tokens of a request that the smaller model has computed, and their pages, of which those with `keys` are full."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.pages: list[int] = []
+        self.keys: list[bytes] = []
+        self.checked = 0  # tokens of the request that the smaller model has in its vocabulary
+
+    def knows(self, tokens: Sequence[int], vocab: int) -> bool:
+        """Whether all of a request's tokens, of which more were added, are below `vocab`."""
+        while self.checked < len(tokens) and tokens[self.checked] < vocab:
+            self.checked += 1
+        return self.checked == len(tokens)
 
     def agree(self, tokens: Sequence[int]) -> int:
         """Number of its tokens that begin these; the others are forgotten."""
@@ -38,33 +46,69 @@ class _Sequence:
         del self.tokens[n:]
         return n
 
+    def find(self, tokens: Sequence[int], salt: bytes, cache: PageCache, page_size: int) -> None:
+        """Begin with the pages of the request's tokens that others have left."""
+        for end in range(page_size, len(tokens), page_size):
+            key = page_key(self.keys[-1] if self.keys else first_parent(salt), tokens[end - page_size : end])
+            page = cache.find(key)
+            if page is None:
+                break
+            cache.take(page)
+            self.pages.append(page)
+            self.keys.append(key)
+        self.tokens = list(tokens[: len(self.keys) * page_size])
+
+    def publish(self, certain: int, salt: bytes, cache: PageCache, page_size: int) -> None:
+        """Let others find its pages of the first `certain` tokens, which are the request's own."""
+        for end in range((len(self.keys) + 1) * page_size, min(certain, len(self.tokens)) + 1, page_size):
+            key = page_key(self.keys[-1] if self.keys else first_parent(salt), self.tokens[end - page_size : end])
+            cache.publish(self.pages[end // page_size - 1], key)
+            self.keys.append(key)
+
 
 class DraftModel:
     """Source of drafts: an executor of its own, with a context for each request. It computes a request's prompt when it
-    is first asked for drafts, so that requests without drafts cost nothing."""
+    is first asked for drafts, a part between two steps, so that requests without drafts cost nothing."""
 
     name = "model"
 
-    def __init__(self, executor: Executor, vocab_size: int) -> None:
-        """vocab_size: of the model that answers; tokens beyond it are not drafted."""
+    def __init__(self, executor: Executor, vocab_size: int, chunk: int | None = None, *, reuse: bool = True) -> None:
+        """vocab_size: of the model that answers; tokens beyond it are not drafted. chunk: tokens of a text that it
+        computes between two steps, at most; None: as many as fit a call; reuse: of texts that begin alike the begin is
+        computed once."""
         self._executor = executor
         self._vocab = min(vocab_size, executor.vocab_size)
-        self._pages = PageCache(executor.n_pages, reuse=False)
+        self._chunk = min(chunk or executor.max_tokens, executor.max_tokens)
+        self._few = min(_FEW, executor.max_tokens)
+        self._pages = PageCache(executor.n_pages, reuse)
         self._sequences: dict[AnswerRequest, _Sequence] = {}
 
     def outlook(self, request: AnswerRequest) -> Outlook:
-        longest = self._executor.n_pages * self._executor.page_size
-        return Outlook(MOST if len(request.tokens) + MOST <= longest else 0, "model", _LIKELY)
+        sequence = self._sequence(request)
+        lacks = len(request.tokens) - sequence.agree(request.tokens)
+        fits = self._lacking_pages(sequence, len(request.tokens) + MOST) <= self._pages.available
+        drafts = MOST if fits and sequence.knows(request.tokens, self._executor.vocab_size) else 0
+        return Outlook(drafts, "model", _LIKELY, lacks - 1 if lacks > self._few else 0)
 
-    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
+    def _sequence(self, request: AnswerRequest) -> _Sequence:
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            sequence = self._sequences[request] = _Sequence()
+            sequence.find(request.tokens, request.salt, self._pages, self._executor.page_size)
+        return sequence
+
+    def prepare(self, requests: Sequence[AnswerRequest]) -> int:
+        room = self._chunk
         for request in requests:
-            if self._has_room(request, len(request.tokens)):
-                sequence, room = self._sequences[request], self._executor.max_tokens
-                agreed = sequence.agree(request.tokens)
-                while len(request.tokens) - agreed > _FEW:
-                    part = request.tokens[agreed : agreed + room][: len(request.tokens) - 1 - agreed]
-                    self._compute([(sequence, part)], logits=False)
-                    agreed += len(part)
+            sequence = self._sequences[request]
+            lacking = request.tokens[sequence.agree(request.tokens) : -1][:room]
+            if len(lacking) >= self._few and self._has_room(sequence, len(sequence.tokens) + len(lacking)):
+                self._compute([(sequence, lacking)], logits=False)
+                sequence.publish(len(request.tokens), request.salt, self._pages, self._executor.page_size)
+                room -= len(lacking)
+            if not room:
+                break
+        return self._chunk - room
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}
@@ -72,7 +116,7 @@ class DraftModel:
         going = [request for request, _ in wanted]
         for place in range(max(counts.values())):
             going = [one for one in going if place < counts[one] and len(drafts[one]) == place]
-            going = [one for one in going if self._has_room(one, len(one.tokens) + place)]
+            going = [one for one in going if self._can_go_on(one, len(one.tokens) + place)]
             if not going:
                 break
             for request, token, probability in self._next_tokens(going, drafts):
@@ -91,7 +135,7 @@ class DraftModel:
             sequence = self._sequences[request]
             missing = tokens[min(sequence.agree(tokens), len(tokens) - 1) :]
             del sequence.tokens[len(tokens) - len(missing) :]
-            if len(missing) > room:
+            if len(missing) > room:  # of a call that has some already
                 result += self._answer(batch, pending)
                 batch, room = [], self._executor.max_tokens
             batch.append(request)
@@ -129,11 +173,18 @@ class DraftModel:
             sequence.tokens += tokens
         return result
 
-    def _has_room(self, request: AnswerRequest, tokens: int) -> bool:
-        """Whether the request's sequence has pages for so many tokens."""
-        sequence = self._sequences.setdefault(request, _Sequence())
-        lacking = -(-tokens // self._executor.page_size) - len(sequence.pages)
-        more = self._pages.reserve(max(0, lacking))
+    def _can_go_on(self, request: AnswerRequest, tokens: int) -> bool:
+        """Whether the request's sequence lacks only a few of its tokens, and has pages for so many."""
+        sequence = self._sequences[request]
+        lacks = len(request.tokens) - sequence.agree(request.tokens) if tokens == len(request.tokens) else 0
+        return lacks <= self._few and self._has_room(sequence, tokens)
+
+    def _lacking_pages(self, sequence: _Sequence, tokens: int) -> int:
+        return max(0, -(-tokens // self._executor.page_size) - len(sequence.pages))
+
+    def _has_room(self, sequence: _Sequence, tokens: int) -> bool:
+        """Whether a sequence has pages for so many tokens."""
+        more = self._pages.reserve(self._lacking_pages(sequence, tokens))
         if more is None:
             return False
         sequence.pages += more
@@ -145,6 +196,8 @@ class DraftModel:
     def forget(self, request: AnswerRequest) -> None:
         sequence = self._sequences.pop(request, None)
         if sequence is not None:
+            certain = sequence.agree(request.tokens)
+            sequence.publish(certain, request.salt, self._pages, self._executor.page_size)
             self._pages.release(sequence.pages)
 
     def close(self) -> None:

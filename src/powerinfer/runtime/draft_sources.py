@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import CpuExecutor, Drafting
 from powerinfer.errors import RequestError
+from powerinfer.formats.source import NO_MTP
 from powerinfer.progress import Progress
 from powerinfer.runtime.speculation import DraftSource
 
@@ -25,8 +27,9 @@ WAYS = ("auto", "mtp", "lookup", "off")
 class SmallerModel:
     """A model whose files are open, to draft for another one on the CPU."""
 
-    def __init__(self, engine: EngineConfig, progress: Progress) -> None:
-        """RequestError for a model that there is not, or that cannot draft."""
+    def __init__(self, engine: EngineConfig, longest: int, progress: Progress) -> None:
+        """longest: the context of the model that answers. RequestError for a model that there is not, or that cannot
+        draft."""
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.hub import resolve_model
 
@@ -35,20 +38,26 @@ class SmallerModel:
         config = self._checkpoint.config
         if config.states:
             raise RequestError(f"--speculate {self.name}: its layers keep a state of what they read; use another model")
-        context = min(engine.context or config.context_length, config.context_length)
+        context = min(engine.context or longest, config.context_length)
         plain = replace(engine, speculate="off", selector="all", threshold=None, prepared=None)
         self._engine = replace(plain, context=context, gpu="none", vram=None, ram=None)
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of RAM that it takes."""
+        from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, ram_bytes
+        from powerinfer.sparsity.selection import DENSE
+
+        return ram_bytes(model_of(Resolved(self._checkpoint, self._engine, DENSE, UsedGpu(reason=""))), self._engine)
 
     def leave_room(self, engine: EngineConfig) -> EngineConfig:
         """The options of the model that answers: --ram without what this one needs. RequestError if too little is
         left."""
         if engine.ram is None:
             return engine
-        from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, ram_bytes
         from powerinfer.placement.budget import gib
-        from powerinfer.sparsity.selection import DENSE
 
-        needed = ram_bytes(model_of(Resolved(self._checkpoint, self._engine, DENSE, UsedGpu(reason=""))), self._engine)
+        needed = self.ram_bytes
         if needed >= engine.ram:
             raise RequestError(
                 f"--speculate {self.name} needs {gib(needed)} of RAM, and --ram gives {gib(engine.ram)}: raise --ram, "
@@ -67,7 +76,8 @@ class SmallerModel:
         engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
         drafting = Drafting(pool=executor.pool if isinstance(executor, CpuExecutor) else None)
         room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
-        return DraftModel(load(self._checkpoint, engine, progress, room, drafting=drafting), config.vocab_size)
+        drafts = load(self._checkpoint, engine, progress, room, drafting=drafting)
+        return DraftModel(drafts, config.vocab_size, engine.mixed_chunk, reuse=engine.prefix_cache)
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
         """RequestError unless every token of both models is the same text. tokenizer: of the one that answers."""
@@ -76,33 +86,38 @@ class SmallerModel:
         drafts = tokenizer_of(self._checkpoint)
         n = min(tokenizer.vocab_size, drafts.vocab_size)
         same = all(tokenizer.token_bytes(token) == drafts.token_bytes(token) for token in range(n))
-        if not same or tokenizer.eos_ids != drafts.eos_ids:
+        if not same:
             raise RequestError(
                 f"--speculate {self.name}: its vocabulary is another one; use a smaller model of the same family, "
                 "lookup or off"
             )
 
 
-def smaller_model(engine: EngineConfig, progress: Progress) -> SmallerModel | None:
-    """The model that `--speculate` names; None: it names none."""
-    return None if engine.speculate in WAYS else SmallerModel(engine, progress)
+def smaller_model(engine: EngineConfig, longest: int, progress: Progress) -> SmallerModel | None:
+    """The model that `--speculate` names; None: it names none. longest: as of `SmallerModel`."""
+    return None if engine.speculate in WAYS else SmallerModel(engine, longest, progress)
+
+
+def check_head(engine: EngineConfig, config: ModelConfig, notes: Iterable[str]) -> None:
+    """RequestError where `--speculate mtp` is for a model without a draft head. notes: lines of its files and of how it
+    is to be loaded, of which one may say why it has none."""
+    if engine.speculate == "mtp" and config.draft is None:
+        none = "the model's file has no layers that predict further tokens"
+        line = next((one for one in notes if one.startswith(NO_MTP)), none)
+        raise RequestError(
+            f"--speculate mtp: {line}; use lookup, the name of a smaller model of the same vocabulary, or off"
+        )
 
 
 def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) -> DraftSource | None:
-    """The source of drafts that needs no other model; None: there is none. RequestError for one that a model cannot
-    have."""
+    """The source of drafts that needs no other model; None: there is none."""
     way, head = engine.speculate, executor.drafter
     if not engine.drafts_for(config):
         return None
     if way in ("auto", "mtp") and head is not None:
         from powerinfer.runtime.mtp import MtpDrafts
 
-        return MtpDrafts(head, executor.page_size, max(1, min(64, executor.max_tokens // engine.max_batch)))
-    if way == "mtp":
-        raise RequestError(
-            "--speculate mtp: the model's file has no layers that predict further tokens; use lookup, the name of a "
-            "smaller model of the same vocabulary, or off"
-        )
+        return MtpDrafts(head, executor.page_size, executor.max_tokens)
     if way != "lookup":
         return None
     from powerinfer.runtime.lookup import LookupDrafts

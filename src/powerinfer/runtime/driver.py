@@ -332,10 +332,14 @@ class Driver:
 
     def _step(self) -> bool:
         """Compute a step; whether there was one to compute."""
+        entered = time.perf_counter()
         if self._speculation is not None:
             self._speculation.draft(self.scheduler.running)
         begin = time.perf_counter()
         batch = self.scheduler.plan()
+        if self._speculation is not None:
+            for request in self.scheduler.put_back:
+                self._speculation.forget(request)
         self._refuse_excess()
         self._deliver()
         if batch is None:
@@ -351,15 +355,15 @@ class Driver:
             for request in self.scheduler.commit():
                 row += self._accept(request, logits[row:])
             parts = self.scheduler.settle()
-            if self._speculation is not None:
-                self._speculation.observe(parts)
             self._embed()
+            if self._speculation is not None:
+                self._speculation.observe(parts)  # behind which the step's hidden states are gone
             if self._speculation is not None and len(batch.tokens) == len(batch.logit_rows):  # of no prompt
                 brought, seconds = self._answer_tokens - answered, time.perf_counter() - begin
                 self._speculation.computed(len(batch.tokens), len(planned), brought, seconds)
         self._disk = self._read()
         self._steps += 1
-        self._step_s += time.perf_counter() - begin
+        self._step_s += time.perf_counter() - entered
         return True
 
     def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[np.float32]:
@@ -421,18 +425,19 @@ class Driver:
         """Sample what follows a request's tokens, and its drafts while they are what was sampled; the number of rows
         that it has. logits: from its first row on."""
         drafts, place = request.drafts, 0
+        guessing = None if self._speculation is None else self._speculation.guessing(request)  # it may end with them
+        request.drafted += len(drafts)
         try:
             self._sample(request, logits[0])
             while place < len(drafts) and not request.ended and request.tokens[-1] == drafts[place]:
                 place += 1
+                request.accepted += 1
                 self.scheduler.accept(request)
                 self._sample(request, logits[place])
         except PowerInferError as error:  # this request failed: the others continue
             self._fail(request, error)
-        if self._speculation is not None and drafts:
-            request.drafted += len(drafts)
-            request.accepted += place
-            self._speculation.verified(request, len(drafts), place)
+        if self._speculation is not None and guessing is not None and drafts:
+            self._speculation.verified(guessing, len(drafts), place)
         return 1 + len(drafts)
 
     def _sample(self, request: AnswerRequest, logits: NDArray[np.float32]) -> None:
@@ -477,7 +482,7 @@ class Driver:
         self._outbox.append((request, last))
         if request in self.live:
             self.scheduler.finish(request)
-            if self._speculation is not None and isinstance(request, AnswerRequest):
+            if self._speculation is not None:
                 self._speculation.forget(request)
             del self.live[request]
             self._idle_due = not self.live

@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
-from powerinfer.runtime.draft_sources import draft_source, drafts_choice, smaller_model
+from powerinfer.runtime.draft_sources import check_head, draft_source, drafts_choice, smaller_model
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
     EmbeddingOptions,
@@ -149,11 +149,12 @@ class LLM:
         if template is not None and pinned is not None:
             template = template.with_variables(pinned.template)
         sampling = sampling if sampling.values else recommended_sampling(checkpoint.path)
-        smaller = smaller_model(engine, progress)
+        smaller = smaller_model(engine, checkpoint.config.context_length, progress)
         if smaller is not None:  # before weights are read
             smaller.check_vocabulary(tokenizer)
         beside = engine if smaller is None else smaller.leave_room(engine)
         resolved = resolve(checkpoint, beside, progress, notes.append)
+        check_head(engine, checkpoint.config, notes)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
         try:
             source = draft_source(engine, executor, checkpoint.config)
@@ -211,7 +212,10 @@ class LLM:
         self._sparsity = sparsity
         self._executor = executor
         longest = config.context_length
-        self._runner = Runner(executor, tokenizer, engine.context or longest, engine, load_s, longest, source)
+        self._runner = Runner(
+            executor, tokenizer, engine.context or longest, engine, load_s, longest, source,
+            drafts_alone=sparsity.drafts_alone,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         described = [f"{name}={value!r}" for name, value in self._described().items()]

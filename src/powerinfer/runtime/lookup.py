@@ -6,7 +6,7 @@ weights, and pays where answers repeat what they were given: code that is edited
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _SHORTEST, _LONGEST = 2, 32  # tokens of a match
+_NEWEST = 256  # matches of which the longest is found: a text that repeats itself has one at each place
 _KINDS = ((16, "16 or more", 0.85), (8, "8 to 15", 0.75), (4, "4 to 7", 0.6), (0, "2 or 3", 0.35))
 """Kinds of matches: the shortest, the name, the share of drafts that is right until it was measured."""
 
@@ -56,8 +57,8 @@ class LookupDrafts:
         _, kind, likely = next(one for one in _KINDS if length >= one[0])
         return Outlook(MOST, kind, likely)
 
-    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
-        pass
+    def prepare(self, requests: Sequence[AnswerRequest]) -> int:
+        return 0
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts = []
@@ -80,7 +81,7 @@ class LookupDrafts:
 
 def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
     """(length, end) of the longest part of the tokens, up to 32 of them, that is equal to their end and lies before it;
-    of equal ones the last. (0, 0): none has two tokens."""
+    of equal ones the last. Of the parts of two tokens the newest 256 are tried. (0, 0): there are none."""
     n = len(tokens)
     if n <= _SHORTEST:
         return 0, 0
@@ -91,5 +92,5 @@ def longest_match(tokens: NDArray[np.int32]) -> tuple[int, int]:
         longer = ends_[tokens[ends_ - length] == tokens[n - 1 - length]]
         if not len(longer):
             break
-        ends, length = longer, length + 1
+        ends, length = longer[-_NEWEST:], length + 1
     return (length, int(ends[-1]) + 1) if length >= _SHORTEST and len(ends) else (0, 0)

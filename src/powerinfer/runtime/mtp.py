@@ -1,17 +1,18 @@
 """Drafts by the model's own draft head, one layer that predicts the token after the next (MTP).
 
 At each position it reads the model's hidden state and the token that follows. Tokens of prompts it reads as they are
-computed; those of answers when it is asked for drafts, so that requests without drafts cost nothing more.
+computed; those of answers when it is asked for drafts, so that an answer without drafts costs nothing more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from powerinfer.devices import Batch
+from powerinfer.placement.draft_gain import RIGHT
 from powerinfer.runtime.request import AnswerRequest, Request
 from powerinfer.runtime.speculation import Outlook, likeliest
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 MOST = 4
 """Drafts of a request in one step."""
 
-_LIKELY = 0.7  # share of drafts that is right, until it was measured
-_SURE = 0.3  # probability below which a draft is the last one
+_WAITING = 64  # tokens of an answer that wait to be read, at most; older ones never are
+_SURE = 0.3  # probability below which a further draft is none
 
 
 class _Pending(NamedTuple):
@@ -34,22 +35,26 @@ class _Pending(NamedTuple):
     inputs: NDArray[np.float32]
 
 
+_Part = tuple[AnswerRequest, int, "NDArray[np.float32]"]
+"""A request, a position, and the inputs from there on."""
+
+
 class MtpDrafts:
     """Source of drafts: the head of the model itself, on the pages of its requests."""
 
     name = "mtp"
 
-    def __init__(self, head: DraftHead, page_size: int, waiting: int) -> None:
-        """waiting: tokens of an answer that wait to be read, at most; older ones never are."""
+    def __init__(self, head: DraftHead, page_size: int, max_tokens: int) -> None:
+        """max_tokens: of a call of the head; more requests at a time there are not."""
         self._head = head
-        self._waiting = waiting
         self._page_size = page_size
+        self._max_tokens = max_tokens
         self._pending: dict[AnswerRequest, _Pending] = {}
 
     def outlook(self, request: AnswerRequest) -> Outlook:
         pending = self._pending.get(request)
         ready = pending is not None and pending.begin + len(pending.inputs) + 1 == len(request.tokens)
-        return Outlook(MOST if ready else 0, "mtp", _LIKELY)
+        return Outlook(MOST if ready else 0, "mtp", RIGHT, 0 if pending is None else len(pending.inputs) - 1)
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         answers = [(one, first, count) for one, first, count in parts if isinstance(one, AnswerRequest) and count]
@@ -64,30 +69,33 @@ class MtpDrafts:
             if request.computed <= request.n_prompt or count > MOST + 1:
                 # the last one waits for what follows it, and for drafts
                 read.append((request, pending.begin, pending.inputs[:-1]))
-                pending = _Pending(pending.begin + len(pending.inputs) - 1, pending.inputs[-1:])
+                pending = _Pending(pending.begin + len(pending.inputs) - 1, pending.inputs[-1:].copy())
             self._pending[request] = pending
-        self._read([part for part in read if len(part[2])], last=False)
+        self._read_on(read)
 
     def _add(self, request: AnswerRequest, begin: int, inputs: NDArray[np.float32]) -> _Pending:
-        """Inputs that wait to be read, with more."""
+        """Inputs that wait to be read, with more; of an answer only the newest."""
         before = self._pending.get(request)
-        if before is None or before.begin + len(before.inputs) != begin:
-            return _Pending(begin, inputs)
-        inputs = np.concatenate([before.inputs, inputs])
-        end = begin + len(inputs) - len(before.inputs)
-        if request.computed > request.n_prompt:
-            inputs = inputs[-self._waiting :]
-        return _Pending(end - len(inputs), inputs)
+        if before is not None and before.begin + len(before.inputs) == begin:
+            begin, inputs = before.begin, np.concatenate([before.inputs, inputs])
+        older = max(0, len(inputs) - _WAITING) if request.computed > request.n_prompt else 0
+        return _Pending(begin + older, inputs[older:])
 
-    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
-        pass
+    def prepare(self, requests: Sequence[AnswerRequest]) -> int:
+        read = []
+        for request in requests:
+            begin, inputs = self._pending[request]
+            read.append((request, begin, inputs[:-1]))
+            self._pending[request] = _Pending(begin + len(inputs) - 1, inputs[-1:].copy())
+        self._read_on(read)
+        return sum(len(inputs) for _, _, inputs in read)
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}
         counts, going = dict(wanted), [request for request, _ in wanted]
         parts = [(request, *self._pending.pop(request)) for request in going]
         for place in range(max(counts.values())):
-            logits, outputs = self._read(parts, last=True, drafts=drafts)
+            logits, outputs = self._read(parts, drafts)
             for request, row in zip(going, logits, strict=True):
                 token, probability = likeliest(row)
                 if probability >= _SURE or not place:
@@ -104,18 +112,20 @@ class MtpDrafts:
                 break
         return [drafts[request] for request, _ in wanted]
 
+    def _read_on(self, parts: Sequence[_Part]) -> None:
+        """Let the head read inputs of requests, whose drafts nobody wants."""
+        for call in _calls(parts, self._max_tokens):
+            self._head.forward(self._batch(call, None), np.concatenate([inputs for _, _, inputs in call]))
+
     def _read(
-        self,
-        parts: Sequence[tuple[AnswerRequest, int, NDArray[np.float32]]],
-        *,
-        last: bool,
-        drafts: dict[AnswerRequest, list[int]] | None = None,
+        self, parts: Sequence[_Part], drafts: dict[AnswerRequest, list[int]]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Let the head read inputs of requests, from a position of each on. last: returns logits and outputs of the
-        last position of each. drafts: of each, tokens behind its own."""
-        nothing = np.empty((0, 0), np.float32)
-        if not parts:
-            return nothing, nothing
+        """The same of an input of each; logits and outputs. drafts: of each, tokens behind its own."""
+        batch = self._batch(parts, drafts)
+        logits = self._head.forward(batch, np.concatenate([inputs for _, _, inputs in parts]))
+        return logits, self._head.outputs(batch.logit_rows)
+
+    def _batch(self, parts: Sequence[_Part], drafts: dict[AnswerRequest, list[int]] | None) -> Batch:
         counts = [len(inputs) for _, _, inputs in parts]
         table = np.full((len(parts), max(len(request.pages) for request, _, _ in parts)), -1, np.int32)
         tokens = list[int]()
@@ -123,19 +133,33 @@ class MtpDrafts:
             table[row, : len(request.pages)] = request.pages
             text = request.tokens if drafts is None else [*request.tokens, *drafts[request]]
             tokens += text[begin + 1 : begin + 1 + len(inputs)]
-        ends = np.cumsum(counts).astype(np.int32) - 1
-        batch = Batch(
+        return Batch(
             np.asarray(tokens, np.int32),
             np.concatenate([np.arange(begin, begin + len(inputs), dtype=np.int32) for _, begin, inputs in parts]),
             np.repeat(np.arange(len(parts), dtype=np.int32), counts),
             table,
-            ends if last else np.empty(0, np.int32),
+            np.empty(0, np.int32) if drafts is None else np.cumsum(counts).astype(np.int32) - 1,
         )
-        logits = self._head.forward(batch, np.concatenate([inputs for _, _, inputs in parts]))
-        return (logits, self._head.outputs(ends)) if last else (nothing, nothing)
 
     def forget(self, request: AnswerRequest) -> None:
         self._pending.pop(request, None)
 
     def close(self) -> None:
         self._pending.clear()
+        del self._head  # which has the model
+
+
+def _calls(parts: Sequence[_Part], most: int) -> Iterator[list[_Part]]:
+    """The same inputs, in calls of at most so many."""
+    call, room = list[_Part](), most
+    for request, begin, inputs in parts:
+        at = 0
+        while at < len(inputs):
+            piece = inputs[at : at + room]
+            call.append((request, begin + at, piece))
+            at, room = at + len(piece), room - len(piece)
+            if not room:
+                yield call
+                call, room = [], most
+    if call:
+        yield call

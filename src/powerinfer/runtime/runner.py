@@ -52,14 +52,17 @@ class Runner:
         load_s: float,
         longest: int,
         source: DraftSource | None = None,
+        *,
+        drafts_alone: bool = False,
     ) -> None:
-        """longest: the maximum context of the model, in tokens; source: of drafts, None: there are none."""
+        """longest: the maximum context of the model, in tokens; source: of drafts, None: there are none; drafts_alone:
+        these are for a request that decodes alone."""
         self._longest = longest
         self.context = min(context, executor.n_pages * executor.page_size)
         self._executor = executor
         self._tokenizer = tokenizer
         self._max_batch = engine.max_batch
-        self.drafts = None if source is None else source.name
+        self._speculation = None if source is None else Speculation(source, alone=drafts_alone)
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
         self._grammars = Grammars(tokenizer, executor.vocab_size)
         self._scheduler = Scheduler(
@@ -73,12 +76,17 @@ class Runner:
         )
         self._driver = Driver(
             executor, self._scheduler, tokenizer.token_bytes, load_s=load_s, max_queue=engine.max_queue,
-            speculation=None if source is None else Speculation(source),
+            speculation=self._speculation,
         )  # fmt: skip
 
     def __del__(self) -> None:
         if hasattr(self, "_driver"):
             self._driver.stop()
+
+    @property
+    def drafts(self) -> str | None:
+        """The name of the source of drafts; None: there is none, or it failed."""
+        return None if self._speculation is None or self._speculation.failed else self._speculation.source.name
 
     def request(
         self,

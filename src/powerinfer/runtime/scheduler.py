@@ -98,6 +98,7 @@ class Scheduler:
         self.preempted: deque[Request] = deque()  # to be started before those that wait
         self.running: list[Request] = []  # oldest first
         self.started: list[Request] = []  # for the first time, by the last plan
+        self.put_back: list[Request] = []  # by the last plan: they wait to be computed again
         self.preemptions = 0
         self._max_tokens = max_tokens = limits.max_tokens
         self._prefill_chunk = min(limits.prefill_chunk, max_tokens)
@@ -130,6 +131,7 @@ class Scheduler:
     def plan(self) -> Batch | None:
         """The next step, or None if there is nothing to do. The next plan reuses the arrays."""
         self.started.clear()
+        self.put_back.clear()
         self._admit()
         for request in self.running[:]:
             if len(request.tokens) > len(request.pages) * self.page_size and request.row >= 0:
@@ -174,7 +176,7 @@ class Scheduler:
             self._publish(request)
 
     def settle(self) -> list[tuple[Request, int, int]]:
-        """All that is accepted of the planned step is. Returns its requests that still run, each with its first token
+        """No more of the planned step will be accepted. Returns its requests that still run, each with its first token
         in the batch and the number of tokens that are right."""
         parts, at = [], 0
         for (request, count), begun in zip(self._work, self._begun, strict=True):
@@ -199,6 +201,7 @@ class Scheduler:
             self._work.clear()
             self._begun.clear()
             self.started.clear()
+            self.put_back.clear()
 
     def _admit(self) -> None:
         """Start requests while there are rows and pages, those that were preempted first."""
@@ -280,6 +283,7 @@ class Scheduler:
             youngest = self.running[-1]
             self._stop_running(youngest)
             self.preempted.appendleft(youngest)
+            self.put_back.append(youngest)
             self.preemptions += 1
             if youngest is request:
                 return
@@ -318,9 +322,10 @@ class Scheduler:
         work = self._work
         work.clear()
         prompts, spare = [], self._max_tokens - len(self.running)
+        decodes = all(request.computed + 1 == len(request.tokens) for request in self.running)
         for request in self.running:
             if request.computed + 1 == len(request.tokens):
-                request.drafts = request.drafts[:spare]
+                request.drafts = request.drafts[: spare if decodes else 0]  # prompts may have started since these
                 spare -= len(request.drafts)
                 work.append((request, 1 + len(request.drafts)))
             else:
@@ -363,6 +368,7 @@ class Scheduler:
                 tokens[:at], positions[:at], row_of[:at], self._page_table[:n_rows], logit_rows[:n_logits],
                 *self._slots_of(n_rows),
             )  # fmt: skip
+        batch.alone = len(self._work) == 1 and len(self._work[0][0].drafts) > 0
         return batch
 
     def _slots_of(self, rows: int) -> tuple[NDArray[np.int32], ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from powerinfer.errors import PowerInferError
+from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.runtime.request import AnswerRequest, Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MOST = 7
-"""Drafts of a request in one step."""
+MOST = UNDO_TOKENS - 1
+"""Drafts of a request in one step, at most."""
 
 _MARGIN = 1.02  # expected gain below which there are no drafts
 _SLOPE = 0.02  # what a token more is taken to cost, as a share of a step, where no larger step was measured
@@ -37,19 +37,23 @@ _STALE = 512  # steps after which a size's times are forgotten
 _PLAIN_EVERY = 128  # steps with drafts after which one has none, so that it is known what these take
 _PATIENCE = 48  # steps without drafts after which one is tried again; doubled each time that this brings nothing
 _LONGEST_PATIENCE = 16 * _PATIENCE
+_READING = 0.05  # of a step, what a source takes for a token that it lacks, until it was measured
+_TRIED = 0.02  # of the time without drafts, what it may take to read what is lacked for a try
 
 
 class Outlook(NamedTuple):
-    """Outlook of a source for a request. most: drafts; kind: of its guesses, by which they differ in how often they
-    are right; likely: the share that is right, until it was measured."""
+    """A source's outlook for a request. most: drafts; kind: of its guesses, by which they differ in how often they are
+    right; likely: the share that is right, until it was measured; lacks: tokens of the request that the source has to
+    compute before."""
 
     most: int
     kind: str
     likely: float
+    lacks: int = 0
 
 
 class DraftSource(Protocol):
-    """Source of drafts. All calls come from the engine's thread, between steps."""
+    """Source of drafts. All calls come from the engine's thread, between steps. Errors end drafts, and nothing else."""
 
     name: str
 
@@ -57,20 +61,22 @@ class DraftSource(Protocol):
         """Outlook for drafts that follow the request's tokens; must be fast."""
         ...
 
-    def prepare(self, requests: Iterable[AnswerRequest]) -> None:
-        """Compute what it lacks of long texts: this does not count as the time that drafts take."""
+    def prepare(self, requests: Sequence[AnswerRequest]) -> int:
+        """Compute tokens that it lacks, no more than a step may while others wait; their number."""
         ...
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
-        """Up to so many drafts for each request, whose outlook was asked in this step."""
+        """Up to so many drafts for each request, whose outlook was asked in this step; none where it still lacks
+        tokens."""
         ...
 
     def observe(self, requests: Sequence[tuple[Request, int, int]]) -> None:
-        """The step was computed. requests: each with its first token in the batch, and how many of these are right."""
+        """The step was computed. requests: each with its first token in the batch, and how many of these are right.
+        Nothing of the step can be read from the executor afterwards."""
         ...
 
     def forget(self, request: AnswerRequest) -> None:
-        """The request has ended, or was put back."""
+        """The request, of which it may never have heard, has ended, or was put back."""
         ...
 
     def close(self) -> None:
@@ -97,7 +103,7 @@ class Guessing:
     """Drafts of a request so far, and those of its next step."""
 
     rates: dict[str, _Rate] = field(default_factory=dict)
-    kind: str = ""  # of the drafts of this step
+    kind: str = ""  # of its drafts in this step
     idle: int = 0  # steps since it had drafts
     patience: int = _PATIENCE
     retried: bool = False  # its drafts of this step are a try
@@ -109,7 +115,8 @@ class SpeculationStats:
 
     steps: those that had some; drafted, accepted: drafts, and those of them that were right; places: the right ones by
     their place behind a request's last token; tokens: that these steps brought; seconds: that they took, drafts
-    included; plain_seconds: that their tokens would have taken without drafts, by steps that had none.
+    included; plain_seconds: that their tokens would have taken without drafts, by steps that had none;
+    failed: whether the source failed, so that there are none until the model is loaded again.
     """
 
     steps: int = 0
@@ -119,6 +126,7 @@ class SpeculationStats:
     tokens: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
+    failed: int = 0
 
     @property
     def gain(self) -> float | None:
@@ -130,9 +138,10 @@ NO_DRAFTS = SpeculationStats()
 
 
 class SizeTimes:
-    """Seconds of decode steps by their number of tokens."""
+    """Seconds of decode steps by their number of tokens, or, where they grow in proportion, of drafting by drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, proportional: bool = False) -> None:
+        self._proportional = proportional
         self._times: dict[int, deque[float]] = {}
         self._last: dict[int, int] = {}  # the step at which each size was measured last
         self._steps = 0
@@ -145,8 +154,13 @@ class SizeTimes:
             if len(self._last) > 1:
                 del self._last[size], self._times[size]
 
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured; 0: none was."""
+        return max(self._times, default=0)
+
     def expect(self, tokens: int) -> float | None:
-        """Expected seconds, between those of the nearest sizes that were measured; None: no step was."""
+        """Expected seconds, between those of the nearest sizes that were measured; None: none was."""
         if not self._times:
             return None
         if tokens in self._times:
@@ -155,11 +169,20 @@ class SizeTimes:
         above = min((size for size in self._times if size > tokens), default=None)
         if below is None:
             assert above is not None
-            return median(self._times[above]) / (1 + _SLOPE * (above - tokens))
+            return median(self._times[above]) / (1 + (0 if self._proportional else _SLOPE) * (above - tokens))
         low = median(self._times[below])
         if above is None:
-            return low * (1 + _SLOPE * (tokens - below))
+            return low + (tokens - below) * self._slope(below, low)
         return low + (median(self._times[above]) - low) * (tokens - below) / (above - below)
+
+    def _slope(self, largest: int, seconds: float) -> float:
+        """Seconds that each token more takes beyond the largest size that was measured."""
+        if self._proportional:
+            return seconds / largest
+        before = max((size for size in self._times if size < largest), default=None)
+        if before is None:
+            return _SLOPE * seconds
+        return max(_SLOPE * seconds, (seconds - median(self._times[before])) / (largest - before))
 
 
 def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
@@ -172,50 +195,63 @@ def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
 class Speculation:
     """Drafts for the requests of an engine, as many as pay, and what is known of them."""
 
-    def __init__(self, source: DraftSource, most: int = MOST) -> None:
-        """most: drafts of a request in one step."""
+    def __init__(self, source: DraftSource, *, alone: bool = False) -> None:
+        """alone: only requests that decode alone have drafts."""
         self.source = source
-        self._most = most
+        self._alone = alone
         self._requests: dict[AnswerRequest, Guessing] = {}
         self._rates: dict[str, _Rate] = {}  # of all requests, by kind
-        self._times = SizeTimes()
-        self._drafting: dict[int, deque[float]] = {}  # seconds that so many drafts took
+        self._times: dict[int, SizeTimes] = {}  # by number of requests
+        self._drafting = SizeTimes(proportional=True)
+        self._reading: deque[float] = deque(maxlen=_MEASURED)  # seconds of a token that the source lacked
         self._steps = self._drafted = self._accepted = self._tokens = 0
         self._since_plain = 0
-        self._places = [0] * most
-        self._failed = False  # an error of the source: requests go on without drafts
-        self._drafted_s = self._seconds = self._plain_seconds = 0.0  # the first: of the next step's drafts
+        self._places = [0] * MOST
+        self.failed = False  # an error of the source: requests go on without drafts
+        self._drafted_s = self._seconds = self._plain_seconds = 0.0  # the first: since the last step that had drafts
 
     def stats(self) -> SpeculationStats:
         places = tuple(count for count in self._places if count)  # no place is right without those before it
         counts = self._steps, self._drafted, self._accepted, places
-        return SpeculationStats(*counts, self._tokens, self._seconds, self._plain_seconds)
+        return SpeculationStats(*counts, self._tokens, self._seconds, self._plain_seconds, int(self.failed))
 
-    def draft(self, requests: Iterable[Request]) -> None:
+    def draft(self, requests: Sequence[Request]) -> None:
         """Give the requests of the next step their drafts. Where some of them are prompts there are none: what such a
         step takes is not known."""
         answers = [one for one in requests if isinstance(one, AnswerRequest) and one.computed + 1 == len(one.tokens)]
         for request in answers:
             request.drafts = ()
-        if self._failed or not answers or any(one.computed + 1 < len(one.tokens) for one in requests):
+        if self.failed or not answers or any(one.computed + 1 < len(one.tokens) for one in requests):
             return
-        outlooks = {request: self._outlook(request) for request in answers}
-        wanted = [(request, count) for request, count in self._counts(outlooks).items() if count]
-        self._since_plain = self._since_plain + 1 if wanted and self._since_plain < _PLAIN_EVERY else 0
-        if not self._since_plain:
+        if self._alone and len(answers) > 1:
             return
+        if self._since_plain >= _PLAIN_EVERY:
+            self._since_plain = 0
+            return
+        begin = time.perf_counter()
         with self._drop_drafts_on_failure():
-            self.source.prepare(request for request, _ in wanted)
-            begin = time.perf_counter()
-            for (request, _), drafts in zip(wanted, self.source.draft(wanted), strict=True):
-                request.drafts = drafts
-            self._drafted_s = time.perf_counter() - begin
-            number = sum(count for _, count in wanted)
-            self._drafting.setdefault(number, deque(maxlen=_MEASURED)).append(self._drafted_s)
+            outlooks = {request: self._outlook(request) for request in answers}
+            wanted = [(request, count) for request, count in self._counts(outlooks).items() if count]
+            self._since_plain = self._since_plain + 1 if wanted else 0
+            if wanted:
+                self._give_drafts(wanted)
+                self._drafted_s += time.perf_counter() - begin
+
+    def _give_drafts(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> None:
+        begin = time.perf_counter()
+        lacked = self.source.prepare([request for request, _ in wanted])
+        prepared = time.perf_counter()
+        if lacked:
+            self._reading.append((prepared - begin) / lacked)
+        drafted = self.source.draft(wanted)
+        if all(drafted):
+            self._drafting.add(sum(count for _, count in wanted), time.perf_counter() - prepared)
+        for (request, _), drafts in zip(wanted, drafted, strict=True):
+            request.drafts = drafts
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         """The step was computed; as of `DraftSource`."""
-        if not self._failed:
+        if not self.failed:
             with self._drop_drafts_on_failure():
                 self.source.observe(parts)
 
@@ -224,13 +260,14 @@ class Speculation:
         """A context in which an error of the source, such as too little memory, ends drafts and nothing else."""
         try:
             yield
-        except (PowerInferError, MemoryError):
-            self._failed = True
+        except Exception:
+            self.failed = True
+            self._requests.clear()
+            self.source.close()
 
     def _outlook(self, request: AnswerRequest) -> Outlook:
-        room = request.max_new - (len(request.tokens) - request.n_prompt) - 1  # the step itself brings a token
         outlook = self.source.outlook(request)
-        return outlook._replace(most=max(0, min(outlook.most, room, self._most)))
+        return outlook._replace(most=max(0, min(outlook.most, _left(request) - 1, MOST)))  # the step brings a token
 
     def _counts(self, outlooks: dict[AnswerRequest, Outlook]) -> dict[AnswerRequest, int]:
         """Drafts of each request: of all numbers those with the most expected tokens a second."""
@@ -243,44 +280,49 @@ class Speculation:
             share = guessing.rates.setdefault(outlook.kind, _Rate()).share(usual)
             gains += [(share ** (place + 1), request) for place in range(outlook.most)]
         gains.sort(key=lambda gain: -gain[0])
-        plain = self._times.expect(len(outlooks))
+        times = self._times.setdefault(len(outlooks), SizeTimes())
+        plain = times.expect(len(outlooks))
         if plain is None:
             return counts
-        best, best_count, expected = _MARGIN * len(outlooks) / plain, 0, float(len(outlooks))
+        if times.largest <= len(outlooks):  # what a token more takes is not known
+            del gains[1:]
+        slowest = _MARGIN * len(outlooks) / plain
+        best, best_count, expected = slowest, 0, float(len(outlooks))
         for count, (gain, _) in enumerate(gains, 1):
             expected += gain
-            seconds = self._times.expect(len(outlooks) + count)
+            seconds = times.expect(len(outlooks) + count)
             assert seconds is not None
-            if (speed := expected / (seconds + self._draft_time(count))) > best:
+            if (speed := expected / (seconds + (self._drafting.expect(count) or 0.0))) > best:
                 best, best_count = speed, count
         for _, request in gains[:best_count]:
             counts[request] += 1
+        saved = plain - len(outlooks) / best  # for each token of a request
         for request, outlook in outlooks.items():
-            self._retry(request, outlook, counts)
+            reading = outlook.lacks * (median(self._reading) if self._reading else _READING * plain)
+            if reading > _left(request) * saved:
+                counts[request] = 0
+            self._retry(request, outlook, counts, reading / plain)
         return counts
 
-    def _retry(self, request: AnswerRequest, outlook: Outlook, counts: dict[AnswerRequest, int]) -> None:
-        """Try a draft of a request again that had none for long."""
+    def _retry(
+        self, request: AnswerRequest, outlook: Outlook, counts: dict[AnswerRequest, int], reading: float
+    ) -> None:
+        """Try a draft of a request again that had none for long. reading: steps for which the source reads before."""
         guessing = self._requests[request]
         if counts[request]:
             guessing.idle = 0
             return
         guessing.idle += 1
-        if guessing.idle >= guessing.patience and outlook.most:
+        if guessing.idle >= guessing.patience and outlook.most and reading <= _TRIED * guessing.idle:
             counts[request], guessing.idle, guessing.retried = 1, 0, True
             guessing.patience = min(2 * guessing.patience, _LONGEST_PATIENCE)
 
-    def _draft_time(self, count: int) -> float:
-        if not self._drafting:
-            return 0.0
-        nearest = min(self._drafting, key=lambda one: abs(one - count))
-        return median(self._drafting[nearest]) * (count / nearest if count > nearest else 1.0)
+    def guessing(self, request: AnswerRequest) -> Guessing | None:
+        """A request's record of its drafts, for `verified`; None: it never had an outlook."""
+        return self._requests.get(request)
 
-    def verified(self, request: AnswerRequest, drafted: int, accepted: int) -> None:
-        """Count a request's drafts of the step, and those up to the first wrong one."""
-        guessing = self._requests.get(request)
-        if not drafted or guessing is None:
-            return
+    def verified(self, guessing: Guessing, drafted: int, accepted: int) -> None:
+        """Count a request's drafts of the step, and those up to the first wrong one. The request may have ended."""
         self._drafted += drafted
         self._accepted += accepted
         for place in range(accepted):
@@ -293,19 +335,29 @@ class Speculation:
 
     def computed(self, tokens: int, requests: int, brought: int, seconds: float) -> None:
         """A step of decoding requests alone took so long, and brought so many tokens."""
-        plain = self._times.expect(requests)
+        times = self._times.setdefault(requests, SizeTimes())
+        plain = times.expect(requests)
         if tokens > requests and plain is not None:
             self._steps += 1
             self._tokens += brought
             self._seconds += seconds + self._drafted_s
             self._plain_seconds += plain * brought / requests
-        self._times.add(tokens, seconds)
+            self._drafted_s = 0.0
+        times.add(tokens, seconds)
 
-    def forget(self, request: AnswerRequest) -> None:
-        """The request has ended."""
-        if self._requests.pop(request, None) is not None:
-            self.source.forget(request)
+    def forget(self, request: Request) -> None:
+        """The request has ended, or was put back."""
+        if isinstance(request, AnswerRequest):
+            self._requests.pop(request, None)
+            if not self.failed:
+                self.source.forget(request)
 
     def close(self) -> None:
         """Free what the source has."""
-        self.source.close()
+        if not self.failed:
+            self.source.close()
+
+
+def _left(request: AnswerRequest) -> int:
+    """Tokens that a request may still get."""
+    return request.max_new - (len(request.tokens) - request.n_prompt)

@@ -104,8 +104,8 @@ class StateCache:
         return request.read_state, request.state
 
     def commit(self, request: Request, begin: int, drafts: bool, wrong: bool) -> None:
-        """A step of the request was computed. begin: tokens computed before it; drafts: it had some, of which the last
-        ones may be wrong."""
+        """A step of the request was computed. begin: tokens computed before it; drafts: it had some; wrong: the last
+        ones of these are."""
         if drafts and not request.replayed:
             request.read_state, request.state, request.spare_state = request.state, request.spare_state, -1
         undoable = drafts or request.replayed

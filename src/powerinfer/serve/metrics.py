@@ -81,6 +81,7 @@ COUNTERS = (
     ("draft_step_tokens", "Tokens that steps with drafts brought", "speculation.tokens"),
     ("draft_step_seconds", "Time in them, drafting included", "speculation.seconds"),
     ("draft_step_plain_seconds", "Time that their tokens take without drafts", "speculation.plain_seconds"),
+    ("draft_failures", "Sources of drafts that failed", "speculation.failed"),
 )
 """Name, description, name in `EngineStats.numbers`."""
 

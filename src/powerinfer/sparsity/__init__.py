@@ -31,10 +31,13 @@ class Sparsity:
     """The ways in which the layers of a model decode, and statistics of them. This base class: all layers are dense.
 
     selector: its name; stage: what the CPU's part of a model passes through to a GPU in long prompts, None: none does.
+    drafts_alone: drafts are for a request that decodes alone, which then has the bits of decoding without them: beside
+    others its bits depend on the number of tokens.
     """
 
     selector = "all"
     stage: Stage | None = None
+    drafts_alone = False
 
     @property
     def streams_from(self) -> int | None:

@@ -34,6 +34,7 @@ class CpuSparsity(Sparsity):
 
     def __init__(self, selector: str, executor: CpuExecutor, verdicts: Mapping[int, Verdict]) -> None:
         self.selector = selector
+        self.drafts_alone = True
         self.executor = executor
         self.verdicts = verdicts
 
@@ -107,6 +108,7 @@ class NeuronsInExperts(Sparsity):
 
     def __init__(self, selector: str, executor: CpuExecutor, reason: str = ASKED) -> None:
         self.selector = selector
+        self.drafts_alone = True
         self._reason = reason
         self._executor = executor
         self._layers = executor.expert_ffns

@@ -1,0 +1,64 @@
+"""The gain of a draft head, by the bytes of weights that steps read, and whether it is worth its memory.
+
+With a draft for each step, two tokens are computed with one reading of the weights, but of experts, of which each token
+has its own, and the head is read besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from powerinfer.models.inventory import Unit
+    from powerinfer.placement.shapes import Model
+
+RIGHT = 0.7
+"""The share of drafts of a head that is right, until it was measured."""
+
+LEAST = 1.02
+"""The least gain for which drafts are computed."""
+
+BESIDE_GPU = "they are not computed beside a GPU"
+FROM_DISK = "they are not read from disk, where some of the model stays"
+NO_ROOM = "there is too little memory for them"
+
+
+def draft_gain(model: Model) -> float:
+    """Expected speed with a draft in each step, as a multiple of that without; weights are in RAM, which is what takes
+    the time of a step, and tokens select experts independently."""
+    inventory, config = model.inventory, model.config
+    assert config.draft is not None
+    head = _bytes(inventory.draft_units, config.with_draft, 1)
+    if not config.draft.head:
+        head += sum(one.panels for one in inventory.around("head"))
+    return (1 + RIGHT) * _bytes(inventory.units, config, 1) / (_bytes(inventory.units, config, 2) + head)
+
+
+def too_little_gain(model: Model, engine: EngineConfig) -> str | None:
+    """The reason to leave out a head that nobody asked for where memory is limited, for people; None: there is
+    none."""
+    if engine.speculate != "auto" or engine.ram is None or (gain := draft_gain(model)) >= LEAST:
+        return None
+    return f"within --ram {model.inventory.draft / 1e6:,.0f} MB for {gain:.2f} times the speed are too much"
+
+
+def drop_head(model: Model) -> Model:
+    """The same model, whose head is left out."""
+    inventory = replace(model.inventory, draft=0, draft_units=())
+    return replace(model, config=replace(model.config, draft=None), inventory=inventory)
+
+
+def _bytes(units: Iterable[Unit], config: ModelConfig, tokens: int) -> float:
+    """Bytes that a step of so many tokens is expected to read."""
+    total = 0.0
+    for unit in units:
+        ffn = None if unit.layer is None else config.layers[unit.layer].ffn
+        share = 1.0
+        if unit.use == "experts" and isinstance(ffn, ExpertsConfig):
+            share = 1 - (1 - ffn.router.top_k / ffn.n_experts) ** tokens
+        total += share * unit.panels
+    return total

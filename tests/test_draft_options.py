@@ -1,0 +1,161 @@
+"""Drafts as users ask for them: the ways of `--speculate`, what a load says of a head, commands that show it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_files import delta_gguf, tiny_gguf
+from sparse_models import TEXT, tiny_llama
+
+from benchmarks.models.draft_head import add_draft_head
+from powerinfer import LLM, RequestError, SamplingParams
+from powerinfer.cli import serve
+from powerinfer.cli.main import main
+from powerinfer.config import EngineConfig
+from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.hybrid.resolve import resolve
+from powerinfer.hybrid.resolved import needs
+from powerinfer.placement import draft_gain
+from powerinfer.serve.service import Budget
+
+OPTIONS: dict[str, Any] = {"threads": 1, "gpu": "none", "context": 128, "max_batch": 2, "prefill_chunk": 32}
+PARAMS = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+COMMAND = ["--gpu", "none", "--context", "64", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("plain") / "m.gguf", "silu")
+
+
+@pytest.fixture(scope="module")
+def path(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a head."""
+    target = tmp_path_factory.mktemp("head") / "m.gguf"
+    add_draft_head(plain, target, "f16")
+    return target
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("way", ["auto", "mtp", "lookup", "MODEL", "off"])
+def test_the_ways_give_the_same_answers(way: str, plain: Path, path: Path) -> None:
+    with LLM(plain, **OPTIONS) as llm:
+        assert llm.drafts is None
+        expected = llm.generate(TEXT[:60], PARAMS).token_ids
+    with LLM(path, speculate=str(plain) if way == "MODEL" else way, **OPTIONS) as llm:
+        assert llm.generate(TEXT[:60], PARAMS).token_ids == expected
+        assert llm.drafts == {"auto": "mtp", "MODEL": "model", "off": None}.get(way, way)
+        assert ("drafts" in llm.choices) == (way != "off")
+
+
+def test_a_model_without_a_head_has_none_to_draft(plain: Path, path: Path) -> None:
+    with pytest.raises(RequestError, match="--speculate mtp: the model's file has no layers that predict"):
+        LLM(plain, speculate="mtp", **OPTIONS)
+    engine = EngineConfig(**OPTIONS, speculate="mtp")
+    with_head, without = (needs(resolve(open_checkpoint(path, draft_head=one), engine)).ram for one in (True, False))
+    assert with_head > without
+    with pytest.raises(RequestError, match=r"--speculate mtp: .*\(MTP\) are left out: there is too little memory"):
+        LLM(path, speculate="mtp", ram=with_head - 1, **OPTIONS)
+
+
+def test_smaller_models_that_are_refused(plain: Path, tmp_path: Path) -> None:
+    states = delta_gguf().write(tmp_path / "states.gguf")
+    with pytest.raises(RequestError, match="keep a state"):
+        LLM(plain, speculate=str(states), **OPTIONS)
+    builder = tiny_gguf("llama")
+    name, other = "tokenizer.ggml.", tmp_path / "other.gguf"
+    tokens = next(value.items for key, _, value in builder.entries if key == f"{name}tokens")
+    changed = {"tokens": ["abd" if token == "abc" else token for token in tokens], "merges": ["a b", "ab d"]}
+    builder.drop(f"{name}tokens").drop(f"{name}merges").fields(changed, name).write(other)
+    with pytest.raises(RequestError, match="its vocabulary is another one"):
+        LLM(plain, speculate=str(other), **OPTIONS)
+    with pytest.raises(RequestError, match=r"needs .* of RAM, and --ram gives"):
+        LLM(plain, speculate=str(plain), ram=1 << 16, **OPTIONS)
+
+
+def test_quantize_keeps_the_head(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "q.gguf"
+    assert main(["quantize", str(path), "q8_0", "-o", str(target)]) == 0
+    checkpoint = open_checkpoint(target, draft_head=True)
+    assert checkpoint.config.draft == open_checkpoint(path, draft_head=True).config.draft
+    assert 0 < checkpoint.draft_bytes < open_checkpoint(path, draft_head=True).draft_bytes
+
+
+def test_a_server_counts_what_drafts_take(plain: Path, path: Path) -> None:
+    budget, engine = Budget(1 << 31), EngineConfig(**OPTIONS)
+    without = serve._needs(plain, engine, budget).ram
+    with_head, smaller = (
+        serve._needs(path, engine, budget),
+        serve._needs(plain, replace(engine, speculate=str(plain)), budget),
+    )
+    assert with_head.ram > without and smaller.ram > without * 3 // 2
+    for model, way, taken in ((path, "auto", with_head), (plain, str(plain), smaller)):
+        with serve._load("m", model, replace(engine, speculate=way), lambda *_: None, Budget(taken.ram)) as llm:
+            assert llm.drafts is not None and llm.disk is None
+
+
+def test_inspect_shows_the_head(plain: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "-m", str(path), *COMMAND]) == 0
+    head = open_checkpoint(path, draft_head=True).draft_bytes
+    assert 0 < head < open_checkpoint(path).file_bytes // 2
+    assert f"draft head    a layer of one FFN, {head / 1e6:.1f} MB (--speculate)" in capsys.readouterr().out
+    assert main(["inspect", "-m", str(path), *COMMAND, "--json"]) == 0
+    shown = document(capsys)
+    assert shown["draft_head"]["bytes"] == head and shown["draft_head"]["head"] is False
+    assert main(["inspect", "-m", str(plain), *COMMAND, "--json"]) == 0
+    bare = document(capsys)
+    assert bare["draft_head"] is None and bare["memory"]["ram"] < shown["memory"]["ram"]
+
+
+def test_a_plan_weighs_the_head(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*flags: str) -> dict[str, Any]:
+        assert main(["plan", "-m", str(path), "--hardware", "pc-16gb", "--dry-run", *COMMAND, "--json", *flags]) == 0
+        return document(capsys)
+
+    whole = planned()
+    assert whole["bytes"]["cpu"]["draft"] > 0
+    assert any("of drafts are right: with the model's head" in line for line in whole["assumed"])
+    for flags in (["--speculate", "off"], ["--ram", str(sum(whole["bytes"]["cpu"].values()) - 1) + "B"]):
+        small = planned(*flags)
+        assert "draft" not in small["bytes"]["cpu"] and not any("drafts" in line for line in small["assumed"])
+    monkeypatch.setattr(draft_gain, "RIGHT", 0.01)
+    assert "draft" not in planned("--ram", "1G")["bytes"]["cpu"], "drafts would gain less than they cost"
+    assert "draft" in planned("--ram", "1G", "--speculate", "mtp")["bytes"]["cpu"], "they were asked for"
+    assert "draft" in planned()["bytes"]["cpu"], "nothing is short"
+
+
+def test_a_load_weighs_the_head(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for right, there in ((draft_gain.RIGHT, True), (0.01, False)):
+        monkeypatch.setattr(draft_gain, "RIGHT", right)
+        checkpoint = open_checkpoint(path, draft_head=True)
+        resolve(checkpoint, EngineConfig(**OPTIONS, ram=1 << 30), say=said.append)
+        assert (checkpoint.config.draft is not None) == there
+    assert len(said) == 1 and "within --ram" in said[0]
+
+
+def test_eval_drafts_nothing(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    command = ["eval", "perplexity", "-m", str(path), "--file", str(text), *COMMAND]
+    assert main(command) == 0
+    assert "MTP" not in capsys.readouterr().err
+    assert main([*command, "--speculate", "lookup"]) == 2
+    assert "eval scores texts that are given" in capsys.readouterr().err
+
+
+def test_bench_reads_the_weights_once_a_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--prompt-tokens", "8", "--gen-tokens", "24", "--repeat", "1", *COMMAND, "--json"]
+    assert main(["bench", "-m", str(path), *flags, "--speculate", "lookup"]) == 0
+    shown = document(capsys)
+    a_step = shown["decode_tok_s"]["median"] * shown["bytes_per_token"] / shown["bandwidth_gb_s"] / 1e9
+    assert a_step >= 1 and shown["speculation"]["drafts"] == "lookup"
