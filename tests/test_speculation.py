@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,9 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Completion, Request
 from powerinfer.runtime.scheduler import Scheduler, StepLimits
 from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, SizeTimes, Speculation
+from powerinfer.serve.live import _drafts
+from powerinfer.serve.metrics import _EngineFigures
+from powerinfer.serve.timings import AnswerTimings
 
 
 class Guesses:
@@ -176,6 +181,29 @@ def test_the_drafts_of_the_last_step_count(many: None, monkeypatch: pytest.Monke
     assert (answer.drafted, answer.accepted) == (4, 4), "one of the prompt, one and three drafts, one and a draft"
     stats = settled(llm).speculation
     assert (stats.drafted, stats.accepted, stats.places) == (4, 4, (2, 1, 1))
+
+
+def test_servers_show_what_came_of_drafts(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the answer's timings, in /metrics and on the page."""
+    monkeypatch.setattr(Speculation, "_counts", _three)
+    source, text = Guesses(1.0), prompt(20)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    source.answers[tuple(text)] = toy_llm().generate([text], params)[0].token_ids
+    llm = speculating(source)
+    before, timings = llm.stats(), AnswerTimings(len(text))
+    for event in ask(llm, text, params).rest():
+        assert event is not None
+        timings.add(event)
+    shown, stats = timings.document(), settled(llm)
+    assert shown["draft_n"] == shown["draft_n_accepted"] == stats.speculation.drafted == 21
+    model: Any = SimpleNamespace(name="toy", loads=1, stats=lambda: (stats, {"speculation.drafted": 5}))
+    samples = [one for metric in _EngineFigures(lambda: [model]).collect() for one in metric.samples]
+    figures = {(one.name, one.labels.get("place")): one.value for one in samples}
+    assert figures["powerinfer_drafted_tokens_total", None] == 5 + 21
+    assert figures["powerinfer_accepted_places_total", "2"] == stats.speculation.places[2] == 7
+    assert figures["powerinfer_draft_failures_total", None] == 0
+    frame = _drafts(stats, before)
+    assert frame is not None and frame["accepted"] == 1 and 3.5 < frame["tokens_per_step"] <= 4
 
 
 def test_drafts_are_not_computed_beside_prompts(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
