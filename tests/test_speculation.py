@@ -270,11 +270,12 @@ def test_a_source_that_fails_ends_drafts_alone(many: None) -> None:
 
 
 class Clock:
-    """Steps that take a given time by their number of tokens."""
+    """Steps that take a given time by their number of tokens, and up to a share of it more or less."""
 
-    def __init__(self, source: Guesses, seconds: list[float]) -> None:
+    def __init__(self, source: Guesses, seconds: list[float], noise: float = 0.0) -> None:
         self.speculation = Speculation(source)
         self.seconds = seconds
+        self.noise, self.random = noise, Random(11)
         self.spent = 0.0
         self.steps = 0
 
@@ -288,7 +289,7 @@ class Clock:
             while right < len(drafts) and at + right < len(answer) and drafts[right] == answer[at + right]:
                 right += 1
             request.tokens += answer[at : at + right + 1]
-            seconds = self.seconds[len(drafts)]
+            seconds = self.seconds[len(drafts)] * (1 + self.noise * self.random.uniform(-1, 1))
             self.speculation.computed(1 + len(drafts), 1, right + 1, seconds)
             if drafts:
                 guessing = self.speculation.guessing(request)
@@ -299,14 +300,14 @@ class Clock:
         self.speculation.forget(request)
 
 
-def decoded(right: float, seconds: list[float], tokens: int = 600) -> tuple[float, Clock]:
+def decoded(right: float, seconds: list[float], tokens: int = 600, noise: float = 0.0) -> tuple[float, Clock]:
     """(speed, as that without drafts has it; the clock)."""
     source = Guesses(right)
     answer, text = prompt(tokens, 5), prompt(9)
     source.answers[tuple(text)] = answer
     llm = toy_llm(context=2 * tokens)
     request = llm._runner.request(text, SamplingParams(max_tokens=tokens, temperature=0))
-    clock = Clock(source, seconds)
+    clock = Clock(source, seconds, noise)
     clock.run(request, answer)
     return tokens * seconds[0] / clock.spent, clock
 
@@ -326,6 +327,13 @@ def test_drafts_that_do_not_pay_are_few(right: float, seconds: list[float]) -> N
     speed, clock = decoded(right, seconds)
     assert speed > 0.97
     assert clock.speculation.stats().drafted, "they were tried"
+
+
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.2])
+def test_a_short_answer_on_a_noisy_machine_loses_little(right: float) -> None:
+    """Where a token more takes a fifth of a step."""
+    speed, clock = decoded(right, [1.0 + 0.2 * count for count in range(MOST + 1)], tokens=128, noise=0.1)
+    assert speed > 0.97 and 0 < clock.speculation.stats().drafted < 12
 
 
 def test_drafts_are_tried_again() -> None:
