@@ -529,7 +529,7 @@ def test_what_a_source_has_to_read_must_pay() -> None:
         Clock(source, FLAT).run(request, answer)
         return source.read
 
-    assert read(100) == 0, "4,000 tokens are 200 steps"
+    assert read(100) == 0, "4,000 tokens take as long as hundreds of steps"
     assert read(1000) == 4000
 
 
