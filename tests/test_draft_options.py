@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_models import DraftModel
 from model_files import delta_gguf, tiny_gguf
 from sparse_models import TEXT, tiny_llama
 
@@ -86,6 +87,12 @@ def test_quantize_keeps_the_head(path: Path, tmp_path: Path, capsys: pytest.Capt
     checkpoint = open_checkpoint(target, draft_head=True)
     assert checkpoint.config.draft == open_checkpoint(path, draft_head=True).config.draft
     assert 0 < checkpoint.draft_bytes < open_checkpoint(path, draft_head=True).draft_bytes
+
+
+def test_quantize_says_that_a_folder_loses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = DraftModel("llama-relu").save("folder", tmp_path)
+    main(["quantize", str(folder), "q8_0", "-o", str(tmp_path / "q.gguf")])
+    assert "(MTP) are left out: no file that is made of a folder has them" in capsys.readouterr().err
 
 
 def test_a_server_counts_what_drafts_take(plain: Path, path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,9 @@ from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Completion, Request
 from powerinfer.runtime.scheduler import Scheduler, StepLimits
 from powerinfer.runtime.speculation import MOST, DraftSource, Guessing, Outlook, SizeTimes, Speculation
+from powerinfer.serve.live import _drafts
+from powerinfer.serve.metrics import _EngineFigures
+from powerinfer.serve.timings import AnswerTimings
 
 
 class Guesses:
@@ -178,6 +183,29 @@ def test_the_drafts_of_the_last_step_count(many: None, monkeypatch: pytest.Monke
     assert (stats.drafted, stats.accepted, stats.places) == (4, 4, (2, 1, 1))
 
 
+def test_servers_show_what_came_of_drafts(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the answer's timings, in /metrics and on the page."""
+    monkeypatch.setattr(Speculation, "_counts", _three)
+    source, text = Guesses(1.0), prompt(20)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    source.answers[tuple(text)] = toy_llm().generate([text], params)[0].token_ids
+    llm = speculating(source)
+    before, timings = llm.stats(), AnswerTimings(len(text))
+    for event in ask(llm, text, params).rest():
+        assert event is not None
+        timings.add(event)
+    shown, stats = timings.document(), settled(llm)
+    assert shown["draft_n"] == shown["draft_n_accepted"] == stats.speculation.drafted == 21
+    model: Any = SimpleNamespace(name="toy", loads=1, stats=lambda: (stats, {"speculation.drafted": 5}))
+    samples = [one for metric in _EngineFigures(lambda: [model]).collect() for one in metric.samples]
+    figures = {(one.name, one.labels.get("place")): one.value for one in samples}
+    assert figures["powerinfer_drafted_tokens_total", None] == 5 + 21
+    assert figures["powerinfer_accepted_places_total", "2"] == stats.speculation.places[2] == 7
+    assert figures["powerinfer_draft_failures_total", None] == 0
+    frame = _drafts(stats, before)
+    assert frame is not None and frame["accepted"] == 1 and 3.5 < frame["tokens_per_step"] <= 4
+
+
 def test_drafts_are_not_computed_beside_prompts(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of a request either that starts once they are there."""
     monkeypatch.setattr(Speculation, "_counts", _three)
@@ -242,11 +270,12 @@ def test_a_source_that_fails_ends_drafts_alone(many: None) -> None:
 
 
 class Clock:
-    """Steps that take a given time by their number of tokens."""
+    """Steps that take a given time by their number of tokens, and up to a share of it more or less."""
 
-    def __init__(self, source: Guesses, seconds: list[float]) -> None:
+    def __init__(self, source: Guesses, seconds: list[float], noise: float = 0.0) -> None:
         self.speculation = Speculation(source)
         self.seconds = seconds
+        self.noise, self.random = noise, Random(11)
         self.spent = 0.0
         self.steps = 0
 
@@ -260,7 +289,7 @@ class Clock:
             while right < len(drafts) and at + right < len(answer) and drafts[right] == answer[at + right]:
                 right += 1
             request.tokens += answer[at : at + right + 1]
-            seconds = self.seconds[len(drafts)]
+            seconds = self.seconds[len(drafts)] * (1 + self.noise * self.random.uniform(-1, 1))
             self.speculation.computed(1 + len(drafts), 1, right + 1, seconds)
             if drafts:
                 guessing = self.speculation.guessing(request)
@@ -271,14 +300,14 @@ class Clock:
         self.speculation.forget(request)
 
 
-def decoded(right: float, seconds: list[float], tokens: int = 600) -> tuple[float, Clock]:
+def decoded(right: float, seconds: list[float], tokens: int = 600, noise: float = 0.0) -> tuple[float, Clock]:
     """(speed, as that without drafts has it; the clock)."""
     source = Guesses(right)
     answer, text = prompt(tokens, 5), prompt(9)
     source.answers[tuple(text)] = answer
     llm = toy_llm(context=2 * tokens)
     request = llm._runner.request(text, SamplingParams(max_tokens=tokens, temperature=0))
-    clock = Clock(source, seconds)
+    clock = Clock(source, seconds, noise)
     clock.run(request, answer)
     return tokens * seconds[0] / clock.spent, clock
 
@@ -298,6 +327,13 @@ def test_drafts_that_do_not_pay_are_few(right: float, seconds: list[float]) -> N
     speed, clock = decoded(right, seconds)
     assert speed > 0.97
     assert clock.speculation.stats().drafted, "they were tried"
+
+
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.2])
+def test_a_short_answer_on_a_noisy_machine_loses_little(right: float) -> None:
+    """Where a token more takes a fifth of a step."""
+    speed, clock = decoded(right, [1.0 + 0.2 * count for count in range(MOST + 1)], tokens=128, noise=0.1)
+    assert speed > 0.97 and 0 < clock.speculation.stats().drafted < 12
 
 
 def test_drafts_are_tried_again() -> None:
@@ -493,7 +529,7 @@ def test_what_a_source_has_to_read_must_pay() -> None:
         Clock(source, FLAT).run(request, answer)
         return source.read
 
-    assert read(100) == 0, "4,000 tokens are 200 steps"
+    assert read(100) == 0, "4,000 tokens take as long as hundreds of steps"
     assert read(1000) == 4000
 
 

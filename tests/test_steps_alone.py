@@ -13,13 +13,14 @@ import pytest
 from families import case_named, random_model, save
 from model_files import family_gguf
 from sparse_models import tiny_llama
+from test_disk_expert_neurons import resting as experts_on_disk
 from test_disk_neurons import FEWEST, NEURONS, in_memory
 from test_disk_neurons import model as model_of_neurons
 from test_disk_neurons import opened as from_disk
 from test_expert_neurons import model as experts_model
 from test_expert_neurons import opened as exact_experts
 from test_expert_neurons import plain_model
-from test_predicted_experts import give_predictors
+from test_predicted_experts import give_plain_predictors, give_predictors
 from test_predicted_experts import opened as predicted_experts
 from test_speculation_models import Truth
 from toy_model import ToyTokenizer
@@ -185,6 +186,22 @@ def test_neurons_on_disk(selector: str, tmp_path: Path) -> None:
     own = from_disk(path, selector, FEWEST, threads=2).executor
     for counts in (COUNTS, [1] * TOKENS):
         np.testing.assert_array_equal(logits(own, counts), single)
+
+
+@pytest.mark.parametrize("predictor", [False, True])
+def test_neurons_of_experts_on_disk(predictor: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    path = plain_model(tmp_path, "Q5_0")
+    if predictor:
+        give_plain_predictors(path, threshold=3.0)
+    inside = predicted_experts(path) if predictor else exact_experts(path, exact=True)
+    single = logits(inside, [1] * TOKENS)
+    for slots in (1, 3):
+        own = experts_on_disk(path, slots, predicted=predictor)
+        for counts in (COUNTS, [1] * TOKENS):
+            np.testing.assert_array_equal(logits(own, counts), single)
+        own.close()
+    inside.close()
 
 
 def three(self: Speculation, outlooks: dict[AnswerRequest, Outlook]) -> dict[AnswerRequest, int]:

@@ -156,6 +156,7 @@ class LLM:
         resolved = resolve(checkpoint, beside, progress, notes.append)
         check_head(engine, checkpoint.config, notes)
         executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
+        source: DraftSource | None = None
         try:
             source = draft_source(engine, executor, checkpoint.config)
             if smaller is not None:
@@ -164,6 +165,8 @@ class LLM:
             load_s = time.perf_counter() - begin
             self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, load_s, source)
         except BaseException:
+            if source is not None:
+                source.close()
             executor.close()
             raise
         self.checkpoint = checkpoint

@@ -37,7 +37,7 @@ _STALE = 512  # steps after which a size's times are forgotten
 _PLAIN_EVERY = 128  # steps with drafts after which one has none, so that it is known what these take
 _PATIENCE = 48  # steps without drafts after which one is tried again; doubled each time that this brings nothing
 _LONGEST_PATIENCE = 16 * _PATIENCE
-_READING = 0.05  # of a step, what a source takes for a token that it lacks, until it was measured
+_READING = 0.1  # of a step, what a source takes for a token that it lacks, until it was measured
 _TRIED = 0.02  # of the time without drafts, what it may take to read what is lacked for a try
 
 
