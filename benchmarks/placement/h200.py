@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ NOTES = {
     WAKING: "these milliseconds of a step depend little on how much the CPU has to do: threads that woke, and the host "
     "between steps, both mended since and not measured again",
     PRODUCTS: "the plan counts what a step reads; with several tokens kernels of neurons and of experts are bound by "
-    "their products",
+    "their products (what is simulated of PCs has one request)",
     OTHER_RAM: "the rates are of another machine of its kind, whose RAM gave 86 GB/s in F16; this one's step needs 105",
 }
 _MANY = {8: PRODUCTS, 32: PRODUCTS}
@@ -166,6 +167,7 @@ def prompt_figures(document: dict[str, Any]) -> Iterator[Figure]:
         yield Figure(f"{TITLES[name]}, a prompt of {tokens}, twice the budget", 0, rate, tokens / seconds)
 
 
+@cache
 def figures() -> list[Figure]:
     """All of them."""
     found: list[Figure] = []

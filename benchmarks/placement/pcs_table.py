@@ -13,7 +13,7 @@ from functools import cache
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.tables import Pages, paragraphs, table, write_tables
 from benchmarks.placement.assumptions import BUSES, CARDS, GIB, KINDS, RAM, assumptions_table, machine
-from benchmarks.placement.h200 import measured_table
+from benchmarks.placement.h200 import WAKING, WHY, figures, measured_table
 from benchmarks.placement.prompts import prompt, with_chunk
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import find_card
@@ -64,9 +64,21 @@ def simulated_table() -> str:
         "`python -m benchmarks.placement.pcs_table`; simulated, not measured. Tokens a second of one request, half way "
         f"through {CONTEXT:,} tokens, every expert selected equally often, {RAM // GIB} GiB of RAM: decode with two "
         f"channels of DDR4-3200 / DDR5-5600; with the latter a prompt of {PROMPTS[0]} / {PROMPTS[1]:,} tokens / the "
-        f"same with `--prefill-chunk {LONG}`, over the card's own bus. (disk): some is read from there while decoding."
+        f"same with `--prefill-chunk {LONG}`, over the card's own bus. (disk): some is read from there while decoding. "
+        f"{caution()}"
     )
     return paragraphs(about, table(["model", "weights", *heads], body))
+
+
+def caution() -> str:
+    """Speeds of a slow and of a fast card if a step takes as much longer as it did on the H200 (h200.py)."""
+    lost = max(one.gap for one in figures() if WHY.get(one.name, {}).get(one.requests) == WAKING)
+    rates = []
+    for card in (CARDS[0], CARDS[-1]):
+        plan = plan_of(*MODELS[0][1:], card, KINDS[-1])
+        assert plan is not None
+        rates.append(f"{speed(1 / plan.choice.seconds)} would be {speed(1 / (plan.choice.seconds + 1e-3 * lost))}")
+    return f"If steps still took the {lost:.1f} ms of (a) above, {', '.join(rates)}."
 
 
 def buses_table() -> str:
