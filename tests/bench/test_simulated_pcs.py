@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
@@ -103,6 +104,21 @@ def test_drafts_gain_what_is_right() -> None:
     assert made.mirrored(right).gain == pytest.approx(3.3616 / (1.5 - 0.4 * 0.8**5))
     nowhere = replace(made, on_gpu=None)
     assert nowhere.by_gpu(right) == nowhere.mirrored(right) == drafts.Gain(0, 1.0)
+
+
+def test_mirrored_steps_take_what_two_clocks_say() -> None:
+    """Steps played one after another: the GPU drafts for the next while the CPU verifies, for as long as that lasts."""
+    made = drafts.Speculation(1.0, (1.0,) * 5, (1.0, 1.1, 1.2, 1.3, 1.4), 0.9, 0.2, (0.5,) * 5)
+    right, rng = (0.9, 0.8, 0.7, 0.6), Random(3)
+    chosen = made.mirrored(right)
+    n, steps, tokens, clock, ahead = chosen.drafts, 40_000, 0, 0.0, 0.0
+    for _ in range(steps):
+        clock += n * made.each_on_gpu - ahead + made.on_gpu[n]
+        holds = [rng.random() < share for share in (*right, right[-1])[: n + 1]]
+        accepted = next((at for at, one in enumerate(holds[:n]) if not one), n)
+        tokens += 1 + accepted
+        ahead = min(n * made.each_on_gpu, made.busy[n]) if all(holds) else 0.0
+    assert n > 1 and tokens / clock == pytest.approx(chosen.gain / made.plain, rel=0.01)
 
 
 def test_a_head_on_the_gpu_takes_the_place_of_layers() -> None:
