@@ -12,13 +12,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.lib.cells import number, signed
 from benchmarks.lib.programs import OURS
 from benchmarks.lib.results import of_kind
 from benchmarks.lib.tables import items, paragraphs, table
 from benchmarks.placement.assumptions import for_tokens, hardware_of, measured
+from benchmarks.placement.compare import request as sparse_request
 from powerinfer.placement.cost import any_of
+from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.request import EVEN
@@ -28,7 +31,7 @@ SHAPES = {"falcon-40b": "falcon-40b", "reglu-70b": "llama-70b", "drelu-7b": "bam
 """Published shapes of the random models that were measured."""
 TITLES = {"falcon-40b": "Falcon-40B, F16, 6 of 60 layers", "reglu-70b": "ReGLU-70B, Q4_0, 8 of 80 layers",
           "drelu-7b": "7B dReLU, F16, 16 of 32 layers, all on the GPU"}  # fmt: skip
-EXPERTS, EXPERT_LAYERS = "qwen3-30b-a3b", 8
+EXPERTS = "qwen3-30b-a3b"
 CONTEXT = 128
 """Tokens of a request half of which are in the cache, as in these runs."""
 NEAR = 0.15
@@ -203,3 +206,48 @@ def measured_table() -> str:
     heads = ["tokens/s; of 1 / 8 / 32 requests", "measured", "simulated", "off", "why"]
     used = {note for name in cases for note in WHY.get(name, {}).values()}
     return paragraphs(table(heads, body), items(f"({note}) {text}" for note, text in NOTES.items() if note in used))
+
+
+GIB = 1 << 30
+HITS = {8: 0.75, 12: 0.88}
+"""Share of the selected experts that a policy has on the GPU where texts have locality, by GB of the card."""
+
+
+def skewed(experts: int, top_k: int, held: float, hits: float) -> NDArray[np.float64]:
+    """How often experts are selected where the share `held` of them, the most frequent, takes the share `hits`."""
+    hot = round(experts * held)
+    return np.where(np.arange(experts) < hot, top_k * hits / hot, top_k * (1 - hits) / (experts - hot))
+
+
+def whole_plans() -> Iterator[tuple[str, Plan]]:
+    """Of whole models on that machine, in the memory of smaller cards."""
+    for card, hits in HITS.items():
+        alike = replace(estimate_request(EXPERTS, "q4_0", measured()), vram=card * GIB)
+        plan = make_plan(alike)
+        yield f"Qwen3-30B-A3B, Q4_0, {card} GB", plan
+        config = alike.model.config
+        n, top_k = config.experts[0].n_experts, config.experts[0].router.top_k
+        known = skewed(n, top_k, sum(plan.claims.slots or ()) / sum(alike.model.n_experts), hits)
+        local = make_plan(replace(alike, frequencies=dict.fromkeys(config.experts, known)))
+        yield f"the same, {100 * hits:.0f} % of the selected experts on the GPU", local
+    for title, shape, dtype in (
+        ("7B dReLU, F16, 24 GB", "bamboo-7b", "f16"), ("Falcon-40B, F16, 24 GB", "falcon-40b", "f16"),
+        ("ReGLU-70B, Q4_0, 24 GB", "llama-70b", "q4_0"),
+    ):  # fmt: skip
+        yield title, make_plan(replace(sparse_request(shape, dtype, measured(), 2048, {}), vram=24 * GIB))
+
+
+def whole_table() -> str:
+    """Tokens a second by the plan, and if a step took as much longer as the measured ones did."""
+    lost = [one.gap for one in figures() if WHY.get(one.name, {}).get(one.requests) == WAKING]
+    body = []
+    for title, plan in whole_plans():
+        slower = (1 / (plan.choice.seconds + 1e-3 * gap) for gap in (max(lost), min(lost)))
+        body.append([title, number(1 / plan.choice.seconds), " to ".join(map(number, slower))])
+    about = (
+        "Simulated for the H200 beside 14 threads (`python -m benchmarks.placement.pcs_table`): whole models, one "
+        "request, by the plan at the rates measured there, and if steps still took the "
+        f"{min(lost):.1f} to {max(lost):.1f} ms more that they took on 27 November "
+        "([hybrid.md](hybrid.md#measured))."
+    )
+    return paragraphs(about, table(["decode, tokens/s", "by the plan", "with these"], body))

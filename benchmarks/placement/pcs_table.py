@@ -1,5 +1,5 @@
 """Decode and prompts of published models on PCs, simulated; what that assumes; and what was measured on an H200, beside
-the same simulation: the tables of docs/hybrid.md.
+the same simulation: the tables of docs/hybrid.md, and one of docs/benchmarks.md.
 
     python -m benchmarks.placement.pcs_table [--check]     --check: only say whether the tables are up to date
 
@@ -13,7 +13,7 @@ from functools import cache
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.tables import Pages, paragraphs, table, write_tables
 from benchmarks.placement.assumptions import BUSES, CARDS, GIB, KINDS, RAM, assumptions_table, machine
-from benchmarks.placement.h200 import WAKING, WHY, figures, measured_table
+from benchmarks.placement.h200 import WAKING, WHY, figures, measured_table, whole_table
 from benchmarks.placement.prompts import prompt, with_chunk
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import find_card
@@ -105,7 +105,8 @@ PAGES: Pages = {
         "measured": measured_table(),
         "simulated": paragraphs(simulated_table(), buses_table()),
         "assumed": assumptions_table(),
-    }
+    },
+    ROOT / "docs/benchmarks.md": lambda: {"whole models simulated": whole_table()},
 }
 
 if __name__ == "__main__":

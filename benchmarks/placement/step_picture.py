@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
 
-import numpy as np
-
 from benchmarks.lib.machine import ROOT
 from benchmarks.placement.assumptions import machine
+from benchmarks.placement.h200 import HITS, skewed
 from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 
@@ -28,7 +27,6 @@ SHOWN = 4
 """Layers in the picture."""
 FLAGS_US = 8.0
 """An exchange by flags in memory that both devices see, as others measured it."""
-HITS = 0.75
 WIDTH, LEFT, RIGHT, LANE, TOP, PANEL = 880, 52, 12, 22, 44, 136
 LANES = ("GPU", "link", "CPU")
 STYLE = """
@@ -95,16 +93,10 @@ def plans() -> dict[str, Plan]:
     experts, top_k = config.experts[0].n_experts, config.experts[0].router.top_k
     now = make_plan(today)
     held = sum(now.claims.slots or ()) / sum(today.model.n_experts)
-    known = skewed(experts, top_k, held, HITS)
+    known = skewed(experts, top_k, held, HITS[8])
     flags = replace(today, hardware=replace(today.hardware, sync_us=FLAGS_US))
     later = make_plan(replace(flags, frequencies=dict.fromkeys(config.experts, known)))
     return {"as it is": now, f"exchange in {FLAGS_US:g} us, three quarters of what is selected on the GPU": later}
-
-
-def skewed(experts: int, top_k: int, held: float, hits: float) -> np.ndarray:
-    """How often experts are selected where the share `held` of them, the most frequent, takes the share `hits`."""
-    hot = round(experts * held)
-    return np.where(np.arange(experts) < hot, top_k * hits / hot, top_k * (1 - hits) / (experts - hot))
 
 
 def panel(title: str, shown: list[Span], scale: float, y0: float) -> str:
