@@ -386,6 +386,14 @@ def test_insisting_on_a_gpu_that_is_slow() -> None:
     check(made)
 
 
+def test_a_step_has_the_fixed_times_of_both_devices() -> None:
+    request = request_of(small_model(), hardware=machine(4 * GIB), policy="greedy", insist=True)
+    longer = replace(request.hardware, gpu=replace(request.hardware.gpu, step_us=250.0))
+    made, later = make_plan(request), make_plan(replace(request, hardware=longer))
+    assert later.choice.seconds - made.choice.seconds == pytest.approx(250e-6)
+    assert later.choice.layer_seconds == made.choice.layer_seconds
+
+
 def test_neurons_do_not_wait_for_attention_beside_them() -> None:
     model = small_model()
     hardware = machine(4 * GIB, sync_us=0.0)

@@ -38,6 +38,8 @@ SYNC_US = 150.0
 its bytes (docs/hybrid.md)."""
 BUS = 0.8
 """Share of PCIe's rate that copies reach."""
+LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}
+"""The rate of a lane by PCIe's generation."""
 
 CORES = 6
 """Performance cores, where --threads does not say."""
@@ -47,7 +49,6 @@ RAM = 32 << 30
 TYPICAL = ("GeForce RTX 4060", "GeForce RTX 3060 12 GB", "GeForce RTX 4060 Ti 16 GB", "GeForce RTX 3090")
 """A card for each amount of memory that many have: what is planned for where --vram alone describes a card."""
 
-_LANE_GB_S = {3: 0.985, 4: 1.969, 5: 3.938}
 _DDR5 = 2022  # year of the first cards that are assumed to be beside DDR5
 _OLD_RAM, _NEW_RAM = "ddr4-3200", "ddr5-5600"
 _MOST_CHANNELS = 12
@@ -178,7 +179,7 @@ def described_machine(
     mxfp4 = min(DENSE * published.gb_s, MXFP4_GB_S * published.sms * published.ghz)
     gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=published.gib << 30)
     gpu = replace(gpu, dense_gb_s={**gpu.dense_gb_s, "MXFP4": mxfp4})
-    bus = published.lanes * _LANE_GB_S[published.pcie]
+    bus = published.lanes * LANE_GB_S[published.pcie]
     figures = f"NVIDIA {name} ({published.gib} GB, {published.gb_s:g} GB/s), "
     figures += f"PCIe {published.pcie}.0 x{published.lanes} ({bus:.3g} GB/s)"
     return Hardware(

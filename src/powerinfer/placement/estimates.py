@@ -135,17 +135,22 @@ def _profile(sizes: tuple[int, ...]) -> Profile:
     return assumed_profile(EVEN, sizes)
 
 
+def estimate_request(
+    shape: str, quantisation: str | None, hardware: Hardware, context: int = CONTEXT
+) -> PlanRequest:
+    """The request of which `estimate` makes a plan; arguments and errors as of that."""
+    model = _model(shape, read_dtype(quantisation or "bf16"))
+    profile = _profile(model.config.ffn_sizes)
+    context = min(context, model.config.context_length)
+    return PlanRequest(model, profile, hardware, context=context, chunk=_CHUNK, requests=_REQUESTS, selector="all")
+
+
 def estimate(shape: str, quantisation: str | None, hardware: Hardware, context: int = CONTEXT) -> Estimate | None:
     """The estimate of a published model, by the name of its shape, in a file's quantisation (None: BF16).
 
     None where it does not fit the machine. RequestError for a shape or a type that is not known.
     """
-    model = _model(shape, read_dtype(quantisation or "bf16"))
-    profile = _profile(model.config.ffn_sizes)
-    context = min(context, model.config.context_length)
-    request = PlanRequest(
-        model, profile, hardware, context=context, chunk=_CHUNK, requests=_REQUESTS, selector="all"
-    )
+    request = estimate_request(shape, quantisation, hardware, context)
     try:
         plan = demand(place(request))
         return Estimate(1 / plan.choice.seconds, _context(request, plan.claims), *_where(plan))

@@ -80,7 +80,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 15
+GPU_ACCOUNTING = 16
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 RAM_ACCOUNTING = 3
@@ -884,8 +884,8 @@ def _ends(request: PlanRequest, claims: Claims, cpu: Device) -> float:
     on_gpu = hardware.gpu is not None and claims.gpu_head
     head = hardware.gpu if hardware.gpu is not None and on_gpu else cpu
     seconds = cost.end_seconds(head, model, panels=not on_gpu) + 1e-6 * cpu.step_us
-    if claims.gpu_layers:
-        seconds += 2e-6 * hardware.sync_us
+    if hardware.gpu is not None and claims.gpu_layers:
+        seconds += 1e-6 * (2 * hardware.sync_us + hardware.gpu.step_us)
     if on_gpu:
         seconds += 4 * request.batch * model.config.vocab_size / (1e9 * hardware.copy_gb_s)
     return seconds

@@ -1,0 +1,218 @@
+"""The time of a prompt, simulated for a plan: chunks, layer by layer, with the engine's launches, pieces and copies.
+
+What only a CPU has streams through two buffers where that is faster than computing it there, as a load finds out
+(`hybrid/crossing.py`). Per layer of a chunk then three things run at once, and the longest counts:
+
+    host      launches; of each piece, copying into a pinned buffer, and its launches
+    bus       the bytes that stream
+    GPU       the products of what it has, and of what arrives
+
+Products with a layer's own matrices are FP16 after a conversion, which reads and writes them; those of experts are FP32
+in three parts. States and convolutions are counted as their matrices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from benchmarks.placement import assumptions
+from powerinfer.config import AttentionConfig, AttentionKind
+from powerinfer.devices.stage import PIECE
+from powerinfer.formats.quant import block_type
+from powerinfer.hardware import cards
+from powerinfer.models.inventory import Matrix
+from powerinfer.placement.plan import Plan
+
+
+def elements(matrices: Sequence[Matrix]) -> float:
+    """Weights of matrices."""
+    kinds = ((one, block_type(one.type)) for one in matrices)
+    return sum(one.file / kind.row_bytes(kind.block) * kind.block for one, kind in kinds)
+
+
+def stored(matrices: Sequence[Matrix]) -> int:
+    return sum(one.stored for one in matrices)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's time. seconds: of all; streamed: bytes that passed through the bus; bound: seconds by what took the
+    longest in each layer: "host", "bus", "GPU" or "CPU"."""
+
+    seconds: float
+    streamed: float
+    bound: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Tokens of a prompt that are computed at once, from position `at` on."""
+
+    plan: Plan
+    tokens: int
+    at: int
+
+    @cached_property
+    def _staging(self) -> int:
+        """Bytes of a buffer, 0: nothing streams."""
+        return min(self.plan.staging, PIECE)
+
+    @cached_property
+    def _cpu_flops(self) -> float:
+        return assumptions.core_flops() * self.plan.request.hardware.cpu.threads
+
+    @cached_property
+    def _tensor(self) -> float:
+        gpu = self.plan.request.hardware.gpu
+        assert gpu is not None
+        return assumptions.tensor_flops(gpu)
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        """Bytes a second that conversions of weights reach."""
+        gpu = self.plan.request.hardware.gpu
+        assert gpu is not None
+        return 1e9 * gpu.dense_gb_s["other"]
+
+    def _attends(self, about: AttentionKind) -> float:
+        """FLOP of attention itself."""
+        if not isinstance(about, AttentionConfig):
+            return 0.0
+        seen = self.at + self.tokens / 2
+        seen = seen if about.window is None else min(seen, about.window)
+        return 4.0 * self.tokens * seen * about.n_heads * about.head_dim
+
+    def _dense(self, matrices: Sequence[Matrix]) -> float:
+        """Seconds of a GPU for products with these."""
+        n = elements(matrices)
+        converted = (stored(matrices) + 4 * n) / self._bandwidth
+        return 2 * n * self.tokens / (self._tensor * assumptions.DENSE_SHARE) + converted
+
+    def _experts(self, layer: int, share: float) -> float:
+        """The same with that share of a layer's experts."""
+        model = self.plan.request.model
+        ffn, own = model.config.experts[layer], model.experts[layer]
+        pairs = self.tokens * ffn.router.top_k * share
+        flops = 2 * pairs * elements(own) / ffn.n_experts
+        read = share * self._needed(layer) * stored(own) / self._bandwidth
+        return flops / (self._tensor * assumptions.EXPERT_SHARE) + read
+
+    def _needed(self, layer: int) -> float:
+        """Share of a layer's experts that some token selects."""
+        ffn = self.plan.request.model.config.experts[layer]
+        return float(1 - (1 - ffn.router.top_k / ffn.n_experts) ** self.tokens)
+
+    def _on_cpu(self, matrices: Sequence[Matrix], flops: float = 0.0) -> float:
+        return (2 * elements(matrices) * self.tokens + flops) / self._cpu_flops
+
+    def _multiplied(self, matrices: Sequence[Matrix]) -> float:
+        """Seconds of the host for dense products with these."""
+        return self._host(assumptions.PRODUCT_LAUNCHES, elements(matrices) / assumptions.PRODUCT)
+
+    def _host(self, launches: tuple[int, int], times: float = 1.0) -> float:
+        kernels, operators = launches
+        return 1e-6 * times * (kernels * assumptions.launch_us() + operators * assumptions.TORCH_US)
+
+    def _staged(self, nbytes: float, part: float) -> float:
+        """Seconds of copying bytes into pinned buffers; part: that are copied at a time."""
+        threads = 1 if part < assumptions.STAGED_ALONE else assumptions.STAGING_THREADS
+        ram = self.plan.request.hardware.cpu.dense_gb_s["other"] / cards.CPU_DENSE
+        return nbytes / (1e9 * min(threads * assumptions.COPY_GB_S, ram / assumptions.COPIES))
+
+    def layer(self, layer: int) -> tuple[dict[str, float], float]:
+        """Seconds of a layer by what takes them, of which the largest counts, and the bytes that stream."""
+        plan, model = self.plan, self.plan.request.model
+        claims, about = plan.claims, model.config.layers[layer]
+        attention, attends = model.attention[layer], self._attends(about.attention)
+        if layer >= claims.gpu_layers:
+            return self._in_ram(layer)
+        flops = attends / (self._tensor * assumptions.ATTENTION_SHARE)
+        if not model.n_experts[layer]:
+            matrices = (*attention, *model.ffn[layer])
+            return {"GPU": flops + self._dense(matrices), "host": self._launched + self._multiplied(matrices)}, 0.0
+        hot = (claims.slots or model.n_experts)[layer] / model.n_experts[layer]
+        beside = (*attention, *model.beside[layer])
+        gpu, launched = flops + self._dense(beside), self._launched + self._multiplied(beside)
+        gpu += self._experts(layer, hot)
+        cold = 1 - hot
+        if not cold:
+            return {"GPU": gpu, "host": launched}, 0.0
+        ffn, own = model.config.experts[layer], model.experts[layer]
+        pairs = self.tokens * ffn.router.top_k * cold
+        computed = gpu + 2 * pairs * elements(own) / ffn.n_experts / self._cpu_flops
+        nbytes = cold * stored(own)
+        part = stored(own[:1]) / ffn.n_experts
+        pieces = max(1.0, nbytes / max(1, self._staging))
+        host = launched + self._staged(nbytes, part) + self._host(assumptions.PIECE_LAUNCHES["experts"], pieces)
+        streams = {
+            "GPU": gpu + self._experts(layer, cold),
+            "host": host,
+            "bus": nbytes / (1e9 * plan.request.hardware.copy_gb_s),
+        }
+        return self._faster({"CPU": computed, "host": launched}, streams, nbytes, self._staging > 0)
+
+    @property
+    def _launched(self) -> float:
+        return self._host(assumptions.CHUNK_LAUNCHES)
+
+    def _faster(
+        self, on_cpu: dict[str, float], streams: dict[str, float], nbytes: float, can_stream: bool
+    ) -> tuple[dict[str, float], float]:
+        if can_stream and max(streams.values()) < max(on_cpu.values()):
+            return streams, nbytes
+        return on_cpu, 0.0
+
+    def _in_ram(self, layer: int) -> tuple[dict[str, float], float]:
+        """The same of a layer that is in RAM as a whole. Attention with a state or latents stays on the CPU."""
+        plan, model = self.plan, self.plan.request.model
+        about = model.config.layers[layer]
+        attends = self._attends(about.attention)
+        attention, ffn = model.attention[layer], model.ffn[layer]
+        share = 1.0
+        if model.n_experts[layer]:
+            share = about.ffn.share_read(1)
+        cpu = self._on_cpu(attention, attends) + share * self._on_cpu(ffn)
+        if model.n_experts[layer] or not self._staging:
+            return {"CPU": cpu}, 0.0
+        passes = (*attention, *ffn) if isinstance(about.attention, AttentionConfig) else ffn
+        stays = 0.0 if passes != ffn else self._on_cpu(attention)
+        nbytes = float(sum(one.panels for one in passes))
+        pieces = max(1.0, nbytes / max(1, self._staging))
+        host = self._launched + self._multiplied(passes) + self._staged(nbytes, PIECE)
+        host += self._host(assumptions.PIECE_LAUNCHES["panels"], pieces)
+        flops = attends / (self._tensor * assumptions.ATTENTION_SHARE)
+        streams = {
+            "GPU": stays + flops + self._dense(passes),
+            "host": stays + host,
+            "bus": stays + nbytes / (1e9 * plan.request.hardware.copy_gb_s),
+        }
+        return self._faster({"CPU": cpu}, streams, nbytes, True)
+
+
+def prompt(plan: Plan, tokens: int) -> Prompt:
+    """A prompt of that many tokens, in chunks as the plan's request has them; weights on disk are not told apart from
+    those in RAM."""
+    request = plan.request
+    layers = plan.choice.layer_seconds
+    ends = plan.choice.seconds - sum(
+        own["other"] + max(own["gpu"], own["cpu"] + own["sync"]) + own["disk"] for own in layers
+    )
+    seconds, streamed, bound = ends, 0.0, {}  # the head, once
+    for at in range(0, tokens, request.chunk):
+        chunk = _Chunk(plan, min(request.chunk, tokens - at), at)
+        for layer in range(request.model.config.n_layers):
+            parts, nbytes = chunk.layer(layer)
+            name = max(parts, key=lambda part: parts[part])
+            seconds += parts[name]
+            streamed += nbytes
+            bound[name] = bound.get(name, 0.0) + parts[name]
+    return Prompt(seconds, streamed, bound)
+
+
+def with_chunk(plan: Plan, tokens: int) -> Plan:
+    """The plan of the same request with chunks of so many tokens."""
+    from powerinfer.placement.plan import make_plan
+
+    return make_plan(replace(plan.request, chunk=tokens))

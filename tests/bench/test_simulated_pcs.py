@@ -1,0 +1,142 @@
+"""benchmarks/placement: PCs that are simulated, prompts and drafts on them, and the picture of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.placement import drafts, h200, step_picture
+from benchmarks.placement.assumptions import GIB, for_tokens, machine, tensor_flops
+from benchmarks.placement.prompts import elements, prompt, with_chunk
+from powerinfer.placement.estimates import estimate_request
+from powerinfer.placement.plan import Plan, make_plan
+
+
+@pytest.fixture(scope="module")
+def split() -> Plan:
+    """Experts on both devices."""
+    return make_plan(step_picture.request())
+
+
+def test_a_timeline_takes_what_the_plan_says(split: Plan) -> None:
+    spans = list(step_picture.spans(split))
+    assert max(one.end for one in spans) == pytest.approx(split.choice.seconds, rel=1e-12)
+    lanes = defaultdict(list)
+    for one in spans:
+        lanes[one.lane].append((one.begin, one.end))
+    assert lanes.keys() == {"GPU", "link", "CPU"}
+    for parts in lanes.values():
+        parts.sort()
+        assert all(end <= begin + 1e-12 for (_, end), (begin, _) in pairwise(parts))
+    own = split.choice.layer_seconds
+    cold = sum(one.end - one.begin for one in spans if one.kind == "cold")
+    assert cold == pytest.approx(sum(layer["cpu"] for layer in own), rel=1e-12)
+
+
+def test_the_picture_of_a_step_is_up_to_date_and_inside_its_frame() -> None:
+    text = step_picture.PICTURE.read_text()
+    assert text == step_picture.picture(), "python -m benchmarks.placement.step_picture draws it"
+    drawn = ElementTree.fromstring(text)
+    width, height = (float(one) for one in drawn.attrib["viewBox"].split()[2:])
+    boxes = list(drawn.iter("{http://www.w3.org/2000/svg}rect"))
+    assert {box.attrib["class"] for box in boxes} == step_picture.KINDS.keys()
+    for box in boxes:
+        x, y, w, h = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert x >= 0 and y >= 0 and x + w <= width and y + h <= height
+
+
+def test_prompts_stream_what_the_gpu_does_not_have(split: Plan) -> None:
+    model, slots = split.request.model, split.claims.slots
+    assert slots is not None and split.staging
+    cold = sum(
+        (1 - slots[layer] / model.n_experts[layer]) * sum(one.stored for one in model.experts[layer])
+        for layer in range(len(slots))
+    )
+    made = prompt(split, 1024)
+    assert made.streamed == pytest.approx(2 * cold), "once a chunk of 512"
+    assert sum(made.bound.values()) < made.seconds
+    assert prompt(with_chunk(split, 1024), 1024).seconds < made.seconds
+    slow = make_plan(estimate_request("qwen3-30b-a3b", "q4_0", machine("RTX 4060", bus=(3, 4))))
+    alone = prompt(slow, 1024)
+    assert alone.seconds > made.seconds and alone.bound.keys() == {"CPU"} and not alone.streamed, "the CPU is faster"
+    assert elements(model.experts[0]) == 3 * 128 * 768 * 2048
+
+
+def test_a_prompt_takes_at_least_its_products() -> None:
+    """A model that the card holds: two FLOP a weight and token at the share of the peak that is assumed."""
+    plan = make_plan(estimate_request("qwen3-8b", "q4_k_m", machine("RTX 4090")))
+    model = plan.request.model
+    weights = sum(elements((*model.attention[layer], *model.ffn[layer])) for layer in range(model.config.n_layers))
+    assert plan.request.hardware.gpu is not None
+    assert tensor_flops(plan.request.hardware.gpu) == pytest.approx(165e12, rel=0.01)  # as published
+    least = 2 * weights * 4096 / 165e12 / 0.6
+    made = prompt(with_chunk(plan, 4096), 4096)
+    assert least < made.seconds < 3 * least and not made.streamed
+
+
+def test_rates_of_several_tokens() -> None:
+    plain = machine("RTX 4060", ram_gb_s=70.0)
+    assert for_tokens(plain, 1) == plain
+    found = [for_tokens(plain, tokens) for tokens in (2, 4, 8)]
+    for kind in ("Q4_K", "Q6_K"):
+        assert plain.gpu is not None
+        rates = [one.gpu.dense_gb_s[kind] for one in found if one.gpu is not None]
+        assert plain.gpu.dense_gb_s["other"] >= rates[0] >= rates[1] > rates[2] > 0
+    assert 70.0 >= found[0].cpu.dense_gb_s["other"] > found[2].cpu.dense_gb_s["other"] > 0
+
+
+def test_drafts_gain_what_is_right() -> None:
+    assert drafts.expected_tokens((1.0, 1.0, 1.0), 2) == 3
+    assert drafts.expected_tokens((0.5, 0.5), 2) == 1.75
+    assert drafts.foreseen((0.5, 0.5), 2) == 0.125
+    # the same steps whatever their tokens, the CPU busy for half of one
+    made = drafts.Speculation(1.0, (1.0,) * 5, (1.1,) * 5, 0.5, 0.1, (0.5,) * 5)
+    assert made.by_cpu((0.0,) * 4) == made.by_gpu((0.0,) * 4) == drafts.Gain(0, 1.0)
+    right = (0.8,) * 4
+    assert made.by_cpu(right) == drafts.Gain(2, pytest.approx(2.44 / 2.0))
+    assert made.by_gpu(right) == drafts.Gain(4, pytest.approx(3.3616 / 1.5))
+    assert made.mirrored(right, always=True) == drafts.Gain(4, pytest.approx(3.3616 / 1.1))
+    assert made.mirrored(right).gain == pytest.approx(3.3616 / (1.5 - 0.4 * 0.8**5))
+    nowhere = replace(made, on_gpu=None)
+    assert nowhere.by_gpu(right) == nowhere.mirrored(right) == drafts.Gain(0, 1.0)
+
+
+def test_mirrored_steps_take_what_two_clocks_say() -> None:
+    """Steps played one after another: the GPU drafts for the next while the CPU verifies, for as long as that lasts."""
+    made = drafts.Speculation(1.0, (1.0,) * 5, (1.0, 1.1, 1.2, 1.3, 1.4), 0.9, 0.2, (0.5,) * 5)
+    right, rng = (0.9, 0.8, 0.7, 0.6), Random(3)
+    chosen = made.mirrored(right)
+    n, steps, tokens, clock, ahead = chosen.drafts, 40_000, 0, 0.0, 0.0
+    for _ in range(steps):
+        clock += n * made.each_on_gpu - ahead + made.on_gpu[n]
+        holds = [rng.random() < share for share in (*right, right[-1])[: n + 1]]
+        accepted = next((at for at, one in enumerate(holds[:n]) if not one), n)
+        tokens += 1 + accepted
+        ahead = min(n * made.each_on_gpu, made.busy[n]) if all(holds) else 0.0
+    assert n > 1 and tokens / clock == pytest.approx(chosen.gain / made.plain, rel=0.01)
+
+
+def test_a_head_on_the_gpu_takes_the_place_of_layers() -> None:
+    head = drafts.draft_head()
+    assert 1.0e9 < head.output.file < 1.1e9 and 0.2e9 < sum(one.file for one in head.layer) < 0.35e9
+    request = estimate_request(drafts.SHAPE, drafts.DTYPE, machine("RTX 4060", ram=32 * GIB))
+    assert request.hardware.gpu is not None
+    fewer = replace(request, vram=request.hardware.gpu.memory_bytes - head.on_gpu)
+    assert make_plan(fewer).claims.gpu_layers < make_plan(request).claims.gpu_layers
+
+
+def test_figures_far_off_have_a_reason_and_others_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h200, "figures", lambda: [h200.Figure("a model", 1, 100.0, 130.0)])
+    monkeypatch.setattr(h200, "WHY", {})
+    with pytest.raises(ValueError, match="no reason"):
+        h200.measured_table()
+    monkeypatch.setattr(h200, "WHY", {"a model": {1: h200.PRODUCTS}})
+    assert "| a model | 100 | 130 | +30 % | (b) |\n\n- (b) the plan" in h200.measured_table()
+    monkeypatch.setattr(h200, "figures", lambda: [h200.Figure("a model", 1, 100.0, 110.0)])
+    with pytest.raises(ValueError, match="a reason"):
+        h200.measured_table()
