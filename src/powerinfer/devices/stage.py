@@ -99,8 +99,8 @@ def _lines(matrices: Sequence[int]) -> int:
 
 
 def _table_bytes(experts: int) -> int:
-    """Bytes of a table of each expert's place, int32, in whole lines."""
-    return -(-4 * experts // LINE) * LINE
+    """Bytes of a table of each expert's place, and of the expert in each, int32, in whole lines."""
+    return -(-8 * experts // LINE) * LINE
 
 
 class Stage:
@@ -191,7 +191,7 @@ class Stage:
         """
         import torch
 
-        kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
+        kinds, every = (torch.int32,) * 3 + (torch.float32,) * len(vectors), gpu.Activations(n)
         for piece in islice(pieces(layout, cold, self.limit(layout), BESIDE), most):
             index = cold.index[piece.first : piece.last]
             of_piece_vectors = [None if values is None else values[index].astype(np.float32) for values in vectors]
@@ -202,7 +202,7 @@ class Stage:
                 assert rows is not None and at is not None and group is not None and shared is not None
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, of_piece)
                 gpu.unpack(layout, rows, at, group, shared, neurons)
-                total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
+                total.add_(gpu.neuron_sum(neurons, every, None, threshold)[0])
                 del neurons  # the next piece reuses their memory
 
     @contextmanager
