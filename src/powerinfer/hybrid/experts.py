@@ -22,7 +22,7 @@ it does not have, and computes the others meanwhile, in prompts, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ class HybridExperts(HybridTerms):
     most = 2
     _freed = (
         "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
-        "_slots", "_biases",
+        "_slots", "_members", "_biases",
         "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
     )  # fmt: skip
 
@@ -235,6 +235,7 @@ class HybridExperts(HybridTerms):
             self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.arange(n, dtype=torch.int32, device=device)
+        self._members = self._slots.clone()  # the expert of each slot, -1: none
         self._publish()
         return views
 
@@ -305,6 +306,9 @@ class HybridExperts(HybridTerms):
         self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
         if self._inside is None:
             self._slots.copy_(torch.from_numpy(self._slot))
+            members = np.full(len(self._slot), -1, np.int32)
+            members[self._slot[self.hot]] = self.hot
+            self._members.copy_(torch.from_numpy(members))
         self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
         if self._disk is not None and self._cpu_part is not None:
             self._cpu_part.op.elsewhere[:] = self._slot >= 0
@@ -421,7 +425,7 @@ class HybridExperts(HybridTerms):
         predictor), and what all experts share of this."""
         parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
         parts += [part.nbytes for part in (self._gpu_part, self._shared_part) if part is not None]
-        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots
+        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots, self._members
         inner = {} if self._inner is None else {"predictor": self._inner.nbytes}
         return {"ffn": sum(parts) + tensor_bytes(*vectors)} | inner
 
@@ -463,6 +467,7 @@ class HybridExperts(HybridTerms):
     def _select(self, step: Step) -> None:
         assert step.read is not None
         experts, weights = self._link.experts(len(step.x), self.top_k)
+        step.routed = None  # of the layer before
         x = step.x if self.config.early_router else step.read
         x = x if self._separate is None else self._separate.router(step.x)
         logits = gpu.linear(self._router, x, self._router_bias)
@@ -524,13 +529,34 @@ class HybridExperts(HybridTerms):
             return  # whoever computes the others computes all
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
         hidden = None if self._gpu_part.predictor is None else step.hidden
-        if self._latents is None:
+        if len(step.x) > gpu.FEW:
+            self._add_some(step, [(self._gpu_part, self._slots, self._members)])
+        elif self._latents is None:
             gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target, hidden)
             step.normed = None
         else:
             before, behind = self._latents
             part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, hidden=hidden)
             step.add_part(behind(part))
+
+    def _add_some(self, step: Step, parts: Iterable[tuple[Experts, Tensor, Tensor]]) -> None:
+        """Add the sums of some experts of a long step after others: each with the slots of all of the layer's, and the
+        expert of each slot."""
+        import torch
+
+        assert step.read is not None
+        if step.routed is None:
+            x = step.read if self._latents is None else self._latents[0](step.read)
+            selected = self._link.experts(len(step.x), self.top_k)
+            step.routed = gpu_experts.Routed(x, *selected, self.config.n_experts)
+        target = step.target if self._latents is None else torch.zeros_like(step.routed.x)
+        for part, slots, members in parts:
+            gpu_experts.add_some(part, step.routed, slots, members, target)
+            del part  # the next one reuses its memory
+        if self._latents is None:
+            step.normed = None
+        else:
+            step.add_part(self._latents[1](target))
 
     def finish(self) -> list[Operator]:
         operators = super().finish()
@@ -617,33 +643,31 @@ class HybridExperts(HybridTerms):
         return np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
 
     def _stream_cold(self, step: Step) -> None:
+        self._check_files()
+        self._add_some(step, self._sent_experts())
+
+    def _sent_experts(self) -> Iterator[tuple[Experts, Tensor, Tensor]]:
+        """Experts of the CPU on the GPU, some at a time, until the next ones are asked for; as of `_add_some`."""
         import torch
 
-        assert self.stage is not None and self._tensors is not None and step.read is not None
-        self._check_files()
-        experts, weights = self._link.experts(len(step.x), self.top_k)
-        sizes = [tensor.matrix(0).nbytes for tensor in self._tensors]
-        count = self.stage.experts_at_once(sizes, self.config.n_experts)
-        x, target = step.read, step.target
-        if self._latents is not None:
-            x = self._latents[0](x)
-            target = torch.zeros_like(x)
-        for first in range(0, len(self.cold), count):
+        assert self.stage is not None and self._tensors is not None
+        n = self.config.n_experts
+        count = self.stage.experts_at_once([tensor.matrix(0).nbytes for tensor in self._tensors], n)
+        most = count if self._layers.rehearses else len(self.cold)  # one piece takes as much memory as all
+        for first in range(0, min(most, len(self.cold)), count):
             piece = self.cold[first : first + count]
-            places = np.full(self.config.n_experts, -1, np.int32)
-            places[piece] = np.arange(len(piece))
-            parts = [np.asarray(places.view(np.uint8))]
+            table = np.full(2 * n, -1, np.int32)  # the slot of each expert, and the expert of each slot
+            table[piece], table[n : n + len(piece)] = np.arange(len(piece)), piece
+            parts = [np.asarray(table.view(np.uint8))]
             for tensor in self._tensors:
                 parts += [tensor.matrix(expert).data for expert in piece]
-            with self.stage.sent(parts) as (of_places, *sent):
-                assert of_places is not None
-                slots = of_places.view(torch.int32)
+            with self.stage.sent(parts) as (of_table, *sent):
+                assert of_table is not None
+                slots, members = of_table.view(torch.int32).split(n)
                 joined = [_joined(sent[at * len(piece) : (at + 1) * len(piece)]) for at in range(len(self._tensors))]
                 resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
-                gpu_experts.expert_sum(resident, x, experts, weights, slots, target)
+                yield resident, slots, members[: len(piece)]
                 del resident  # the next one reuses its memory
-        if self._latents is not None:
-            step.add_part(self._latents[1](target))
 
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
