@@ -265,7 +265,7 @@ class CpuExecutor:
             self.choices.disk = Choice(disk.about.why)
         self.first_layer = first_layer
         self.page_size = cpu.PAGE
-        self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
+        self.max_tokens = max(engine.chunk, engine.max_batch)
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import __version__
-from powerinfer.config import ExpertsConfig
+from powerinfer.config import DEFAULT_CHUNK, ExpertsConfig
 from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, demand
 from powerinfer.formats.bundle_file import n_groups
@@ -80,7 +80,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 15
+GPU_ACCOUNTING = 16
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 RAM_ACCOUNTING = 3
@@ -1151,6 +1151,8 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
                     f"{size} of neurons fit into neither memory, and a load {refused}: to read them from disk RAM must "
                     f"hold those that are being read, and all of layers that are not on the GPU{gates}"
                 )
+    if claims.staging and request.chunk > DEFAULT_CHUNK:
+        reasons.append(f"prompts are computed {request.chunk} tokens at a time, since what streams does so every time")
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
     return tuple(reasons)
