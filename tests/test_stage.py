@@ -188,6 +188,44 @@ def test_what_several_threads_copy_is_sent(monkeypatch: pytest.MonkeyPatch) -> N
     stage.close()
 
 
+@pytest.mark.usefixtures("device")
+def test_registered_memory_is_not_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what lies outside of its whole pages; nor where a system refuses, or once it is released."""
+    monkeypatch.setattr(staging, "_LEAST_SHARE", 1 << 12)
+    rng, stage, staged = np.random.default_rng(5), Stage(torch_device(), 1 << 17), []
+    copy = Stage._copy
+    monkeypatch.setattr(
+        Stage, "_copy", lambda self, outs, parts: (staged.append(sum(map(len, parts))), copy(self, outs, parts))[1]
+    )
+    memory = rng.integers(0, 256, 3 << 16, np.uint8)
+    memory.flags.writeable = False
+    page, first = staging.PAGESIZE, -memory.ctypes.data % staging.PAGESIZE
+    other = rng.integers(0, 256, 777, np.uint8)
+
+    def sent(begin: int, end: int) -> int:
+        """The bytes that the CPU copied of these, and others around them."""
+        with stage.sent([other, memory[begin:end], None, other]) as (before, own, none, behind):
+            assert before is not None and own is not None and none is None and behind is not None
+            np.testing.assert_array_equal(own.cpu().numpy(), memory[begin:end])
+            for part in (before, behind):
+                np.testing.assert_array_equal(part.cpu().numpy(), other)
+        return staged.pop() - 2 * len(other)
+
+    assert sent(0, 1 << 16) == 1 << 16
+    stage.register(memory)
+    last = first + (len(memory) - first) // page * page
+    assert sent(first, first + 5 * page + 9) == 0 and sent(0, first + page) == first
+    assert sent(last - page, len(memory)) == len(memory) - last
+    assert sent(first + 7, first + 1000) == 0
+    stage.register(np.empty(100, np.uint8))  # less than a page
+    stage.release(memory)
+    assert sent(0, 1 << 16) == 1 << 16
+    monkeypatch.setattr(type(stage._streams), "register", lambda *_: None)
+    stage.register(memory)
+    assert sent(0, 1 << 16) == 1 << 16
+    stage.close()
+
+
 # ---- In a model ------------------------------------------------------------------------------------------------------
 
 

@@ -204,6 +204,16 @@ class ExpertSum:
         parts, hidden = ("order", "sum_ordered") if ahead else ("all",), link.received_hidden(tokens, self.rank)
         return tuple(_native.ExpertCall(*arguments, part, hidden) for part in parts)
 
+    def panels(self) -> list[cpu.ExpertPanels] | None:
+        """Their matrices as they are in memory, in the order of `ExpertsConfig.matrices`; None where neurons are told
+        apart, experts rest on disk, or share panels."""
+        every = list[cpu.ExpertPanels]()
+        for one in self._matrices:
+            if self.by_neuron is not None or one.panels is None or one.rows % (self._n * cpu.LANES):
+                return None
+            every.append(cpu.ExpertPanels(one.type, one.rows // self._n, one.k, one.panels.reshape(self._n, -1)))
+        return every or None
+
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
         if (bundled := self.by_neuron) is not None:

@@ -14,9 +14,10 @@ Where a predictor selects a layer may be split by neurons inside its experts ins
 copies of the same number of hot ones of each, and steps of few tokens add up these there, the others on the CPU. Longer
 steps, whose tokens need nearly all neurons, are whole: the CPU, or the GPU through which all stream, computes them.
 
-For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU from the model's file. Where
-RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and that
-it does not have, and computes the others meanwhile, in prompts, too.
+For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU as the CPU has them, or where
+it tells their neurons apart from the model's file. Where RAM does not hold all cold experts they rest on disk
+(devices/disk.py): the CPU reads those that are selected and that it does not have, and computes the others meanwhile,
+in prompts, too.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
-from powerinfer.kernels import gpu, gpu_experts
-from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.kernels import gpu, gpu_experts, gpu_panels
+from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
 from powerinfer.placement.experts import Policy, Swap
@@ -153,6 +155,9 @@ class HybridExperts(HybridTerms):
             )
         if self._tensors is None:
             self.stage = None
+        if self.stage is not None and self._cpu_part is not None:
+            for one in self._panels() or ():
+                self.stage.register(one.data.reshape(-1))
         self.clear()
 
     def _skips(self, cpu: CpuExecutor, down_type: str, size: int) -> bool:
@@ -646,26 +651,48 @@ class HybridExperts(HybridTerms):
         self._check_files()
         self._add_some(step, self._sent_experts())
 
+    def _panels(self) -> list[ExpertPanels] | None:
+        """The CPU's matrices, if they stream as they are: not with rows beside those of the file."""
+        if self._cpu_part is None or self._tensors is None:
+            return None
+        panels, rows = self._cpu_part.panels(), [tensor.shape[1] for tensor in self._tensors]
+        return None if panels is None or [one.rows for one in panels] != rows else panels
+
     def _sent_experts(self) -> Iterator[tuple[Experts, Tensor, Tensor]]:
         """Experts of the CPU on the GPU, some at a time, until the next ones are asked for; as of `_add_some`."""
         import torch
 
         assert self.stage is not None and self._tensors is not None
-        n = self.config.n_experts
-        count = self.stage.experts_at_once([tensor.matrix(0).nbytes for tensor in self._tensors], n)
+        n, panels, count = self.config.n_experts, self._panels(), 0
+        if panels is not None:
+            made = (gpu_panels.panel_bytes(one.type, one.k) * one.rows // LANES for one in panels)
+            sizes = [max(one.data.shape[1], nbytes) for one, nbytes in zip(panels, made, strict=True)]
+            count = self.stage.experts_at_once(sizes, n)
+        if not count:
+            panels = None
+            count = self.stage.experts_at_once([tensor.matrix(0).nbytes for tensor in self._tensors], n)
+        cold = self.cold[np.argsort(self._place_of[self.cold])]  # as they lie in memory
         most = count if self._layers.rehearses else len(self.cold)  # one piece takes as much memory as all
-        for first in range(0, min(most, len(self.cold)), count):
-            piece = self.cold[first : first + count]
+        for first in range(0, min(most, len(cold)), count):
+            piece = cold[first : first + count]
             table = np.full(2 * n, -1, np.int32)  # the slot of each expert, and the expert of each slot
             table[piece], table[n : n + len(piece)] = np.arange(len(piece)), piece
             parts = [np.asarray(table.view(np.uint8))]
-            for tensor in self._tensors:
-                parts += [tensor.matrix(expert).data for expert in piece]
+            if panels is None:
+                for tensor in self._tensors:
+                    parts += [tensor.matrix(expert).data for expert in piece]
+            else:
+                for one in panels:
+                    parts += _runs(one.data, self._place_of[piece])
             with self.stage.sent(parts) as (of_table, *sent):
                 assert of_table is not None
                 slots, members = of_table.view(torch.int32).split(n)
-                joined = [_joined(sent[at * len(piece) : (at + 1) * len(piece)]) for at in range(len(self._tensors))]
-                resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
+                each = len(sent) // len(self._tensors)
+                joined = [_joined(sent[at : at + each]) for at in range(0, len(sent), each)]
+                if panels is None:
+                    resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
+                else:
+                    resident = gpu_experts.from_panels(self.config, panels, joined, piece, self._biases)
                 yield resident, slots, members[: len(piece)]
                 del resident  # the next one reuses its memory
 
@@ -736,14 +763,20 @@ def is_mapped(tensor: RawTensor) -> bool:
     return data is not None
 
 
+def _runs(panels: Bytes, places: Indices) -> list[Bytes]:
+    """Rows `places`, ascending, of uint8 [experts, bytes], those that lie one behind the other as one."""
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    return [panels[run[0] : run[-1] + 1].reshape(-1) for run in np.split(places, breaks)]
+
+
 def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     """Parts that lie one behind the other in a buffer, as one; else a copy."""
     import torch
 
     present = [part for part in parts if part is not None]
-    size, first = present[0].nbytes, present[0]
-    if all(part.data_ptr() == first.data_ptr() + at * size for at, part in enumerate(present)):
-        return first.as_strided((len(present) * size,), (1,))
+    ends = [part.data_ptr() + part.nbytes for part in present[:-1]]
+    if all(part.data_ptr() == end for part, end in zip(present[1:], ends, strict=True)):
+        return present[0].as_strided((sum(part.nbytes for part in present),), (1,))
     return torch.cat(present)
 
 

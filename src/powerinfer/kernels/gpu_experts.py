@@ -13,7 +13,8 @@ import numpy as np
 from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_panels
+from powerinfer.kernels.cpu import LANES, ExpertPanels
 from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
@@ -156,6 +157,20 @@ def from_rows(
         n, rows, cols = tensor.shape
         factors = None if tensor.scales is None else np.repeat(np.resize(tensor.scales, n)[index], rows)
         weights.append(gpu.stored(tensor.type, len(index) * rows, cols, part, factors))
+    return _experts(about, len(index), weights, biases, index)
+
+
+def from_panels(
+    about: ExpertsConfig,
+    panels: Sequence[ExpertPanels],
+    parts: Sequence[Tensor],
+    index: Indices,
+    biases: Biases = (),
+) -> Experts:
+    """The same from the CPU's panels of these experts' matrices, as `gpu_panels` converts them."""
+    weights = []
+    for one, part in zip(panels, parts, strict=True):
+        weights.append(gpu_panels.from_panels(one.type, one.k, part.view(len(index) * one.rows // LANES, -1)))
     return _experts(about, len(index), weights, biases, index)
 
 
