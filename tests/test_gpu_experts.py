@@ -203,7 +203,7 @@ def test_prompts_are_as_exact_as_dense_ones(
     dense = np.zeros_like(exact)
     for expert in index:
         gate, up, down = (gpu.upload(one.matrix(int(expert)), device_name()) for one in tensors)
-        rows = gpu.Activations(on_device(x))
+        rows = gpu.activations_of(on_device(x))
         h = gpu.activate(about.activation, gpu.linear(gate, rows), gpu.linear(up, rows))
         weight = (weights * ((selected == expert) & there)).sum(axis=1, keepdims=True)
         dense += weight * gpu.linear(down, h).double().cpu().numpy()

@@ -401,12 +401,10 @@ def test_many_tokens_are_multiplied_in_a_narrow_type(
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_activations_are_narrowed_once_by_a_power_of_two(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all products, whatever pieces and types their matrices have; with the same bits by either kernel."""
-    from powerinfer.kernels import activations
-
     monkeypatch.setattr(gpu, "_NARROW", [device_name()])
     x = floats(40, 37, 96) * np.float32(10) ** np.linspace(-42, 37, 37, dtype=np.float32)[:, None]
     x[4], x[5, 7], x[6, 8] = 0, np.nan, np.inf
-    made, scale = activations.Activations(on_device(x)).narrowed(torch.float16)
+    made, scale = gpu.activations_of(on_device(x)).narrowed(torch.float16)
     assert scale is not None and made.dtype == torch.float16 and scale.shape == (37, 1)
     finite = np.isfinite(x).all(axis=1)
     largest = np.abs(x[finite]).max(axis=1, keepdims=True).astype(np.float64)
@@ -415,11 +413,11 @@ def test_activations_are_narrowed_once_by_a_power_of_two(kernels: str, monkeypat
     assert (np.abs(made.cpu().numpy()[finite]) <= 4).all() and (np.log2(scale.cpu().numpy()[finite]) % 1 == 0).all()
     assert np.isnan(wide[5]).any() and not np.isfinite(wide[6]).all()
     gpu.force_triton(False)
-    other, same = activations.Activations(on_device(x)).narrowed(torch.float16)
+    other, same = gpu.activations_of(on_device(x)).narrowed(torch.float16)
     gpu.force_triton(kernels == "triton")
     assert same is not None and torch.equal(other[on_device(finite)], made[on_device(finite)])
-    counted, real = [], activations._halves
-    monkeypatch.setattr(activations, "_halves", lambda rows: (counted.append(len(rows)), real(rows))[1])
+    counted, real = [], gpu._halves
+    monkeypatch.setattr(gpu, "_halves", lambda rows: (counted.append(len(rows)), real(rows))[1])
     monkeypatch.setattr(gpu, "_PIECE", 5 * 96)
     stored = [raw("Q4_0", 21, 96), raw("F16", 12, 96), raw("Q8_0", 7, 96)]
     matrices = Matrices([StoredMatrix(one, None) for one in stored], [None] * 3, torch_device())

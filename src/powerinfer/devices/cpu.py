@@ -207,12 +207,13 @@ class ExpertSum:
     def panels(self) -> list[cpu.ExpertPanels] | None:
         """Their matrices as they are in memory, in the order of `ExpertsConfig.matrices`; None where neurons are told
         apart, experts rest on disk, or share panels."""
-        every = list[cpu.ExpertPanels]()
-        for one in self._matrices:
-            if self.by_neuron is not None or one.panels is None or one.rows % (self._n * cpu.LANES):
+        result = list[cpu.ExpertPanels]()
+        for matrix in self._matrices:
+            panels, rows = matrix.panels, matrix.rows // self._n
+            if self.by_neuron is not None or panels is None or matrix.rows % (self._n * cpu.LANES):
                 return None
-            every.append(cpu.ExpertPanels(one.type, one.rows // self._n, one.k, one.panels.reshape(self._n, -1)))
-        return every or None
+            result.append(cpu.ExpertPanels(matrix.type, rows, matrix.k, panels.reshape(self._n, -1)))
+        return result or None
 
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""

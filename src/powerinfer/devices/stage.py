@@ -117,7 +117,7 @@ class _Registered(NamedTuple):
     release: Callable[[], None]
 
 
-def _of(pages: _Registered) -> int:
+def _address(pages: _Registered) -> int:
     return pages.address
 
 
@@ -214,7 +214,7 @@ class Stage:
         """
         import torch
 
-        kinds, every = (torch.int32,) * 3 + (torch.float32,) * len(vectors), gpu.Activations(n)
+        kinds, activations = (torch.int32,) * 3 + (torch.float32,) * len(vectors), gpu.activations_of(n)
         for piece in islice(pieces(layout, cold, self.limit(layout), BESIDE), most):
             index = cold.index[piece.first : piece.last]
             of_piece_vectors = [None if values is None else values[index].astype(np.float32) for values in vectors]
@@ -225,7 +225,7 @@ class Stage:
                 assert rows is not None and at is not None and group is not None and shared is not None
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, of_piece)
                 gpu.unpack(layout, rows, at, group, shared, neurons)
-                total.add_(gpu.neuron_sum(neurons, every, None, threshold)[0])
+                total.add_(gpu.neuron_sum(neurons, activations, None, threshold)[0])
                 del neurons  # the next piece reuses their memory
 
     @contextmanager
@@ -266,8 +266,8 @@ class Stage:
             self._refused = True
             return
         pages = (ctypes.c_uint8 * nbytes).from_address(address)
-        whole = torch.from_numpy(np.ctypeslib.as_array(pages))
-        insort(self._registered, _Registered(address, whole, memory, release), key=_of)
+        tensor = torch.from_numpy(np.ctypeslib.as_array(pages))
+        insort(self._registered, _Registered(address, tensor, memory, release), key=_address)
 
     def release(self, memory: Bytes) -> None:
         """Let memory be freed, or used for something else, that was registered; once no step runs."""
@@ -280,7 +280,7 @@ class Stage:
     def _read_by_gpu(self, part: Bytes) -> tuple[int, Tensor | None]:
         """The bytes of a part that the GPU reads by itself, and where they begin in it."""
         first = part.ctypes.data
-        number = bisect_left(self._registered, first + part.nbytes, key=_of) - 1
+        number = bisect_left(self._registered, first + part.nbytes, key=_address) - 1
         if number < 0:
             return 0, None
         address, pages, *_ = self._registered[number]
@@ -318,8 +318,8 @@ class Stage:
                 np.copyto(outs[number][begin:end], parts[number][begin:end])
 
         sizes = [len(part) for part in parts]
-        first, *others = shared_out(sizes, min(self._threads, max(1, sum(sizes) // _LEAST_SHARE)))
-        copying = [] if self._pool is None else [self._pool.submit(copy, share) for share in others]
+        first, *further = shared_out(sizes, min(self._threads, max(1, sum(sizes) // _LEAST_SHARE)))
+        copying = [] if self._pool is None else [self._pool.submit(copy, share) for share in further]
         copy(first)
         for one in copying:
             one.result()

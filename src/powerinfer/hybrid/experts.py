@@ -155,9 +155,7 @@ class HybridExperts(HybridTerms):
             )
         if self._tensors is None:
             self.stage = None
-        if self.stage is not None and self._cpu_part is not None:
-            for one in self._panels() or ():
-                self.stage.register(one.data.reshape(-1))
+        self._register()
         self.clear()
 
     def _skips(self, cpu: CpuExecutor, down_type: str, size: int) -> bool:
@@ -651,6 +649,12 @@ class HybridExperts(HybridTerms):
         self._check_files()
         self._add_some(step, self._sent_experts())
 
+    def _register(self) -> None:
+        """Let the GPU read what streams by itself."""
+        if self.stage is not None:
+            for matrix in self._panels() or ():
+                self.stage.register(matrix.data.reshape(-1))
+
     def _panels(self) -> list[ExpertPanels] | None:
         """The CPU's matrices, if they stream as they are: not with rows beside those of the file."""
         if self._cpu_part is None or self._tensors is None:
@@ -665,8 +669,9 @@ class HybridExperts(HybridTerms):
         assert self.stage is not None and self._tensors is not None
         n, panels, count = self.config.n_experts, self._panels(), 0
         if panels is not None:
-            made = (gpu_panels.panel_bytes(one.type, one.k) * one.rows // LANES for one in panels)
-            sizes = [max(one.data.shape[1], nbytes) for one, nbytes in zip(panels, made, strict=True)]
+            sizes = [
+                max(one.data.shape[1], gpu_panels.panel_bytes(one.type, one.k) * one.rows // LANES) for one in panels
+            ]
             count = self.stage.experts_at_once(sizes, n)
         if not count:
             panels = None
@@ -687,8 +692,8 @@ class HybridExperts(HybridTerms):
             with self.stage.sent(parts) as (of_table, *sent):
                 assert of_table is not None
                 slots, members = of_table.view(torch.int32).split(n)
-                each = len(sent) // len(self._tensors)
-                joined = [_joined(sent[at : at + each]) for at in range(0, len(sent), each)]
+                runs = len(sent) // len(self._tensors)
+                joined = [_joined(sent[at : at + runs]) for at in range(0, len(sent), runs)]
                 if panels is None:
                     resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
                 else:

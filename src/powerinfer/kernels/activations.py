@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,17 +15,13 @@ _EXPONENTS = -126, 126
 class Activations:
     """Activations float32 [T, k], or a batch of them [.., T, k], which one or several products take.
 
-    A product with a whole matrix takes all of them; one with some columns of a matrix those of the same numbers.
+    halves: makes the rows, and the scales, of float16 (`plain_halves`).
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, halves: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         self.x = x
+        self._halves = halves
         self._narrow: dict[Any, tuple[Tensor, Tensor | None]] = {}
-
-    @classmethod
-    def of(cls, x: Tensor | Activations) -> Activations:
-        """Activations as they are, or of a tensor."""
-        return x if isinstance(x, cls) else cls(x)  # type: ignore[arg-type]
 
     def narrowed(self, kind: Any) -> tuple[Tensor, Tensor | None]:
         """Rows in float16 or bfloat16, of their shape, and what each is multiplied by again, float32 [.., T, 1]: of
@@ -33,7 +30,7 @@ class Activations:
         import torch
 
         if kind not in self._narrow:
-            self._narrow[kind] = (self.x.bfloat16(), None) if kind == torch.bfloat16 else _halves(self.x)
+            self._narrow[kind] = (self.x.bfloat16(), None) if kind == torch.bfloat16 else self._halves(self.x)
         return self._narrow[kind]
 
     def product(self, w: Tensor, columns: slice | None = None) -> Tensor:
@@ -47,15 +44,10 @@ class Activations:
         return out if scale is None else out.mul_(scale)
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def plain_halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`Activations.narrowed` of float16, in plain torch."""
     import torch
 
-    from powerinfer.kernels import gpu
-
-    if gpu.which(x) == "triton":
-        from powerinfer.kernels import triton_kernels
-
-        return triton_kernels.narrowed(x)
     exponent = x.abs().amax(dim=-1, keepdim=True).frexp().exponent.clamp_(*_EXPONENTS)
     scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return torch.ldexp(x, -exponent).half(), scale

@@ -26,7 +26,7 @@ from powerinfer.formats.tensors import RawTensor, convert
 from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES, STORED_ROWS, WEIGHT_TYPES
 from powerinfer.formats.weight_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels import gpu_words
-from powerinfer.kernels.activations import Activations as Activations
+from powerinfer.kernels.activations import Activations, plain_halves
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import CUT as CUT
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
@@ -356,7 +356,7 @@ def linear(
 
     activations: x, float32 [T, k], or what several products make something of once; bias: float32 [rows].
     """
-    activations = Activations.of(activations)
+    activations = activations_of(activations)
     x = activations.x
     assert into is None or (into.is_contiguous() and into.data_ptr() != x.data_ptr())  # others add while x is read
     if x.shape[0] <= FEW and _triton(x):
@@ -408,9 +408,18 @@ def _scales_of(neurons: Neurons | None, begin: int, end: int) -> Tensor | None:
     return neurons.shared[neurons.group[begin:end].long()]
 
 
+def activations_of(x: Tensor | Activations) -> Activations:
+    """Activations as they are, or of a tensor."""
+    return x if isinstance(x, Activations) else Activations(x, _halves)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _kernels().narrowed(x) if _triton(x) else plain_halves(x)
+
+
 def product(x: Tensor | Activations, w: Tensor, columns: slice | None = None) -> Tensor:
     """`Activations.product` of many tokens."""
-    return Activations.of(x).product(w, columns)
+    return activations_of(x).product(w, columns)
 
 
 def forget_codes(x: Tensor) -> None:
@@ -909,7 +918,7 @@ def neuron_sum(
     """
     import torch
 
-    x = Activations.of(activations).x
+    x = activations_of(activations).x
     if fired is None:
         fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
     if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
@@ -927,9 +936,9 @@ def neuron_sum(
 
 def add_down(neurons: Neurons, h: Tensor, total: Tensor) -> Tensor:
     """total, float32 [T, d_model], with the neurons' columns of down times their h, float32 [T, n], added up."""
-    every = Activations(h)
+    activations = activations_of(h)
     for begin, end in pieces(neurons.n, neurons.down.k):
-        total += every.product(operand(neurons.down, begin, end, neurons), slice(begin, end))
+        total += activations.product(operand(neurons.down, begin, end, neurons), slice(begin, end))
     return total
 
 
@@ -939,7 +948,7 @@ def products(
     """h of all neurons, float32 [T, n], with arguments as `neuron_sum`."""
     import torch
 
-    x = Activations.of(activations)
+    x = activations_of(activations)
     first = neurons.up if neurons.gate is None else neurons.gate
     h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
     h = activated(h, neurons.activation, neurons.threshold if neurons.limits is None else neurons.limits)

@@ -306,10 +306,10 @@ def expert_sum(
     if gpu.which(x) == "triton":
         from powerinfer.kernels import triton_prompt_experts
 
-        every = Routed(x, slots, weights, experts.slots if table is None else len(table)).blocks()
+        blocks = Routed(x, slots, weights, experts.slots if table is None else len(table)).blocks()
         into = torch.zeros_like(x) if into is None else into
         of_slots = None if table is None else members(table, experts.slots)
-        triton_prompt_experts.add_experts(experts, every, table, of_slots, into)
+        triton_prompt_experts.add_experts(experts, blocks, table, of_slots, into)
         return into
     slots = slots if table is None else table[slots.long()]
     out = torch.zeros((*slots.shape, x.shape[1]), dtype=torch.float32, device=x.device)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels import gpu
-from powerinfer.kernels.activations import Activations
 from powerinfer.kernels.gpu_types import EXPERT_TOKENS as TOKENS
 from powerinfer.kernels.triton_experts import (
     ACROSS,
@@ -34,6 +33,7 @@ from powerinfer.kernels.triton_kernels import WIDE, Tile, add_bias, either, prec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.kernels.activations import Activations
     from powerinfer.kernels.gpu_types import Experts
 
 TILES = {**WIDE, "MXFP4": Tile(32, 32, 4)}  # of more rows it would spill registers before Hopper
@@ -115,27 +115,28 @@ class Block(NamedTuple):
 
 def blocks(x: Tensor, experts: Tensor, weights: Tensor, n: int) -> list[Block]:
     """Tokens x, float32 [T, d_model], with their pairs in order. experts: int32 [T, top_k] of n, -1: none."""
-    made = []
+    result = []
     for first in range(0, len(x), TOKENS):
-        some = slice(first, first + TOKENS)
-        rows, own = x[some].contiguous(), experts[some].contiguous()
-        each = int(triton.cdiv(own.numel(), n))
-        wide = columns(each, len(rows))
-        ordered = order(own, weights[some].contiguous(), n)
-        made.append(Block(first, Activations(rows), own, *ordered, wide, int(triton.cdiv(each, wide))))
-    return made
+        tokens = slice(first, first + TOKENS)
+        rows, selected = x[tokens].contiguous(), experts[tokens].contiguous()
+        pairs = int(triton.cdiv(selected.numel(), n))  # of an expert
+        width = columns(pairs, len(rows))
+        ordered = order(selected, weights[tokens].contiguous(), n)
+        tiles = int(triton.cdiv(pairs, width))
+        result.append(Block(first, gpu.activations_of(rows), selected, *ordered, width, tiles))
+    return result
 
 
 def add_experts(
-    experts: Experts, some: list[Block], table: Tensor | None, members: Tensor | None, into: Tensor
+    experts: Experts, blocks: list[Block], table: Tensor | None, members: Tensor | None, into: Tensor
 ) -> None:
     """`gpu_experts.add_some`, of tokens in blocks."""
-    for block in some:
+    for block in blocks:
         rows = _rows(experts, block, members)
         tokens, d = block.activations.x.shape
-        own, top_k = into[block.first : block.first + tokens], block.experts.shape[1]
+        to, top_k = into[block.first : block.first + tokens], block.experts.shape[1]
         merge_kernel[(tokens, triton.cdiv(d, COLUMNS))](
-            rows, block.row_of, block.experts, either(table, block.experts), own, top_k, d, TABLE=table is not None,
+            rows, block.row_of, block.experts, either(table, block.experts), to, top_k, d, TABLE=table is not None,
             ADD=True, C=COLUMNS, num_warps=4,
         )  # fmt: skip
 
@@ -146,7 +147,7 @@ def _rows(experts: Experts, block: Block, members: Tensor | None) -> Tensor:
     d, exact, first = x.shape[1], precision(x), up if experts.gate is None else experts.gate
     h = torch.empty((pairs, size), dtype=torch.float32, device=x.device)
     (by_gate, by_up), tile = (gpu.taken_by_many(one, block.activations) for one in (first, up)), TILES[up.type]
-    own = {"MEMBERS": members is not None, "T": block.columns, "PRECISION": exact}
+    shape = {"MEMBERS": members is not None, "T": block.columns, "PRECISION": exact}
     numbers, bias = either(members, block.begin), experts.up_bias is not None
     _prompt_hidden_kernel[(triton.cdiv(size, tile.rows), experts.slots, block.tiles)](
         by_gate[0], either(by_gate[1], h), first.data, scales_of(first), either(experts.gate_bias, h),
@@ -154,24 +155,24 @@ def _rows(experts: Experts, block: Block, members: Tensor | None) -> Tensor:
         block.token_of, block.weight_of, h, size, d, experts.threshold, GATED=experts.gate is not None,
         SCALES=experts.scales_input, BIAS=bias, SCALED=by_gate[1] is not None, UP_SCALED=by_up[1] is not None,
         ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=up.type, R=tile.rows, C=tile.columns,
-        num_warps=tile.warps, **own,
+        num_warps=tile.warps, **shape,
     )  # fmt: skip
     down = experts.down
-    taken, scale = gpu.taken_by_many(down, Activations(h))
+    narrow, scale = gpu.taken_by_many(down, gpu.activations_of(h))
     rows = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
     if experts.by_neuron:
         tile = ACROSS[down.type]
-        wide = tile.columns * (2 if down.type == "Q4_0X32" else 1)
-        grouped_across_kernel[(triton.cdiv(d, wide), experts.slots)](
-            taken, down.data, either(experts.shared, h), either(experts.group, h), block.begin, numbers,
+        width = tile.columns * (2 if down.type == "Q4_0X32" else 1)
+        grouped_across_kernel[(triton.cdiv(d, width), experts.slots)](
+            narrow, down.data, either(experts.shared, h), either(experts.group, h), block.begin, numbers,
             either(scale, h), rows, d, size, TYPE=down.type, GROUPS=experts.group is not None, R=tile.rows,
-            C=tile.columns, SCALED=scale is not None, num_warps=tile.warps, **own,
+            C=tile.columns, SCALED=scale is not None, num_warps=tile.warps, **shape,
         )  # fmt: skip
         return rows
     tile = TILES[down.type]
     _prompt_down_kernel[(triton.cdiv(d, tile.rows), experts.slots, block.tiles)](
-        taken, either(scale, h), down.data, scales_of(down), either(experts.down_bias, h), block.begin, numbers,
+        narrow, either(scale, h), down.data, scales_of(down), either(experts.down_bias, h), block.begin, numbers,
         block.weight_of, rows, d, size, BIAS=bias, SCALED=scale is not None, TYPE=down.type, R=tile.rows,
-        C=tile.columns, num_warps=tile.warps, **own,
+        C=tile.columns, num_warps=tile.warps, **shape,
     )  # fmt: skip
     return rows

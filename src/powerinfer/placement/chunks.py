@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 CHUNKS = 8192, 4096, 2048
 """Tokens to choose from."""
 
-GIVEN = 24
+GIVEN = 12
 """Longer chunks get at most 1/GIVEN of either memory, which decode could use: a step with 2,048 tokens takes about a
 fourth of the time of four with 512 while weights stream, and decode loses no more than that share of what is hot."""
 
@@ -42,8 +42,8 @@ def _streams(claims: Claims | RequestError) -> bool:
 def _given(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) -> bool:
     """Whether the working memory of longer chunks takes little more of VRAM and RAM."""
 
-    def scratch(one: PlanRequest) -> tuple[int, int]:
-        claims = one.claims()
+    def scratch(planned: PlanRequest) -> tuple[int, int]:
+        claims = planned.claims()
         return claims.gpu["scratch"], claims.cpu["scratch"]
 
     pairs = zip(scratch(request), scratch(longer), limits, strict=True)

@@ -1151,11 +1151,16 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
                     f"{size} of neurons fit into neither memory, and a load {refused}: to read them from disk RAM must "
                     f"hold those that are being read, and all of layers that are not on the GPU{gates}"
                 )
-    if claims.staging and request.chunk > DEFAULT_CHUNK:
-        reasons.append(f"prompts are computed {request.chunk} tokens at a time, since what streams does so every time")
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
-    return tuple(reasons)
+    return *reasons, *_reasons_of_chunks(request, claims)
+
+
+def _reasons_of_chunks(request: PlanRequest, claims: Claims) -> tuple[str, ...]:
+    """Explanation of how long a step with a prompt is, where that is not the usual number of tokens."""
+    if not claims.staging or request.chunk <= DEFAULT_CHUNK:
+        return ()
+    return (f"prompts are computed {request.chunk} tokens at a time, since what streams does so every time",)
 
 
 def _why_no_gpu(request: PlanRequest) -> str:
