@@ -63,7 +63,7 @@ def place_beside_gpu(
         )
         split = _experts_as_saved if any(model.n_experts) else _split_neurons
         planned = demand(request(hardware))
-        outcome = split(resolved.in_chunks(planned.chunk), planned)
+        outcome = split(resolved.with_chunk(planned.chunk), planned)
         placed = outcome if isinstance(outcome, str) else demand(outcome)
     assert hardware.gpu is not None
     if isinstance(placed, str) or engine.vram is None:
@@ -100,7 +100,7 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
 
     engine = resolved.engine
     vram, ram = budgets(hardware, engine.vram, engine.ram)
-    resolved = resolved.in_chunks(dense_request(resolved, model, hardware, ram).chunk)
+    resolved = resolved.with_chunk(dense_request(resolved, model, hardware, ram).chunk)
     work = workload(model, resolved.engine)
     layers, head, staging = whole_layers(model, hardware, work, vram)
     if not layers:

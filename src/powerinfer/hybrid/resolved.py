@@ -128,7 +128,7 @@ class Resolved:
         assert self.device.gpu is not None
         return self.device.gpu
 
-    def in_chunks(self, tokens: int) -> Resolved:
+    def with_chunk(self, tokens: int) -> Resolved:
         """The same with chunks of prompts that were chosen for its GPU."""
         if self.engine.prefill_chunk or tokens == self.engine.chunk:
             return self
