@@ -23,6 +23,7 @@ before it some seconds. Then a step's time is that of the longest chain of opera
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import functools
 import linecache
@@ -266,6 +267,11 @@ class Machine:
         memory = np.zeros(shape, torch.empty(0, dtype=kind).numpy().dtype)
         self._pinned[memory.ctypes.data] = memory
         return torch.from_numpy(memory)
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None]:
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        self._pinned[address] = memory
+        return functools.partial(self._pinned.pop, address)  # type: ignore[return-value]
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         return Event(self)

@@ -213,6 +213,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 
     JITFunction.run = compiled
     gpu.force_triton(True)
+    gpu._NARROW.append("cpu")  # as a GPU multiplies many tokens
     # For one GPU every kernel with every type that has code of its own in it, and every option of one of them. For the
     # other those of tensor cores, which are programmed in another way and may lack the shared memory for their stages,
     # and some of what multiplies in registers. Every type is unpacked by products alone unless EVERY; those of experts
@@ -321,6 +322,13 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     largest = (("F16", gpu.FEW), ("Q4_0", gpu.FEW), ("F16", 200), ("Q4_0", 200))
     for kind, tokens in largest if whole and EVERY else largest[1:3]:
         by_neuron(kind, kind, "relu", torch.empty(tokens, d_model), slots=1)
+    # Prompts, whose experts stream; as many tokens of each as a tile has columns.
+    in_prompts = ("F16", "Q4_0", "Q8_0", "Q6_K") if whole else ("Q4_0", "Q6_K")
+    for kind in [*several, "BF16", "MXFP4"] if EVERY else in_prompts:
+        own = gpu_experts.Experts(4, 512, *[weight(kind, 2048, 512) for _ in range(3)], "silu", 0.0)
+        table = torch.zeros(8, dtype=torch.int32)
+        routed = gpu_experts.Routed(torch.empty(512, d_model), torch.zeros(512, 2).int(), torch.empty(512, 2), 8)
+        gpu_experts.add_some(own, routed, table, table[:4], torch.empty(512, d_model))
     bundles = (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
     for kind, down in bundles if whole else ():
         gate_bytes, (down_bytes, shared_bytes) = (
@@ -424,7 +432,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    names = 50 if capability == 90 else 29
+    names = 53 if capability == 90 else 32
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
@@ -436,12 +444,14 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")
     scans = ("_convolve_kernel", "_convolve_few_kernel", "_scan_kernel", "_pairs_kernel", "_chunked_scan_kernel")
+    prompts = ("_prompt_hidden_kernel", "_prompt_down_kernel", "_narrow_kernel")
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
             alone = kernel["name"] in neurons and not kernel["tokens"]
             assert kernel["stack"] <= (0 if alone else SPILT), kernel
         assert kernel["name"] not in scans or not kernel["stack"], kernel
+        assert kernel["name"] not in prompts or not kernel["stack"], kernel
         if kernel["name"] in experts and capability == 90:
             assert kernel["stack"] <= SPILT_BY_EXPERTS, kernel
     for kernel in made:  # as many as the launches are made for

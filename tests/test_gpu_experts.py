@@ -134,9 +134,9 @@ def test_the_sum_of_the_experts_that_are_here(
     if by_interpreter() and (several or twin or (tokens > 9 and (kind, gated) not in OF_MANY)):
         pytest.skip("the interpreter goes through every kernel and type with other numbers of tokens")
     if kernels == "triton" and tokens > 9:
-        from powerinfer.kernels import triton_experts
+        from powerinfer.kernels import triton_experts, triton_prompt_experts
 
-        monkeypatch.setattr(triton_experts, "TOKENS", 34)
+        monkeypatch.setattr(triton_prompt_experts, "TOKENS", 34)
         monkeypatch.setattr(triton_experts, "PAIRS", 16)
         monkeypatch.setattr(triton_experts, "COMPARED", 32)
         monkeypatch.setattr(triton_experts, "MOST_COLUMNS", 16)
@@ -172,6 +172,74 @@ def test_the_sum_of_the_experts_that_are_here(
     np.testing.assert_array_equal(to.cpu().numpy(), grown)  # the same bits as if it were added afterwards
 
 
+@pytest.mark.parametrize(("kind", "by_neuron"), [("Q4_0", False), ("F16", True), ("BF16", False), ("Q6_K", False)])
+def test_prompts_are_as_exact_as_dense_ones(
+    kernels: str, kind: str, by_neuron: bool, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """In the narrow types in which a GPU multiplies many tokens: errors against float64 as of dense FFNs there. A token
+    with numbers beyond float16 spoils no other; slots without an expert and pairs without a slot add nothing."""
+    if kernels == "torch" or (by_interpreter() and kind == "Q6_K"):
+        pytest.skip("plain torch sums experts in float32, and the interpreter takes long for K-quants")
+    from powerinfer.kernels import triton_experts, triton_prompt_experts
+
+    monkeypatch.setattr(gpu, "_NARROW", [device_name()])
+    for module, name, value in ((triton_prompt_experts, "TOKENS", 34), (triton_experts, "MOST_COLUMNS", 16)):
+        monkeypatch.setattr(module, name, value)
+    tokens, (d, size) = 40, (256, 256) if kind in gpu.K_CODES else (64, 96)
+    about, tensors = some_experts(kind, d, size, True, "drelu" if by_neuron else "silu")
+    x, weights = floats(6, tokens, d), np.abs(floats(7, tokens, TOP))
+    x[3] *= 1e6 if by_neuron else 10  # of silu the interpreter warns
+    selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1).astype(np.int32)
+    index = np.array([0, 3, 4, 8, 11], np.int32)
+    experts = gpu_experts.resident(tensors, index, about, device_name(), by_neuron=by_neuron)
+    table, members = np.full(N, -1, np.int32), index.copy()
+    table[index] = np.arange(len(index))
+    table[8], members[3] = -1, -1  # its slot is being exchanged
+    there = table[selected] >= 0
+    routed = gpu_experts.Routed(on_device(x), on_device(selected), on_device(weights), N)
+    total = torch.zeros_like(routed.x)
+    gpu_experts.add_some(experts, routed, on_device(table), on_device(members), total)
+    exact, _ = exact_sum(about, tensors, x, np.where(there, selected, -1), weights, [None] * 3)
+    dense = np.zeros_like(exact)
+    for expert in index:
+        gate, up, down = (gpu.upload(one.matrix(int(expert)), device_name()) for one in tensors)
+        rows = gpu.activations_of(on_device(x))
+        h = gpu.activate(about.activation, gpu.linear(gate, rows), gpu.linear(up, rows))
+        weight = (weights * ((selected == expert) & there)).sum(axis=1, keepdims=True)
+        dense += weight * gpu.linear(down, h).double().cpu().numpy()
+    size_of = np.abs(exact).max(axis=1, keepdims=True) + 1e-30
+    errors = [np.sqrt(np.square((one - exact) / size_of).mean()) for one in (total.double().cpu().numpy(), dense)]
+    assert 1e-6 < errors[0] <= 1.2 * errors[1] < 0.02, errors
+
+
+def test_pairs_are_ordered_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """For all pieces of a layer's experts, whose sums are those of all at once but for their rounding."""
+    from powerinfer.kernels import triton_prompt_experts
+
+    ordered, real = [], triton_prompt_experts.order
+    monkeypatch.setattr(triton_prompt_experts, "order", lambda *given: (ordered.append(1), real(*given))[1])
+    tokens, d, size = 40, 64, 64
+    about, tensors = some_experts("F16", d, size, True, "silu")
+    x, weights = on_device(floats(6, tokens, d)), on_device(np.abs(floats(7, tokens, TOP)))
+    selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1).astype(np.int32)
+    routed = gpu_experts.Routed(x, on_device(selected), weights, N)
+    totals = []
+    for pieces in ([np.arange(N)], [np.arange(7), np.arange(7, N)]):
+        totals.append(torch.zeros_like(x))
+        for piece in pieces:
+            index = piece.astype(np.int32)
+            experts = gpu_experts.resident(tensors, index, about, device_name())
+            table = np.full(N, -1, np.int32)
+            table[index] = np.arange(len(index))
+            given = on_device(table), on_device(index)
+            gpu_experts.add_some(experts, routed, *given, totals[-1])
+            assert torch.equal(gpu_experts.members(given[0], len(index)), given[1])
+    exact, most = exact_sum(about, tensors, x.cpu().numpy(), selected, weights.cpu().numpy(), [None] * 3)
+    for total in totals:
+        assert np.abs(total.cpu().numpy() - exact).max() <= 40 * (d + size) * EPS * most
+    assert len(ordered) == (kernels == "triton")
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_no_expert_is_here(kernels: str, tokens: int) -> None:  # noqa: F811
     about, tensors = some_experts("F32", 32, 32, True, "silu")
@@ -202,9 +270,9 @@ def test_neurons_that_fire(
     if by_interpreter() and (twin or (tokens > 9 and (kind, gate) != ("Q4_0", "F32"))):
         pytest.skip("the interpreter goes through every kernel and type with other numbers of tokens")
     if kernels == "triton" and tokens > 9:
-        from powerinfer.kernels import triton_experts
+        from powerinfer.kernels import triton_experts, triton_prompt_experts
 
-        monkeypatch.setattr(triton_experts, "TOKENS", 34)
+        monkeypatch.setattr(triton_prompt_experts, "TOKENS", 34)
         monkeypatch.setattr(triton_experts, "MOST_COLUMNS", 16)
     d, size = 96, 64
     about, tensors = some_experts(kind, d, size, gate is not None, activation)

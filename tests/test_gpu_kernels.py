@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import reference
 import torch
-from gpu_device import CUDA, EPS, device_name, sum_error
+from gpu_device import CUDA, EPS, device_name, sum_error, torch_device
 from stored_weights import stored_evenly
 
 from powerinfer.config import THRESHOLDED, AttentionConfig, FfnConfig, LayerConfig, ModelConfig
+from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
@@ -395,6 +396,39 @@ def test_many_tokens_are_multiplied_in_a_narrow_type(
     want, _, h, _ = expected(bundles, index, x)
     total, _ = run(all_of(bundles, index), x)
     assert_close(total, want, 8 * rounding * (np.abs(h).max() * np.abs(bundles.parts["down"]).sum(axis=0)))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_activations_are_narrowed_once_by_a_power_of_two(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all products, whatever pieces and types their matrices have; with the same bits by either kernel."""
+    monkeypatch.setattr(gpu, "_NARROW", [device_name()])
+    x = floats(40, 37, 96) * np.float32(10) ** np.linspace(-42, 37, 37, dtype=np.float32)[:, None]
+    x[4], x[5, 7], x[6, 8] = 0, np.nan, np.inf
+    made, scale = gpu.activations_of(on_device(x)).narrowed(torch.float16)
+    assert scale is not None and made.dtype == torch.float16 and scale.shape == (37, 1)
+    finite = np.isfinite(x).all(axis=1)
+    largest = np.abs(x[finite]).max(axis=1, keepdims=True).astype(np.float64)
+    wide = made.double().cpu().numpy() * scale.double().cpu().numpy()
+    assert (np.abs(wide[finite] - x[finite]) <= 2**-11 * np.abs(x[finite]) + 2**-24 * largest + 2.0**-149).all()
+    assert (np.abs(made.cpu().numpy()[finite]) <= 4).all() and (np.log2(scale.cpu().numpy()[finite]) % 1 == 0).all()
+    assert np.isnan(wide[5]).any() and not np.isfinite(wide[6]).all()
+    gpu.force_triton(False)
+    other, same = gpu.activations_of(on_device(x)).narrowed(torch.float16)
+    gpu.force_triton(kernels == "triton")
+    assert same is not None and torch.equal(other[on_device(finite)], made[on_device(finite)])
+    counted, real = [], gpu._halves
+    monkeypatch.setattr(gpu, "_halves", lambda rows: (counted.append(len(rows)), real(rows))[1])
+    monkeypatch.setattr(gpu, "_PIECE", 5 * 96)
+    stored = [raw("Q4_0", 21, 96), raw("F16", 12, 96), raw("Q8_0", 7, 96)]
+    matrices = Matrices([StoredMatrix(one, None) for one in stored], [None] * 3, torch_device())
+    x = floats(3, 40, 96)
+    got, at = matrices(on_device(x)), 0
+    for one in stored:
+        want, bound = product(one.float32().astype(np.float64), x, one.type)
+        columns = got[:, at : at + one.shape[0]]
+        assert_close(columns, want, bound * (1 + 2**-9 / sum_error(96)))
+        at += one.shape[0]
+    assert counted == [40]
 
 
 @pytest.mark.parametrize("type_name", ["MXFP4", *gpu.K_CODES])

@@ -867,7 +867,7 @@ def test_the_command_reads_no_weights(tmp_path: Path) -> None:
         (["--shape", "opt-13b", "--time-limit", "nan"], "--time-limit"),
         (["--shape", "opt-13b", "--time-limit", "-1"], "--time-limit"),
         (["--shape", "opt-13b", "--chunk", "4"], "--chunk"),
-        (["--shape", "opt-13b", "--prefill-chunk", "0"], "--prefill-chunk"),
+        (["--shape", "opt-13b", "--prefill-chunk", "100000"], "--prefill-chunk"),
         (["--shape", "mistral-7b", "--selector", "exact"], "never exactly zero"),
         (["--shape", "opt-13b", "--batch", "60000"], "even if its weights stay on disk"),
     ],

@@ -154,6 +154,78 @@ def test_a_buffer_is_half_a_layer_at_most() -> None:
     assert buffer_bytes(layout, 1 << 24, 1 << 40) == staging.PIECE
 
 
+def test_parts_are_shared_out_by_their_bytes() -> None:
+    """Nothing is left out or copied twice, in as many equal shares as threads, however short the parts are."""
+    rng = np.random.default_rng(3)
+    for sizes in ([917] * 36, [5000], [64, 0, 3000, 1, 0], rng.integers(0, 1000, 50).tolist()):
+        for shares in (1, 3, 4):
+            cut = staging.shared_out(sizes, shares)
+            each = [sum(end - begin for _, begin, end in share) for share in cut]
+            assert len(cut) == shares and sum(each) == sum(sizes) and max(each) - min(each) <= 1
+            covered = [np.zeros(size, np.int32) for size in sizes]
+            for number, begin, end in (span for share in cut for span in share):
+                covered[number][begin:end] += 1
+            assert all((one == 1).all() for one in covered)
+
+
+@pytest.mark.usefixtures("device")
+def test_what_several_threads_copy_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts shorter than what a thread is worth, as experts' matrices are, and longer ones; some are not there."""
+    monkeypatch.setattr(staging, "usable_cores", lambda: (4, ""))
+    monkeypatch.setattr(staging, "_LEAST_SHARE", 1 << 12)
+    rng, stage = np.random.default_rng(4), Stage(torch_device(), 1 << 16)
+    shares: list[int] = []
+    real = staging.shared_out
+    monkeypatch.setattr(staging, "shared_out", lambda sizes, n: (shares.append(n), real(sizes, n))[1])
+    for sizes in ([1000] * 30, [40_000, 3], [50] * 4):
+        parts = [rng.integers(0, 256, size, np.uint8) for size in sizes]
+        with stage.sent([parts[0], None, *parts[1:]]) as sent:
+            assert sent[1] is None
+            for part, on_device_ in zip(parts, [sent[0], *sent[2:]], strict=True):
+                assert on_device_ is not None
+                np.testing.assert_array_equal(on_device_.cpu().numpy(), part)
+    assert shares == [4, 4, 1]
+    stage.close()
+
+
+@pytest.mark.usefixtures("device")
+def test_registered_memory_is_not_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what lies outside of its whole pages; nor where a system refuses, or once it is released."""
+    monkeypatch.setattr(staging, "_LEAST_SHARE", 1 << 12)
+    rng, stage, staged = np.random.default_rng(5), Stage(torch_device(), 1 << 17), []
+    copy = Stage._copy
+    monkeypatch.setattr(
+        Stage, "_copy", lambda self, outs, parts: (staged.append(sum(map(len, parts))), copy(self, outs, parts))[1]
+    )
+    memory = rng.integers(0, 256, 3 << 16, np.uint8)
+    memory.flags.writeable = False
+    page, first = staging.PAGESIZE, -memory.ctypes.data % staging.PAGESIZE
+    other = rng.integers(0, 256, 777, np.uint8)
+
+    def sent(begin: int, end: int) -> int:
+        """The bytes that the CPU copied of these, and others around them."""
+        with stage.sent([other, memory[begin:end], None, other]) as (before, own, none, behind):
+            assert before is not None and own is not None and none is None and behind is not None
+            np.testing.assert_array_equal(own.cpu().numpy(), memory[begin:end])
+            for part in (before, behind):
+                np.testing.assert_array_equal(part.cpu().numpy(), other)
+        return staged.pop() - 2 * len(other)
+
+    assert sent(0, 1 << 16) == 1 << 16
+    stage.register(memory)
+    last = first + (len(memory) - first) // page * page
+    assert sent(first, first + 5 * page + 9) == 0 and sent(0, first + page) == first
+    assert sent(last - page, len(memory)) == len(memory) - last
+    assert sent(first + 7, first + 1000) == 0
+    stage.register(np.empty(100, np.uint8))  # less than a page
+    stage.release(memory)
+    assert sent(0, 1 << 16) == 1 << 16
+    monkeypatch.setattr(type(stage._streams), "register", lambda *_: None)
+    stage.register(memory)
+    assert sent(0, 1 << 16) == 1 << 16
+    stage.close()
+
+
 # ---- In a model ------------------------------------------------------------------------------------------------------
 
 

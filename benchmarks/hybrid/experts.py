@@ -112,7 +112,7 @@ def budget_of(measurement: Measurement, card: int) -> int:
     if measurement.arguments.tiny:
         experts = sum(one.n_experts for one in checkpoint.config.experts.values())
         return whole - int((1 - card / max(CARDS)) * experts) * model.expert_bytes(0)[0]
-    work = Workload(engine.kv_type, engine.context or 0, engine.prefill_chunk, engine.max_batch, selector="all")
+    work = Workload(engine.kv_type, engine.context or 0, engine.chunk, engine.max_batch, selector="all")
     hardware = measure.measured(engine, gpu=engine.gpu)
     held = on_gpu(model, hardware, work, Division(checkpoint.config.n_layers, True), dense=True)
     fixed = sum(held[name] for name in ("head", "runtime", "scratch"))

@@ -1415,6 +1415,10 @@ class ProfileConfig:
     )
 
 
+DEFAULT_CHUNK = 512
+"""Tokens of a prompt that a step computes, where nothing says otherwise."""
+
+
 @documented
 @dataclass(frozen=True)
 class EngineConfig:
@@ -1432,7 +1436,12 @@ class EngineConfig:
     )
     context: int = option(0, "context length in tokens; 0: the model's own", metavar="N", flags=("-c",))
     kv_type: str = option("f16", "type of the KV cache", choices=("f16", "q8_0", "f32"))
-    prefill_chunk: int = option(512, "prompt tokens computed per step", metavar="N")
+    prefill_chunk: int = option(
+        0,
+        "prompt tokens computed per step; 0: 512, or beside a GPU to which weights stream in every step up to 8192, as "
+        "there is memory for",
+        metavar="N",
+    )
     mixed_chunk: int = option(
         128, "prompt tokens computed per step while other requests decode; fewer: a steadier stream", metavar="N"
     )
@@ -1497,6 +1506,11 @@ class EngineConfig:
         metavar="HOW|MODEL",
     )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")
+
+    @property
+    def chunk(self) -> int:
+        """`prefill_chunk`, known: where nothing chose another."""
+        return self.prefill_chunk or DEFAULT_CHUNK
 
     @property
     def reads_draft_head(self) -> bool:

@@ -74,9 +74,9 @@ class Choices:
     """Choices in the order in which they are shown. None: there was nothing to choose.
 
     memory: its NUMA nodes; gpu: its part of the model, whose value is None where the CPU has all; steps: who acts in
-    steps on both devices; neurons: the kernel that sums them; prefill: how prompts are computed; experts: the policy
-    over those on the GPU; drafts: where they come from; trial: the time of the selector's trial, or the file of an
-    earlier one.
+    steps on both devices; neurons: the kernel that sums them; prefill: how prompts are computed; prefill_chunk: tokens
+    of these in a step; experts: the policy over those on the GPU; drafts: where they come from; trial: the time of the
+    selector's trial, or the file of an earlier one.
     """
 
     isa: Choice[str] | None = None
@@ -89,6 +89,7 @@ class Choices:
     steps: Choice[str] | None = None
     neurons: Choice[str] | None = None
     prefill: Choice[str] | None = None
+    prefill_chunk: Choice[int] | None = None
     experts: Choice[str] | None = None
     drafts: Choice[str] | None = None
     trial: Choice[str] | None = None

@@ -204,6 +204,17 @@ class ExpertSum:
         parts, hidden = ("order", "sum_ordered") if ahead else ("all",), link.received_hidden(tokens, self.rank)
         return tuple(_native.ExpertCall(*arguments, part, hidden) for part in parts)
 
+    def panels(self) -> list[cpu.ExpertPanels] | None:
+        """Their matrices as they are in memory, in the order of `ExpertsConfig.matrices`; None where neurons are told
+        apart, experts rest on disk, or share panels."""
+        result = list[cpu.ExpertPanels]()
+        for matrix in self._matrices:
+            panels, rows = matrix.panels, matrix.rows // self._n
+            if self.by_neuron is not None or panels is None or matrix.rows % (self._n * cpu.LANES):
+                return None
+            result.append(cpu.ExpertPanels(matrix.type, rows, matrix.k, panels.reshape(self._n, -1)))
+        return result or None
+
     def replace(self, place: int, matrices: Sequence[RawTensor]) -> None:
         """Put another expert in a place; not while a step runs. matrices: [out, in], as they were packed."""
         if (bundled := self.by_neuron) is not None:
@@ -265,7 +276,7 @@ class CpuExecutor:
             self.choices.disk = Choice(disk.about.why)
         self.first_layer = first_layer
         self.page_size = cpu.PAGE
-        self.max_tokens = max(engine.prefill_chunk, engine.max_batch)
+        self.max_tokens = max(engine.chunk, engine.max_batch)
         self.vocab_size = config.vocab_size
         self.bytes_per_token = 0
         self.neuron_tokens = _native.NEURON_TOKENS  # maximum tokens of a step whose FFNs may be sparse

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.stage import Stage
     from powerinfer.formats.quant import Bytes
+    from powerinfer.kernels.activations import Activations
 else:
     Tensor = device = Any
 
@@ -82,7 +83,8 @@ class Matrices:
         more."""
         if len(self.weights) == 1:
             return gpu.linear(self.weights[0], x, self.bias, into)
-        out = import_torch().cat([gpu.linear(weight, x) for weight in self.weights], dim=1)
+        activations = gpu.activations_of(x)
+        out = import_torch().cat([gpu.linear(weight, activations) for weight in self.weights], dim=1)
         out = out if self.bias is None else out.add_(self.bias)
         return out if into is None else into.add_(out)
 
@@ -118,20 +120,20 @@ class StreamedMatrices:
         """Multiply as `Matrices` does."""
         torch = import_torch()
         out = torch.empty((len(x), sum(one.rows for one, _ in self._matrices)), dtype=x.dtype, device=x.device)
-        at = 0
+        at, activations = 0, gpu.activations_of(x)
         for matrix, index in self._matrices:
             columns = out[:, at : at + matrix.rows]
             if index is None:
-                self._product(matrix, x, columns)
+                self._product(matrix, activations, columns)
             else:
                 wide = torch.empty((len(x), LANES * len(matrix.panels)), dtype=x.dtype, device=x.device)
-                self._product(matrix, x, wide)
+                self._product(matrix, activations, wide)
                 columns.copy_(wide.index_select(1, index))
             at += matrix.rows
         out = out if self.bias is None else out.add_(self.bias)
         return out if into is None else into.add_(out)
 
-    def _product(self, matrix: PanelMatrix, x: Tensor, out: Tensor) -> None:
+    def _product(self, matrix: PanelMatrix, x: Activations, out: Tensor) -> None:
         """out [T, n] = x . the first n rows of the panels."""
         step = matrix.stage.panels_at_once(matrix.type, matrix.k, matrix.panels.shape[1])
         for begin in range(0, len(matrix.panels), step):

@@ -10,17 +10,21 @@ two on the GPU on a separate stream, and is converted to the GPU's byte order an
 A buffer is reused only when its reader is done: the copy from a pinned one, the sum of one on the GPU. The CPU waits
 for nothing else, so it copies the next layer's first piece while the GPU still computes the last one.
 
-The bundles themselves are not pinned: that would take time at load, lock tens of gigabytes, and some systems refuse it;
-threads that copy them into pinned buffers keep up with the bus.
+Memory that is registered with the GPU is read by it directly, and the CPU copies nothing: a copy reads and writes RAM
+before the GPU reads it, and two channels of RAM are then slower than the bus. Registering takes time at load, and some
+systems refuse it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from mmap import PAGESIZE
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +55,11 @@ BESIDE = 28
 _LAYER_PIECES = 8  # of a layer's matrices, at least, if they are not so small
 _PADDING = 7 * LINE  # the parts of a piece begin at cache lines
 _SEGMENT = 2 << 20  # torch's rounding of tensors of that size on a GPU
-_MOST_THREADS = 4  # copying; more threads are not faster
+_MOST_THREADS = 8  # copying, at some 8 GB/s each: as fast as the fastest bus
 _LEAST_SHARE = 1 << 20  # minimum bytes per thread
+
+Span = tuple[int, int, int]
+"""The number of a part, and those of its bytes from one to another."""
 
 
 def buffer_bytes(layout: BundleLayout, neurons: int, limit: int) -> int:
@@ -96,8 +103,22 @@ def _lines(matrices: Sequence[int]) -> int:
 
 
 def _table_bytes(experts: int) -> int:
-    """Bytes of a table of each expert's place, int32, in whole lines."""
-    return -(-4 * experts // LINE) * LINE
+    """Bytes of a table of each expert's place, and of the expert in each, int32, in whole lines."""
+    return -(-8 * experts // LINE) * LINE
+
+
+class _Registered(NamedTuple):
+    """Pages of `memory`, uint8 of the host, that the GPU reads by itself until `release` is called: so long the memory
+    is not freed."""
+
+    address: int
+    pages: Tensor
+    memory: Bytes
+    release: Callable[[], None]
+
+
+def _address(pages: _Registered) -> int:
+    return pages.address
 
 
 class Stage:
@@ -127,8 +148,10 @@ class Stage:
         self._copied, self._summed = ([self._streams.event() for _ in range(BUFFERS)] for _ in range(2))
         for event in self._summed:  # earlier contents of this memory may still be read
             event.record(self._streams.current())
+        self._registered: list[_Registered] = []  # by address
+        self._refused = False
         self._threads = min(_MOST_THREADS, usable_cores()[0])
-        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+        self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
 
     @property
     def piece_bytes(self) -> int:
@@ -161,6 +184,9 @@ class Stage:
     def close(self) -> None:
         """Free the buffers and end the threads that copy; no step follows. May be called twice."""
         self.least = None
+        for *_, release in self._registered:
+            release()
+        self._registered.clear()
         self._host, self._on_device = [], []
         self._share.end()
         if self._pool is not None:
@@ -188,7 +214,7 @@ class Stage:
         """
         import torch
 
-        kinds = (torch.int32,) * 3 + (torch.float32,) * len(vectors)
+        kinds, activations = (torch.int32,) * 3 + (torch.float32,) * len(vectors), gpu.activations_of(n)
         for piece in islice(pieces(layout, cold, self.limit(layout), BESIDE), most):
             index = cold.index[piece.first : piece.last]
             of_piece_vectors = [None if values is None else values[index].astype(np.float32) for values in vectors]
@@ -199,7 +225,7 @@ class Stage:
                 assert rows is not None and at is not None and group is not None and shared is not None
                 neurons = gpu.empty_neurons(layout, len(at), len(shared), self._to, ffn, group, of_piece)
                 gpu.unpack(layout, rows, at, group, shared, neurons)
-                total.add_(gpu.neuron_sum(neurons, n, None, threshold)[0])
+                total.add_(gpu.neuron_sum(neurons, activations, None, threshold)[0])
                 del neurons  # the next piece reuses their memory
 
     @contextmanager
@@ -207,18 +233,18 @@ class Stage:
         """Arrays, one after another in a buffer on the GPU, each at a line: their bytes there, within the context."""
         slot, self._turn = self._turn, (self._turn + 1) % BUFFERS
         self._copied[slot].synchronize()
-        host, at, places = self._host[slot].numpy(), 0, []
+        at, places = 0, []
         for part in parts:
             size = 0 if part is None else part.nbytes
             places.append(slice(at, at + size))
-            if part is not None:
-                self._copy(host[places[-1]], part.view(np.uint8))
             at += -(-size // LINE) * LINE
-        pinned, sent = self._host[slot][:at], self._on_device[slot][:at]
+        pinned, sent = self._host[slot], self._on_device[slot][:at]
+        runs = self._runs(pinned, at, places, parts)
         main = self._streams.current()
         self._side.wait_event(self._summed[slot])
         with self._streams.on(self._side):
-            sent.copy_(pinned, non_blocking=True)
+            for begin, source in runs:
+                sent[begin : begin + len(source)].copy_(source, non_blocking=True)
         self._copied[slot].record(self._side)
         main.wait_event(self._copied[slot])
         try:
@@ -226,12 +252,89 @@ class Stage:
         finally:
             self._summed[slot].record(main)
 
-    def _copy(self, out: Bytes, part: Bytes) -> None:
-        """out[:] = part, by several threads where that is long: numpy copies without Python's lock."""
-        shares = min(self._threads, max(1, len(part) // _LEAST_SHARE))
-        if self._pool is None or shares == 1:
-            np.copyto(out, part)
+    def register(self, memory: Bytes) -> None:
+        """Let the GPU read memory by itself that passes through the buffers, and stays where it is until `close`: its
+        whole pages. Where a system refuses that, it is copied into pinned buffers first, as everything else is."""
+        import torch
+
+        begin, end = -(-memory.ctypes.data // PAGESIZE), (memory.ctypes.data + memory.nbytes) // PAGESIZE
+        address, nbytes = begin * PAGESIZE, (end - begin) * PAGESIZE
+        if nbytes < _LEAST_SHARE or self._refused:
             return
-        cuts = [len(part) * number // shares for number in range(shares + 1)]
-        for _ in self._pool.map(lambda a, b: np.copyto(out[a:b], part[a:b]), cuts, cuts[1:]):
-            pass
+        release = self._streams.register(address, nbytes)
+        if release is None:
+            self._refused = True
+            return
+        pages = (ctypes.c_uint8 * nbytes).from_address(address)
+        tensor = torch.from_numpy(np.ctypeslib.as_array(pages))
+        insort(self._registered, _Registered(address, tensor, memory, release), key=_address)
+
+    def release(self, memory: Bytes) -> None:
+        """Let memory be freed, or used for something else, that was registered; once no step runs."""
+        self._streams.finish()
+        for one in self._registered:
+            if one.memory is memory:
+                one.release()
+        self._registered = [one for one in self._registered if one.memory is not memory]
+
+    def _read_by_gpu(self, part: Bytes) -> tuple[int, Tensor | None]:
+        """The bytes of a part that the GPU reads by itself, and where they begin in it."""
+        first = part.ctypes.data
+        number = bisect_left(self._registered, first + part.nbytes, key=_address) - 1
+        if number < 0:
+            return 0, None
+        address, pages, *_ = self._registered[number]
+        begin, end = max(first, address), min(first + part.nbytes, address + len(pages))
+        return (begin - first, pages[begin - address : end - address]) if begin < end else (0, None)
+
+    def _runs(
+        self, pinned: Tensor, nbytes: int, places: Sequence[slice], parts: Sequence[NDArray[Any] | None]
+    ) -> list[tuple[int, Tensor]]:
+        """Bytes of the host, each with its place in a buffer of that size, that make it those of the parts: registered
+        ones, and between them what is copied to the pinned buffer now."""
+        runs: list[tuple[int, Tensor]] = []
+        host, staged = pinned.numpy(), 0
+        outs, copied = list[Bytes](), list[Bytes]()
+        for place, part in zip(places, parts, strict=True):
+            if part is None:
+                continue
+            data = part.view(np.uint8)
+            begin, direct = self._read_by_gpu(data)
+            end = begin if direct is None else begin + len(direct)
+            if direct is not None:
+                runs += [(staged, pinned[staged : place.start + begin]), (place.start + begin, direct)]
+                staged = place.start + end
+            for span in (slice(0, begin), slice(end, len(data))):
+                outs.append(host[place][span])
+                copied.append(data[span])
+        self._copy(outs, copied)
+        return [run for run in [*runs, (staged, pinned[staged:nbytes])] if len(run[1])]
+
+    def _copy(self, outs: Sequence[Bytes], parts: Sequence[Bytes]) -> None:
+        """Copy each part, the bytes of all shared out among the threads: numpy copies without Python's lock."""
+
+        def copy(share: Sequence[Span]) -> None:
+            for number, begin, end in share:
+                np.copyto(outs[number][begin:end], parts[number][begin:end])
+
+        sizes = [len(part) for part in parts]
+        first, *further = shared_out(sizes, min(self._threads, max(1, sum(sizes) // _LEAST_SHARE)))
+        copying = [] if self._pool is None else [self._pool.submit(copy, share) for share in further]
+        copy(first)
+        for one in copying:
+            one.result()
+
+
+def shared_out(sizes: Sequence[int], shares: int) -> list[list[Span]]:
+    """Parts of so many bytes, in their order, cut into that number of shares of as many bytes each: several short parts
+    in one, a long part in several."""
+    result, at, number, begin = list[list[Span]](), 0, 0, 0
+    for share in range(1, shares + 1):
+        spans, last = list[Span](), sum(sizes) * share // shares
+        while at < last:
+            end = min(sizes[number], begin + last - at)
+            spans.append((number, begin, end))
+            at += end - begin
+            number, begin = (number, end) if end < sizes[number] else (number + 1, 0)
+        result.append(spans)
+    return result

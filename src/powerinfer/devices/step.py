@@ -11,6 +11,7 @@ from powerinfer.kernels import gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.kernels.gpu_experts import Routed
     from powerinfer.kernels.gpu_types import Replay
 
     Norm = Callable[..., Tensor]
@@ -33,6 +34,7 @@ class Step:
     beside: Tensor | None = None  # float32 [T, heads * head_dim], of Mamba2 beside attention
     shared: Tensor | None = None  # float32 [T, d_model], of a shared expert that is added behind a norm of its own
     hidden: Tensor | None = None  # float32 [T, rank], of a predictor inside experts; None: it selects nothing
+    routed: Routed | None = None  # of a long step, the experts of its tokens
     runs: Tensor | None = None  # int32 [S, 4] of models with states, as `runs_with_slots`
     replay: Replay | None = None  # of tokens of the step before, for their states; None: there are none
     input_places: Tensor | None = None  # int64 [T], as of the function; None: no inputs are kept

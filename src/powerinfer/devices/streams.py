@@ -11,11 +11,13 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, device, dtype
+
+_PORTABLE = 1  # for all contexts
 
 
 class Event(Protocol):
@@ -55,6 +57,11 @@ class Streams(Protocol):
 
     def pinned(self, shape: int | Sequence[int], kind: dtype) -> Tensor:
         """Zeros in host memory with which copies go on beside the host (`non_blocking`)."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        """Let the device read whole pages of host memory by itself, as `pinned` memory, until what is returned is
+        called. None: it may not."""
         ...
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
@@ -106,6 +113,13 @@ class CudaStreams:
         import torch
 
         return torch.zeros(shape, dtype=kind, pin_memory=True)
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        with self.active():
+            registered = _registering()
+            if registered is None or registered[0](address, nbytes, _PORTABLE):
+                return None
+        return partial(_unregister, self, registered[1], address)
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         event: Event = self._cuda.Event(enable_timing=timed, blocking=sleeps)
@@ -165,6 +179,25 @@ def _cuda_launch() -> Callable[[int, int, int], int]:
     return launch
 
 
+@cache
+def _registering() -> tuple[Callable[[int, int, int], int], Callable[[int], int]] | None:
+    """cuMemHostRegister and cuMemHostUnregister of the driver, which torch has loaded: a failure of the runtime's own
+    function would be raised again by whatever torch does next."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        register, unregister = driver.cuMemHostRegister_v2, driver.cuMemHostUnregister
+    except (OSError, AttributeError):
+        return None
+    register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint], ctypes.c_int
+    unregister.argtypes, unregister.restype = [ctypes.c_void_p], ctypes.c_int
+    return register, unregister
+
+
+def _unregister(streams: CudaStreams, unregister: Callable[[int], int], address: int) -> None:
+    with streams.active():
+        unregister(address)
+
+
 def call_now(function: int, data: int) -> None:
     """Call a function of C, void (*)(void*), without Python's lock."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(data)
@@ -205,6 +238,9 @@ class ImmediateStreams:
         import torch
 
         return torch.zeros(shape, dtype=kind)
+
+    def register(self, address: int, nbytes: int) -> Callable[[], None]:
+        return lambda: None
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         return _Reached()

@@ -62,7 +62,8 @@ def place_beside_gpu(
             engine, progress, gpu=gpu, check=lambda memories: demand(request(memories)).claims(), types=types
         )
         split = _experts_as_saved if any(model.n_experts) else _split_neurons
-        outcome = split(resolved, demand(request(hardware)))
+        planned = demand(request(hardware))
+        outcome = split(resolved.with_chunk(planned.chunk), planned)
         placed = outcome if isinstance(outcome, str) else demand(outcome)
     assert hardware.gpu is not None
     if isinstance(placed, str) or engine.vram is None:
@@ -98,7 +99,9 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     from powerinfer.placement.budget import budgets, no_layer_fits, whole_layers
 
     engine = resolved.engine
-    work, (vram, _) = workload(model, engine), budgets(hardware, engine.vram, engine.ram)
+    vram, ram = budgets(hardware, engine.vram, engine.ram)
+    resolved = resolved.with_chunk(dense_request(resolved, model, hardware, ram).chunk)
+    work = workload(model, resolved.engine)
     layers, head, staging = whole_layers(model, hardware, work, vram)
     if not layers:
         return no_layer_fits(model, hardware, work, vram)

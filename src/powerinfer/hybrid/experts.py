@@ -14,15 +14,16 @@ Where a predictor selects a layer may be split by neurons inside its experts ins
 copies of the same number of hot ones of each, and steps of few tokens add up these there, the others on the CPU. Longer
 steps, whose tokens need nearly all neurons, are whole: the CPU, or the GPU through which all stream, computes them.
 
-For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU from the model's file. Where
-RAM does not hold all cold experts they rest on disk (devices/disk.py): the CPU reads those that are selected and that
-it does not have, and computes the others meanwhile, in prompts, too.
+For a long prompt, whose tokens select nearly all experts, the cold ones stream to the GPU as the CPU has them, or where
+it tells their neurons apart from the model's file. Where RAM does not hold all cold experts they rest on disk
+(devices/disk.py): the CPU reads those that are selected and that it does not have, and computes the others meanwhile,
+in prompts, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -41,10 +42,11 @@ from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
-from powerinfer.kernels import gpu, gpu_experts
-from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.kernels import gpu, gpu_experts, gpu_panels
+from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
 from powerinfer.placement.experts import Policy, Swap
@@ -111,7 +113,7 @@ class HybridExperts(HybridTerms):
     most = 2
     _freed = (
         "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
-        "_slots", "_biases",
+        "_slots", "_members", "_biases",
         "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
     )  # fmt: skip
 
@@ -153,6 +155,7 @@ class HybridExperts(HybridTerms):
             )
         if self._tensors is None:
             self.stage = None
+        self._register()
         self.clear()
 
     def _skips(self, cpu: CpuExecutor, down_type: str, size: int) -> bool:
@@ -235,6 +238,7 @@ class HybridExperts(HybridTerms):
             self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._slots = torch.arange(n, dtype=torch.int32, device=device)
+        self._members = self._slots.clone()  # the expert of each slot, -1: none
         self._publish()
         return views
 
@@ -305,6 +309,9 @@ class HybridExperts(HybridTerms):
         self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
         if self._inside is None:
             self._slots.copy_(torch.from_numpy(self._slot))
+            members = np.full(len(self._slot), -1, np.int32)
+            members[self._slot[self.hot]] = self.hot
+            self._members.copy_(torch.from_numpy(members))
         self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
         if self._disk is not None and self._cpu_part is not None:
             self._cpu_part.op.elsewhere[:] = self._slot >= 0
@@ -421,7 +428,7 @@ class HybridExperts(HybridTerms):
         predictor), and what all experts share of this."""
         parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
         parts += [part.nbytes for part in (self._gpu_part, self._shared_part) if part is not None]
-        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots
+        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots, self._members
         inner = {} if self._inner is None else {"predictor": self._inner.nbytes}
         return {"ffn": sum(parts) + tensor_bytes(*vectors)} | inner
 
@@ -463,6 +470,7 @@ class HybridExperts(HybridTerms):
     def _select(self, step: Step) -> None:
         assert step.read is not None
         experts, weights = self._link.experts(len(step.x), self.top_k)
+        step.routed = None  # of the layer before
         x = step.x if self.config.early_router else step.read
         x = x if self._separate is None else self._separate.router(step.x)
         logits = gpu.linear(self._router, x, self._router_bias)
@@ -524,13 +532,34 @@ class HybridExperts(HybridTerms):
             return  # whoever computes the others computes all
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
         hidden = None if self._gpu_part.predictor is None else step.hidden
-        if self._latents is None:
+        if len(step.x) > gpu.FEW:
+            self._add_some(step, [(self._gpu_part, self._slots, self._members)])
+        elif self._latents is None:
             gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target, hidden)
             step.normed = None
         else:
             before, behind = self._latents
             part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, hidden=hidden)
             step.add_part(behind(part))
+
+    def _add_some(self, step: Step, parts: Iterable[tuple[Experts, Tensor, Tensor]]) -> None:
+        """Add the sums of some experts of a long step after others: each with the slots of all of the layer's, and the
+        expert of each slot."""
+        import torch
+
+        assert step.read is not None
+        if step.routed is None:
+            x = step.read if self._latents is None else self._latents[0](step.read)
+            selected = self._link.experts(len(step.x), self.top_k)
+            step.routed = gpu_experts.Routed(x, *selected, self.config.n_experts)
+        target = step.target if self._latents is None else torch.zeros_like(step.routed.x)
+        for part, slots, members in parts:
+            gpu_experts.add_some(part, step.routed, slots, members, target)
+            del part  # the next one reuses its memory
+        if self._latents is None:
+            step.normed = None
+        else:
+            step.add_part(self._latents[1](target))
 
     def finish(self) -> list[Operator]:
         operators = super().finish()
@@ -617,33 +646,60 @@ class HybridExperts(HybridTerms):
         return np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
 
     def _stream_cold(self, step: Step) -> None:
+        self._check_files()
+        self._add_some(step, self._sent_experts())
+
+    def _register(self) -> None:
+        """Let the GPU read what streams by itself."""
+        if self.stage is not None:
+            for matrix in self._panels() or ():
+                self.stage.register(matrix.data.reshape(-1))
+
+    def _panels(self) -> list[ExpertPanels] | None:
+        """The CPU's matrices, if they stream as they are: not with rows beside those of the file."""
+        if self._cpu_part is None or self._tensors is None:
+            return None
+        panels, rows = self._cpu_part.panels(), [tensor.shape[1] for tensor in self._tensors]
+        return None if panels is None or [one.rows for one in panels] != rows else panels
+
+    def _sent_experts(self) -> Iterator[tuple[Experts, Tensor, Tensor]]:
+        """Experts of the CPU on the GPU, some at a time, until the next ones are asked for; as of `_add_some`."""
         import torch
 
-        assert self.stage is not None and self._tensors is not None and step.read is not None
-        self._check_files()
-        experts, weights = self._link.experts(len(step.x), self.top_k)
-        sizes = [tensor.matrix(0).nbytes for tensor in self._tensors]
-        count = self.stage.experts_at_once(sizes, self.config.n_experts)
-        x, target = step.read, step.target
-        if self._latents is not None:
-            x = self._latents[0](x)
-            target = torch.zeros_like(x)
-        for first in range(0, len(self.cold), count):
-            piece = self.cold[first : first + count]
-            places = np.full(self.config.n_experts, -1, np.int32)
-            places[piece] = np.arange(len(piece))
-            parts = [np.asarray(places.view(np.uint8))]
-            for tensor in self._tensors:
-                parts += [tensor.matrix(expert).data for expert in piece]
-            with self.stage.sent(parts) as (of_places, *sent):
-                assert of_places is not None
-                slots = of_places.view(torch.int32)
-                joined = [_joined(sent[at * len(piece) : (at + 1) * len(piece)]) for at in range(len(self._tensors))]
-                resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
-                gpu_experts.expert_sum(resident, x, experts, weights, slots, target)
+        assert self.stage is not None and self._tensors is not None
+        n, panels, count = self.config.n_experts, self._panels(), 0
+        if panels is not None:
+            sizes = [
+                max(one.data.shape[1], gpu_panels.panel_bytes(one.type, one.k) * one.rows // LANES) for one in panels
+            ]
+            count = self.stage.experts_at_once(sizes, n)
+        if not count:
+            panels = None
+            count = self.stage.experts_at_once([tensor.matrix(0).nbytes for tensor in self._tensors], n)
+        cold = self.cold[np.argsort(self._place_of[self.cold])]  # as they lie in memory
+        most = count if self._layers.rehearses else len(self.cold)  # one piece takes as much memory as all
+        for first in range(0, min(most, len(cold)), count):
+            piece = cold[first : first + count]
+            table = np.full(2 * n, -1, np.int32)  # the slot of each expert, and the expert of each slot
+            table[piece], table[n : n + len(piece)] = np.arange(len(piece)), piece
+            parts = [np.asarray(table.view(np.uint8))]
+            if panels is None:
+                for tensor in self._tensors:
+                    parts += [tensor.matrix(expert).data for expert in piece]
+            else:
+                for one in panels:
+                    parts += _runs(one.data, self._place_of[piece])
+            with self.stage.sent(parts) as (of_table, *sent):
+                assert of_table is not None
+                slots, members = of_table.view(torch.int32).split(n)
+                runs = len(sent) // len(self._tensors)
+                joined = [_joined(sent[at : at + runs]) for at in range(0, len(sent), runs)]
+                if panels is None:
+                    resident = gpu_experts.from_rows(self.config, self._tensors, joined, piece, self._biases)
+                else:
+                    resident = gpu_experts.from_panels(self.config, panels, joined, piece, self._biases)
+                yield resident, slots, members[: len(piece)]
                 del resident  # the next one reuses its memory
-        if self._latents is not None:
-            step.add_part(self._latents[1](target))
 
     # ---------------------------------------------------------------- counters, of layers with cold experts
 
@@ -712,14 +768,20 @@ def is_mapped(tensor: RawTensor) -> bool:
     return data is not None
 
 
+def _runs(panels: Bytes, places: Indices) -> list[Bytes]:
+    """Rows `places`, ascending, of uint8 [experts, bytes], those that lie one behind the other as one."""
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    return [panels[run[0] : run[-1] + 1].reshape(-1) for run in np.split(places, breaks)]
+
+
 def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     """Parts that lie one behind the other in a buffer, as one; else a copy."""
     import torch
 
     present = [part for part in parts if part is not None]
-    size, first = present[0].nbytes, present[0]
-    if all(part.data_ptr() == first.data_ptr() + at * size for at, part in enumerate(present)):
-        return first.as_strided((len(present) * size,), (1,))
+    ends = [part.data_ptr() + part.nbytes for part in present[:-1]]
+    if all(part.data_ptr() == end for part, end in zip(present[1:], ends, strict=True)):
+        return present[0].as_strided((sum(part.nbytes for part in present),), (1,))
     return torch.cat(present)
 
 

@@ -126,7 +126,12 @@ class HybridFfn(HybridTerms):
                 self._gpu_part = GpuNeurons(layout, groups, hot, to, *config)
             if self._predictor is not None:
                 self._predictor.arrange(np.concatenate([hot, self.cold]))
+        stage, memory = self.stage, self._cpu_part.memory
+        if stage is not None and memory is not None:
+            stage.release(memory)
         self._cpu_part.place(groups, self.cold)
+        if stage is not None and self._cpu_part.memory is not None:
+            stage.register(self._cpu_part.memory)
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
 

@@ -215,6 +215,9 @@ def load_split(
         checkpoint.finish()
         checkpoint.release()
         executor = SplitExecutor(cpu, gpu, streamed, resolved.device.reason)
+        if resolved.device.chunk:
+            reason = "tokens of a prompt in a step: what is in RAM streams once for each step"
+            executor.choices.prefill_chunk = Choice(resolved.device.chunk, reason)
         opened.pop_all()  # the executor closes them
     return executor
 

@@ -14,7 +14,7 @@ from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.disk_neurons import n_slots, neuron_slots
 from powerinfer.devices.stage import BESIDE, Stage
 from powerinfer.formats.bundle_memory import SomeBundles, cuts, gather, own_pages, some_bytes
-from powerinfer.formats.quant import Float32
+from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Counts, Indices, NeuronVectors
@@ -71,10 +71,12 @@ class GpuNeurons:
 class CpuNeurons:
     """Some neurons of a layer in the CPU's memory: copies of their bundles, in memory that later ones reuse.
 
-    index: int32, the neurons, ascending. rests: its neurons are on disk.
+    index: int32, the neurons, ascending. rests: its neurons are on disk. memory: which later ones reuse, uint8, None:
+    there is none.
     """
 
     rests = False
+    memory: Bytes | None = None
 
     def __init__(
         self, cpu: CpuExecutor, layer: int, layout: BundleLayout, vectors: NeuronVectors, threshold: float
@@ -87,7 +89,6 @@ class CpuNeurons:
         self._vectors = vectors
         self._threshold = threshold
         self._bundles: SomeBundles | None = None
-        self._memory: NDArray[np.uint8] | None = None
         self._neurons: _native.NeuronSum | None = None
 
     @property
@@ -103,9 +104,9 @@ class CpuNeurons:
             return
         layout = self._layout
         nbytes = len(index) * layout.pitch + min(len(index), len(groups)) * layout.shared_bytes
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = own_pages(nbytes)
-        self._bundles = gather(layout, groups, index, self._memory)
+        if self.memory is None or len(self.memory) < nbytes:
+            self.memory = own_pages(nbytes)
+        self._bundles = gather(layout, groups, index, self.memory)
         bundles = self._layer, layout, self._bundles, self._vectors
         self._neurons = self._cpu.parts.bundled(*bundles, threshold=self._threshold, count_fired=True)
 

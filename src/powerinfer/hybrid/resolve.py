@@ -113,5 +113,7 @@ def on_cpu_alone(resolved: Resolved, reason: str) -> Resolved:
     checkpoint, engine = resolved.checkpoint, resolved.engine
     if resolved.device.spared:
         engine = replace(engine, threads=0)
+    if resolved.device.chunk:
+        engine = replace(engine, prefill_chunk=0)
     selection = select(checkpoint, engine)
     return place_as_chosen(Resolved(checkpoint, engine, selection, UsedGpu(reason=reason)))

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class UsedGpu:
     """The device beside the CPU. gpu: its name (`choose_device`), None: there is none; reason: for people.
-    spared: cores that automatic threads leave to the GPU's driver; the options have the threads that remain."""
+    spared: cores that automatic threads leave to the GPU's driver; the options have the threads that remain. chunk: of
+    prompts, chosen for it, which the options have too; 0: not for it."""
 
     gpu: str | None = None
     reason: str = ""
     spared: int = 0
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,13 @@ class Resolved:
         assert self.device.gpu is not None
         return self.device.gpu
 
+    def with_chunk(self, tokens: int) -> Resolved:
+        """The same with chunks of prompts that were chosen for its GPU."""
+        if self.engine.prefill_chunk or tokens == self.engine.chunk:
+            return self
+        engine, device = replace(self.engine, prefill_chunk=tokens), replace(self.device, chunk=tokens)
+        return replace(self, engine=engine, device=device)
+
     def placed(self, **changes: object) -> Resolved:
         """The same with changes of the placement."""
         return replace(self, placement=replace(self.placement, **changes))  # type: ignore[arg-type]
@@ -216,7 +225,7 @@ def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workl
 
     selector = selector if model.config.whole_reason is None else "all"
     context, undo = context_of(model, engine), tokens_to_undo(engine, model.config)
-    sizes = engine.kv_type, context, engine.prefill_chunk, engine.max_batch
+    sizes = engine.kv_type, context, engine.chunk, engine.max_batch
     return Workload(*sizes, selector=selector, undo_tokens=undo)
 
 

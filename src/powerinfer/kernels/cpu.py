@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from powerinfer import _native
 from powerinfer.config import AttentionKind, EngineConfig
 from powerinfer.errors import RequestError
+from powerinfer.formats.quant import Bytes
 from powerinfer.neurons import BundleLayout
 from powerinfer.system import MOST_THREADS, usable_cores
 
@@ -30,6 +32,15 @@ ISA_VARIABLE = "POWERINFER_ISA"
 
 _DRIVER_CORES = 2
 _FEW_CORES = 4  # fewer are always all used: leaving one out costs more than it can gain
+
+
+class ExpertPanels(NamedTuple):
+    """A matrix [rows, k] of each of some experts, in panels: uint8 [experts, bytes of one]."""
+
+    type: str
+    rows: int
+    k: int
+    data: Bytes
 
 
 def choose_isa(requested: str | None) -> tuple[str, str]:

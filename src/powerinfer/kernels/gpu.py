@@ -26,6 +26,7 @@ from powerinfer.formats.tensors import RawTensor, convert
 from powerinfer.formats.weight_types import BLOCKS, FLOAT_TYPES, STORED_ROWS, WEIGHT_TYPES
 from powerinfer.formats.weight_types import GPU_TYPES as GPU_TYPES
 from powerinfer.kernels import gpu_words
+from powerinfer.kernels.activations import Activations, plain_halves
 from powerinfer.kernels.cpu import bundle_row_order, code_bytes
 from powerinfer.kernels.gpu_types import CUT as CUT
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
@@ -35,6 +36,7 @@ from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, MA
 from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
+from powerinfer.kernels.gpu_types import PIECE as _PIECE
 from powerinfer.kernels.gpu_types import SCAN_CHUNK as SCAN_CHUNK
 from powerinfer.kernels.gpu_types import SHARING as SHARING
 from powerinfer.kernels.gpu_types import UNPACKED as UNPACKED
@@ -51,7 +53,6 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 1 << 24  # elements of a matrix multiplied with many tokens at a time
 _SLAB = 1 << 19  # elements that are converted at a time: by a thread, in whose cache they stay, or on a device
 
 _LOADED = 1 << 24  # bytes of bundles uploaded at a time
@@ -348,26 +349,49 @@ def _k_values(kind: str, data: Tensor, scales: Tensor) -> Tensor:
 # Operators
 
 
-def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+def linear(
+    w: Weight, activations: Tensor | Activations, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """x . W^T + bias, float32 [T, rows]; or `into`, contiguous and not x, that much more.
 
-    x: float32 [T, k]; bias: float32 [rows].
+    activations: x, float32 [T, k], or what several products make something of once; bias: float32 [rows].
     """
+    activations = activations_of(activations)
+    x = activations.x
     assert into is None or (into.is_contiguous() and into.data_ptr() != x.data_ptr())  # others add while x is read
     if x.shape[0] <= FEW and _triton(x):
         return _kernels().linear(w, x, bias, into)
     import torch
 
-    out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
-    for begin, end in pieces(w.rows, w.k):
-        out[:, begin:end] = product(x, operand(w, begin, end).T)
-    out = out if bias is None else out + bias
+    cut = list(pieces(w.rows, w.k))
+    if len(cut) == 1:
+        out = activations.product(operand(w, 0, w.rows).T)
+    else:
+        out = torch.empty((x.shape[0], w.rows), dtype=torch.float32, device=x.device)
+        for begin, end in cut:
+            out[:, begin:end] = activations.product(operand(w, begin, end).T)
+    out = out if bias is None else out.add_(bias)
     return out if into is None else into.add_(out)
+
+
+def _narrow(w: Weight) -> bool:
+    """Whether a device multiplies many tokens with a weight in float16 or bfloat16."""
+    return w.data.device.type in _NARROW and w.type != "F32"
+
+
+def taken_by_many(w: Weight, activations: Activations) -> tuple[Tensor, Tensor | None]:
+    """Activations in the type in which a device multiplies many of them with a weight, and what each row of the
+    products is multiplied by, None: by nothing."""
+    import torch
+
+    if not _narrow(w):
+        return activations.x, None
+    return activations.narrowed(torch.bfloat16 if w.type == "BF16" else torch.float16)
 
 
 def operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:
     """Rows of a weight in the type in which a device multiplies many tokens with them. neurons: whose down w is."""
-    if w.data.device.type in _NARROW and w.type != "F32":
+    if _narrow(w):
         if w.type in FLOAT_TYPES:
             return w.data[begin:end]
         if _triton(w.data):
@@ -384,25 +408,18 @@ def _scales_of(neurons: Neurons | None, begin: int, end: int) -> Tensor | None:
     return neurons.shared[neurons.group[begin:end].long()]
 
 
-def product(x: Tensor, w: Tensor) -> Tensor:
-    """x . w, float32 [T, n]. x: float32 [T, k]; w: [k, n], in whose type x is rounded. Or a batch of each."""
-    import torch
-
-    if w.dtype == x.dtype:
-        return x @ w
-    if w.dtype == torch.bfloat16:
-        return _wide(x.bfloat16(), w)
-    peak = x.abs().amax(dim=-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
-    return _wide((x / peak).half(), w).mul_(peak)  # so that no activation exceeds float16
+def activations_of(x: Tensor | Activations) -> Activations:
+    """Activations as they are, or of a tensor."""
+    return x if isinstance(x, Activations) else Activations(x, _halves)
 
 
-def _wide(x: Tensor, w: Tensor) -> Tensor:
-    """The product of narrow matrices, or of a batch of them, with float32 sums."""
-    import torch
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _kernels().narrowed(x) if _triton(x) else plain_halves(x)
 
-    if not x.is_cuda:
-        return x.float() @ w.float()
-    return (torch.mm if x.ndim == 2 else torch.bmm)(x, w, out_dtype=torch.float32)
+
+def product(x: Tensor | Activations, w: Tensor, columns: slice | None = None) -> Tensor:
+    """`Activations.product` of many tokens."""
+    return activations_of(x).product(w, columns)
 
 
 def forget_codes(x: Tensor) -> None:
@@ -883,7 +900,7 @@ def _take(rows: Tensor, at: Tensor, offset: int, out: Tensor, unit: int, order: 
 
 def neuron_sum(
     neurons: Neurons,
-    x: Tensor,
+    activations: Tensor | Activations,
     selected: Tensor | None = None,
     threshold: float = 0.0,
     into: Tensor | None = None,
@@ -894,12 +911,14 @@ def neuron_sum(
 
     into: what the sum is added to, fired: the counts, int32 or int64 [n], are added to; these are returned then.
 
-    x: float32 [T, d_model]; selected: uint8 [T, n], 0 for a neuron that does not count for a token; None: all count. An
-    activation of at most `threshold` in magnitude counts as zero. A neuron fires for a token when its product h is not
-    zero. fused: by one Triton kernel where there is one token; its sum is rounded otherwise.
+    activations: float32 [T, d_model], or what several sums make something of once; selected: uint8 [T, n], 0 for a
+    neuron that does not count for a token; None: all count. An activation of at most `threshold` in magnitude counts as
+    zero. A neuron fires for a token when its product h is not zero. fused: by one Triton kernel where there is one
+    token; its sum is rounded otherwise.
     """
     import torch
 
+    x = activations_of(activations).x
     if fired is None:
         fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
     if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
@@ -910,17 +929,26 @@ def neuron_sum(
     total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device) if into is None else into
     if not neurons.n or not x.shape[0]:
         return total, fired
-    h = products(neurons, x, selected, threshold)
+    h = products(neurons, activations, selected, threshold)
     fired += torch.sum(h != 0, dim=0, dtype=torch.int32)
+    return add_down(neurons, h, total), fired
+
+
+def add_down(neurons: Neurons, h: Tensor, total: Tensor) -> Tensor:
+    """total, float32 [T, d_model], with the neurons' columns of down times their h, float32 [T, n], added up."""
+    activations = activations_of(h)
     for begin, end in pieces(neurons.n, neurons.down.k):
-        total += product(h[:, begin:end], operand(neurons.down, begin, end, neurons))
-    return total, fired
+        total += activations.product(operand(neurons.down, begin, end, neurons), slice(begin, end))
+    return total
 
 
-def products(neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float) -> Tensor:
+def products(
+    neurons: Neurons, activations: Tensor | Activations, selected: Tensor | None, threshold: float
+) -> Tensor:
     """h of all neurons, float32 [T, n], with arguments as `neuron_sum`."""
     import torch
 
+    x = activations_of(activations)
     first = neurons.up if neurons.gate is None else neurons.gate
     h = linear(first, x, neurons.up_bias if neurons.gate is None else neurons.gate_bias)
     h = activated(h, neurons.activation, neurons.threshold if neurons.limits is None else neurons.limits)

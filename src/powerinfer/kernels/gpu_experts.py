@@ -13,12 +13,15 @@ import numpy as np
 from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_panels
+from powerinfer.kernels.cpu import LANES, ExpertPanels
 from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from powerinfer.kernels.triton_prompt_experts import Block
 
 TURNED = 1 << 19  # elements of down at a time that become columns: of Q4_0 some 2 MiB are between
 
@@ -157,6 +160,20 @@ def from_rows(
     return _experts(about, len(index), weights, biases, index)
 
 
+def from_panels(
+    about: ExpertsConfig,
+    panels: Sequence[ExpertPanels],
+    parts: Sequence[Tensor],
+    index: Indices,
+    biases: Biases = (),
+) -> Experts:
+    """The same from the CPU's panels of these experts' matrices, as `gpu_panels` converts them."""
+    weights = []
+    for one, part in zip(panels, parts, strict=True):
+        weights.append(gpu_panels.from_panels(one.type, one.k, part.view(len(index) * one.rows // LANES, -1)))
+    return _experts(about, len(index), weights, biases, index)
+
+
 def _slots(tensor: RawTensor, index: Indices, device: Any, among: Indices | None = None) -> Weight:
     """some: of each matrix the rows to be here, None: all."""
     n, rows, cols = tensor.shape
@@ -227,6 +244,44 @@ def _largest(x: Tensor, n: int) -> Tensor:
 # The sum
 
 
+class Routed:
+    """Many tokens x, float32 [T, d_model], with the experts that a router selected for each, int32 [T, top_k] of n, -1:
+    none, and their weights, float32 [T, top_k]. Sums of some of these experts after others use what is made of it."""
+
+    def __init__(self, x: Tensor, experts: Tensor, weights: Tensor, n: int) -> None:
+        self.x, self.experts, self.weights = x, experts, weights
+        self._n = n
+        self._blocks: list[Block] | None = None
+
+    def blocks(self) -> list[Block]:
+        """Its tokens as Triton kernels take them."""
+        if self._blocks is None:
+            from powerinfer.kernels import triton_prompt_experts
+
+            self._blocks = triton_prompt_experts.blocks(self.x, self.experts, self.weights, self._n)
+        return self._blocks
+
+
+def members(table: Tensor, slots: int) -> Tensor:
+    """The expert in each slot, -1: none, int32 [slots]. table: int32, the slot of each expert, -1: none."""
+    import torch
+
+    numbers = torch.arange(len(table), dtype=torch.int32, device=table.device)
+    places = torch.where(table < 0, slots, table).long()  # no data that the host would wait for
+    return torch.full((slots + 1,), -1, dtype=torch.int32, device=table.device).scatter_(0, places, numbers)[:slots]
+
+
+def add_some(experts: Experts, routed: Routed, table: Tensor, of_slots: Tensor, into: Tensor) -> None:
+    """Add the weighted sums of those of the tokens' experts that are here, each token's in the order of the experts, to
+    float32 [T, d_model]. table: as of `expert_sum`; of_slots: int32, the expert of each slot, -1: none."""
+    if gpu.which(into) == "triton" and len(into) > gpu.FEW:
+        from powerinfer.kernels import triton_prompt_experts
+
+        triton_prompt_experts.add_experts(experts, routed.blocks(), table, of_slots, into)
+    else:
+        expert_sum(experts, routed.x, routed.experts, routed.weights, table, into)
+
+
 def expert_sum(
     experts: Experts,
     x: Tensor,
@@ -242,12 +297,20 @@ def expert_sum(
     table: int32 [n], with which slots are experts: the slot of each of the model's. hidden: float32 [T, rank] of at
     most `gpu.FEW` tokens, what the predictor takes (`gpu.hide`); None: every neuron counts.
     """
-    if gpu.which(x) == "triton":
+    import torch
+
+    if gpu.which(x) == "triton" and len(x) <= gpu.FEW:
         from powerinfer.kernels import triton_experts
 
         return triton_experts.expert_sum(experts, x, slots, weights, table, into, hidden)
-    import torch
+    if gpu.which(x) == "triton":
+        from powerinfer.kernels import triton_prompt_experts
 
+        blocks = Routed(x, slots, weights, experts.slots if table is None else len(table)).blocks()
+        into = torch.zeros_like(x) if into is None else into
+        of_slots = None if table is None else members(table, experts.slots)
+        triton_prompt_experts.add_experts(experts, blocks, table, of_slots, into)
+        return into
     slots = slots if table is None else table[slots.long()]
     out = torch.zeros((*slots.shape, x.shape[1]), dtype=torch.float32, device=x.device)
     for slot in range(experts.slots):
@@ -301,9 +364,7 @@ def add_many(expert: Experts, x: Tensor, into: Tensor) -> None:
         group = torch.arange(expert.size, dtype=torch.int32, device=x.device) // BUNDLE_GROUP
     matrices = expert.gate, expert.up, expert.down, expert.shared, group
     neurons = gpu.Neurons(*matrices, None, None, expert.activation, expert.threshold)
-    h = gpu.products(neurons, x, None, 0.0)
-    for begin, end in gpu.pieces(expert.size, into.shape[1]):
-        into += gpu.product(h[:, begin:end], gpu.operand(expert.down, begin, end, neurons))
+    gpu.add_down(neurons, gpu.products(neurons, x, None, 0.0), into)
 
 
 def shared_weight(x: Tensor, gate: Tensor) -> Tensor:

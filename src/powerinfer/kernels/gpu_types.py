@@ -26,6 +26,13 @@ PAGE = 32
 FEW = 32
 """Most tokens whose products read weights as they are; for more of them matrices are dequantised first."""
 
+PIECE = 1 << 26
+"""Elements of a matrix that are dequantised, and multiplied with many tokens, at a time."""
+
+EXPERT_TOKENS = 1024
+"""Tokens of a prompt whose experts are summed at a time: the rows of all pairs of a token and an expert take memory,
+and are indexed with 32 bits."""
+
 _KINDS = [WEIGHT_TYPES[name] for name in GPU_TYPES if name not in FLOAT_TYPES]
 
 UNPACKED = {

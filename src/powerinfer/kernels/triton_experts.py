@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import FEW, INTEGERS, NOT_A_NUMBER
+from powerinfer.kernels.gpu_types import INTEGERS, NOT_A_NUMBER
 from powerinfer.kernels.triton_kernels import (
     IN_TURN,
     ONE,
@@ -26,6 +26,7 @@ from powerinfer.kernels.triton_kernels import (
     Tile,
     add_bias,
     codes,
+    dot,
     early,
     either,
     follow,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 PAIRS = 64  # that a program orders
 COMPARED = 256  # pairs at a time that they are compared with
 MOST_COLUMNS = 64  # pairs of an expert in a tile
-TOKENS = 1024  # at a time: the rows of all pairs take memory, and are indexed with 32 bits
 COLUMNS = 256  # of d_model that a program adds up
 # Neurons, and columns of down, of experts by neuron.
 ACROSS = {**dict.fromkeys(("F16", "BF16", "Q8_0X32"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
@@ -171,7 +171,7 @@ def _slot(slots, table, j, TABLE: tl.constexpr):
 
 
 @triton.jit
-def _weighted(a, u, weight, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr):
+def weighted(a, u, weight, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, SCALES: tl.constexpr):
     """h of products a and u, times a weight; SCALES: of the products times it."""
     if SCALES:
         a = activated(a * weight, u * weight, limit, ACTIVATION, GATED)
@@ -201,7 +201,7 @@ def _hidden_kernel(
         if GATED:
             a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
             a = add_bias(a, gate_bias, row, live, BIAS, 0)
-        a = _weighted(a, u, tl.load(weights + j), limit, ACTIVATION, GATED, SCALES)
+        a = weighted(a, u, tl.load(weights + j), limit, ACTIVATION, GATED, SCALES)
         tl.store(h + j * size + neuron, a, mask=live)
     else:  # else what down reads, and leaves out, is memory that nobody wrote
         neuron = tl.program_id(0) * R + tl.arange(0, R)
@@ -445,8 +445,8 @@ def _grouped_hidden_kernel(
         if GATED:
             a = row_dots(_of(x, at, k, TYPE, T), gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION)
             a = add_bias(a, gate_bias, row, live, BIAS, T)
-        a = _weighted(a, u, _weights(weight_of, at, here, T), limit, ACTIVATION, GATED, SCALES)
-        _put(h, a, at, here, size, neuron, T)
+        a = weighted(a, u, weights_of(weight_of, at, here, T), limit, ACTIVATION, GATED, SCALES)
+        put_rows(h, a, at, here, size, neuron, T)
 
 
 @triton.jit
@@ -456,7 +456,7 @@ def _of(x, at, k, TYPE: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _weights(weight_of, at, here, T: tl.constexpr):
+def weights_of(weight_of, at, here, T: tl.constexpr):
     """Those of `here` rows from `at` on, at most T, [1, T]; with T = 1 of one."""
     if T > 1:
         t = tl.arange(0, T)
@@ -467,7 +467,7 @@ def _weights(weight_of, at, here, T: tl.constexpr):
 
 
 @triton.jit
-def _put(to, y, at, here, width, column, T: tl.constexpr):
+def put_rows(to, y, at, here, width, column, T: tl.constexpr):
     """Store y [R, T], with T = 1 [R], in columns [R] of rows from `at` on of `to` [rows, width]."""
     if T > 1:
         t = tl.arange(0, T)
@@ -493,8 +493,8 @@ def _grouped_down_kernel(
         y = row_dots(_of(h, at, k, TYPE, T), data, scales, row, live, here, k, TYPE, T, R, C, PRECISION)
         if BIAS:
             own = tl.load(bias + row, mask=live, other=0)
-            y += _weights(weight_of, at, here, T) * (own[:, None] if T > 1 else own)
-        _put(out, y, at, here, rows, element, T)
+            y += weights_of(weight_of, at, here, T) * (own[:, None] if T > 1 else own)
+        put_rows(out, y, at, here, rows, element, T)
 
 
 @triton.jit
@@ -528,14 +528,14 @@ def _grouped_firing_kernel(
             a = tl.where(chosen, active(a, limit, ACTIVATION), 0.0)
             fires = _any_token(a != 0, T)
             if not GATED:
-                a *= _weights(weight_of, at, here, T)
+                a *= weights_of(weight_of, at, here, T)
             elif tl.max(fires, 0) > 0:
                 own = _of(x, at, k, UP_TYPE, T)
                 u = row_dots(own, up, up_scales, row, fires > 0, here, k, UP_TYPE, T, R, C, PRECISION)
                 if ACTIVATION == "drelu":
                     u = tl.where(u <= 0, 0.0, u)
-                a = tl.where(a == 0, 0.0, a * u * _weights(weight_of, at, here, T))
-        _put(h, a, at, here, size, neuron, T)
+                a = tl.where(a == 0, 0.0, a * u * weights_of(weight_of, at, here, T))
+        put_rows(h, a, at, here, size, neuron, T)
 
 
 @triton.jit
@@ -554,19 +554,35 @@ def _needed(h, first, here, size, T: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _grouped_across_kernel(
-    h, data, shared, group, begin, out, d, size,
+def rows_of(begin, members, slot, MEMBERS: tl.constexpr):
+    """Where the rows of a slot begin and end. MEMBERS: `begin` is of experts, and `members` has that of each slot; -1:
+    none."""
+    number = slot
+    if MEMBERS:
+        number = tl.load(members + slot)
+    there = number >= 0
+    return tl.load(begin + number, mask=there, other=0), tl.load(begin + number + 1, mask=there, other=0)
+
+
+@triton.jit
+def grouped_across_kernel(
+    h, data, shared, group, begin, members, h_scales, out, d, size,
     TYPE: tl.constexpr, GROUPS: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MEMBERS: tl.constexpr = False, SCALED: tl.constexpr = False,
 ):  # fmt: skip
     """C columns (of Q4_0X32 bytes, of two columns each) of what the expert in a slot gives for the slot's rows of h,
     from the columns of down of its neurons; those that no row needs are not read. GROUPS: `group` has the row of shared
-    of each neuron."""
+    of each neuron; MEMBERS: as of `rows_of`; SCALED: h is of a narrow type, h_scales are what its rows are multiplied
+    by."""
+    NARROW: tl.constexpr = h.dtype.element_ty
     slot = tl.program_id(1)
     t, r = tl.arange(0, T)[:, None], tl.arange(0, R)
-    last = tl.load(begin + slot + 1)
-    for at in range(tl.load(begin + slot), last, T):
+    first_row, last = rows_of(begin, members, slot, MEMBERS)
+    for at in range(first_row, last, T):
         here, own, to = last - at, h + at * size, out + at * d
+        scale = tl.full((T, 1), 1.0, tl.float32)
+        if SCALED:
+            scale = tl.load(h_scales + at + t, mask=t < here, other=0)
         acc = tl.zeros((T, C), tl.float32)
         if TYPE == "Q4_0X32":
             B: tl.constexpr = C // 16
@@ -593,11 +609,12 @@ def _grouped_across_kernel(
                         d_at = shared + row // 32 * d + first
                         low *= 0.0625 * tl.load(d_at, mask=valid, other=0).to(tl.float32)[None]
                         high *= 0.0625 * tl.load(d_at + 16, mask=valid, other=0).to(tl.float32)[None]
-                    acc = tl.dot(by, tl.reshape(low, (R, C)), acc, input_precision=PRECISION)
-                    high_acc = tl.dot(by, tl.reshape(high, (R, C)), high_acc, input_precision=PRECISION)
+                    low, high = tl.reshape(low, (R, C)).to(NARROW), tl.reshape(high, (R, C)).to(NARROW)
+                    acc = tl.dot(by, low, acc, input_precision=PRECISION)
+                    high_acc = tl.dot(by, high, high_acc, input_precision=PRECISION)
             i = tl.arange(0, C)
             c = tl.program_id(0) * (B * 32) + i // 16 * 32 + i % 16
-            tl.store(to + t * d + (c + 16)[None, :], high_acc, mask=(t < here) & (c < d)[None, :])
+            tl.store(to + t * d + (c + 16)[None, :], high_acc * scale, mask=(t < here) & (c < d)[None, :])
         else:
             c = tl.program_id(0) * C + tl.arange(0, C)
             for n in range(0, size, R):
@@ -614,18 +631,20 @@ def _grouped_across_kernel(
                         scales_at = shared + (slot.to(tl.int64) * size + n) // 32 * d + c
                         own_scales = tl.load(scales_at, mask=c < d, other=0).to(tl.float32)
                         w = small_signed(w) * own_scales[None, :]
-                    acc = tl.dot(by, w.to(tl.float32), acc, input_precision=PRECISION)
-        tl.store(to + t * d + c[None, :], acc, mask=(t < here) & (c < d)[None, :])
+                    acc = dot(by, w.to(NARROW), acc, PRECISION)
+        tl.store(to + t * d + c[None, :], acc * scale, mask=(t < here) & (c < d)[None, :])
 
 
 @triton.jit
-def _merge_kernel(rows, row_of, slots, out, top_k, d, ADD: tl.constexpr, C: tl.constexpr):
-    """C elements of a token's sum, its experts in their order; with ADD out grows by it."""
+def merge_kernel(
+    rows, row_of, slots, table, out, top_k, d, TABLE: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """C elements of a token's sum, its experts in their order; with ADD out grows by it. TABLE: as of `_slot`."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * C + tl.arange(0, C)
     total = tl.zeros((C,), tl.float32)
     for j in range(top_k):
-        if tl.load(slots + t * top_k + j) >= 0:
+        if _slot(slots + t * top_k, table, j, TABLE) >= 0:
             row = tl.load(row_of + t * top_k + j).to(tl.int64)
             total += tl.load(rows + row * d + c, mask=c < d, other=0)
     put(out + t * d + c, total, c < d, ADD)
@@ -640,7 +659,7 @@ def expert_sum(
     into: Tensor | None,
     hidden: Tensor | None,
 ) -> Tensor:
-    """`gpu_experts.expert_sum`."""
+    """`gpu_experts.expert_sum` of at most `FEW` tokens."""
     tokens, top_k = slots.shape
     if tokens == 1 and experts.by_neuron:
         return _firing_of_one(experts, x, slots, weights, table, into, hidden)
@@ -648,12 +667,6 @@ def expert_sum(
         return _of_one(experts, x, slots, weights, table, into)
     if table is not None:
         slots = table[slots.long()]
-    if tokens > TOKENS:
-        to = torch.zeros_like(x) if into is None else into
-        for at in range(0, tokens, TOKENS):
-            some = slice(at, at + TOKENS)
-            expert_sum(experts, x[some], slots[some], weights[some], None, to[some], None)
-        return to
     d = x.shape[1]
     out = torch.empty((tokens, d), dtype=torch.float32, device=x.device) if into is None else into
     if not tokens:
@@ -662,7 +675,7 @@ def expert_sum(
     h = _grouped_hidden(experts, x, pairs, hidden)
     rows = _grouped_down(experts, h, pairs, d)
     grid, add = (tokens, triton.cdiv(d, COLUMNS)), into is not None
-    _merge_kernel[grid](rows, pairs.row_of, slots, out, top_k, d, ADD=add, C=COLUMNS, num_warps=4)
+    merge_kernel[grid](rows, pairs.row_of, slots, slots, out, top_k, d, TABLE=False, ADD=add, C=COLUMNS, num_warps=4)
     return out
 
 
@@ -682,17 +695,27 @@ class _Pairs(NamedTuple):
 
 
 def _ordered(experts: Experts, slots: Tensor, weights: Tensor) -> _Pairs:
+    per_slot = int(triton.cdiv(slots.numel(), experts.slots))  # or less: some have no slot
+    return _Pairs(*order(slots, weights, experts.slots), per_slot, columns(per_slot, len(slots)))
+
+
+def order(slots: Tensor, weights: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The token and the weight of each pair of a token and a slot, in the order of the slots, the row of each pair, and
+    the first row of each of n slots and of what has none. slots: int32 [T, top_k], -1: none; weights: of each."""
     pairs, device = slots.numel(), slots.device
     token_of, row_of = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
     weight_of = torch.empty(pairs, dtype=torch.float32, device=device)
-    begin = torch.empty(experts.slots + 1, dtype=torch.int32, device=device)
-    _order_kernel[(triton.cdiv(max(pairs, experts.slots + 1), PAIRS),)](
-        slots, weights, token_of, weight_of, row_of, begin, pairs, slots.shape[1], experts.slots, BLOCK=PAIRS,
-        OTHER=COMPARED, num_warps=4,
+    begin = torch.empty(n + 1, dtype=torch.int32, device=device)
+    _order_kernel[(triton.cdiv(max(pairs, n + 1), PAIRS),)](
+        slots, weights, token_of, weight_of, row_of, begin, pairs, slots.shape[1], n, BLOCK=PAIRS, OTHER=COMPARED,
+        num_warps=4,
     )  # fmt: skip
-    per_slot = int(triton.cdiv(pairs, experts.slots))  # or less: some have no slot, and a token has an expert once
-    columns = min(MOST_COLUMNS, max(16, triton.next_power_of_2(min(per_slot, len(slots)))))
-    return _Pairs(token_of, weight_of, row_of, begin, per_slot, columns)
+    return token_of, weight_of, row_of, begin
+
+
+def columns(per_slot: int, tokens: int) -> int:
+    """Columns of a tile for so many pairs of a slot, on average: a token has an expert once."""
+    return min(MOST_COLUMNS, max(16, int(triton.next_power_of_2(min(per_slot, tokens)))))
 
 
 def _gathered(x: Tensor, pairs: _Pairs) -> Tensor:
@@ -705,7 +728,7 @@ def _gathered(x: Tensor, pairs: _Pairs) -> Tensor:
 
 def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs, hidden: Tensor | None) -> Tensor:
     """h of each pair, float32 [pairs, size]."""
-    n, (tokens, d), size = len(pairs.token_of), x.shape, experts.size
+    n, d, size = len(pairs.token_of), x.shape[1], experts.size
     gathered = _gathered(x, pairs)
     h = torch.empty((n, size), dtype=torch.float32, device=x.device)
     up = experts.up
@@ -719,7 +742,7 @@ def _grouped_hidden(experts: Experts, x: Tensor, pairs: _Pairs, hidden: Tensor |
     grid = triton.cdiv(size, tile.rows), experts.slots
     gathered = codes(gathered) if turns else gathered
     gated = experts.gate is not None
-    if hidden is not None or (experts.by_neuron and gated and tokens <= FEW):
+    if hidden is not None or (experts.by_neuron and gated):
         by = _selecting(experts, None if hidden is None else _gathered(hidden, pairs), h, turns)
         _grouped_firing_kernel[grid](
             gathered, *gate_of, *up_of, *by[:3], pairs.begin, pairs.weight_of, h, size, d, by.rank, experts.threshold,
@@ -741,8 +764,8 @@ def _grouped_down(experts: Experts, h: Tensor, pairs: _Pairs, d: int) -> Tensor:
     if experts.by_neuron:
         tile = ACROSS[down.type]
         wide_tile = tile.columns * (2 if down.type == "Q4_0X32" else 1)
-        _grouped_across_kernel[(triton.cdiv(d, wide_tile), experts.slots)](
-            h, down.data, either(experts.shared, h), either(experts.group, h), pairs.begin, rows, d, size,
+        grouped_across_kernel[(triton.cdiv(d, wide_tile), experts.slots)](
+            h, down.data, either(experts.shared, h), either(experts.group, h), pairs.begin, h, h, rows, d, size,
             TYPE=down.type, GROUPS=experts.group is not None, T=pairs.columns, R=tile.rows, C=tile.columns,
             PRECISION=exact, num_warps=tile.warps,
         )  # fmt: skip

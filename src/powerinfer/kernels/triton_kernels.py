@@ -282,6 +282,35 @@ def halves(x: Tensor, length: Tensor | None = None) -> Tensor:
 
 
 @triton.jit
+def _narrow_kernel(x, out, scales, k, BLOCK: tl.constexpr):
+    """A row of x [rows, k] as float16, see `Activations.narrowed`."""
+    t = tl.program_id(0).to(tl.int64)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for i0 in range(0, k, BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        most = tl.maximum(most, tl.abs(tl.load(x + t * k + i, mask=i < k, other=0)))
+    exponent = (tl.minimum(tl.max(most, 0), 3e38).to(tl.int32, bitcast=True) >> 23) + 1
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    for i0 in range(0, k, BLOCK):
+        i = i0 + tl.arange(0, BLOCK)
+        v = tl.load(x + t * k + i, mask=i < k, other=0) * inverse
+        tl.store(out + t * k + i, v.to(tl.float16), mask=i < k)
+    tl.store(scales + t, (exponent << 23).to(tl.float32, bitcast=True))
+
+
+def narrowed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`Activations.narrowed` of float16."""
+    *rows, k = x.shape
+    out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
+    scales = torch.empty((*rows, 1), dtype=torch.float32, device=x.device)
+    if out.numel():
+        block = min(HALVED, triton.next_power_of_2(k))
+        _narrow_kernel[(scales.numel(),)](x.contiguous(), out, scales, k, BLOCK=block, num_warps=8)
+    return out, scales
+
+
+@triton.jit
 def lanes(tokens, T: tl.constexpr, HALVES: tl.constexpr):
     """Rows of x [tokens, k] that a product with T tokens reads, and which of them there are; of halves, two a token."""
     n = tl.arange(0, (2 * T if HALVES else T) if T else 1)
@@ -489,14 +518,13 @@ def _steps(first, last, width, step: tl.constexpr):
 
 @triton.jit
 def _dots_4bit(
-    x, data, scales, row, live, tokens, k, first, last,
+    x, data, scales, row, live, t, real, k, first, last,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q4_0, several tokens, and MXFP4: C bytes of a row at a time."""
     B: tl.constexpr = C // 16
-    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
-    t, real = lanes(tokens, T, HALVES)
+    NARROW: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros((R, (2 * T if HALVES else T) if T else B), tl.float32)
     blocks = k // 32
     begin, end = _steps(first, last, blocks, B)
@@ -674,15 +702,14 @@ def _coded_dots_k(
 
 @triton.jit
 def _dots_k(
-    x, data, scales, row, live, tokens, k, first, last,
+    x, data, scales, row, live, t, real, k, first, last,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q4_K, Q5_K and Q6_K, several tokens: C bytes of four bits of a row at a time."""
     U: tl.constexpr = C // 16
     APART: tl.constexpr = 64 if TYPE == "Q6_K" else 32
-    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
-    t, real = lanes(tokens, T, HALVES)
+    NARROW: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     pieces = k // 32
     begin, end = _steps(first, last, pieces, U)
@@ -748,14 +775,13 @@ def _unpacked_values(data, scales, row, live, u0, k, TYPE: tl.constexpr, R: tl.c
 
 @triton.jit
 def _dots_words(
-    x, data, scales, row, live, tokens, k, first, last,
+    x, data, scales, row, live, t, real, k, first, last,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of types that are unpacked to words, several tokens."""
     U: tl.constexpr = C // 16
-    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
-    t, real = lanes(tokens, T, HALVES)
+    NARROW: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     begin, end = _steps(first, last, k // 16, U)
     for u0 in range(begin, end, U):
@@ -768,13 +794,12 @@ def _dots_words(
 
 @triton.jit
 def _dots_8bit(
-    x, data, scales, row, live, tokens, k, first, last,
+    x, data, scales, row, live, t, real, k, first, last,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of Q8_0, several tokens."""
     B: tl.constexpr = C // 32
-    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
-    t, real = lanes(tokens, T, HALVES)
+    NARROW: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros((R, 2 * T if HALVES else T), tl.float32)
     blocks = k // 32
     begin, end = _steps(first, last, blocks, B)
@@ -793,13 +818,20 @@ def _dots_8bit(
 
 
 @triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """a . b + acc. The interpreter, in which bfloat16 is bits, multiplies it as float32."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def _dots_float(
-    x, data, row, live, tokens, k, first, last,
+    x, data, row, live, t, real, k, first, last,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """`row_dots` of F32, F16 and BF16."""
-    NARROW: tl.constexpr = tl.float16 if HALVES else tl.float32
-    t, real = lanes(tokens, T, HALVES)
+    NARROW: tl.constexpr = x.dtype.element_ty
     acc = tl.zeros((R, (2 * T if HALVES else T) if T else C), tl.float32)
     begin, end = _steps(first, last, k, C)
     for k0 in range(begin, end, C):
@@ -808,8 +840,7 @@ def _dots_float(
         w = tl.load(data + row[:, None] * k + c[None, :], mask=here, other=0).to(NARROW)
         if T:
             ok = (c < k)[:, None] & real[None, :]
-            v = tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0)
-            acc = tl.dot(w, v, acc, input_precision=PRECISION)
+            acc = dot(w, tl.load(x + t[None, :] * k + c[:, None], mask=ok, other=0), acc, PRECISION)
         else:
             acc += w * tl.load(x + c, mask=c < k, other=0)[None, :]
     return acc
@@ -819,28 +850,33 @@ def _dots_float(
 def row_dots(
     x, data, scales, row, live, tokens, k,
     TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
-    HALVES: tl.constexpr = False, first=None, last=None,
+    HALVES: tl.constexpr = False, first=None, last=None, rows=None,
 ):  # fmt: skip
     """Products of rows, int64 [R], with x [tokens, k]: float32 [R], with T > 1 [R, T]. Not live: 0 or NaN.
 
     x is what `taken` makes of it. first, last: with T > 1, of the tiles of a row from one to the other alone. HALVES:
-    halves; weights are then rounded to float16, if they are of more bits.
+    halves; weights are then rounded to float16, if they are of more bits. With T > 1 x may be of a narrow type, to
+    which weights are rounded. rows: with T > 1, int [T], those of x, of which `tokens` mean something; None: the first.
     """
     N: tl.constexpr = T if T > 1 else 0
     if N == 0 and of_integers(TYPE):
         sums = dots_together(x, data, scales, row, live, 1, k, TYPE, 1, R, C)
         return sums[0]
     else:  # the compiler goes on behind a return
-        if TYPE == "Q4_0" or TYPE == "MXFP4":
-            acc = _dots_4bit(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
-        elif unpacks(TYPE):
-            acc = _dots_words(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
-        elif k_quant(TYPE):
-            acc = _dots_k(x, data, scales, row, live, tokens, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
-        elif TYPE == "Q8_0":
-            acc = _dots_8bit(x, data, scales, row, live, tokens, k, first, last, N, R, C, PRECISION, HALVES)
+        if rows is None:
+            t, real = lanes(tokens, N, HALVES)
         else:
-            acc = _dots_float(x, data, row, live, tokens, k, first, last, N, R, C, PRECISION, HALVES)
+            t, real = rows, tl.arange(0, T) < tokens
+        if TYPE == "Q4_0" or TYPE == "MXFP4":
+            acc = _dots_4bit(x, data, scales, row, live, t, real, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
+        elif unpacks(TYPE):
+            acc = _dots_words(x, data, scales, row, live, t, real, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
+        elif k_quant(TYPE):
+            acc = _dots_k(x, data, scales, row, live, t, real, k, first, last, TYPE, N, R, C, PRECISION, HALVES)
+        elif TYPE == "Q8_0":
+            acc = _dots_8bit(x, data, scales, row, live, t, real, k, first, last, N, R, C, PRECISION, HALVES)
+        else:
+            acc = _dots_float(x, data, row, live, t, real, k, first, last, N, R, C, PRECISION, HALVES)
         if HALVES:
             low = tl.arange(0, 2)[None, :, None]
             acc = tl.sum(tl.reshape(acc, (R, 2, T)) * tl.where(low == 0, 1.0, 1 / LOW), 1)

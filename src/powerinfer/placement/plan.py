@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import __version__
-from powerinfer.config import ExpertsConfig
+from powerinfer.config import DEFAULT_CHUNK, ExpertsConfig
 from powerinfer.devices.disk import OnDisk
 from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, demand
 from powerinfer.formats.bundle_file import n_groups
@@ -1153,7 +1153,14 @@ def _reasons(request: PlanRequest, claims: Claims, choice: Choice) -> tuple[str,
                 )
     if choice.optimal is False:
         reasons.append(f"not proven to be optimal: the solver's {request.time_limit:g} s ran out")
-    return tuple(reasons)
+    return *reasons, *_reasons_of_chunks(request, claims)
+
+
+def _reasons_of_chunks(request: PlanRequest, claims: Claims) -> tuple[str, ...]:
+    """Explanation of how long a step with a prompt is, where that is not the usual number of tokens."""
+    if not claims.staging or request.chunk <= DEFAULT_CHUNK:
+        return ()
+    return (f"prompts are computed {request.chunk} tokens at a time, since what streams does so every time",)
 
 
 def _why_no_gpu(request: PlanRequest) -> str:

@@ -16,6 +16,7 @@ from powerinfer.hardware.cards import NONE, described_machine, typical_card
 from powerinfer.hardware.description import Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, check_ram, no_layer_fits
+from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.disk_speed import Hits
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.mixes import read_dtype, usual_dtype
@@ -85,7 +86,7 @@ class Subject:
             kv_type=engine.kv_type,
             selector=self.selector,
             policy="greedy" if emulated and planning.policy == "time" else planning.policy,
-            chunk=engine.prefill_chunk,
+            chunk=engine.chunk,
             seed=planning.seed,
             time_limit=planning.time_limit,
             requests=engine.max_batch,
@@ -97,7 +98,8 @@ class Subject:
             chosen=self.chosen,
             undo_tokens=tokens_to_undo(engine, self.model.config),
         )
-        return made.settled()[0]
+        settled = made.settled()[0]
+        return settled if engine.prefill_chunk else with_long_chunks(settled)
 
 
 def on_named_gpu(request: PlanRequest) -> PlanRequest | RequestError:
@@ -114,7 +116,7 @@ def check_options(planning: PlanConfig, engine: EngineConfig, is_shape: bool = F
     machine may be, too."""
     for name, count in (
         ("--batch", planning.batch),
-        ("--prefill-chunk", engine.prefill_chunk),
+        ("--prefill-chunk", engine.chunk),
         ("--max-batch", engine.max_batch),
     ):
         if not 1 <= count <= _LIMIT:

@@ -40,7 +40,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES, STORED_ROWS
 from powerinfer.kernels import cpu, gpu, gpu_states
-from powerinfer.kernels.gpu_types import BY_NEURON
+from powerinfer.kernels.gpu_types import BY_NEURON, EXPERT_TOKENS, PIECE
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.mixes import DTYPES, stored_type
@@ -63,11 +63,12 @@ MOST_NEURONS = 1 << 24
 GPU_MARGIN = RECORDED_BYTES + (112 << 20)
 """Bytes of a GPU for recorded steps, and for uncounted memory: a piece of a quantised matrix as it is converted, the
 grids of types (50 KB), attention's partial sums, segments of torch's allocator that are not full."""
+_MARGIN_PIECE = 32 << 20
+"""Bytes of that of a piece of a matrix as float16, of which large ones have more."""
 LAYER_MARGIN = 3 << 20
 """The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
 
 _PREDICTOR_TYPE = "Q8_0"
-_PIECE = 1 << 24  # elements of a matrix that a GPU multiplies with many tokens at a time
 _EVERY = slice(None)
 
 
@@ -412,12 +413,14 @@ class Model:
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
         pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
-        piece = min(max(heads, *(first * size for first, size in ffns)), _PIECE // config.d_model)
+        piece = min(max(heads, *(first * size for first, size in ffns)), PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
         streams = 0 if config.altup is None else 3 * config.altup.streams * config.d_model  # kept, mixed, made
-        row = 5 * config.d_model + largest + 2 * piece + pairs + config.layer_inputs * config.n_layers + streams
+        halves = max(0, 2 * piece * config.d_model - _MARGIN_PIECE)
+        row = 5 * config.d_model + largest + 2 * piece + config.layer_inputs * config.n_layers + streams
+        pairs *= min(tokens, EXPERT_TOKENS) + gpu.FEW
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
-        return 4 * ((tokens + gpu.FEW) * row + logits) + GPU_MARGIN + layers * LAYER_MARGIN
+        return 4 * ((tokens + gpu.FEW) * row + pairs + logits) + halves + GPU_MARGIN + layers * LAYER_MARGIN
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).

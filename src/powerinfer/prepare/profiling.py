@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import EngineConfig, ProfileConfig
+from powerinfer.config import DEFAULT_CHUNK, EngineConfig, ProfileConfig
 from powerinfer.errors import RequestError
 from powerinfer.prepare.counting import Task
 from powerinfer.progress import Progress, Say, silent
@@ -138,7 +138,7 @@ def load_executor(checkpoint: Checkpoint, engine: EngineConfig, windows: Windows
     from powerinfer.prepare.counting import contexts
 
     together = contexts(windows.size)
-    chunk = max(EngineConfig.prefill_chunk, together * windows.size) if together > 1 else EngineConfig.prefill_chunk
+    chunk = max(DEFAULT_CHUNK, together * windows.size) if together > 1 else DEFAULT_CHUNK
     options = dataclasses.replace(
         engine, context=windows.size, max_batch=together, prefill_chunk=chunk, selector="all", threshold=None
     )

@@ -65,11 +65,12 @@ class Runner:
         self._speculation = None if source is None else Speculation(source, alone=drafts_alone)
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
         self._grammars = Grammars(tokenizer, executor.vocab_size)
+        chunk = engine.prefill_chunk or executor.max_tokens
         self._scheduler = Scheduler(
             n_pages=executor.n_pages,
             page_size=executor.page_size,
             context=self.context,
-            limits=StepLimits(executor.max_tokens, engine.max_batch, engine.prefill_chunk, engine.mixed_chunk),
+            limits=StepLimits(executor.max_tokens, engine.max_batch, chunk, engine.mixed_chunk),
             prefix_cache=engine.prefix_cache,
             n_states=executor.n_states,
             drafts=source is not None,
