@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,18 @@ class CacheSize(NamedTuple):
     undo_tokens: int = 0
 
 
+class StepObserver(Protocol):
+    """An observer of steps, which changes between them what they read."""
+
+    def end(self, tokens: int) -> None:
+        """A step of that many tokens has ended, and its result is there."""
+        ...
+
+    def forget(self) -> None:
+        """A step has failed; it may be run again."""
+        ...
+
+
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
@@ -121,6 +133,7 @@ class GpuLayers:
         self.trace: Trace | None = None
         self.streams: GpuStreams | None = None  # None: the residual stream is the only one
         self.rehearses = False  # a step of no text, whose result nobody reads
+        self.observer: StepObserver | None = None
         self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
@@ -745,11 +758,15 @@ class GpuLayers:
         share allows is run again without that limit: what torch keeps may be in pieces that it cannot use.
         """
         try:
-            return self._run(batch, x, slots, inputs)
+            result = self._run(batch, x, slots, inputs)
         except GpuMemoryError:
             if not self.share.lift():
                 raise
-        return self._run(batch, x, slots, inputs)
+            result = self._run(batch, x, slots, inputs)
+        if self.observer is not None:
+            with gpu_failures("exchanging experts", "give less --vram"), current(self.device):
+                self.observer.end(len(batch.tokens))
+        return result
 
     def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> Float32:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
@@ -777,6 +794,8 @@ class GpuLayers:
         except BaseException:
             with suppress(RuntimeError):
                 self._streams.finish()
+            if self.observer is not None:
+                self.observer.forget()
             raise
 
     def _launch(self, step: Step, operators: Sequence[Operator], batch: Batch) -> None:
@@ -998,7 +1017,7 @@ class GpuLayers:
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
-            self._head = self._final_norm = self._operators = self.streams = None
+            self._head = self._final_norm = self._operators = self.streams = self.observer = None
             self._recorder = self._recordings = None
             for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
