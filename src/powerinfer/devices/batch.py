@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
@@ -42,3 +42,5 @@ class Batch:
     # [1]: once it is not 0, set by any thread, nobody needs the result, and the call may end with StoppedError. None:
     # somebody does.
     stop: Int32 | None = None
+    # Of each row of logits the caller needs the largest one alone: an executor may return its token in their place.
+    greedy: bool = field(default=False, kw_only=True)

@@ -694,7 +694,11 @@ class GpuLayers:
                 logits.mul_(scale)
             if cap is not None:
                 logits.div_(cap).tanh_().mul_(cap)
-            self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
+            if step.greedy:
+                for to, found in zip(self.buffers.largest(len(logits)), logits.max(dim=1), strict=True):
+                    to.copy_(found, non_blocking=True)
+            else:
+                self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
         self._head, self._final_norm = Operator("head", -1, run), norm
         self._rewired()
@@ -746,8 +750,8 @@ class GpuLayers:
 
     def run(
         self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
-    ) -> Float32:
-        """x float32 [T, d_model] after the embedding -> x after these layers, or logits float32 [R, vocab].
+    ) -> NDArray[Any]:
+        """x float32 [T, d_model] after the embedding -> x after these layers, or what `Executor.forward` returns.
 
         slots: of the sequences' states; None: each row of the page table has one of its own; inputs: float32
         [T, layers * numbers] that the layers get of tokens, None: zeros, where they get any.
@@ -768,7 +772,7 @@ class GpuLayers:
                 self.observer.end(len(batch.tokens))
         return result
 
-    def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> Float32:
+    def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> NDArray[Any]:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
@@ -854,6 +858,7 @@ class GpuLayers:
             step.read = self.link.read(len(step.x))
             self.link.calls.begin()
         if self.has_head:
+            step.greedy = batch.greedy
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 

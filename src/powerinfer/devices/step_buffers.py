@@ -51,7 +51,7 @@ class StepBuffers:
         self._total = torch.zeros_like(self._x) if totals else None
         self._inputs = torch.zeros((max_tokens, inputs), device=to) if inputs else None
         self._host_inputs = self._streams.pinned((max_tokens, inputs), torch.float32) if inputs else None
-        self._host_logits = self._new_logits(1)
+        self._make_logits(1)
         self._description = _Description(to, self._streams)
         self._done = self._streams.event()
 
@@ -93,7 +93,7 @@ class StepBuffers:
         elif on_layers is not None and self._host_inputs is not None:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
-        more = {"total": total, "inputs": on_layers} | on_states
+        more: dict[str, Any] = {"total": total, "inputs": on_layers} | on_states
         return Step(on_device, positions, rows, places, page_table, logit_rows, **more)
 
     def residual(self, rows: Tensor) -> Tensor:
@@ -103,21 +103,32 @@ class StepBuffers:
     def logits(self, rows: int) -> Tensor:
         """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
         if rows > len(self._host_logits):
-            self._host_logits = self._new_logits(1 << (rows - 1).bit_length())
+            self._make_logits(1 << (rows - 1).bit_length())
         return self._host_logits[:rows]
 
-    def _new_logits(self, rows: int) -> Tensor:
-        return self._streams.pinned((rows, self._vocab_size), import_torch().float32)
+    def largest(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Buffers for the largest of each row of logits, float32 [rows], and its token, int64 [rows]; at most as many
+        as `logits` was called with."""
+        return self._host_largest[:rows], self._host_tokens[:rows]
 
-    def download(self, step: Step, logits: bool) -> Float32:
-        """The logits of a step or its residual stream, once the device is done with it."""
-        if logits:
-            out = self.logits(len(step.logit_rows))
-        else:
-            out = self._host_x[: len(step.x)]
+    def _make_logits(self, rows: int) -> None:
+        torch = import_torch()
+        self._host_logits = self._streams.pinned((rows, self._vocab_size), torch.float32)
+        self._host_largest = self._streams.pinned(rows, torch.float32)
+        self._host_tokens = self._streams.pinned(rows, torch.int64)
+
+    def download(self, step: Step, logits: bool) -> NDArray[Any]:
+        """The logits of a step, or of one that is greedy their tokens, or its residual stream, once the device is done
+        with it."""
+        rows, greedy = len(step.logit_rows), logits and step.greedy
+        out = self.logits(rows) if logits else self._host_x[: len(step.x)]
+        if not logits:
             out.copy_(step.x, non_blocking=True)
         self._done.record()
         self._done.synchronize()
+        if greedy:
+            largest, tokens = (each.numpy() for each in self.largest(rows))
+            return np.where(np.isfinite(largest), tokens, -1).astype(np.int32)
         values: Float32 = out.numpy()
         return values
 
