@@ -778,15 +778,15 @@ class GpuLayers:
             with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots, inputs)
                 with torch.inference_mode():
-                    if self._recorder is not None and len(step.x) <= gpu.FEW:
+                    if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
                     else:
                         self._launch(step, self.operators, batch)
                 result = self.buffers.download(step, logits=self.has_head)
         if self.link is not None:
             self.link.check()
-        if len(step.x) <= cpu.NEURON_TOKENS:
-            self.few_tokens += len(step.x)
+        if len(batch.tokens) <= cpu.NEURON_TOKENS:
+            self.few_tokens += len(batch.tokens)
             self.few_steps += 1
         return result
 
@@ -855,7 +855,7 @@ class GpuLayers:
         numbers = np.arange(len(batch.page_table), dtype=np.int32)
         step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None, inputs)
         if self.link is not None:
-            step.read = self.link.read(len(step.x))
+            step.read = self.link.read(len(batch.tokens))
             self.link.calls.begin()
         if self.has_head:
             step.greedy = batch.greedy

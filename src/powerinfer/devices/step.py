@@ -49,7 +49,8 @@ class Step:
     def key(self) -> tuple[int, ...]:
         """Steps with the same key have their tensors at the same addresses."""
         flags = self.replay is not None, self.input_places is not None, self.greedy
-        return len(self.x), len(self.logit_rows), *self.page_table.shape, *flags
+        # Not len(), which is a function of Python's, of tensors.
+        return self.x.shape[0], self.logit_rows.shape[0], *self.page_table.shape, *flags
 
     def normalised(self, norm: Norm | None, for_codes: bool = False) -> Tensor:
         """norm(x); x itself without a norm. for_codes: as of `gpu.norm`."""

@@ -80,7 +80,7 @@ class StepBuffers:
         """A step on the device: its description, its residual stream and what layers get of its tokens, one transfer
         each; nothing of the last one is under way. slots: of states, if layers have them; inputs: None: zeros."""
         tokens = len(batch.tokens)
-        assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
+        assert 0 < tokens <= self._x.shape[0] and x.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
         (positions, rows, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
         self._host_rows[:tokens] = x
@@ -102,7 +102,7 @@ class StepBuffers:
 
     def logits(self, rows: int) -> Tensor:
         """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
-        if rows > len(self._host_logits):
+        if rows > self._host_logits.shape[0]:
             self._make_logits(1 << (rows - 1).bit_length())
         return self._host_logits[:rows]
 
@@ -120,8 +120,8 @@ class StepBuffers:
     def download(self, step: Step, logits: bool) -> NDArray[Any]:
         """The logits of a step, or of one that is greedy their tokens, or its residual stream, once the device is done
         with it."""
-        rows, greedy = len(step.logit_rows), logits and step.greedy
-        out = self.logits(rows) if logits else self._host_x[: len(step.x)]
+        rows, greedy = step.logit_rows.shape[0], logits and step.greedy
+        out = self.logits(rows) if logits else self._host_x[: step.x.shape[0]]
         if not logits:
             out.copy_(step.x, non_blocking=True)
         self._done.record()
