@@ -37,7 +37,8 @@ from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expe
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.hybrid.experts import Copier, ExpertSplit  # noqa: E402
+from powerinfer.hybrid.copier import Copier  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Resolved  # noqa: E402
@@ -476,11 +477,9 @@ LEFT_OUT = {
     # passed_cache.py: pages that come back
     "self._came[slot].record()": ("layers that stream",),
     "self._came[slot].synchronize()": ("layers that stream",),
-    # experts.py: experts that are exchanged beside steps
-    "ready.record(streams.current())": ("experts that a policy exchanges",),
-    "side.wait_event(ready)": ("experts that a policy exchanges",),
+    # copier.py: experts that are exchanged beside steps
     "done.record(side)": ("experts that a policy exchanges",),
-    "streams.current().wait_event(done)": ("experts that a policy exchanges",),
+    "self._streams.current().wait_event(done)": ("experts that a policy exchanges",),
 }
 """By line of source: what is wrong without it."""
 

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from toy_model import (
 )
 
 from powerinfer.config import EngineConfig
+from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.evaluate import Perplexity, perplexity
@@ -542,6 +544,39 @@ def test_damaged_weights_are_named() -> None:
             llm.generate("hello", params)
     with pytest.raises(PowerInferError, match="may be damaged"):
         perplexity(llm, "x" * 400, context=100)
+
+
+def test_tokens_in_place_of_logits() -> None:
+    """An executor may return them where every request of a step looks at the largest logit alone."""
+
+    class Brief(ToyExecutor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.greedy: list[bool] = []
+            self.damaged = False
+
+        def forward(self, batch: Batch) -> np.ndarray:
+            logits = super().forward(batch)
+            self.greedy.append(batch.greedy)
+            if not batch.greedy:
+                return logits
+            return np.full(len(logits), -1, np.int32) if self.damaged else logits.argmax(axis=1).astype(np.int32)
+
+    executor = Brief()
+    llm = toy_llm(executor)
+    others: dict[str, Any] = {"logprobs": 2, "repetition_penalty": 1.3, "logit_bias": {65: 3.0}, "temperature": 0.7}
+    others["seed"] = 1
+    for name, value in others.items():
+        executor.greedy.clear()
+        prompts, params = ["hello", "and a longer one" * 8], [GREEDY, replace(GREEDY, **{"seed": 7, name: value})]
+        wanted = toy_llm().generate(prompts, params)
+        assert [one.token_ids for one in llm.generate(prompts, params)] == [one.token_ids for one in wanted]
+        assert executor.greedy[0] == (name == "seed"), f"{name} looks at all logits"
+    executor.damaged = True
+    with pytest.raises(PowerInferError, match="may be damaged"):
+        llm.generate("hello", GREEDY)
+    executor.damaged = False
+    usable(llm)
 
 
 def test_a_process_that_closes_nothing_ends_silently(tmp_path: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from powerinfer.devices.rankings import RANKINGS, Lfu, Lru, UseRanking
 from powerinfer.placement.experts import (
+    COPIES,
     EXPERT_POLICIES,
+    HALF_LIFE,
+    HYSTERESIS,
+    PRIOR,
     Policy,
     make_policy,
     replay,
@@ -149,6 +154,108 @@ def test_replay_counts_what_a_plain_loop_counts(name: str) -> None:
             copies += len(policy.observe(layer, selected[layer][token].tolist()))
     assert sum(found.hits.values()) == hits and sum(found.copies.values()) == copies
     assert found.hit_rate == hits / 800 and found.copied_bytes({0: 10, 1: 10}) == copies * 10 / 200
+
+
+class Plain:
+    """The decisions of a layer, in numpy, as the rankings say. number: of the layer, of so many."""
+
+    def __init__(self, name: str, slots: int, start: np.ndarray, number: int = 0, layers: int = 1) -> None:
+        self.name, self.number = name, number
+        self.of_slot = np.argsort(-start, kind="stable")[:slots].astype(np.int32)
+        self.outside = np.ones(len(start), bool)
+        self.outside[self.of_slot] = False
+        dynamic = name == "dynamic"
+        lfu = dynamic or name == "lfu"
+        self.ranking: UseRanking = Lfu(start, HALF_LIFE) if lfu else RANKINGS[name](start)
+        self.factor, self.turn, self.most = 1.0, 1, len(start)
+        if dynamic:
+            self.factor, self.turn, self.most = 1 + HYSTERESIS, max(1, layers // COPIES), max(1, COPIES // layers)
+            self.prior = PRIOR * self.ranking.priority
+        self.steps = number
+
+    def wanted(self, selected: Sequence[int] | np.ndarray, tokens: int) -> list[tuple[int, int, int, float]]:
+        """(layer, slot, expert, by how much its priority is larger) of the swaps after a step."""
+        uses = np.bincount(selected, minlength=len(self.outside))
+        self.ranking.observe(uses, tokens)
+        self.steps += 1
+        if self.steps % self.turn or self.name == "static":
+            return []
+        priority = self.ranking.priority
+        if self.name == "dynamic":
+            priority, coming = priority + self.prior, self.outside.nonzero()[0]
+        else:
+            coming = (uses * self.outside).nonzero()[0]
+        more, less = priority[coming], self.factor * priority[self.of_slot]
+        first, slots = (-more).argsort(kind="stable")[: self.most], less.argsort(kind="stable")
+        n = int((more[first[: len(slots)]] > less[slots[: len(first)]]).sum())
+        pairs = zip(slots[:n].tolist(), first[:n].tolist(), strict=True)
+        return [(self.number, slot, int(coming[at]), float(more[at] - less[slot])) for slot, at in pairs]
+
+    def swap(self, slot: int, expert: int) -> None:
+        self.outside[self.of_slot[slot]], self.outside[expert] = True, False
+        self.of_slot[slot] = expert
+
+
+@pytest.mark.parametrize("limit", [1000, 3, 0])
+@pytest.mark.parametrize("name", EXPERT_POLICIES)
+def test_decisions_once_a_step_are_those_of_every_layer(name: str, limit: int) -> None:
+    """By tallies alone, bit for bit those of numpy; where these are more than a step may copy, those that gain most."""
+    layers = {2: 24, 5: 24, 6: 9, 7: 24}
+    starts = {layer: np.random.default_rng(layer).dirichlet(np.ones(n)) * 3 for layer, n in layers.items()}
+    slots = {2: 8, 5: 20, 6: 4, 7: 1}
+    policy = Policy(name, slots, layers, starts)
+    plain = [Plain(name, slots[layer], starts[layer], at, 4) for at, layer in enumerate(layers)]
+    tallies = {layer: np.full(n + 1, 5, np.int64) for layer, n in layers.items()}
+    for layer, tally in tallies.items():
+        policy.watch(layer, tally)
+    selected = {layer: random_selections(600, n, 3, layer) for layer, n in layers.items()}
+    at = made = 0
+    while at < 600:
+        tokens = 1 + at % 3
+        swaps: list[tuple[int, int, int, float]] = []
+        for one, layer in zip(plain, layers, strict=True):
+            step = selected[layer][at : at + tokens].reshape(-1)
+            np.add.at(tallies[layer], step, 1)
+            swaps += one.wanted(step, tokens)
+        kept = sorted(sorted(swaps, key=lambda swap: -swap[3])[:limit], key=lambda swap: swap[0])
+        assert policy.decide(tokens, limit) == [(list(layers)[own], *swap) for own, *swap, _ in kept]
+        for own, slot, expert, _ in kept:
+            plain[own].swap(slot, expert)
+        made, at = made + len(kept), at + tokens
+        if at % 50 == 0:  # a step that is none
+            tallies[5][:3] += 7
+            policy.forget()
+    for one, layer in zip(plain, layers, strict=True):
+        np.testing.assert_array_equal(policy.resident(layer), one.of_slot)
+    assert (made > 0) == (name != "static" and limit > 0)
+
+
+def test_steps_are_numbers_that_begin_anew() -> None:
+    """What was selected before that stays older than what is selected after it."""
+    start, none = np.array([0.4, 0.3, 0.2, 0.1]), np.zeros(4, np.int64)
+    policy, plain = Policy("lru", {0: 2}, {0: 4}, {0: start}), Plain("lru", 2, start)
+    assert isinstance(plain.ranking, Lru)
+    for _ in range((1 << 16) - 5):
+        policy._decisions.observe(0, none, 1)
+    plain.ranking._step += (1 << 16) - 5
+    for step in itertools.islice(itertools.cycle([[0], [2], [1], [1], [3], [0]]), 20):
+        wanted = plain.wanted(step, 1)
+        assert policy.observe(0, step) == [(slot, expert) for _, slot, expert, _ in wanted]
+        for _, slot, expert, _ in wanted:
+            plain.swap(slot, expert)
+    assert plain.ranking._step < 20
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    policy = Policy("lru", {0: 2}, {0: 4}, START)
+    with pytest.raises(ValueError, match="another number of experts"):
+        policy.watch(0, np.zeros(4, np.int64))
+    with pytest.raises(ValueError, match="another number of experts"):
+        policy.observe(0, [7])
+    with pytest.raises(ValueError, match="a step has tokens"):
+        policy.decide(0, 4)
+    with pytest.raises(TypeError):
+        policy.watch(0, np.zeros(5, np.int32))  # type: ignore[arg-type]
 
 
 def best(frequencies: Mapping[int, np.ndarray], slots: Mapping[int, int]) -> float:

@@ -288,6 +288,36 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device")
+def test_the_tokens_of_the_largest_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found on the device, launched and replayed, of one row and of several; the logits stay there."""
+    truth = Truth(case_named("qwen3"), "gguf", tmp_path)
+    static_where_emulated(monkeypatch)
+
+    def step(executor: SplitExecutor, at: int, count: int, greedy: bool) -> np.ndarray:
+        places = np.arange(count, dtype=np.int32)
+        numbers = truth.texts[0][at : at + count].astype(np.int32), at + places, np.zeros(count, np.int32)
+        pages = np.arange(executor.n_pages, dtype=np.int32)[None]
+        return executor.forward(Batch(*numbers, pages, places, greedy=greedy)).copy()
+
+    with opened(truth.path, all_of(truth)) as executor:
+        executor.gpu.record(counting_recorder([]))
+        at = 0
+        for count in (1, 1, 1, 3, 3, 3, 40):
+            logits = step(executor, at, count, False)
+            executor.gpu.buffers.logits(count)[:] = 7.0
+            found = step(executor, at, count, True)
+            assert found.dtype == np.int32 and found.tolist() == logits.argmax(axis=1).tolist()
+            assert (executor.gpu.buffers.logits(count) == 7).all(), "they were not copied"
+            at += count
+        assert step(executor, at, 1, False).shape == (1, executor.vocab_size)
+        *operators, head = executor.gpu.operators
+        broken = replace(operators[-1], run=lambda own: own.x.fill_(torch.nan))
+        executor.gpu._operators = [*operators, broken, head]
+        executor.gpu.record(None)
+        assert step(executor, at, 1, True).tolist() == [-1]
+
+
 def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer.devices.gpu.MOST_SHAPES", 2)
     static_where_emulated(monkeypatch)

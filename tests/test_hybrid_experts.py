@@ -38,7 +38,8 @@ from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.expert_files import open_expert_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
-from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
+from powerinfer.hybrid.copier import Copier  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Resolved, division_of, needs  # noqa: E402
@@ -845,6 +846,7 @@ def test_experts_that_are_exchanged_from_step_to_step(name: str, model: str, tmp
             truth.check(ours, what=name)
             for text, both in enumerate(families.run_two(executor, *truth.texts[:2], pages[1:])):
                 truth.check(both, text, "in a batch")
+            executor.gpu.observer.settle()
             copied = [ffn.collect()["copied"] for ffn in ffns]
             assert sum(copied) > 0 and all(len(ffn.hot) == 2 and len(ffn.cold) == 4 for ffn in ffns)
             assert ExpertSparsity(executor, ffns).report()["copied"] == sum(copied)
@@ -857,14 +859,79 @@ def test_experts_that_are_exchanged_from_step_to_step(name: str, model: str, tmp
 
 
 @pytest.mark.usefixtures("device")
-def test_recorded_launches_and_exchanged_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    truth, made = Truth(case_named("mixtral"), "gguf", tmp_path), []
+@pytest.mark.parametrize(("name", "model"), [("lru", "mixtral"), ("lfu", "mixtral"), ("lru", "smallthinker")])
+def test_one_replay_a_step_with_experts_that_are_exchanged(
+    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits and the counts of a host that waits in every layer."""
+    truth, told = Truth(case_named(model), "gguf", tmp_path), []
     static_where_emulated(monkeypatch)
+    for calls in (True, False):
+        made: list[int] = []
+        with exchanged(truth.path, name) as (executor, ffns):
+            executor.gpu.record(counting_recorder(made), calls=calls)
+            pages = families.scattered_pages(executor, 1)[0]
+            ours = families.run_chunks(executor, truth.texts[0], DECODED, pages)
+            truth.check(ours, what=name)
+            assert (executor.gpu.link.calls.made > 2) == calls, "two tried whether it can"
+            assert (len(executor.gpu._recordings._parts) == 1) == calls, "a step is one recording"
+            executor.gpu.observer.settle()
+            assert made and all(ffn.collect()["copied"] for ffn in ffns)
+            told.append((ours, [ffn.collect() for ffn in ffns], [ffn.hot for ffn in ffns]))
+    for called, waited in zip(*told, strict=True):
+        np.testing.assert_equal(called, waited)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", POLICIES)
+def test_experts_have_their_slots_a_step_after_they_were_copied(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step by step what a policy of numpy's, asked for every layer, says of what was selected."""
+    truth, steps = Truth(case_named("gpt-oss"), "gguf", tmp_path), list[dict[int, tuple[Any, list[int]]]]()
+    plain: Any = HybridExperts._places
+
+    def places(ffn: HybridExperts, experts: Any) -> Any:
+        if ffn is ffns[0]:
+            steps.append({})
+        steps[-1][ffn.layer] = experts.copy(), ffn.hot.tolist()
+        return plain(ffn, experts)
+
+    monkeypatch.setattr(HybridExperts, "_places", places)
+    with exchanged(truth.path, name) as (executor, ffns):
+        families.run_chunks(executor, truth.texts[0], [1] * TOTAL, families.scattered_pages(executor, 1)[0])
+        executor.gpu.observer.settle()
+        policy, copied = policy_of(truth.path, name), 0
+        slots = {ffn.layer: dict(enumerate(policy.resident(ffn.layer).tolist())) for ffn in ffns}
+        begun: list[tuple[int, int, int]] = []
+        for at, step in enumerate(steps):
+            assert {layer: hot for layer, (_, hot) in step.items()} == {
+                layer: sorted(have.values()) for layer, have in slots.items()
+            }, at
+            for layer, slot, expert in begun:
+                slots[layer][slot] = expert
+            begun = [
+                (layer, *swap)
+                for layer, (selected, _) in step.items()
+                for swap in policy.observe(layer, selected.reshape(-1))
+            ]
+            copied += len(begun)
+            for layer, slot, _ in begun:
+                del slots[layer][slot]
+        assert len(steps) == TOTAL and copied == sum(ffn.collect()["copied"] for ffn in ffns) > 0
+        hits = sum(len(np.intersect1d(selected, hot)) for step in steps for selected, hot in step.values())
+        assert sum(ffn.collect()["hot"] for ffn in ffns) == hits > 0
+
+
+@pytest.mark.usefixtures("device")
+def test_a_step_copies_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Truth(case_named("gpt-oss"), "gguf", tmp_path)
+    monkeypatch.setattr("powerinfer.hybrid.copier.COPIED_BYTES", 1)
     with exchanged(truth.path, "lru") as (executor, ffns):
-        executor.gpu.record(counting_recorder(made))
-        pages = families.scattered_pages(executor, 1)[0]
-        truth.check(families.run_chunks(executor, truth.texts[0], DECODED, pages))
-        assert made and min(made) > 0 and all(ffn.collect()["copied"] for ffn in ffns)
+        families.run_chunks(executor, truth.texts[0], [1] * TOTAL, families.scattered_pages(executor, 1)[0])
+        executor.gpu.observer.settle()
+        copied = sum(ffn.collect()["copied"] for ffn in ffns)
+        assert TOTAL // 2 < copied <= TOTAL and all(len(ffn.hot) == 2 for ffn in ffns)
 
 
 @pytest.mark.usefixtures("device")

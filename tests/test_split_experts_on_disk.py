@@ -38,7 +38,8 @@ from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
-from powerinfer.hybrid.experts import Copier, ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
+from powerinfer.hybrid.copier import Copier  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Resolved, UsedPolicy, needs  # noqa: E402
@@ -255,8 +256,7 @@ def test_experts_that_are_exchanged_are_read_for_the_gpu(
     for slots in (None, 6):
         with split(path, slots, copier=Copier(policy_of(path, policy, 8))) as (executor, ffns):
             logits = [executor.forward(one).copy() for one in single_tokens(40, executor.vocab_size)]
-            for ffn in ffns:
-                ffn.finish_copies()
+            executor.gpu.observer.settle()
             copied = [ffn.collect()["copied"] for ffn in ffns]
             found.append((np.stack(logits), [ffn.hot.tolist() for ffn in ffns], copied))
     np.testing.assert_array_equal(found[0][0], found[1][0])

@@ -1,9 +1,11 @@
 """Count what a decode step launches on a GPU from Python, and time what that costs the host.
 
     python -m benchmarks.hybrid.launches MODEL [--gpu cuda] [--split 0.5] [--requests 1] [--steps 32] [--out FILE]
+                                               [--expert-policy NAME]
 
-MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--selector predicted). All of its layers
-go to the GPU, and of their neurons a share chosen at random (--split). A step is run replayed, as the engine does it:
+MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--selector predicted); or experts, which a
+policy may exchange. All of its layers go to the GPU, and of their neurons, or experts, a share chosen at random
+(--split). A step is run replayed, as the engine does it:
 the GPU calls the CPU, if it can; replayed, with the host waiting for the GPU; and launched one by one. Before that, the
 logits of some steps are compared with those of the CPU alone: a wrong model is not timed. Of each way:
 
@@ -36,9 +38,12 @@ from benchmarks.hybrid import worker
 from benchmarks.lib import machine
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
+from powerinfer.devices.cpu import ExpertSum
 from powerinfer.devices.recording import Recorder, Run, State
 from powerinfer.devices.split import SplitExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.hybrid.copier import Copier
+from powerinfer.hybrid.experts import ExpertSplit
 from powerinfer.hybrid.ffn import NeuronSplit
 from powerinfer.hybrid.load import load_split
 from powerinfer.hybrid.parts import CpuNeurons
@@ -46,8 +51,9 @@ from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu
 from powerinfer.kernels import cpu
 from powerinfer.models import load
 from powerinfer.neurons import NeuronPlacement, Tier
+from powerinfer.placement.experts import EXPERT_POLICIES, make_policy
 from powerinfer.sparsity.attach import attach
-from powerinfer.sparsity.selection import select
+from powerinfer.sparsity.selection import Selection, select
 
 CONTEXT = 256  # tokens of a request at most
 FIRST = 3  # steps until all is recorded
@@ -104,23 +110,39 @@ def engine_of(arguments: argparse.Namespace) -> EngineConfig:
 def loaded(arguments: argparse.Namespace) -> Iterator[SplitExecutor]:
     """All layers and the head on the GPU, neurons on both sides."""
     checkpoint = open_checkpoint(arguments.model)
-    config, rng = checkpoint.config, np.random.default_rng(0)
-    engine = engine_of(arguments)
+    config, engine = checkpoint.config, engine_of(arguments)
     selection, pages = select(checkpoint, engine), arguments.requests * CONTEXT // cpu.PAGE
+    whole = Placement(config.n_layers, True, pages=pages)
+    resolved = Resolved(checkpoint, engine, selection, UsedGpu(arguments.gpu), whole)
+    executor = load_split(resolved, expert_split(arguments) if config.experts else neuron_split(arguments, selection))
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def expert_split(arguments: argparse.Namespace) -> ExpertSplit:
+    """A share of each layer's experts on the GPU; a policy starts with them."""
+    config, rng = open_checkpoint(arguments.model).config, np.random.default_rng(0)
+    sizes = {layer: one.n_experts for layer, one in config.experts.items()}
+    slots = {layer: round(arguments.split * n) for layer, n in sizes.items()}
+    frequencies = {layer: rng.dirichlet(np.ones(n)) for layer, n in sizes.items()}
+    hot = [np.zeros(0, np.int32) for _ in config.layers]
+    for layer, each in frequencies.items():
+        hot[layer] = np.argsort(-each, kind="stable")[: slots[layer]].astype(np.int32)
+    name = arguments.expert_policy
+    return ExpertSplit(hot, copier=None if name == "static" else Copier(make_policy(name, slots, sizes, frequencies)))
+
+
+def neuron_split(arguments: argparse.Namespace, selection: Selection) -> NeuronSplit:
+    config, rng = open_checkpoint(arguments.model).config, np.random.default_rng(0)
     assert selection.bundles is not None
     tiers = [
         np.where(rng.random(config.widest_ffn) < arguments.split, Tier.GPU, Tier.CPU).astype(np.int8)
         for _ in range(config.n_layers)
     ]
     placement = NeuronPlacement(config.ffn_sizes, 1, tuple(tiers))
-    split = NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
-    whole = Placement(config.n_layers, True, pages=pages)
-    resolved = Resolved(checkpoint, engine, selection, UsedGpu(arguments.gpu), whole)
-    executor = load_split(resolved, split)
-    try:
-        yield executor
-    finally:
-        executor.close()
+    return NeuronSplit(selection.bundles, placement, predictors=selection.predictors)
 
 
 def batch_at(executor: SplitExecutor, requests: int, position: int) -> Batch:
@@ -181,7 +203,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         off = checked(executor, arguments)
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
         assert link is not None
-        for thing, name in ((link, "wait"), (CpuNeurons, "sum"), (executor.gpu.buffers, "download")):
+        waits = (link, "wait"), (executor.gpu.buffers, "download")
+        for thing, name in ((CpuNeurons, "sum"), (ExpertSum, "sum"), *waits):
             clock.within(thing, name)
         ways = Ways(executor.gpu._recorder)
         document: dict[str, Any] = {"how": executor.gpu.caller}
@@ -211,7 +234,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 way |= {"python_us": round(idle, 1), "python_us_per_layer": round(idle / layers, 2)}
                 ways.idle = False
             document[name] = way
-        about = {key: getattr(arguments, key) for key in ("gpu", "selector", "split", "requests", "steps")}
+        names = "gpu", "selector", "split", "expert_policy", "requests", "steps"
+        about = {key: getattr(arguments, key) for key in names}
         return {
             **machine.description(),
             **about,
@@ -226,8 +250,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--gpu", default="cuda")
-    parser.add_argument("--selector", default="exact", choices=("exact", "predicted"))
-    parser.add_argument("--split", type=float, default=0.5, help="share of the neurons that are on the GPU")
+    parser.add_argument("--selector", default="exact", choices=("exact", "predicted", "all"))
+    parser.add_argument("--split", type=float, default=0.5, help="share of the neurons, or experts, on the GPU")
+    parser.add_argument("--expert-policy", default="static", choices=EXPERT_POLICIES)
     parser.add_argument("--requests", type=int, default=1, help="of a step, a token of each")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--threads", type=int, default=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_files import experts_gguf
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from benchmarks.hybrid import gpu_kernels, launches
@@ -108,6 +109,15 @@ def test_what_is_launched_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gpu, "neuron_sum", lambda *given: (plain(*given), plain(*given))[1])
     with pytest.raises(SystemExit, match="not timed: logits are off by"):
         launches.main([str(path), "--gpu", "cpu", "--steps", "6", "--threads", "1"])
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_step_is_one_replay_whoever_decides_about_experts(policy: str, tmp_path: Path) -> None:
+    path = experts_gguf().write(tmp_path / "m.gguf")
+    given = ["--gpu", "cpu", "--selector", "all", "--steps", "6", "--threads", "1", "--expert-policy", policy]
+    made = launches.main([str(path), *given])
+    assert made["replayed"]["operators"] == {"replays": 1, "calls": made["layers"]} and made["off"] < 1e-3
+    assert made["the host waits"]["operators"]["replays"] > made["layers"]
 
 
 def test_no_gpu_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

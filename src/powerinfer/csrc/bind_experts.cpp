@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "bindings.h"
+#include "expert_policy.h"
 #include "experts.h"
 #include "host_calls.h"
 #include "neuron_sum.h"
@@ -129,7 +130,81 @@ void make_expert_call(ExpertCall* call, std::shared_ptr<HostCalls> calls, std::s
                         own);
 }
 
+using Tally = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Swaps = std::vector<std::tuple<int32_t, int32_t, int32_t>>;
+
+void check_layer(const ExpertPolicy& policy, int64_t layer, int64_t experts) {
+  require(layer >= 0 && layer < policy.layers(), "no such layer");
+  require(experts < 0 || experts == policy.experts(layer), "a layer has another number of experts");
+}
+
+Swaps swaps_of(const std::vector<ExpertPolicy::Swap>& swaps) {
+  Swaps made;
+  for (const ExpertPolicy::Swap& swap : swaps) made.emplace_back(swap.layer, swap.slot, swap.expert);
+  return made;
+}
+
+void add_layer(ExpertPolicy& policy, nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu> start,
+               nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> in_slot,
+               nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> outside) {
+  const int64_t experts = (int64_t)start.shape(0);
+  require(experts > 0 && (int64_t)outside.shape(0) == experts, "start and outside must be [experts]");
+  for (size_t i = 0; i < in_slot.shape(0); i++)
+    require(in_slot.data()[i] >= -1 && in_slot.data()[i] < experts, "no such expert");
+  policy.add(start.data(), experts, in_slot.data(), (int64_t)in_slot.shape(0), outside.data());
+}
+
+Swaps observe_step(ExpertPolicy& policy, int64_t layer,
+                   nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> uses, int64_t tokens) {
+  check_layer(policy, layer, (int64_t)uses.shape(0));
+  require(tokens > 0, "a step has tokens");
+  return swaps_of(policy.observe(layer, uses.data(), tokens));
+}
+
 }  // namespace
+
+void bind_expert_policy(nb::module_& m) {
+  nb::class_<ExpertPolicy>(
+      m, "ExpertPolicy",
+      "The decisions of placement.experts.Policy, which says what the settings are, for all layers.\n\n"
+      "recent: the priority of an expert is when it was selected last, else how often; decay: of what was counted, a\n"
+      "token; factor: by which a priority must exceed that of the expert that leaves; prior: share of the priorities\n"
+      "at first that counts forever; selected: only experts that a step selects come; turn, most: a layer exchanges "
+      "up\n"
+      "to `most` experts, in every turn-th step. A swap is (layer, slot, expert).")
+      .def(
+          "__init__",
+          [](ExpertPolicy* policy, bool recent, double decay, double factor, double prior, bool selected, int64_t turn,
+             int64_t most) {
+            require(decay > 0 && decay < 1 && factor >= 1 && prior >= 0 && turn > 0 && most > 0,
+                    "a policy's settings are out of their range");
+            new (policy) ExpertPolicy({recent, decay, factor, prior, selected, turn, most});
+          },
+          nb::kw_only(), "recent"_a, "decay"_a, "factor"_a, "prior"_a, "selected"_a, "turn"_a, "most"_a)
+      .def("add", &add_layer, "start"_a, "in_slot"_a.noconvert(), "outside"_a.noconvert(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>(),
+           "Add the next layer. start: float64 [experts], shares of the tokens; in_slot: int32 [slots], the expert in\n"
+           "each, -1: none; outside: bool [experts], those without; both are kept up to date.")
+      .def("observe", &observe_step, "layer"_a, "uses"_a, "tokens"_a,
+           "The swaps after a step of that many tokens, of which `uses` selected each expert: int64 [experts].")
+      .def(
+          "watch",
+          [](ExpertPolicy& policy, int64_t layer, Tally tally) {
+            check_layer(policy, layer, (int64_t)tally.shape(0) - 1);
+            policy.watch(layer, tally.data());
+          },
+          "layer"_a, "tally"_a.noconvert(), nb::keep_alive<1, 3>(),
+          "Decide for a layer by its tally, as of ExpertCall, which only grows.")
+      .def(
+          "decide",
+          [](ExpertPolicy& policy, int64_t tokens, int64_t limit) {
+            require(tokens > 0 && limit >= 0, "a step has tokens");
+            return swaps_of(policy.decide(tokens, limit));
+          },
+          "tokens"_a, "limit"_a,
+          "The swaps after a step, of all layers that are watched, those that gain most; the layers in their order.")
+      .def("forget", &ExpertPolicy::forget, "What the tallies got since the last time is no step.");
+}
 
 void bind_experts(nb::module_& m) {
   nb::class_<RouterSpec>(m, "RouterSpec", "How a token's experts, and their weights, follow from the router's logits.")

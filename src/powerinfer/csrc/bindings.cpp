@@ -93,4 +93,5 @@ NB_MODULE(_native, m) {
   bind_watch(m);
   bind_program(m);
   bind_expert_call(m);
+  bind_expert_policy(m);
 }

@@ -152,3 +152,4 @@ void bind_early_router(nb::module_& m);
 void bind_watch(nb::module_& m);
 void bind_program(nb::module_& m);
 void bind_expert_call(nb::module_& m);
+void bind_expert_policy(nb::module_& m);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from powerinfer.devices.batch import Batch as Batch
 
@@ -48,10 +48,12 @@ class Executor(Protocol):
         """Bytes of weights read per decoded token if every neuron is computed; None: unknown."""
         ...
 
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
+    def forward(self, batch: Batch) -> NDArray[Any]:
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
-        The result is a view that stays valid until the next call. StoppedError: of a batch that was stopped.
+        Of a batch that is `greedy` it may be tokens, int32 [R], those of the largest logits, of equals the first; -1
+        where that is no finite number. The result is a view that stays valid until the next call. StoppedError: of a
+        batch that was stopped.
         """
         ...
 

@@ -45,3 +45,5 @@ class Batch:
     # Where layers leave neurons out on the CPU, each token has the bits of a step of it alone, of up to NEURON_TOKENS:
     # those of a request, and drafts that follow it.
     alone: bool = field(default=False, kw_only=True)
+    # Of each row of logits the caller needs the largest one alone: an executor may return its token in their place.
+    greedy: bool = field(default=False, kw_only=True)

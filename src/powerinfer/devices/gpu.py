@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,18 @@ class CacheSize(NamedTuple):
     undo_tokens: int = 0
 
 
+class StepObserver(Protocol):
+    """An observer of steps, which changes between them what they read."""
+
+    def end(self, tokens: int) -> None:
+        """A step of that many tokens has ended, and its result is there."""
+        ...
+
+    def forget(self) -> None:
+        """A step has failed; it may be run again."""
+        ...
+
+
 class GpuLayers:
     """The first layers of a model on a device. `models` wires them with the methods from `matrix` to `head`.
 
@@ -121,6 +133,7 @@ class GpuLayers:
         self.trace: Trace | None = None
         self.streams: GpuStreams | None = None  # None: the residual stream is the only one
         self.rehearses = False  # a step of no text, whose result nobody reads
+        self.observer: StepObserver | None = None
         self.link = Link(device, max_tokens, config) if split else None
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
@@ -681,7 +694,11 @@ class GpuLayers:
                 logits.mul_(scale)
             if cap is not None:
                 logits.div_(cap).tanh_().mul_(cap)
-            self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
+            if step.greedy:
+                for to, found in zip(self.buffers.largest(len(logits)), logits.max(dim=1), strict=True):
+                    to.copy_(found, non_blocking=True)
+            else:
+                self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
         self._head, self._final_norm = Operator("head", -1, run), norm
         self._rewired()
@@ -733,8 +750,8 @@ class GpuLayers:
 
     def run(
         self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
-    ) -> Float32:
-        """x float32 [T, d_model] after the embedding -> x after these layers, or logits float32 [R, vocab].
+    ) -> NDArray[Any]:
+        """x float32 [T, d_model] after the embedding -> x after these layers, or what `Executor.forward` returns.
 
         slots: of the sequences' states; None: each row of the page table has one of its own; inputs: float32
         [T, layers * numbers] that the layers get of tokens, None: zeros, where they get any.
@@ -745,27 +762,31 @@ class GpuLayers:
         share allows is run again without that limit: what torch keeps may be in pieces that it cannot use.
         """
         try:
-            return self._run(batch, x, slots, inputs)
+            result = self._run(batch, x, slots, inputs)
         except GpuMemoryError:
             if not self.share.lift():
                 raise
-        return self._run(batch, x, slots, inputs)
+            result = self._run(batch, x, slots, inputs)
+        if self.observer is not None:
+            with gpu_failures("exchanging experts", "give less --vram"), current(self.device):
+                self.observer.end(len(batch.tokens))
+        return result
 
-    def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> Float32:
+    def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> NDArray[Any]:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots, inputs)
                 with torch.inference_mode():
-                    if self._recorder is not None and len(step.x) <= gpu.FEW:
+                    if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
                         self._recorded(self._recorder).run(step)
                     else:
                         self._launch(step, self.operators, batch)
                 result = self.buffers.download(step, logits=self.has_head)
         if self.link is not None:
             self.link.check()
-        if len(step.x) <= cpu.NEURON_TOKENS:
-            self.few_tokens += len(step.x)
+        if len(batch.tokens) <= cpu.NEURON_TOKENS:
+            self.few_tokens += len(batch.tokens)
             self.few_steps += 1
         return result
 
@@ -777,6 +798,8 @@ class GpuLayers:
         except BaseException:
             with suppress(RuntimeError):
                 self._streams.finish()
+            if self.observer is not None:
+                self.observer.forget()
             raise
 
     def _launch(self, step: Step, operators: Sequence[Operator], batch: Batch) -> None:
@@ -832,9 +855,10 @@ class GpuLayers:
         numbers = np.arange(len(batch.page_table), dtype=np.int32)
         step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None, inputs)
         if self.link is not None:
-            step.read = self.link.read(len(step.x))
+            step.read = self.link.read(len(batch.tokens))
             self.link.calls.begin()
         if self.has_head:
+            step.greedy = batch.greedy
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
@@ -998,7 +1022,7 @@ class GpuLayers:
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
-            self._head = self._final_norm = self._operators = self.streams = None
+            self._head = self._final_norm = self._operators = self.streams = self.observer = None
             self._recorder = self._recordings = None
             for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)

@@ -19,6 +19,11 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer import _native
+
+ExpertDecisions = _native.ExpertPolicy
+"""The same rankings, of experts that a GPU has copies of, and what follows from them: once a step, for all layers."""
+
 DISK_POLICIES = ("static", "lru", "lfu", "window")
 
 HALF_LIFE = 16.0

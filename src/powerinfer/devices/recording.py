@@ -45,10 +45,11 @@ class Recordings:
 
     def run(self, step: Step) -> None:
         """All operators on the step."""
-        runs = self._runs.pop(step.key, {})
+        key = step.key
+        runs = self._runs.pop(key, {})
         if len(self._runs) == self._shapes:
             del self._runs[next(iter(self._runs))]
-        self._runs[step.key] = runs
+        self._runs[key] = runs
         for number, (static, operators) in enumerate(self._parts):
             if not static or number not in runs:
                 if static:  # the first time it just runs: kernels are compiled, memory is allocated

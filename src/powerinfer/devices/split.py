@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class SplitExecutor:
         """Bytes of weights read per token, on both devices together."""
         return self.cpu.bytes_per_token + self.gpu.bytes_per_token
 
-    def forward(self, batch: Batch) -> NDArray[np.float32]:
+    def forward(self, batch: Batch) -> NDArray[Any]:
         with (
             nullcontext() if self.trace is None else self.trace.step(),
             # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
@@ -84,7 +84,7 @@ class SplitExecutor:
         take to wake."""
         return self.cpu.disk is None and (not self.gpu.has_head or self.gpu.shares)
 
-    def _forward(self, batch: Batch) -> NDArray[np.float32]:
+    def _forward(self, batch: Batch) -> NDArray[Any]:
         with span(self.trace, "cpu", "embedding", -1):
             x = self.cpu.embedded(batch)
         result = self.gpu.run(batch, x, self.cpu.slots, self.cpu.step_inputs(len(batch.tokens)))

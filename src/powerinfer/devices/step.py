@@ -40,6 +40,7 @@ class Step:
     input_places: Tensor | None = None  # int64 [T], as of the function; None: no inputs are kept
     inputs: Tensor | None = None  # float32 [T, layers * numbers], what layers get of tokens beside x
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
+    greedy: bool = False  # of the logits only the largest ones are needed
 
     @property
     def contexts(self) -> gpu.Contexts:
@@ -49,8 +50,9 @@ class Step:
     @property
     def key(self) -> tuple[int, ...]:
         """Steps with the same key have their tensors at the same addresses."""
-        of_states = self.replay is not None, self.input_places is not None
-        return len(self.x), len(self.logit_rows), *self.page_table.shape, *of_states
+        flags = self.replay is not None, self.input_places is not None, self.greedy
+        # Not len(), which is a function of Python's, of tensors.
+        return self.x.shape[0], self.logit_rows.shape[0], *self.page_table.shape, *flags
 
     def normalised(self, norm: Norm | None, for_codes: bool = False) -> Tensor:
         """norm(x); x itself without a norm. for_codes: as of `gpu.norm`."""

@@ -51,7 +51,7 @@ class StepBuffers:
         self._total = torch.zeros_like(self._x) if totals else None
         self._inputs = torch.zeros((max_tokens, inputs), device=to) if inputs else None
         self._host_inputs = self._streams.pinned((max_tokens, inputs), torch.float32) if inputs else None
-        self._host_logits = self._new_logits(1)
+        self._make_logits(1)
         self._description = _Description(to, self._streams)
         self._done = self._streams.event()
 
@@ -80,7 +80,7 @@ class StepBuffers:
         """A step on the device: its description, its residual stream and what layers get of its tokens, one transfer
         each; nothing of the last one is under way. slots: of states, if layers have them; inputs: None: zeros."""
         tokens = len(batch.tokens)
-        assert 0 < tokens <= len(self._x) and x.shape == (tokens, self._x.shape[1])
+        assert 0 < tokens <= self._x.shape[0] and x.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
         (positions, rows, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
         self._host_rows[:tokens] = x
@@ -93,7 +93,7 @@ class StepBuffers:
         elif on_layers is not None and self._host_inputs is not None:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
-        more = {"total": total, "inputs": on_layers} | on_states
+        more: dict[str, Any] = {"total": total, "inputs": on_layers} | on_states
         return Step(on_device, positions, rows, places, page_table, logit_rows, **more)
 
     def residual(self, rows: Tensor) -> Tensor:
@@ -102,22 +102,33 @@ class StepBuffers:
 
     def logits(self, rows: int) -> Tensor:
         """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
-        if rows > len(self._host_logits):
-            self._host_logits = self._new_logits(1 << (rows - 1).bit_length())
+        if rows > self._host_logits.shape[0]:
+            self._make_logits(1 << (rows - 1).bit_length())
         return self._host_logits[:rows]
 
-    def _new_logits(self, rows: int) -> Tensor:
-        return self._streams.pinned((rows, self._vocab_size), import_torch().float32)
+    def largest(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Buffers for the largest of each row of logits, float32 [rows], and its token, int64 [rows]; at most as many
+        as `logits` was called with."""
+        return self._host_largest[:rows], self._host_tokens[:rows]
 
-    def download(self, step: Step, logits: bool) -> Float32:
-        """The logits of a step or its residual stream, once the device is done with it."""
-        if logits:
-            out = self.logits(len(step.logit_rows))
-        else:
-            out = self._host_x[: len(step.x)]
+    def _make_logits(self, rows: int) -> None:
+        torch = import_torch()
+        self._host_logits = self._streams.pinned((rows, self._vocab_size), torch.float32)
+        self._host_largest = self._streams.pinned(rows, torch.float32)
+        self._host_tokens = self._streams.pinned(rows, torch.int64)
+
+    def download(self, step: Step, logits: bool) -> NDArray[Any]:
+        """The logits of a step, or of one that is greedy their tokens, or its residual stream, once the device is done
+        with it."""
+        rows, greedy = step.logit_rows.shape[0], logits and step.greedy
+        out = self.logits(rows) if logits else self._host_x[: step.x.shape[0]]
+        if not logits:
             out.copy_(step.x, non_blocking=True)
         self._done.record()
         self._done.synchronize()
+        if greedy:
+            largest, tokens = (each.numpy() for each in self.largest(rows))
+            return np.where(np.isfinite(largest), tokens, -1).astype(np.int32)
         values: Float32 = out.numpy()
         return values
 

@@ -23,8 +23,7 @@ in prompts, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +37,17 @@ from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
-from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
+from powerinfer.hybrid.copier import Copier
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
-from powerinfer.placement.experts import Policy, Swap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,50 +60,6 @@ if TYPE_CHECKING:
     from powerinfer.kernels.gpu_types import Experts
 
 
-class Copier:
-    """Copies experts to the GPU beside its work, one after another, as a policy says (`placement.experts`).
-
-    on: whether the policy is told what steps select.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.on = True
-        self._pool = ThreadPoolExecutor(1)
-        self._side: Stream | None = None
-
-    def begin(self, streams: Streams, copy: Callable[[], None]) -> Future[Event]:
-        """Copy, once what the GPU was given so far is done. streams: of the GPU."""
-        ready, done = streams.event(), streams.event()
-        ready.record(streams.current())
-        self._side = side = self._side or streams.stream()
-
-        def copy_aside() -> Event:
-            with streams.active(), streams.on(side):
-                side.wait_event(ready)
-                copy()
-                done.record(side)
-            return done
-
-        return self._pool.submit(copy_aside)
-
-    def finish(self, streams: Streams, copying: Future[Event]) -> bool:
-        """The GPU waits for a copy before what it is given next. Raises what the first copy that fails raised; then
-        nothing is copied any more, and False is returned for others that failed."""
-        try:
-            done = copying.result()
-        except Exception:
-            if not self.on:
-                return False
-            self.on = False
-            raise
-        streams.current().wait_event(done)
-        return True
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
 class HybridExperts(HybridTerms):
     """The FFN of one layer of `GpuLayers` over experts."""
 
@@ -113,7 +67,7 @@ class HybridExperts(HybridTerms):
     most = 2
     _freed = (
         "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
-        "_slots", "_members", "_biases",
+        "_slots", "_table", "_biases",
         "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
     )  # fmt: skip
 
@@ -132,10 +86,10 @@ class HybridExperts(HybridTerms):
         if copier is not None:
             hot = copier.policy.resident(layer).copy()
         self._swapped, self._suspended, self._hot_whole = True, False, split.hot_whole
-        self._copying: tuple[list[Swap], Future[Event]] | None = None
-        # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens select, as of `calls`.
+        # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens of steps of few tokens
+        # select, as of `calls`, which only grows, and what of it was collected.
         self._call_places = np.full(config.n_experts, -1, np.int32)
-        self._tally = np.zeros(config.n_experts + 1, np.int64)
+        self.tally, self._collected = (np.zeros(config.n_experts + 1, np.int64) for _ in range(2))
         self._disk = cpu.disk if cpu.disk is not None and layer in cpu.disk.about.experts else None
         with gpu_failures(f"loading the experts of layer {layer}", "give less --vram"), current(layers.device):
             self._predictors = None if config.whole_reason is not None else cpu.expert_predictors
@@ -157,6 +111,9 @@ class HybridExperts(HybridTerms):
             self.stage = None
         self._register()
         self.clear()
+        if copier is not None:
+            copier.add(self)
+            layers.observer = copier
 
     def _skips(self, cpu: CpuExecutor, down_type: str, size: int) -> bool:
         """Whether the GPU tells the neurons of experts of a size apart."""
@@ -237,8 +194,12 @@ class HybridExperts(HybridTerms):
         if inside is None:
             self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
-        self._slots = torch.arange(n, dtype=torch.int32, device=device)
-        self._members = self._slots.clone()  # the expert of each slot, -1: none
+        self.in_slot: list[int] = of_slot.tolist()
+        self._table: NDArray[np.int32] | None = None  # of a copier, which uploads it
+        if self._copier is None:
+            self._slots = torch.arange(n, dtype=torch.int32, device=device)
+        else:
+            self._slots, self._table = self._copier.table(self.layer, device)
         self._publish()
         return views
 
@@ -305,16 +266,18 @@ class HybridExperts(HybridTerms):
         """Tell the GPU, its calls of the CPU, and what guesses the CPU's experts, which ones are in slots."""
         import torch
 
-        self.hot = np.flatnonzero(self._slot >= 0).astype(np.int32)
-        self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
+        self._list()
         if self._inside is None:
             self._slots.copy_(torch.from_numpy(self._slot))
-            members = np.full(len(self._slot), -1, np.int32)
-            members[self._slot[self.hot]] = self.hot
-            self._members.copy_(torch.from_numpy(members))
+        if self._table is not None:
+            self._table[:] = self._slot
         self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
         if self._disk is not None and self._cpu_part is not None:
             self._cpu_part.op.elsewhere[:] = self._slot >= 0
+
+    def _list(self) -> None:
+        self.hot = np.flatnonzero(self._slot >= 0).astype(np.int32)
+        self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
 
     def foresee(self, cpu: CpuExecutor, before: HybridExperts, router: RawTensor) -> None:
         """Have the last layer before with experts guess those on disk that are needed, and read them early.
@@ -370,51 +333,32 @@ class HybridExperts(HybridTerms):
             if not self._swapped:
                 self._layers.changed(self.layer)  # what is replayed does not look whether a swap failed
 
-    def _exchange(self, swaps: list[Swap]) -> None:
-        """Begin to copy experts into slots, beside the steps: the next step of the layer has them."""
-        assert self._copier is not None and self._gpu_part is not None
-        stored, part, biases, predictor = self._stored, self._gpu_part, self._biases, self._predictor
+    def vacate(self, slot: int) -> None:
+        expert, self.in_slot[slot] = self.in_slot[slot], -1
+        if expert >= 0:
+            self._move(expert, -1)
 
-        def copy() -> None:
-            selects = None if part.predictor is None else predictor()
-            for slot, expert in swaps:
-                outer = None if selects is None else selects[2].matrix(expert)
-                gpu_experts.replace(part, slot, stored(expert), expert, biases, outer)
+    def write(self, slot: int, expert: int) -> None:
+        assert self._gpu_part is not None
+        predictor = None if self._gpu_part.predictor is None else self._predictor()
+        outer = None if predictor is None else predictor[2].matrix(expert)
+        gpu_experts.replace(self._gpu_part, slot, self._stored(expert), expert, self._biases, outer)
 
-        self._copying = swaps, self._copier.begin(streams_of(self._layers.device), copy)
+    def occupy(self, slot: int, expert: int) -> None:
+        self.in_slot[slot] = expert
+        self._move(expert, slot)
+        self._sums["copied"] += 1
 
-    def finish_copies(self) -> None:
-        """Use what was copied since the layer's last step from now on; not while a step runs."""
-        if self._copying is None or self._copier is None:
-            return
-        (swaps, copying), self._copying = self._copying, None
-        # A copy that fails leaves slots that nobody must use: the CPU has all experts.
-        self._slot[np.isin(self._slot, [slot for slot, _ in swaps])] = -1
-        try:
-            if self._copier.finish(streams_of(self._layers.device), copying):
-                for slot, expert in swaps:
-                    self._slot[expert] = slot
-                self._sums["copied"] += len(swaps)
-        finally:
-            self._publish()
-
-    def follow(self, policy: Policy) -> None:
-        """Let a policy decide from the next step on, and have its experts in their slots; not while a step runs."""
-        if self._copier is None:
-            return
-        self.finish_copies()
-        before, self._copier.policy = self._callable, policy
-        if self._callable != before:  # so it is of all layers, which have one copier
-            self._layers.changed(self.layer)
-        wanted = policy.resident(self.layer).tolist()
-        swaps = [(slot, expert) for slot, expert in enumerate(wanted) if self._slot[expert] != slot]
-        if swaps:
-            self._exchange(swaps)
-            self.finish_copies()
+    def _move(self, expert: int, slot: int) -> None:
+        """Say where an expert is, -1: on the CPU; the copier tells the GPU."""
+        assert self._table is not None
+        self._slot[expert] = self._table[expert] = slot
+        self._call_places[expert] = self._place_of[expert] if slot < 0 else -1
+        if self._disk is not None and self._cpu_part is not None:
+            self._cpu_part.op.elsewhere[expert] = slot >= 0
+        self._list()
 
     def close(self) -> None:
-        if self._copying is not None:
-            self._copying[1].exception()  # wait
         if self._copier is not None:
             self._copier.close()
         super().close()
@@ -428,7 +372,7 @@ class HybridExperts(HybridTerms):
         predictor), and what all experts share of this."""
         parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
         parts += [part.nbytes for part in (self._gpu_part, self._shared_part) if part is not None]
-        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots, self._members
+        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots
         inner = {} if self._inner is None else {"predictor": self._inner.nbytes}
         return {"ffn": sum(parts) + tensor_bytes(*vectors)} | inner
 
@@ -440,8 +384,8 @@ class HybridExperts(HybridTerms):
 
     @property
     def _callable(self) -> bool:
-        """Not where a policy looks at every step, nor where reads from disk fail by themselves."""
-        return self._disk is None and (self._copier is None or self._copier.policy.name == "static")
+        """Not where reads from disk fail by themselves."""
+        return self._disk is None
 
     def ahead(self) -> list[Operator]:
         """Select experts where the router reads the layer's input, and send the CPU the selection."""
@@ -512,7 +456,7 @@ class HybridExperts(HybridTerms):
     def _make_calls(self, tokens: int, sent: int) -> tuple[_native.ExpertCall, ...]:
         assert self._cpu_part is not None
         places, ahead = self._call_places, self.config.early_router
-        return self._cpu_part.calls(self._link, tokens, places, self._tally, ahead=ahead)
+        return self._cpu_part.calls(self._link, tokens, places, self.tally, ahead=ahead)
 
     def _begin_ahead(self, step: Step) -> None:
         self._link.begin(self._step_calls(step)[0])
@@ -523,7 +467,6 @@ class HybridExperts(HybridTerms):
 
     def _mark(self, step: Step) -> None:
         self._check()
-        self.finish_copies()
         super()._mark(step)
 
     def _add_hot(self, step: Step) -> None:
@@ -533,7 +476,8 @@ class HybridExperts(HybridTerms):
         routing = *self._link.experts(len(step.x), self.top_k), self._slots
         hidden = None if self._gpu_part.predictor is None else step.hidden
         if len(step.x) > gpu.FEW:
-            self._add_some(step, [(self._gpu_part, self._slots, self._members)])
+            members = gpu_experts.members(self._slots, self._gpu_part.slots)
+            self._add_some(step, [(self._gpu_part, self._slots, members)])
         elif self._latents is None:
             gpu_experts.expert_sum(self._gpu_part, step.read, *routing, step.target, hidden)
             step.normed = None
@@ -626,14 +570,12 @@ class HybridExperts(HybridTerms):
             else:
                 places = self._places(experts)
                 job = cpu.sum(x, places, weights, out, hidden)
-        counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)
-        self._count(counts, int((places < 0).sum()), tokens, 1, job, sparse=tokens <= NEURON_TOKENS)
-        # A prompt selects nearly all. `static` has a copier in a trial alone, and costs there what it does without.
-        copier = self._copier
-        if copier is not None and copier.on and copier.policy.name != "static" and tokens <= NEURON_TOKENS:
-            swaps = copier.policy.observe(self.layer, experts.reshape(-1), tokens)
-            if swaps:
-                self._exchange(swaps)
+        counts, hits = np.bincount(experts.reshape(-1), minlength=self.config.n_experts), int((places < 0).sum())
+        if tokens <= NEURON_TOKENS:
+            self.tally += np.append(counts, hits)
+        else:
+            self._count(counts, hits)
+        self._count_steps(tokens, 1, job)
 
     def _add_cold(self, step: Step) -> None:
         if self._latents is None or self._streams(step):
@@ -713,15 +655,13 @@ class HybridExperts(HybridTerms):
         """The cold experts' neurons, where steps skip those that do not fire."""
         return None if self._cpu_part is None else self._cpu_part.by_neuron
 
-    def _count(
-        self, counts: NDArray[np.integer], hits: int, tokens: int, steps: int, jobs: int, sparse: bool = True
-    ) -> None:
-        """Count a step's selections, and those of them on the GPU. sparse: it skips neurons where it can."""
-        cold = int(counts.sum()) - hits
-        self._sums.update(tokens=tokens, steps=steps, jobs=jobs, hot=hits, cold=cold)
-        if sparse and self._sparse is not None and not self._suspended:
-            self._sums["neurons"] += cold * (self.config.size - self._hot_neurons)
+    def _count(self, counts: NDArray[np.integer], hits: int) -> None:
+        """Count what steps selected, and how much of it was on the GPU."""
+        self._sums.update(hot=hits, cold=int(counts.sum()) - hits)
         self.recent += counts
+
+    def _count_steps(self, tokens: int, steps: int, jobs: int) -> None:
+        self._sums.update(tokens=tokens, steps=steps, jobs=jobs)
         self.recent_tokens += tokens
 
     def collect(self) -> Counter[str]:
@@ -729,8 +669,13 @@ class HybridExperts(HybridTerms):
         tokens = steps = jobs = 0
         for each, calls, had, *_ in self._taken_calls():
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had
-        self._count(self._tally[:-1], int(self._tally[-1]), tokens, steps, jobs)
-        self._tally[:] = 0
+        new = self.tally - self._collected
+        self._collected[:] = self.tally
+        hits, cold = int(new[-1]), int(new[:-1].sum() - new[-1])
+        self._count(new[:-1], hits)
+        self._count_steps(tokens, steps, jobs)
+        if self._sparse is not None and not self._suspended:  # steps of few tokens skip neurons where they can
+            self._sums["neurons"] += cold * (self.config.size - self._hot_neurons)
         if self._cpu_part is not None and self._sparse is not None:
             counts = self._cpu_part.op.counts()
             for name in ("active", "candidates", "sampled_active", "sampled_found"):
@@ -743,7 +688,7 @@ class HybridExperts(HybridTerms):
     def clear(self) -> None:
         for _ in self._taken_calls():
             pass
-        self._tally[:] = 0
+        self._collected[:] = self.tally
         self._sums: Counter[str] = Counter()
         self.recent, self.recent_tokens = np.zeros(self.config.n_experts), 0.0
         if self._cpu_part is not None and self._sparse is not None:

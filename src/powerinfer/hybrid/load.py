@@ -30,7 +30,8 @@ from powerinfer.topology import read_nodes
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
-    from powerinfer.hybrid.experts import Copier, ExpertSplit
+    from powerinfer.hybrid.copier import Copier
+    from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.placement.experts import Policy
@@ -333,7 +334,8 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     """The model with experts on both devices, or the load to try in its place: with other experts on the GPU, by the
     working memory that was measured."""
     from powerinfer.hybrid.beside_gpu import estimated_scratch, with_other_experts
-    from powerinfer.hybrid.experts import Copier, ExpertSparsity
+    from powerinfer.hybrid.copier import Copier
+    from powerinfer.hybrid.experts import ExpertSparsity
     from powerinfer.hybrid.vram import measured_scratch
 
     if resolved.policy.name is None:
@@ -422,7 +424,7 @@ def _split_of_experts(
 
 def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
     """The policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
-    from powerinfer.hybrid.experts import Copier
+    from powerinfer.hybrid.copier import Copier
     from powerinfer.hybrid.policy_trial import chosen, measured, policy_trial
 
     trial = policy_trial(resolved)
@@ -431,10 +433,10 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
         return UsedPolicy(*chosen(earlier))
     make = partial(_policy, resolved)
     copier = Copier(make("static"))
-    executor, split, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
+    executor, _, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
     try:
         sample, progress = loading.sample(), loading.progress
-        return UsedPolicy(*chosen(trial.run(lambda: measured(executor, split.ffns, make, sample, copier, progress))))
+        return UsedPolicy(*chosen(trial.run(lambda: measured(executor, make, sample, copier, progress))))
     finally:
         executor.close()
 

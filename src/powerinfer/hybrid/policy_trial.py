@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import numpy as np
 
-from powerinfer.devices.replayed_spans import UNRECORDED
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between, Length
 from powerinfer.hybrid.trials import decode_one, finished, split_trial
@@ -26,7 +25,7 @@ from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, fastest, ta
 
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.hybrid.experts import Copier, HybridExperts
+    from powerinfer.hybrid.copier import Copier
     from powerinfer.hybrid.resolved import Resolved
 
 BLOCK = 16
@@ -57,7 +56,6 @@ POLICIES = TrialSubject("expert policies", TimedPolicies, fallback=TimedPolicies
 
 def measured(
     executor: SplitExecutor,
-    ffns: Sequence[HybridExperts],
     make: Callable[[str], Policy],
     sample: Sequence[int],
     copier: Copier,
@@ -65,8 +63,8 @@ def measured(
 ) -> TimedPolicies:
     """Decode a text under every policy, by turns; `static` if the context holds too little of it.
 
-    make: a new policy, whose experts the GPU has at first; sample: the token ids of a text; copier: of the FFNs. The KV
-    cache must be empty. PowerInferError if the GPU fails.
+    make: a new policy, whose experts the GPU has at first; sample: the token ids of a text; copier: of the layers. The
+    KV cache must be empty. PowerInferError if the GPU fails.
     """
     size = min(BLOCK, executor.n_pages * executor.page_size // ROUNDS)
     if not size:
@@ -77,20 +75,14 @@ def measured(
 
     def block(name: Name, turn: int) -> float:
         progress("trial of policies", turn, ROUNDS)
-        for ffn in ffns:
-            ffn.follow(policies[name])
-        # With `static` the GPU may call the CPU, so steps are recorded anew: before they are timed.
-        copier.on = False
-        for _ in range(UNRECORDED if executor.gpu.caller else 0):
-            decode_one(executor, tokens[turn * size], turn * size)
-        copier.on = True
+        copier.follow(policies[name])
         begin = finished(device)
         for at in range(turn * size, (turn + 1) * size):
             decode_one(executor, tokens[at], at)
-        for ffn in ffns:
-            ffn.finish_copies()
+        copier.settle()
         return (finished(device) - begin) / size
 
+    copier.on = True
     with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
         seconds = take_turns(get_args(Name), ROUNDS, block, WARM_UP)
     progress("trial of policies", ROUNDS, ROUNDS)
@@ -110,7 +102,7 @@ def policy_trial(resolved: Resolved) -> Trial[TimedPolicies]:
         "layers": f"{placement.layers} {placement.head}",
         "experts": digest.hexdigest()[:32],
         "kv_type": resolved.engine.kv_type,
-        "steps": f"{ROUNDS} {BLOCK} {UNRECORDED} {placement.pages}",
+        "steps": f"{ROUNDS} {BLOCK} {placement.pages}",
     }
     return split_trial(POLICIES, resolved, facts)
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.triton_kernels import either
+from powerinfer.kernels.triton_launch import launched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 UNITS = 1024  # of a row that a program converts
 
 
+@launched
 @triton.jit(do_not_specialize=["offset"])
 def _take_kernel(
     raw, at, order, out, width, offset,

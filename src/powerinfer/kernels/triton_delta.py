@@ -15,6 +15,7 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import DELTA_CHUNK, FEW, UNIT_EPS
 from powerinfer.kernels.triton_kernels import precision
+from powerinfer.kernels.triton_launch import launched
 from powerinfer.kernels.triton_states import convolved, gate_and_norm, keep_window, softplus
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _UNIT_EPS = tl.constexpr(UNIT_EPS)
 # `runs` has for each sequence: first token, number of tokens, slot read (negative: none), slot written.
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
 def _mix_kernel(
     products, stride, taps, window, runs, rows, mixed, channels, key_heads, key_dim, value_dim, scale,
@@ -52,6 +54,7 @@ def _mix_kernel(
     tl.store(mixed + t.to(tl.int64) * channels + at, x, mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _rule_kernel(
     mixed, gates, stride, decays, biases, states, runs, out, channels, key_heads, heads, key_dim, value_dim,
@@ -107,6 +110,7 @@ def _rule_kernel(
 #     S becomes exp(G of the last token) S + sum over s of exp(G of the last token - G_s) d_s k_s^T
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _chunk_kernel(
     mixed, gates, stride, decays, biases, runs, w, u, pairs, sums, channels, key_heads, heads, key_dim, value_dim,
@@ -150,6 +154,7 @@ def _chunk_kernel(
         tl.store(sums + at_head, total, mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _chunked_rule_kernel(
     mixed, w, u, pairs, sums, states, runs, out, channels, key_heads, heads, key_dim, value_dim,

@@ -41,6 +41,7 @@ from powerinfer.kernels.triton_kernels import (
     taken,
     taken_width,
 )
+from powerinfer.kernels.triton_launch import launched
 from powerinfer.kernels.triton_neurons import activated, active, sum_firing
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def _best(x, place):
     return tl.min(tl.where(x == top, place, 1 << 30), 0)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
 def _route_kernel(
     logits, correction, experts, weights, n, top_k, groups, top_groups, group_best, scale,
@@ -118,6 +120,7 @@ def _route_kernel(
     tl.store(weights + at, scores, mask=chosen != 0)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
 def _mix_kernel(logits, experts, weights, n, top_k, near, BLOCK: tl.constexpr):
     """A token's experts by sparsemixer. near: what logits near each other differ by at most, in parts."""
@@ -180,6 +183,7 @@ def weighted(a, u, weight, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     return a
 
 
+@launched
 @triton.jit
 def _hidden_kernel(
     x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, size, k, limit,
@@ -223,6 +227,7 @@ def _down_rows(
     return tl.where(here, y, 0.0)
 
 
+@launched
 @triton.jit
 def _down_kernel(
     h, down, scales, bias, slots, table, weights, out, rows, size, apart,
@@ -299,6 +304,7 @@ def _selected(
     return chosen
 
 
+@launched
 @triton.jit
 def _firing_kernel(
     x, x_up, gate, gate_scales, up, up_scales, hidden, outer, outer_scales, slots, table, weights, h, rows, counts,
@@ -391,6 +397,7 @@ def _firing_of_one(
 # Several tokens
 
 
+@launched
 @triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["weights"])
 def _order_kernel(
     slots, weights, token_of, weight_of, row_of, begin, pairs, top_k, n, BLOCK: tl.constexpr, OTHER: tl.constexpr
@@ -416,6 +423,7 @@ def _order_kernel(
     tl.store(begin + p, first, mask=p <= n)
 
 
+@launched
 @triton.jit
 def _gather_kernel(x, token_of, out, d, C: tl.constexpr):
     """C elements of a row: its token's."""
@@ -425,6 +433,7 @@ def _gather_kernel(x, token_of, out, d, C: tl.constexpr):
     tl.store(out + row * d + c, tl.load(own, mask=c < d, other=0), mask=c < d)
 
 
+@launched
 @triton.jit
 def _grouped_hidden_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, begin, weight_of, h, size, k, limit,
@@ -477,6 +486,7 @@ def put_rows(to, y, at, here, width, column, T: tl.constexpr):
         tl.store(to + at * width + column, y, mask=column < width)
 
 
+@launched
 @triton.jit
 def _grouped_down_kernel(
     h, data, scales, bias, begin, weight_of, out, rows, k,
@@ -497,6 +507,7 @@ def _grouped_down_kernel(
         put_rows(out, y, at, here, rows, element, T)
 
 
+@launched
 @triton.jit
 def _grouped_firing_kernel(
     x, gate, gate_scales, up, up_scales, hidden, outer, outer_scales, begin, weight_of, h, size, k, rank, limit, least,
@@ -553,6 +564,7 @@ def _needed(h, first, here, size, T: tl.constexpr, R: tl.constexpr):
     return by, tl.max((by != 0).to(tl.int32), 0)
 
 
+@launched
 @triton.jit
 def rows_of(begin, members, slot, MEMBERS: tl.constexpr):
     """Where the rows of a slot begin and end. MEMBERS: `begin` is of experts, and `members` has that of each slot; -1:
@@ -635,6 +647,7 @@ def grouped_across_kernel(
         tl.store(to + t * d + c[None, :], acc * scale, mask=(t < here) & (c < d)[None, :])
 
 
+@launched
 @triton.jit
 def merge_kernel(
     rows, row_of, slots, table, out, top_k, d, TABLE: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr

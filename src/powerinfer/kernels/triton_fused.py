@@ -28,6 +28,7 @@ from powerinfer.kernels.triton_kernels import (
     row_width,
     tile_columns,
 )
+from powerinfer.kernels.triton_launch import launched
 from powerinfer.kernels.triton_neurons import add_rows, product, product_operands
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def _own_share(selected, listed, n, WORDS: tl.constexpr):
     return begin, end
 
 
+@launched
 @triton.jit
 def _fused_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, down, down_scales, shared, group,

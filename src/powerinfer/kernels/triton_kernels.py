@@ -23,6 +23,7 @@ from triton.language.target_info import cuda_capability_geq
 from powerinfer.kernels.gpu_types import FEW, FOUR_BITS, INTEGERS, K_CODES, MADE_CODES, UNPACKED
 from powerinfer.kernels.gpu_types import Q8_STEP as Q8
 from powerinfer.kernels.gpu_words import table
+from powerinfer.kernels.triton_launch import launched
 from powerinfer.kernels.triton_words import (
     INTERPRETED,
     NIBBLES,
@@ -238,6 +239,7 @@ def scale_values(d, TYPE: tl.constexpr):
     return (d.to(tl.int32) << 23).to(tl.float32, bitcast=True) if TYPE == "MXFP4" else d.to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _halves_kernel(x, out, length, tokens, k, LIMITED: tl.constexpr, BLOCK: tl.constexpr):
     """A token's row of x [tokens, k] as halves, see `halves`; LIMITED: the first `length` columns alone."""
@@ -328,6 +330,7 @@ def half_scales(x, tokens, k, T: tl.constexpr):
     return tl.load((x + 2 * tokens * k).to(tl.pointer_type(tl.float32)) + t, mask=t < tokens, other=0)
 
 
+@launched
 @triton.jit
 def _codes_kernel(x, out, stride, k, B: tl.constexpr):
     """B blocks of a row of x [rows, k], rows `stride` apart, as `codes`."""
@@ -925,6 +928,7 @@ def _finished(y, bias, row, live, BIAS: tl.constexpr, RELU: tl.constexpr):
     return tl.where(y <= 0, 0.0, y) if RELU else y
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, data, scales, bias, out, tokens, rows, k,
@@ -1054,6 +1058,7 @@ def linear(w: Weight, x: Tensor, bias: Tensor | None = None, into: Tensor | None
     return out
 
 
+@launched
 @triton.jit(do_not_specialize=["splits"])
 def _sum_kernel(
     parts, bias, out, size, splits, rows,
@@ -1089,6 +1094,7 @@ def add_up(
     )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["first"])
 def _k_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.constexpr):
     """U pieces of a row of K-quants, as float16."""
@@ -1104,6 +1110,7 @@ def _k_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.cons
     tl.store(to + APART, high.to(tl.float16), mask=here[:, :, None])
 
 
+@launched
 @triton.jit(do_not_specialize=["first"])
 def _word_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.constexpr):
     """U pieces of a row of a type that is unpacked to words, as float16."""
@@ -1114,6 +1121,7 @@ def _word_values_kernel(data, scales, out, first, k, TYPE: tl.constexpr, U: tl.c
     tl.store(out + tl.program_id(0).to(tl.int64) * k + c, wide.to(tl.float16), mask=c < k)
 
 
+@launched
 @triton.jit(do_not_specialize=["first"])
 def _values_kernel(
     data, scales, shared, group, out, first, k, TYPE: tl.constexpr, B: tl.constexpr
@@ -1263,6 +1271,7 @@ def context_splits(pages: int, least: int, programs: int, slots: int) -> int:
 # Norms, rotary embedding, cache
 
 
+@launched
 @triton.jit
 def _norm_kernel(
     x, weight, bias, out, made, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, CODED: tl.constexpr,
@@ -1327,6 +1336,7 @@ def turned_head(x, dim, position, frequencies, factor, pairs, dims, weight=None,
     return own * c + tl.where(dim < pairs, -pair, pair) * s
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["x", "positions"])
 def _rotate_kernel(x, positions, frequencies, factor, pairs, dims, token_stride, head_stride, BLOCK: tl.constexpr):
     follow()
@@ -1393,6 +1403,7 @@ def _parts(cache_k: Cached, cache_v: Cached) -> tuple[Tensor, ...]:
     return k.data, either(k.scales, k.data), v.data, either(v.scales, v.data)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store_kernel(
     k, v, cache_k, scales_k, cache_v, scales_v, slots, dims, k_token, k_head, v_token, v_head,
@@ -1420,6 +1431,7 @@ def store_kv(cache_k: Cached, cache_v: Cached, k: Tensor, v: Tensor, slots: Tens
         )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_and_store_kernel(
     q, k, v, positions, frequencies, factor, pairs, cache_k, scales_k, cache_v, scales_v, slots, heads, kv_heads, dims,
@@ -1506,6 +1518,7 @@ def _tanh(x):
     return tl.where(x < 0, -y, y)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
@@ -1588,6 +1601,7 @@ def _attention_kernel(
         tl.store(sums + where_, total, mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(
     parts, peaks, sums, out, made, heads, dims, splits, CODED: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr
@@ -1686,6 +1700,7 @@ def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, 
         tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _outer_kernel(
     x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
@@ -1724,6 +1739,7 @@ def _outer_kernel(
             _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, FLOOR)
 
 
+@launched
 @triton.jit
 def _floor_kernel(
     z, numbers, counts, first, others, n, split, floor, programs, BLOCK: tl.constexpr, COUNTS: tl.constexpr

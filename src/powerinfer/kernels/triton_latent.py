@@ -36,6 +36,7 @@ from powerinfer.kernels.triton_kernels import (
     tensor_columns,
     turned_head,
 )
+from powerinfer.kernels.triton_launch import launched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,7 @@ JOINED = 64  # columns that a program joins
 # Products with a matrix of each head
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _per_head_kernel(
     x, data, scales, out, tokens, rows, k, x_head, out_head, out_token,
@@ -107,6 +109,7 @@ def per_head(w: Weight, x: Tensor, out: Tensor) -> None:
 # Norm, rotary embedding, cache
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _place_kernel(
     turned, kv, weight, eps, positions, frequencies, factor, pairs, cache, scales, slots, heads, latents, dims,
@@ -181,6 +184,7 @@ def _latents(
     return y
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
 def _latent_kernel(
     q, turned, cache, scales, table, rows, positions, out, peaks, sums, tokens, heads, latents, dims, pages, per, scale,
@@ -262,6 +266,7 @@ def _latent_kernel(
         tl.store(sums + where_, total, mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize=["splits"])
 def _join_latents_kernel(parts, peaks, sums, out, latents, splits, PAD: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns of the splits of one head of one token, in their order."""

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import FEW, SCAN_CHUNK
 from powerinfer.kernels.triton_kernels import early, follow, precision
+from powerinfer.kernels.triton_launch import launched
 from powerinfer.kernels.triton_states import convolved, gate_and_norm, keep_inputs, keep_window, softplus
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ COLUMNS = 32  # and columns of them
 # `runs` has for each sequence: first token, number of tokens, slot read (negative: none), slot written.
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
 def _convolve_kernel(
     inputs, stride, taps, bias, window, runs, rows, mixed, channels,
@@ -47,6 +49,7 @@ def _convolve_kernel(
     tl.store(mixed + t.to(tl.int64) * channels + c, x, mask=c < channels)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _convolve_few_kernel(
     inputs, stride, taps, bias, window, runs, mixed, channels,
@@ -70,6 +73,7 @@ def _time_step(x, scale, bias, least, most):
     return tl.where(step > most, most, step)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _scan_kernel(
     mixed, gates, stride, a, d, biases, states, runs, out, channels, groups, heads, dim, size, scale,
@@ -114,6 +118,7 @@ def _scan_kernel(
 # B_s . C_t is the same for all heads of a group: it is made for all chunks at once.
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _pairs_kernel(
     mixed, runs, pairs, channels, groups, inner, size,
@@ -139,6 +144,7 @@ def _pairs_kernel(
         tl.store(pairs + (t * groups + group)[:, None] * T + i[None, :], of_pair, mask=live[:, None])
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _chunked_scan_kernel(
     mixed, gates, stride, a, d, biases, pairs, states, runs, out, channels, groups, heads, dim, size, scale,

@@ -46,6 +46,7 @@ from powerinfer.kernels.triton_kernels import (
     tensor_columns,
     warps,
 )
+from powerinfer.kernels.triton_launch import launched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +84,7 @@ READ = 8192  # bytes of a selection that it reads at a time
 # Lists
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _count_kernel(selected, counts, tokens, n, BLOCK: tl.constexpr):
     """counts: neurons of each block that any token selects."""
@@ -94,6 +96,7 @@ def _count_kernel(selected, counts, tokens, n, BLOCK: tl.constexpr):
     tl.store(counts + tl.program_id(0), tl.sum(chosen, 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "pieces", "per"])
 def _list_kernel(
     source, before, counts, listed, kept, total, tokens, n, pieces, per,
@@ -178,6 +181,7 @@ def activated(a, u, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     return h
 
 
+@launched
 @triton.jit
 def _activate_kernel(
     x, up, out, made, x_stride, up_stride, k, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -255,6 +259,7 @@ def product(
     return a
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
     x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, selected, listed, length, h,
@@ -470,6 +475,7 @@ def _add_blocks(
         tl.store(parts + first, low_sum, mask=(b < blocks)[:, None])
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_kernel(
     data, scales, shared, group, listed, total, h, parts, tokens, n, k, splits,

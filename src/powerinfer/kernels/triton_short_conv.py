@@ -14,6 +14,7 @@ import triton.language as tl
 
 from powerinfer.kernels.gpu_types import FEW
 from powerinfer.kernels.triton_kernels import early, follow
+from powerinfer.kernels.triton_launch import launched
 from powerinfer.kernels.triton_states import convolved, keep_inputs, keep_window
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def _give(
     tl.store(out + t.to(tl.int64) * channels + c, x * gate, mask=here)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs", "rows"])
 def _token_kernel(
     products, stride, taps, bias, window, runs, rows, out, channels,
@@ -49,6 +51,7 @@ def _token_kernel(
     _give(products, stride, taps, bias, window, out, t, first, read, c, channels, BIASED, TAPS)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _sequence_kernel(
     products, stride, taps, bias, window, runs, out, channels,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from powerinfer.kernels.triton_kernels import early, follow
+from powerinfer.kernels.triton_launch import launched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,7 @@ def keep_inputs(
     tl.store(to, tl.where(back >= 0, new, old), mask=there)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["runs"])
 def _keep_kernel(
     inputs, stride, window, runs, channels,
@@ -95,6 +97,7 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.where(u == 1, e, tl.log(u) * (e / tl.where(u == 1, 1.0, u - 1))))
 
 
+@launched
 @triton.jit
 def _gated_norm_kernel(
     out, gate, stride, scale, weight, per_group, width, eps,

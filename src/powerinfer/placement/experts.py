@@ -1,8 +1,9 @@
 """Experts that a fast memory holds: policies behind one interface, and their replay over recorded selections.
 
 A layer's fast memory has slots, each for one expert. Before a step an engine asks `resident`, computes those experts
-there and the others where they are, and afterwards tells `observe` what the router selected; what that returns is to be
-copied, off the critical path. Policies are deterministic, and cheap enough to be asked in every layer of every step.
+there and the others where they are, and afterwards tells `observe` what the router selected, or lets `decide` look at
+the layers' tallies; what these return is to be copied, off the critical path. Policies are deterministic, and decide in
+C++ (csrc/expert_policy.cpp), for all layers in a few microseconds.
 
     static   the most frequent experts of a profile; never copies
     lru      a missed expert takes the slot of the one that was selected longest ago
@@ -19,10 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.rankings import NEEDS_PROFILE, RANKINGS, Lfu, UseRanking
+from powerinfer.devices.rankings import NEEDS_PROFILE, RANKINGS, ExpertDecisions
 
 Swap = tuple[int, int]
 """(slot, expert): the expert takes the slot's place in the fast memory."""
+
+LayerSwap = tuple[int, int, int]
+"""(layer, slot, expert): the same, and where."""
 
 Frequencies = Mapping[int, NDArray[np.float64]]
 """Of each layer with experts the share of the tokens that select an expert, float64 [experts]."""
@@ -41,7 +45,10 @@ COPIES = 4
 
 
 class Policy:
-    """A policy over the slots of every layer: experts that a ranking puts before those in slots take their place."""
+    """A policy over the slots of every layer: experts that a ranking puts before those in slots take their place.
+
+    The ranking of `lru` is `devices.rankings.Lru`, that of the others `Lfu`, in float64. sizes: experts of each layer.
+    """
 
     def __init__(
         self,
@@ -58,29 +65,30 @@ class Policy:
         start: who has slots at first, by frequency; None: slots are empty until experts are copied. ValueError:
         `static` needs it."""
         assert slots.keys() == experts.keys() and (start is None or start.keys() == slots.keys())
-        assert copies > 0 and hysteresis >= 0
+        assert name in EXPERT_POLICIES and copies > 0 and hysteresis >= 0
         if start is None and name == "static":
             raise ValueError(NEEDS_PROFILE)
         self.name = name
         self._experts = {layer: np.full(min(n, experts[layer]), -1, np.int32) for layer, n in slots.items()}
         self._outside = {layer: np.ones(n, bool) for layer, n in experts.items()}  # those without a slot
-        self._rankings: dict[int, UseRanking] = {}
-        self._prior: dict[int, NDArray[np.floating]] = {}
-        self._steps = {layer: at for at, layer in enumerate(slots)}
-        # Layers take turns: each may copy `_each` experts in every `_turn`-th step.
-        self._factor, self._turn, self._each = 1.0, 1, max(experts.values(), default=0)
+        self._numbers = {layer: number for number, layer in enumerate(slots)}
+        self._layers = list(slots)
+        self.sizes = dict(experts)
+        # Layers take turns: each may copy `most` experts in every `turn`-th step.
+        factor, prior, turn, most = 1.0, 0.0, 1, max(experts.values(), default=1)
         if name == "dynamic":
-            self._factor = 1 + hysteresis
-            self._turn, self._each = max(1, len(slots) // copies), max(1, copies // max(1, len(slots)))
+            factor, prior = 1 + hysteresis, PRIOR
+            turn, most = max(1, len(slots) // copies), max(1, copies // max(1, len(slots)))
+        self._decisions = ExpertDecisions(
+            recent=name == "lru", decay=0.5 ** (1 / half_life), factor=factor, prior=prior, turn=turn, most=most,
+            selected=name != "dynamic",
+        )  # fmt: skip
         for layer, of_slot in self._experts.items():
             known = np.zeros(experts[layer]) if start is None else start[layer].astype(np.float64)
-            ranking = "lfu" if name == "dynamic" else name
-            self._rankings[layer] = Lfu(known, half_life) if ranking == "lfu" else RANKINGS[ranking](known)
-            if name == "dynamic":
-                self._prior[layer] = PRIOR * self._rankings[layer].priority
             if start is not None:
                 of_slot[:] = np.argsort(-known, kind="stable")[: len(of_slot)]
                 self._outside[layer][of_slot] = False
+            self._decisions.add(known, of_slot, self._outside[layer])
 
     def resident(self, layer: int) -> NDArray[np.int32]:
         """The expert in each slot once all swaps so far are carried out, int32 [slots], -1: empty; a view."""
@@ -94,33 +102,29 @@ class Policy:
 
     def observe(self, layer: int, selected: Sequence[int] | NDArray[np.integer], tokens: int = 1) -> list[Swap]:
         """The swaps to make after a step whose tokens selected these experts in a layer, repeated where several tokens
-        did. They name different slots. Once in a step for every layer, the layers in their order."""
-        of_slot, outside = self._experts[layer], self._outside[layer]
-        if self.name == "static" or not len(of_slot):
+        did. They name different slots. Once in a step for every layer, in any order."""
+        if self.name == "static":
             return []
-        uses = np.bincount(selected, minlength=len(outside))
-        self._rankings[layer].observe(uses, tokens)
-        self._steps[layer] += 1
-        if self._steps[layer] % self._turn:
+        uses = np.bincount(selected, minlength=len(self._outside[layer]))
+        swaps = self._decisions.observe(self._numbers[layer], uses, tokens)
+        return [(slot, expert) for _, slot, expert in swaps]
+
+    def watch(self, layer: int, tally: NDArray[np.int64]) -> None:
+        """Let `decide` look at a tally of what tokens select in a layer, int64 [experts + 1], of which the last number
+        is not read; it only grows. What it has counted by now is no step."""
+        self._decisions.watch(self._numbers[layer], tally)
+
+    def decide(self, tokens: int, limit: int) -> list[LayerSwap]:
+        """The swaps to make after a step of so many tokens, by the tallies: those of `observe` in every layer that is
+        watched, the layers in their order. Of more than `limit` only those by which priorities gain most."""
+        if self.name == "static":
             return []
-        priority = self._rankings[layer].priority
-        if self.name == "dynamic":
-            priority, coming = priority + self._prior[layer], outside.nonzero()[0]
-        else:
-            coming = (uses * outside).nonzero()[0]
-        more, less = priority[coming], self._factor * priority[of_slot]  # an expert needs more than another one has
-        less[of_slot < 0] = 0
-        if not len(coming) or more.max() <= less.min():
-            return []
-        first, slots = (-more).argsort(kind="stable")[: self._each], less.argsort(kind="stable")
-        n = min(len(first), len(slots))
-        n = int((more[first[:n]] > less[slots[:n]]).sum())  # the first ones
-        coming, slots = coming[first[:n]], slots[:n]
-        leaving = of_slot[slots]
-        outside[leaving[leaving >= 0]] = True
-        outside[coming] = False
-        of_slot[slots] = coming
-        return list(zip(slots.tolist(), coming.tolist(), strict=True))
+        swaps = self._decisions.decide(tokens, limit)
+        return [(self._layers[number], slot, expert) for number, slot, expert in swaps]
+
+    def forget(self) -> None:
+        """Leave out what the tallies got since the last time, which is no step."""
+        self._decisions.forget()
 
 
 def make_policy(

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -366,11 +366,12 @@ class Driver:
         self._step_s += time.perf_counter() - entered
         return True
 
-    def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[np.float32]:
+    def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[Any]:
         """The executor's result for a batch; StoppedError if before it is there the model is closed, or all of
         `requests`, if there are any, are aborted."""
         step = _Step(requests, np.zeros(1, np.int32))
         batch.stop = step.stop
+        batch.greedy = bool(requests) and all(map(_needs_largest, requests))
         self._step_now = step
         try:
             if step.unwanted or self._stopping:  # before it could be seen that it is computed
@@ -384,10 +385,8 @@ class Driver:
         disk = self._executor.disk
         return {} if disk is None else disk.totals()
 
-    def _rows(
-        self, compute: Callable[[], NDArray[np.float32]], requests: Iterable[Request]
-    ) -> NDArray[np.float32] | None:
-        """Logits of the executor; None if it was stopped, or failed, and with it the requests."""
+    def _rows(self, compute: Callable[[], NDArray[Any]], requests: Iterable[Request]) -> NDArray[Any] | None:
+        """The result of the executor; None if it was stopped, or failed, and with it the requests."""
         try:
             return compute()
         except StoppedError:  # the command that ends the requests is there
@@ -421,28 +420,28 @@ class Driver:
                 if request.ended:
                     self._leave(request, None)
 
-    def _accept(self, request: AnswerRequest, logits: NDArray[np.float32]) -> int:
+    def _accept(self, request: AnswerRequest, rows: NDArray[Any]) -> int:
         """Sample what follows a request's tokens, and its drafts while they are what was sampled; the number of rows
-        that it has. logits: from its first row on."""
+        that it has. rows: from its first one on, logits or, of a greedy batch, their tokens."""
         drafts, place = request.drafts, 0
         guessing = None if self._speculation is None else self._speculation.guessing(request)  # it may end with them
         request.drafted += len(drafts)
         try:
-            self._sample(request, logits[0])
+            self._sample(request, rows[0])
             while place < len(drafts) and not request.ended and request.tokens[-1] == drafts[place]:
                 place += 1
                 request.accepted += 1
                 self.scheduler.accept(request)
-                self._sample(request, logits[place])
+                self._sample(request, rows[place])
         except PowerInferError as error:  # this request failed: the others continue
             self._fail(request, error)
         if self._speculation is not None and guessing is not None and drafts:
             self._speculation.verified(guessing, len(drafts), place)
         return 1 + len(drafts)
 
-    def _sample(self, request: AnswerRequest, logits: NDArray[np.float32]) -> None:
-        """Sample the next token of a request, and end the request if it was the last."""
-        token = request.sampler.sample(logits)
+    def _sample(self, request: AnswerRequest, logits: NDArray[Any]) -> None:
+        """Sample the next token of a request, and end the request if it was the last. logits: or their token."""
+        token = request.sampler.sample(logits) if logits.ndim else request.sampler.take(int(logits))
         count = request.params.logprobs
         logprobs = None
         if count is not None:
@@ -550,6 +549,13 @@ class Driver:
             if not request.ended:
                 request.error = broken()
                 self._outbox.append((request, None))
+
+
+def _needs_largest(request: Request) -> bool:
+    """Whether of each row of logits the request needs the largest alone."""
+    if not isinstance(request, AnswerRequest):
+        return False
+    return request.params.logprobs is None and request.sampler.needs_largest
 
 
 def _closed() -> PowerInferError:

@@ -114,6 +114,17 @@ class Sampler:
 
             self._uniform = Random(params.seed).random
 
+    @property
+    def needs_largest(self) -> bool:
+        """Whether it looks at the largest logit alone."""
+        return self._greedy and self._edits is None and self._mask is None
+
+    def take(self, token: int) -> int:
+        """The next token, of the largest logit; -1: this is no finite number. Of samplers that need no other."""
+        if token < 0:
+            _refuse(float("nan"))
+        return token
+
     def sample(self, logits: Float32) -> int:
         """The next token."""
         edits = self._edits
