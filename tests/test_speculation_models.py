@@ -100,7 +100,7 @@ def prompts(vocab: int) -> list[list[int]]:
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=1, top_k=8, seed=2, max_tokens=30, ignore_eos=True, logprobs=1),
-    SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=40, stop=["7", "A"]),
+    SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=40, stop="7"),
     SamplingParams(temperature=1, seed=7, top_p=0.9, presence_penalty=0.5, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=1, seed=9, max_tokens=30, ignore_eos=True),
