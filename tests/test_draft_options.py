@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from draft_models import DraftModel
 from model_files import delta_gguf, tiny_gguf
-from sparse_models import TEXT, tiny_llama
+from sparse_models import TEXT, give_bundles, tiny_llama
 
 from benchmarks.models.draft_head import add_draft_head
 from powerinfer import LLM, RequestError, SamplingParams
@@ -54,6 +54,19 @@ def test_the_ways_give_the_same_answers(way: str, plain: Path, path: Path) -> No
         assert llm.generate(TEXT[:60], PARAMS).token_ids == expected
         assert llm.drafts == {"auto": "mtp", "MODEL": "model", "off": None}.get(way, way)
         assert ("drafts" in llm.choices) == (way != "off")
+
+
+def test_a_head_beside_a_selector(tmp_path: Path) -> None:
+    """A request that decodes alone has the bits of decoding without drafts."""
+    add_draft_head(tiny_llama(tmp_path / "plain.gguf"), path := tmp_path / "m.gguf", "f16")
+    give_bundles(path)
+    params = replace(PARAMS, temperature=1, seed=4, logprobs=1)
+    answers = []
+    for way in ("off", "mtp"):
+        with LLM(path, speculate=way, selector="exact", trial=False, **OPTIONS | {"threads": 2}) as llm:
+            answers.append(llm.generate(TEXT[:40], params))
+            assert "exact" in llm.choices["selector"] and (llm.stats().speculation.drafted > 0) == (way == "mtp")
+    assert (answers[0].token_ids, answers[0].logprobs) == (answers[1].token_ids, answers[1].logprobs)
 
 
 def test_a_model_without_a_head_has_none_to_draft(plain: Path, path: Path) -> None:

@@ -100,7 +100,11 @@ def prompts(vocab: int) -> list[list[int]]:
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=1, top_k=8, seed=2, max_tokens=30, ignore_eos=True, logprobs=1),
-] * 3
+    SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=40, stop="7"),
+    SamplingParams(temperature=1, seed=7, top_p=0.9, presence_penalty=0.5, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1, seed=9, max_tokens=30, ignore_eos=True),
+]
 
 
 def test_answers_have_the_same_bits(path: Path) -> None:
@@ -110,12 +114,15 @@ def test_answers_have_the_same_bits(path: Path) -> None:
     texts = prompts(executor.vocab_size)
     expected = llm_of(executor, plain).generate(texts, PARAMS)
     answers = [text + one.token_ids for text, one in zip(texts, expected, strict=True)]
-    llm = llm_of(load(open_checkpoint(path), engine), engine, Truth(answers, executor.vocab_size))
+    drafting = load(open_checkpoint(path), engine)
+    drafting.n_pages = 5  # which three requests outgrow
+    llm = llm_of(drafting, engine, Truth(answers, executor.vocab_size))
     for _ in range(2):  # the second time with prefixes that the first left
         for one, before in zip(llm.generate(texts, PARAMS), expected, strict=True):
             assert one.token_ids == before.token_ids
-            assert one.logprobs == before.logprobs
+            assert (one.logprobs, one.text, one.finish_reason) == (before.logprobs, before.text, before.finish_reason)
         assert idle(llm)
+    assert llm.stats().preemptions > 0, "some requests were put back"
     stats = llm.stats().speculation
     assert 0.3 * stats.drafted < stats.accepted < 0.9 * stats.drafted
     assert stats.accepted > 60

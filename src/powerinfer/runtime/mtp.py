@@ -54,7 +54,7 @@ class MtpDrafts:
     def outlook(self, request: AnswerRequest) -> Outlook:
         pending = self._pending.get(request)
         ready = pending is not None and pending.begin + len(pending.inputs) + 1 == len(request.tokens)
-        return Outlook(MOST if ready else 0, "mtp", RIGHT, 0 if pending is None else len(pending.inputs) - 1)
+        return Outlook(MOST if ready else 0, "mtp", RIGHT)  # the few tokens that wait are read in one call
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         answers = [(one, first, count) for one, first, count in parts if isinstance(one, AnswerRequest) and count]
