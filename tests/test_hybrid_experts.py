@@ -406,7 +406,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         hardware = measure.measured(engine, gpu="cpu")
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
         planned = budget.on_gpu(model, hardware, work, budget.Division(5, True, tuple(slots)), True)
-        tables = 5 * 8 * 6  # where each of the experts is, and the expert of each slot, int32
+        tables = 5 * 4 * 6  # where each of the experts is, int32
         assert held["ffn"] + of_experts == planned["ffn"] + planned["experts"] + tables
         assert [held[part] for part in ("attention", "head", "kv")] == [
             planned[part] for part in ("attention", "head", "kv")
@@ -445,7 +445,7 @@ def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> 
         assert [held[part] for part in ("attention", "head", "kv")] == [
             planned[part] for part in ("attention", "head", "kv")
         ]
-        tables = 8 * sum(model.n_experts)  # where each of the experts is, and the expert of each slot, int32
+        tables = 4 * sum(model.n_experts)  # where each of the experts is, int32
         rest = planned["norms"] + planned["ffn"] + planned["experts"]
         assert held["norms"] + held["ffn"] + of_experts == rest + tables
         ours = families.run_chunks(executor, truth.texts[0], DECODED, families.scattered_pages(executor, 1)[0])

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPONENTS = -126, 126
-"""Of powers of two that float32 has, and whose inverses it has."""
+"""Exponents of the powers of two that float32 has, with their inverses: the least and the largest."""
 
 
 class Activations:

@@ -21,7 +21,7 @@ from powerinfer.neurons import BUNDLE_GROUP, Indices
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.triton_prompt_experts import Block
+    from powerinfer.kernels.triton_prompt_experts import TokenBlock
 
 TURNED = 1 << 19  # elements of down at a time that become columns: of Q4_0 some 2 MiB are between
 
@@ -148,7 +148,7 @@ def replace(
 
 
 def from_rows(
-    about: ExpertsConfig, tensors: Sequence[RawTensor], parts: Sequence[Tensor], index: Indices, biases: Biases = ()
+    config: ExpertsConfig, tensors: Sequence[RawTensor], parts: Sequence[Tensor], index: Indices, biases: Biases = ()
 ) -> Experts:
     """Experts from their bytes on the device, as the file stores them, one behind the other. tensors, biases: of all,
     as of `resident`, of a type of `GPU_TYPES`; parts: uint8, of each matrix; index: these experts."""
@@ -157,11 +157,11 @@ def from_rows(
         n, rows, cols = tensor.shape
         factors = None if tensor.scales is None else np.repeat(np.resize(tensor.scales, n)[index], rows)
         weights.append(gpu.stored(tensor.type, len(index) * rows, cols, part, factors))
-    return _experts(about, len(index), weights, biases, index)
+    return _experts(config, len(index), weights, biases, index)
 
 
 def from_panels(
-    about: ExpertsConfig,
+    config: ExpertsConfig,
     panels: Sequence[ExpertPanels],
     parts: Sequence[Tensor],
     index: Indices,
@@ -171,7 +171,7 @@ def from_panels(
     weights = []
     for one, part in zip(panels, parts, strict=True):
         weights.append(gpu_panels.from_panels(one.type, one.k, part.view(len(index) * one.rows // LANES, -1)))
-    return _experts(about, len(index), weights, biases, index)
+    return _experts(config, len(index), weights, biases, index)
 
 
 def _slots(tensor: RawTensor, index: Indices, device: Any, among: Indices | None = None) -> Weight:
@@ -251,10 +251,10 @@ class Routed:
     def __init__(self, x: Tensor, experts: Tensor, weights: Tensor, n: int) -> None:
         self.x, self.experts, self.weights = x, experts, weights
         self._n = n
-        self._blocks: list[Block] | None = None
+        self._blocks: list[TokenBlock] | None = None
 
-    def blocks(self) -> list[Block]:
-        """Its tokens as Triton kernels take them."""
+    def blocks(self) -> list[TokenBlock]:
+        """Blocks of its tokens, as Triton kernels take them."""
         if self._blocks is None:
             from powerinfer.kernels import triton_prompt_experts
 

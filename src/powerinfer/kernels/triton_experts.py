@@ -564,18 +564,18 @@ def _needed(h, first, here, size, T: tl.constexpr, R: tl.constexpr):
     return by, tl.max((by != 0).to(tl.int32), 0)
 
 
-@launched
 @triton.jit
 def rows_of(begin, members, slot, MEMBERS: tl.constexpr):
-    """Where the rows of a slot begin and end. MEMBERS: `begin` is of experts, and `members` has that of each slot; -1:
+    """Begin and end of the rows of a slot. MEMBERS: `begin` is of experts, and `members` has that of each slot; -1:
     none."""
     number = slot
     if MEMBERS:
         number = tl.load(members + slot)
-    there = number >= 0
-    return tl.load(begin + number, mask=there, other=0), tl.load(begin + number + 1, mask=there, other=0)
+    present = number >= 0
+    return tl.load(begin + number, mask=present, other=0), tl.load(begin + number + 1, mask=present, other=0)
 
 
+@launched
 @triton.jit
 def grouped_across_kernel(
     h, data, shared, group, begin, members, h_scales, out, d, size,

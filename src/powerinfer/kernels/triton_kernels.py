@@ -283,6 +283,7 @@ def halves(x: Tensor, length: Tensor | None = None) -> Tensor:
     return out
 
 
+@launched
 @triton.jit
 def _narrow_kernel(x, out, scales, k, BLOCK: tl.constexpr):
     """A row of x [rows, k] as float16, see `Activations.narrowed`."""

@@ -29,6 +29,7 @@ from powerinfer.kernels.triton_experts import (
     weights_of,
 )
 from powerinfer.kernels.triton_kernels import WIDE, Tile, add_bias, either, precision, row_dots, scales_of
+from powerinfer.kernels.triton_launch import launched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,7 @@ def _scaled(y, scales, rows, real, SCALED: tl.constexpr):
     return y
 
 
+@launched
 @triton.jit
 def _prompt_hidden_kernel(
     x, x_scales, gate, gate_scales, gate_bias, x_up, x_up_scales, up, up_scales, up_bias, begin, members, token_of,
@@ -64,18 +66,19 @@ def _prompt_hidden_kernel(
     t = tl.arange(0, T)
     first, last = rows_of(begin, members, slot, MEMBERS)
     for at in range(first + tl.program_id(2) * T, last, tl.num_programs(2) * T):
-        here = last - at
-        token = tl.load(token_of + at + t, mask=t < here, other=0)
-        u = row_dots(x_up, up, up_scales, row, live, here, k, UP_TYPE, T, R, C, PRECISION, rows=token)
-        u = add_bias(_scaled(u, x_up_scales, token, t < here, UP_SCALED), up_bias, row, live, BIAS, T)
+        count = last - at
+        token = tl.load(token_of + at + t, mask=t < count, other=0)
+        u = row_dots(x_up, up, up_scales, row, live, count, k, UP_TYPE, T, R, C, PRECISION, rows=token)
+        u = add_bias(_scaled(u, x_up_scales, token, t < count, UP_SCALED), up_bias, row, live, BIAS, T)
         a = u
         if GATED:
-            a = row_dots(x, gate, gate_scales, row, live, here, k, TYPE, T, R, C, PRECISION, rows=token)
-            a = add_bias(_scaled(a, x_scales, token, t < here, SCALED), gate_bias, row, live, BIAS, T)
-        a = weighted(a, u, weights_of(weight_of, at, here, T), limit, ACTIVATION, GATED, SCALES)
-        put_rows(h, a, at, here, size, neuron, T)
+            a = row_dots(x, gate, gate_scales, row, live, count, k, TYPE, T, R, C, PRECISION, rows=token)
+            a = add_bias(_scaled(a, x_scales, token, t < count, SCALED), gate_bias, row, live, BIAS, T)
+        a = weighted(a, u, weights_of(weight_of, at, count, T), limit, ACTIVATION, GATED, SCALES)
+        put_rows(h, a, at, count, size, neuron, T)
 
 
+@launched
 @triton.jit
 def _prompt_down_kernel(
     h, h_scales, data, scales, bias, begin, members, weight_of, out, rows, k,
@@ -90,15 +93,15 @@ def _prompt_down_kernel(
     t = tl.arange(0, T)
     first, last = rows_of(begin, members, slot, MEMBERS)
     for at in range(first + tl.program_id(2) * T, last, tl.num_programs(2) * T):
-        here = last - at
-        y = row_dots(h + at * k, data, scales, row, live, here, k, TYPE, T, R, C, PRECISION)
-        y = _scaled(y, h_scales, at + t, t < here, SCALED)
+        count = last - at
+        y = row_dots(h + at * k, data, scales, row, live, count, k, TYPE, T, R, C, PRECISION)
+        y = _scaled(y, h_scales, at + t, t < count, SCALED)
         if BIAS:
-            y += weights_of(weight_of, at, here, T) * tl.load(bias + row, mask=live, other=0)[:, None]
-        put_rows(out, y, at, here, rows, element, T)
+            y += weights_of(weight_of, at, count, T) * tl.load(bias + row, mask=live, other=0)[:, None]
+        put_rows(out, y, at, count, rows, element, T)
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Some tokens of a prompt, from number `first` on. experts: int32 [T, top_k]; token_of, weight_of, row_of, begin:
     as of `order`; columns: of a tile of an expert's pairs; tiles: that hold these, on average."""
 
@@ -113,7 +116,7 @@ class Block(NamedTuple):
     tiles: int
 
 
-def blocks(x: Tensor, experts: Tensor, weights: Tensor, n: int) -> list[Block]:
+def blocks(x: Tensor, experts: Tensor, weights: Tensor, n: int) -> list[TokenBlock]:
     """Tokens x, float32 [T, d_model], with their pairs in order. experts: int32 [T, top_k] of n, -1: none."""
     result = []
     for first in range(0, len(x), TOKENS):
@@ -123,12 +126,12 @@ def blocks(x: Tensor, experts: Tensor, weights: Tensor, n: int) -> list[Block]:
         width = columns(pairs, len(rows))
         ordered = order(selected, weights[tokens].contiguous(), n)
         tiles = int(triton.cdiv(pairs, width))
-        result.append(Block(first, gpu.activations_of(rows), selected, *ordered, width, tiles))
+        result.append(TokenBlock(first, gpu.activations_of(rows), selected, *ordered, width, tiles))
     return result
 
 
 def add_experts(
-    experts: Experts, blocks: list[Block], table: Tensor | None, members: Tensor | None, into: Tensor
+    experts: Experts, blocks: list[TokenBlock], table: Tensor | None, members: Tensor | None, into: Tensor
 ) -> None:
     """`gpu_experts.add_some`, of tokens in blocks."""
     for block in blocks:
@@ -141,7 +144,7 @@ def add_experts(
         )  # fmt: skip
 
 
-def _rows(experts: Experts, block: Block, members: Tensor | None) -> Tensor:
+def _rows(experts: Experts, block: TokenBlock, members: Tensor | None) -> Tensor:
     """The addend of each pair of these experts to its token, float32 [pairs, d]; of others undefined."""
     x, up, size, pairs = block.activations.x, experts.up, experts.size, len(block.token_of)
     d, exact, first = x.shape[1], precision(x), up if experts.gate is None else experts.gate
