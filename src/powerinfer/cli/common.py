@@ -512,12 +512,19 @@ def model_path(model: str | None, out: Output, fetch_pinned: bool = True) -> Pat
 
 
 def open_model(
-    model: str | None, engine: EngineConfig, out: Output, progress: Progress = silent, fetch_pinned: bool = True
+    model: str | None,
+    engine: EngineConfig,
+    out: Output,
+    progress: Progress = silent,
+    fetch_pinned: bool = True,
+    draft_head: bool = False,
 ) -> Checkpoint:
-    """The files of a model (-m), opened with --quantize; fetch_pinned: as of `model_path`."""
+    """The files of a model (-m), opened with --quantize; fetch_pinned: as of `model_path`; draft_head: with its draft
+    head, if any."""
     from powerinfer.formats.checkpoint import open_checkpoint
 
-    return open_checkpoint(model_path(model, out, fetch_pinned), quantize=engine.quantize, progress=progress)
+    path = model_path(model, out, fetch_pinned)
+    return open_checkpoint(path, quantize=engine.quantize, progress=progress, draft_head=draft_head)
 
 
 def open_llm(

@@ -36,13 +36,14 @@ from powerinfer.errors import RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.placement.estimates import Offer
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
 
 ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
-    "isa", "gpu", "expert_policy",
+    "isa", "gpu", "expert_policy", "speculate",
 )  # fmt: skip
 COUNTED = frozenset(("card", "hardware", "memory", "vram", "ram", "threads", "gpu", "context"))
 """Options of the table of all models."""
@@ -92,11 +93,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         _check_catalogue(args)
         return _catalogue(planning, engine, out)
     folder: Path | None = None
+    checkpoint: Checkpoint | None = None
     if args.shape is None and planning.described:
         _plan_from_catalogue(args, out)
     if args.shape is None:
         _refuse_shape(args.model)
-        checkpoint = open_model(args.model, engine, out)
+        checkpoint = open_model(args.model, engine, out, draft_head=engine.reads_draft_head)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
     else:
@@ -104,6 +106,10 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
     plan = place(request)
+    if (fewer := _leave_draft(checkpoint, plan, out)) is not None:
+        subject = model_subject(fewer, engine.prepared, engine.selector, args.hot_share, args.active)
+        request = plan_request(subject, engine, planning)
+        plan = place(request)
     if planning.described and not engine.context and request.context > CONTEXT:
         plan = _shortened(plan, request) if isinstance(plan, RequestError) else plan
         context = request.context if isinstance(plan, RequestError) else plan.request.context
@@ -119,6 +125,17 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _leave_draft(checkpoint: Checkpoint | None, plan: Plan | RequestError, out: Output) -> Checkpoint | None:
+    """Leave a draft head out where memory does not hold all of the model, as a load does; None: it stays."""
+    from powerinfer.hybrid.resolve import NOT_FROM_DISK
+
+    in_memory = not isinstance(plan, RequestError) and plan.on_disk is None
+    if checkpoint is None or checkpoint.config.draft is None or in_memory:
+        return None
+    out.note(checkpoint.leave_draft(NOT_FROM_DISK))
+    return checkpoint
 
 
 def _shortened(error: RequestError, request: PlanRequest) -> Plan | RequestError:
@@ -162,10 +179,14 @@ def _is_here(model: str) -> bool:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from powerinfer.runtime.draft_sources import WAYS
+
     if args.dtype is not None and args.shape is None:
         raise RequestError("--dtype is the type of a shape's weights: leave it out, or give --shape NAME")
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
+    if getattr(args, "speculate", "off") not in WAYS:
+        raise RequestError("--speculate MODEL: a plan does not count a smaller model: leave it out, and lower --ram")
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
@@ -315,7 +336,7 @@ def _show_bytes(document: PlanDocument, out: Output, ffn: str, kv: str) -> None:
     used = [tier for tier in TIER_NAMES if tiers[tier]]
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
     out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
-    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": kv, "norms": "norms, biases"}
+    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": kv, "norms": "norms, biases", "draft": "draft head"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")

@@ -13,12 +13,14 @@ from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import select
 
 NOT_USED = "the GPU is not used: {}"
+NOT_FROM_DISK = "they are not read from disk, where some of the model stays"
+"""The reason why a draft head is left out there."""
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
-    A draft head is for a model on the CPU whose memory holds all of it: elsewhere the checkpoint loses it.
+    A draft head is for a model whose weights are all in memory: else the checkpoint loses it.
     say: lines where a GPU, a budget for one, a draft head, or a policy for what is on disk is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
@@ -50,13 +52,11 @@ def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: P
     except RequestError:  # perhaps of memory that the head is too much for
         reason = "there is too little memory for them"
     else:
-        if resolved.device.gpu is None and resolved.placement.disk is None:
+        if resolved.placement.disk is None:
             for line in lines:
                 say(line)
             return resolved
-        reason = "they are not computed beside a GPU"
-        if resolved.device.gpu is None:
-            reason = "they are not read from disk, where some of the model stays"
+        reason = NOT_FROM_DISK
     line = checkpoint.leave_draft(reason)
     resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
     say(line)

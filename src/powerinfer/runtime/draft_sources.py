@@ -9,6 +9,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import CpuExecutor, Drafting
+from powerinfer.devices.split import SplitExecutor
 from powerinfer.errors import RequestError
 from powerinfer.progress import Progress
 from powerinfer.runtime.speculation import DraftSource
@@ -65,7 +66,7 @@ class SmallerModel:
 
         threads = executor.choices.threads
         engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
-        drafting = Drafting(pool=executor.pool if isinstance(executor, CpuExecutor) else None)
+        drafting = Drafting(pool=executor.pool if isinstance(executor, CpuExecutor | SplitExecutor) else None)
         room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
         return DraftModel(load(self._checkpoint, engine, progress, room, drafting=drafting), config.vocab_size)
 
