@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
     plan = place(request)
-    if (fewer := _leave_draft(checkpoint, plan, out)) is not None:
+    if (fewer := _leave_draft(checkpoint, plan, engine.speculate == "mtp", out)) is not None:
         subject = model_subject(fewer, engine.prepared, engine.selector, args.hot_share, args.active)
         request = plan_request(subject, engine, planning)
         plan = place(request)
@@ -127,14 +127,26 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _leave_draft(checkpoint: Checkpoint | None, plan: Plan | RequestError, out: Output) -> Checkpoint | None:
-    """Leave a draft head out where memory does not hold all of the model, as a load does; None: it stays."""
-    from powerinfer.hybrid.resolve import NOT_FROM_DISK
+def _leave_draft(
+    checkpoint: Checkpoint | None, plan: Plan | RequestError, asked: bool, out: Output
+) -> Checkpoint | None:
+    """Leave a draft head out where memory does not hold all of the model, or where states take too much of a GPU's, as
+    a load does; None: it stays."""
+    from powerinfer.hybrid.resolve import DISPLACES, NOT_FROM_DISK
+    from powerinfer.placement.budget import displaced_by_drafts, gib
 
-    in_memory = not isinstance(plan, RequestError) and plan.on_disk is None
-    if checkpoint is None or checkpoint.config.draft is None or in_memory:
+    if checkpoint is None or checkpoint.config.draft is None:
         return None
-    out.note(checkpoint.leave_draft(NOT_FROM_DISK))
+    reason = NOT_FROM_DISK
+    if not isinstance(plan, RequestError) and plan.on_disk is None:
+        request, claims = plan.request, plan.claims
+        complete = not claims.gpu_layers or (claims.whole and claims.gpu_head)
+        used = sum(plan.bytes["gpu"].values())
+        nbytes = 0 if complete else displaced_by_drafts(request.model, request.workload, claims.gpu_layers, used)
+        if asked or not nbytes:
+            return None
+        reason = DISPLACES.format(gib(nbytes))
+    out.note(checkpoint.leave_draft(reason))
     return checkpoint
 
 

@@ -8,13 +8,17 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.hybrid.resolved import Resolved, UsedGpu
+from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, needs, workload
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import select
 
 NOT_USED = "the GPU is not used: {}"
 NOT_FROM_DISK = "they are not read from disk, where some of the model stays"
 """The reason why a draft head is left out there."""
+DISPLACES = (
+    "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch, or "
+    "ask for --speculate mtp"
+)
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -52,15 +56,29 @@ def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: P
     except RequestError:  # perhaps of memory that the head is too much for
         reason = "there is too little memory for them"
     else:
-        if resolved.placement.disk is None:
+        reason = NOT_FROM_DISK if resolved.placement.disk is not None else _displacement(resolved)
+        if not reason:
             for line in lines:
                 say(line)
             return resolved
-        reason = NOT_FROM_DISK
     line = checkpoint.leave_draft(reason)
     resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
     say(line)
     return resolved
+
+
+def _displacement(resolved: Resolved) -> str:
+    """The reason for which a draft head beside a GPU is left out, unless it was asked for: its states would take the
+    place of much else. "": there is none, as where the whole model is there."""
+    from powerinfer.placement.budget import displaced_by_drafts, gib
+
+    placement = resolved.placement
+    complete = placement.head and placement.plan is None
+    if resolved.engine.speculate == "mtp" or not placement.layers or complete:
+        return ""
+    model = model_of(resolved)
+    nbytes = displaced_by_drafts(model, workload(model, resolved.engine), placement.layers, needs(resolved).vram)
+    return DISPLACES.format(gib(nbytes)) if nbytes else ""
 
 
 def permitted(resolved: Resolved) -> Resolved | RequestError:

@@ -67,6 +67,9 @@ computed with whole experts, by the CPU where they do not stream, so it has noth
 GIVES_WAY = 8
 """Layers on a GPU as a whole make room for what others need to stream there if there are so many of these."""
 
+DISPLACED = 16
+"""Unless they are asked for, drafts take at most 1/DISPLACED of what a GPU holds, for states that undo steps."""
+
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Footprint = dict[str, int]
@@ -355,6 +358,14 @@ def draft_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> b
         return False
     division = Division(model.config.n_layers, True, draft=True)
     return sum(on_gpu(model, hardware, work, division, dense=True).values()) <= vram
+
+
+def displaced_by_drafts(model: Model, work: Workload, layers: int, used: int) -> int:
+    """Bytes of the states that undo steps with drafts, on a GPU that has the first layers and holds `used` bytes, where
+    that is too much to take from other layers or experts; 0: it is little."""
+    sizes = [model.gpu_state_bytes(work.requests, slice(layers), undo) for undo in (work.undo_tokens, 0)]
+    more = sizes[0] - sizes[1]
+    return more if DISPLACED * more > used else 0
 
 
 def streamed_buffer(model: Model, work: Workload, limit: int = 1 << 62) -> int:
