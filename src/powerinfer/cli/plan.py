@@ -36,6 +36,7 @@ from powerinfer.errors import RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
 
 if TYPE_CHECKING:
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.placement.estimates import Offer
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
@@ -95,6 +96,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         _check_catalogue(args)
         return _catalogue(planning, engine, out)
     folder: Path | None = None
+    checkpoint: Checkpoint | None = None
     if args.shape is None and planning.described:
         _plan_from_catalogue(args, out)
     if args.shape is None:
@@ -154,15 +156,21 @@ def _head_assumption(model: Model) -> list[str]:
 
 def _no_head(plan: Plan | RequestError, request: PlanRequest, engine: EngineConfig) -> str | None:
     """The reason for which a load leaves the draft head out, for people; None: it does not."""
-    from powerinfer.placement.draft_gain import BESIDE_GPU, FROM_DISK, NO_ROOM, too_little_gain
+    from powerinfer.placement.budget import displaced_by_drafts, gib
+    from powerinfer.placement.draft_gain import DISPLACES, FROM_DISK, NO_ROOM, too_little_gain
 
     if reason := too_little_gain(request.model, engine):
         return reason
     if isinstance(plan, RequestError):
         return NO_ROOM
-    if plan.bytes["gpu"]:
-        return BESIDE_GPU
-    return None if plan.claims.disk is None else FROM_DISK
+    claims, used = plan.claims, sum(plan.bytes["gpu"].values())
+    if claims.disk is not None:
+        return FROM_DISK
+    complete = not claims.gpu_layers or (claims.whole and claims.gpu_head)
+    if complete or engine.speculate == "mtp":
+        return None
+    nbytes = displaced_by_drafts(plan.request.model, plan.request.workload, claims.gpu_layers, used)
+    return DISPLACES.format(gib(nbytes)) if nbytes else None
 
 
 def _shortened(error: RequestError, request: PlanRequest) -> Plan | RequestError:
@@ -206,10 +214,14 @@ def _is_here(model: str) -> bool:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from powerinfer.runtime.draft_sources import WAYS
+
     if args.dtype is not None and args.shape is None:
         raise RequestError("--dtype is the type of a shape's weights: leave it out, or give --shape NAME")
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
+    if getattr(args, "speculate", "off") not in WAYS:
+        raise RequestError("--speculate MODEL: a plan does not count a smaller model: leave it out, and lower --ram")
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
@@ -359,7 +371,7 @@ def _show_bytes(document: PlanDocument, out: Output, ffn: str, kv: str) -> None:
     used = [tier for tier in TIER_NAMES if tiers[tier]]
     parts = list(dict.fromkeys(part for tier in TIER_NAMES for part in tiers[tier]))
     out.line(f"{'':<22}" + "".join(f"{TIER_NAMES[tier]:>12}" for tier in used))
-    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": kv, "norms": "norms, biases"}
+    names = {"ffn": ffn, "panels": "FFN, matrices", "kv": kv, "norms": "norms, biases", "draft": "draft head"}
     for part in parts:
         cells = "".join(f"{_size(tiers[tier][part]) if part in tiers[tier] else '-':>12}" for tier in used)
         out.line(f"{names.get(part, part):<22}{cells}")

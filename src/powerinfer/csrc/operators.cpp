@@ -805,7 +805,7 @@ class DraftIn : public Op {
 
 void Program::draft_input(DraftInput in) {
   const int64_t d = sizes.d_model;
-  check(!joined && final_norm_, "a draft head comes behind the model's head, and alone");
+  check(!joined, "a program has one draft head");
   check(in.table->k == d && sizes.embed_dim == d, "the draft head's embedding has rows of another width than d_model");
   check(in.w->rows == d && in.w->k == 2 * d, "the draft head's projection has a wrong shape");
   check(in.embed_norm && in.hidden_norm, "a draft head has norms of what it reads");

@@ -39,7 +39,7 @@ from powerinfer.devices.cpu_experts import (
 )
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Selecting, Weights, pack
 from powerinfer.devices.disk import DiskTier
-from powerinfer.devices.drafter import CpuDraftHead, DraftHead
+from powerinfer.devices.drafter import CpuDraftHead
 from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
@@ -270,7 +270,7 @@ class CpuExecutor:
         self.config = config
         wired = config.with_draft if drafting.head else replace(config, draft=None)
         self._layers = wired.layers
-        self.drafter: DraftHead | None = None
+        self.drafter: CpuDraftHead | None = None
         self.disk = disk
         if disk is not None:
             self.choices.disk = Choice(disk.about.why)
@@ -297,8 +297,9 @@ class CpuExecutor:
         self.parts = PartMaker(wired, self._workspace, self._pack)
         self._program = self._empty_program(wired, engine, pages, room, drafting.undo_tokens)
         self._embedding: _native.Table | None = None
-        self._head: tuple[_native.Norm | None, _native.Matrix] | None = None
+        self._head: _native.Matrix | None = None
         self._draft_from: int | None = None  # the first operator of the draft head
+        self._stores = 0  # the end of the operators that store keys and values, so far
         self._of_model = False, 0  # `in_experts` and `bytes_per_token`, while that is wired
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
         self._observed: _Observed | None = None
@@ -444,6 +445,7 @@ class CpuExecutor:
             place, settings, norm, q, k, v, q_bias, k_bias, v_bias, of_q, of_k, rope, of_v_, settings.rotates_first,
             separate,
         )
+        self._stores = self._program.size
         source = -1 if settings.kv_from is None else settings.kv_from - self.first_layer
         self._program.attention(place, settings, sinks, source)
 
@@ -545,6 +547,7 @@ class CpuExecutor:
         of_q = _native.Norm(q_norm, settings.norm_eps) if q_norm is not None else None
         of_kv, heads = _native.Norm(kv_norm, settings.norm_eps), self._stack(k_b)
         self._program.latent_input(place, settings, norm, q_latent, of_q, q, kv, of_kv, heads, rope)
+        self._stores = self._program.size
         self._program.attention(place, settings)
 
     def latent_project(
@@ -1047,15 +1050,15 @@ class CpuExecutor:
     ) -> None:
         """logits = the config's scale * (matrix . projection . norm(x) + bias), capped as it says."""
         self._program.head(norm, matrix, projection, self.config.logit_scale, self.config.logit_cap or 0.0, bias)
-        self._head = norm, matrix
+        self._head = matrix
         if self.disk is not None and self.disk.window is not None:
             self._program.set_window(self.disk.window)
 
     def draft_input(
         self, embedding: RawTensor | None, embed_norm: _native.Norm, hidden_norm: _native.Norm, matrix: RawTensor
     ) -> None:
-        """x = matrix . [embed_norm(row of the embedding), hidden_norm(x)]: the draft head begins, behind the model's
-        head. embedding: its own, None: the model's."""
+        """x = matrix . [embed_norm(row of the embedding), hidden_norm(x)]: the draft head begins, behind all of the
+        model. embedding: its own, None: the model's."""
         self._draft_from, self._of_model = self._program.size, (self.in_experts, self.bytes_per_token)
         self.in_experts = False
         table = self._embedding
@@ -1065,18 +1068,22 @@ class CpuExecutor:
         join = self.matrix(matrix)
         self._program.draft_input(table, embed_norm, hidden_norm, join, self.config.embedding_scale)
 
-    def draft_head(self, norm: _native.Norm | None, matrix: RawTensor | None) -> None:
-        """The logits of the draft head, as of `head`; None: with the model's. It ends: what is asked of the executor's
-        layers, and how much a token reads, is about the model."""
-        assert self._head is not None and self._draft_from is not None
-        first, (of_norm, of_matrix) = self._draft_from, self._head
-        self.head(norm or of_norm, of_matrix if matrix is None else self.matrix(matrix))
+    def draft_head(self, norm: _native.Norm, matrix: RawTensor | None) -> None:
+        """The logits of the draft head, as of `head`; None: with the model's, and only norm(x) where another device has
+        that. It ends: what is asked of the executor's layers, and how much a token reads, is about the model."""
+        assert self._draft_from is not None
+        first, of_model = self._draft_from, self._head
+        output = of_model if matrix is None else self.matrix(matrix)
+        if output is None:
+            self.normalise(self.config.n_layers, norm)
+        else:
+            self.head(norm, output)
         for parts in (self.ffns, self._experts):
             parts.pop(self.config.n_layers, None)
         self.in_experts, self.bytes_per_token = self._of_model
-        self._head = of_norm, of_matrix
-        run = partial(self._run, first=first, last=self._program.size)
-        self.drafter = CpuDraftHead(self._program, run, self.vocab_size)
+        self._head = of_model
+        run = partial(self._run, first=first)
+        self.drafter = CpuDraftHead(self._program, run, self.vocab_size, self._stores, output=output is not None)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -1139,6 +1146,13 @@ class CpuExecutor:
         """Check the batch and embed its tokens: the residual stream, float32 [T, d_model], where `finish` reads it."""
         self._make_room(batch)
         self._run(batch, 0, self._embedded)
+        return self._program.residual(len(batch.tokens))
+
+    def embedding(self, batch: Batch) -> Float32:
+        """The same without a step that follows: no states change."""
+        numbers = np.arange(len(batch.page_table), dtype=np.int32)
+        self.slots = None if self._states is None else (numbers, numbers)
+        self._run(replace(batch, logit_rows=batch.logit_rows[:0]), 0, self._embedded)
         return self._program.residual(len(batch.tokens))
 
     def finish(self, batch: Batch, first: int | None = None) -> Float32:

@@ -36,7 +36,8 @@ class DraftHead(Protocol):
 
         batch.tokens: at each position the token that follows it; inputs: float32 [T, d_model], of `inputs` or
         `outputs`, of each position. The states of a batch are neither read nor written. The result is a view that stays
-        valid until the next call; logits of the model stay valid. StoppedError: of a batch that was stopped.
+        valid until the next call; logits of the model stay valid. Without logit rows there are no `outputs`, since keys
+        and values alone are needed. StoppedError: of a batch that was stopped.
         """
         ...
 
@@ -49,8 +50,15 @@ class DraftHead(Protocol):
 class CpuDraftHead:
     """The draft head as the last operators of a model's program, with the pages of its cache."""
 
-    def __init__(self, program: _native.Program, run: Callable[..., None], vocab_size: int) -> None:
-        """run: called with a batch and logits=, where they go: runs these operators."""
+    def __init__(
+        self, program: _native.Program, run: Callable[..., None], vocab_size: int, stores: int, *, output: bool
+    ) -> None:
+        """run: called with a batch, last=, the end of the operators to run, and logits=, where they go; stores: the end
+        of those that store keys and values. output: they end in logits, else in what another device makes these of:
+        `read` instead of `forward`, and no `inputs`."""
+        self.output = output
+        self._stores = stores
+        self._last = program.size
         self._program = program
         self._run = run
         self._vocab_size = vocab_size
@@ -61,16 +69,83 @@ class CpuDraftHead:
 
     def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         n = len(batch.logit_rows)
+        self.read(batch, inputs)
+        return self._logits[:n, : self._vocab_size]
+
+    def read(self, batch: Batch, inputs: NDArray[np.float32]) -> None:
+        """The same without a result."""
+        n = len(batch.logit_rows)
         if n > len(self._logits):
             self._logits = np.empty((n, self._logits.shape[1]), np.float32)
         self._program.residual(len(batch.tokens))[:] = inputs
-        self._run(batch, logits=self._logits)
-        return self._logits[:n, : self._vocab_size]
+        self._run(batch, last=self._last if n else self._stores, logits=self._logits)
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        if not self.output:  # the last operator has normalised them
+            return self._program.residual(int(rows.max(initial=0)) + 1)[rows]
         return self._hidden_states(rows, True)
 
     def _hidden_states(self, rows: NDArray[np.int32], draft: bool) -> NDArray[np.float32]:
         out = np.empty((len(rows), self._program.residual(1).shape[1]), np.float32)
         self._program.hidden_states(rows, out, draft)
         return out
+
+
+class OutputHead(Protocol):
+    """The output head of a model on another device (`GpuLayers`)."""
+
+    def hidden_states(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Hidden states of tokens of the last step, float32 [n, d_model]; rows: int32 [n]."""
+        ...
+
+    def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits of hidden states, float32 [R, d_model] -> [R, vocab_size], in memory of their own."""
+        ...
+
+
+class GpuDraftLayer(OutputHead, Protocol):
+    """The layer of a draft head on a GPU (`GpuLayers`), with an output head."""
+
+    def run(self, batch: Batch, x: NDArray[np.float32], *, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits of a step; x: hidden states, inputs: embeddings, float32 [T, d_model]."""
+        ...
+
+
+class GpuDraftHead:
+    """The draft head of a model that a GPU has as a whole: its layer is there, too; the CPU looks up embeddings."""
+
+    def __init__(self, layer: GpuDraftLayer, output: OutputHead, embed: Callable[[Batch], NDArray[np.float32]]) -> None:
+        """output: of the model; embed: gives the embeddings of a batch's tokens, float32 [T, d_model]."""
+        self._layer = layer
+        self._output = output
+        self._embed = embed
+
+    def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._output.hidden_states(rows)
+
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self._layer.run(batch, inputs, inputs=self._embed(batch))
+
+    def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._layer.hidden_states(rows)
+
+
+class SplitDraftHead:
+    """The draft head of a model whose output head is on a GPU: its layer runs on the CPU, which has no copy of the
+    output head, and hidden states pass between the two."""
+
+    def __init__(self, head: CpuDraftHead, output: OutputHead) -> None:
+        self._head = head
+        self._output = output
+
+    def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._output.hidden_states(rows)
+
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self._head.output:
+            return self._head.forward(batch, inputs)
+        self._head.read(batch, inputs)
+        return self._output.logits(self._head.outputs(batch.logit_rows))
+
+    def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._head.outputs(rows)

@@ -74,12 +74,20 @@ step."""
 
 class CacheSize(NamedTuple):
     """A cache's type and pages; states: slots for the states of sequences, of a model whose layers have any;
-    undo_tokens: as of `StateMemory`."""
+    undo_tokens: as of `StateMemory`; first: the first layer that has its part here, of a draft head the last one."""
 
     kv_type: str
     pages: int
     states: int = 0
     undo_tokens: int = 0
+    first: int = 0
+
+
+class OutputMatrix(NamedTuple):
+    """make: logits, float32 [R, vocab_size], of normalised rows [R, d_model]; for_codes: as of `gpu.norm`."""
+
+    make: Callable[[Tensor], Tensor]
+    for_codes: bool
 
 
 class StepObserver(Protocol):
@@ -118,9 +126,10 @@ class GpuLayers:
         share: MemoryShare | None = None,
     ) -> None:
         """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; share:
-        theirs of the device's memory, which ends with them; None: one of their own."""
+        theirs of the device's memory, which ends with them; None: one of their own. A draft head is a layer by itself,
+        behind those of the model (`with_draft`): the cache begins with it."""
         torch = import_torch()
-        kv_type, pages, states, undo_tokens = cache
+        kv_type, pages, states, undo_tokens, self._first = cache
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
         self.page_size = cpu.PAGE
@@ -143,6 +152,7 @@ class GpuLayers:
         self._bytes: Counter[str] = Counter()
         self._layers = [GpuLayer(index, one.parallel) for index, one in enumerate(config.layers)]
         self._head: Operator | None = None
+        self._output: OutputMatrix | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
@@ -163,7 +173,7 @@ class GpuLayers:
             device,
             *vectors,
             totals=split and changed,
-            inputs=config.layer_inputs * config.n_layers,
+            inputs=config.d_model if self._first else config.layer_inputs * config.n_layers,
             undo_tokens=undo_tokens,
         )
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
@@ -174,16 +184,17 @@ class GpuLayers:
         self._passed = self._recorded_bytes = 0
 
     def _make_caches(self, states: int, undo_tokens: int) -> None:
-        """Caches, and states, of the first layers, empty."""
-        config, device = self._config, self.device
-        kinds = [layer.attention for layer in config.layers[: self.layers]]
+        """Caches, and states, of these layers, empty."""
+        config, device, layers = self._config, self.device, range(self._first, self.layers)
+        kinds = [config.layers[layer].attention for layer in layers]
         heads = [(kind.cached_heads, kind.head_dim, "k" if kind.latents else "kv") for kind in kinds]
-        self._cache = [tuple(self._new_cache(n, dim, device) for _ in parts) for n, dim, parts in heads]
-        remembered = {layer: kind for layer, kind in config.states.items() if layer < self.layers}
+        caches = [tuple(self._new_cache(n, dim, device) for _ in parts) for n, dim, parts in heads]
+        self._cache = dict(zip(layers, caches, strict=True))
+        remembered = {layer: kind for layer, kind in config.states.items() if layer in layers}
         layer_states = gpu_states.new_states(list(remembered.values()), states, device, undo_tokens)
         self._states = dict(zip(remembered, layer_states, strict=True))
         self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
-        self._bytes["kv"] = sum(part.nbytes for pair in self._cache for part in pair)
+        self._bytes["kv"] = sum(part.nbytes for pair in self._cache.values() for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
 
     # ---------------------------------------------------------------- weights
@@ -682,11 +693,7 @@ class GpuLayers:
         inner = None if projection is None else self._upload("head", projection)
         scale, cap, added = self._config.logit_scale, self._config.logit_cap, self._optional_vector(bias)
 
-        def run(step: Step) -> None:
-            if not len(step.logit_rows):
-                return
-            x = step.x.index_select(0, step.logit_rows)
-            x = x if norm is None else norm(x, for_codes=(inner or out).for_codes)
+        def make(x: Tensor) -> Tensor:
             logits = out(x if inner is None else inner(x))
             if added is not None:
                 logits.add_(added)
@@ -694,14 +701,49 @@ class GpuLayers:
                 logits.mul_(scale)
             if cap is not None:
                 logits.div_(cap).tanh_().mul_(cap)
+            return logits
+
+        self._end(norm, OutputMatrix(make, (inner or out).for_codes))
+
+    def _end(self, norm: GpuNorm | None, output: OutputMatrix) -> None:
+        """A step ends in logits of norm(x)."""
+
+        def run(step: Step) -> None:
+            if not len(step.logit_rows):
+                return
+            x = step.x.index_select(0, step.logit_rows)
+            logits = output.make(x if norm is None else norm(x, for_codes=output.for_codes))
             if step.greedy:
                 for to, found in zip(self.buffers.largest(len(logits)), logits.max(dim=1), strict=True):
                     to.copy_(found, non_blocking=True)
             else:
                 self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
 
-        self._head, self._final_norm = Operator("head", -1, run), norm
+        self._head, self._final_norm, self._output = Operator("head", -1, run), norm, output
         self._rewired()
+
+    def share_output(self, other: GpuLayers) -> None:
+        """The draft head has the output head of these layers, which have one."""
+        self._output = other._output
+
+    def draft_input(
+        self, embedding: RawTensor | None, embed_norm: GpuNorm, hidden_norm: GpuNorm, matrix: RawTensor
+    ) -> None:
+        """x = matrix . [embed_norm(the step's inputs), hidden_norm(x)]: the draft head begins. The CPU looks up
+        embeddings, in the model's."""
+        assert embedding is None
+        join = self._upload("attention", self.matrix(matrix))
+
+        def run(step: Step) -> None:
+            assert step.inputs is not None
+            step.set(join(import_torch().cat((embed_norm(step.inputs), hidden_norm(step.x)), dim=1)))
+
+        self._add(self._first, "draft input", run)
+
+    def draft_head(self, norm: GpuNorm, matrix: RawTensor | None) -> None:
+        """The draft head's logits, with the output head that it shares."""
+        assert matrix is None and self._output is not None
+        self._end(norm, self._output)
 
     @property
     def has_head(self) -> bool:
@@ -716,7 +758,8 @@ class GpuLayers:
     def operators(self) -> list[Operator]:
         """All that a step runs, in order."""
         if self._operators is None:
-            self._operators = [operator for layer in self._layers[: self.layers] for operator in layer.operators()]
+            layers = self._layers[self._first : self.layers]
+            self._operators = [operator for layer in layers for operator in layer.operators()]
             self._operators += [] if self._head is None else [self._head]
         return self._operators
 
@@ -848,6 +891,18 @@ class GpuLayers:
         with failures, current(self.device), torch.inference_mode():
             x = self.buffers.residual(torch.from_numpy(rows).to(self.device))
             values: Float32 = _normalised(self._final_norm, x).cpu().numpy()
+        return values
+
+    def logits(self, hidden: Float32) -> Float32:
+        """Logits, float32 [R, vocab_size], in memory of their own, of hidden states [R, d_model] as of `hidden_states`;
+        of layers that have the head. PowerInferError when the device fails."""
+        assert self._output is not None
+        torch = import_torch()
+        if not len(hidden):
+            return np.empty((0, self.vocab_size), np.float32)
+        failures = gpu_failures(f"computing the logits of {len(hidden)} drafts", "lower --max-batch or --vram")
+        with failures, current(self.device), torch.inference_mode():
+            values: Float32 = self._output.make(torch.from_numpy(hidden).to(self.device)).cpu().numpy()
         return values
 
     def _begin(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None = None) -> Step:
@@ -1022,7 +1077,7 @@ class GpuLayers:
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
-            self._head = self._final_norm = self._operators = self.streams = self.observer = None
+            self._head = self._final_norm = self._output = self._operators = self.streams = self.observer = None
             self._recorder = self._recordings = None
             for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)

@@ -12,13 +12,16 @@ import numpy as np
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
+from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from powerinfer import _native
     from powerinfer.devices.disk import DiskTier
+    from powerinfer.devices.drafter import DraftHead
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.streamed import StreamedLayers
 
@@ -32,9 +35,14 @@ class SplitExecutor:
     """
 
     def __init__(
-        self, cpu: CpuExecutor, gpu: GpuLayers, streamed: StreamedLayers | None = None, reason: str = ""
+        self,
+        cpu: CpuExecutor,
+        gpu: GpuLayers,
+        streamed: StreamedLayers | None = None,
+        reason: str = "",
+        draft: GpuLayers | None = None,
     ) -> None:
-        """reason: for the layers that the GPU has."""
+        """reason: for the layers that the GPU has; draft: the draft head there, None: the CPU has it, if any."""
         assert cpu.n_pages == gpu.n_pages and cpu.max_tokens == gpu.max_tokens and cpu.first_layer == gpu.layers
         self.cpu = cpu
         self.gpu = gpu
@@ -42,7 +50,12 @@ class SplitExecutor:
         self.page_size = cpu.page_size
         self.n_states = cpu.n_states
         self.undo_tokens = cpu.undo_tokens
-        self.drafter = None
+        self.drafter: DraftHead | None = cpu.drafter
+        self.draft = draft
+        if draft is not None:
+            self.drafter = GpuDraftHead(draft, gpu, cpu.embedding)
+        elif cpu.drafter is not None and gpu.has_head:
+            self.drafter = SplitDraftHead(cpu.drafter, gpu)
         self.n_pages = cpu.n_pages
         self.max_tokens = cpu.max_tokens
         self.vocab_size = cpu.vocab_size
@@ -54,11 +67,18 @@ class SplitExecutor:
         self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
         if reason:
             self.tell(reason)
+        if self.drafter is not None:
+            self.tell(f"the draft head on the {'CPU' if draft is None else 'GPU'}")
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""
         assert self.choices.gpu is not None
         self.choices.gpu = self.choices.gpu.add(f", {more}")
+
+    @property
+    def pool(self) -> _native.Pool:
+        """Threads of the CPU's part."""
+        return self.cpu.pool
 
     @property
     def disk(self) -> DiskTier | None:
@@ -115,6 +135,9 @@ class SplitExecutor:
             self.trace = None
 
     def close(self) -> None:
+        self.drafter = None
+        if self.draft is not None:
+            self.draft.close()
         if self.streamed is not None:
             self.streamed.close()
         self.gpu.close()

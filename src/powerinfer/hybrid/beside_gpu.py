@@ -102,11 +102,11 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     vram, ram = budgets(hardware, engine.vram, engine.ram)
     resolved = resolved.with_chunk(dense_request(resolved, model, hardware, ram).chunk)
     work = workload(model, resolved.engine)
-    layers, head, staging = whole_layers(model, hardware, work, vram)
+    layers, head, staging, draft = whole_layers(model, hardware, work, vram)
     if not layers:
         return no_layer_fits(model, hardware, work, vram)
     device = replace(resolved.device, reason=f"whole layers ({resolved.selection.reason})")
-    placed = replace(resolved, device=device).placed(layers=layers, head=head, staging=staging)
+    placed = replace(resolved, device=device).placed(layers=layers, head=head, staging=staging, draft=draft)
     return fit_in_ram(placed, model, hardware)
 
 
@@ -120,9 +120,12 @@ def fit_in_ram(resolved: Resolved, model: Model, hardware: Hardware) -> Resolved
 
 def _layers_in(resolved: Resolved, model: Model, hardware: Hardware, ram: int) -> Resolved | RequestError:
     """The same within so much RAM."""
+    from powerinfer.placement.budget import WholeLayers
+
     engine, placement = resolved.engine, resolved.placement
     request = dense_request(resolved, model, hardware, ram)
-    claims = request.claims_of_layers(placement.layers, placement.head, placement.staging, engine.disk != "none")
+    placed = WholeLayers(placement.layers, placement.head, placement.staging, placement.draft)
+    claims = request.claims_of_layers(placed, engine.disk != "none")
     if isinstance(claims, RequestError):
         return claims
     return resolved.placed(staging=claims.staging, disk=claims.disk)
@@ -133,7 +136,7 @@ def _layers_in_ram(resolved: Resolved, model: Model, engine: EngineConfig, host_
     from powerinfer.placement.budget import Division, in_ram, streamed_in_ram
 
     placement, work = resolved.placement, workload(model, engine)
-    division = Division(placement.layers, placement.head, host_bytes=host_bytes)
+    division = Division(placement.layers, placement.head, host_bytes=host_bytes, draft=placement.draft)
     buffers = streamed_in_ram(model, work, placement.layers, placement.staging)
     return sum(in_ram(model, work, division).values()), buffers
 
@@ -280,15 +283,17 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved | RequestEr
 
 
 def with_fewer_layers(resolved: Resolved) -> Resolved | RequestError | None:
-    """The same without the head on the GPU or, if that is not there, with one layer less, of layers that are there as a
-    whole. None if one layer is left; the error if --ram does not hold the rest."""
+    """The same without the draft head on the GPU or, if that is not there, without the head, or with one layer less, of
+    layers that are there as a whole. None if one layer is left; the error if --ram does not hold the rest."""
     from powerinfer.hardware.measure import measured
 
-    layers = resolved.placement.layers - (not resolved.placement.head)
+    drafted, head = resolved.placement.draft, resolved.placement.head
+    layers = resolved.placement.layers - (not head)
     if not layers:
         return None
     hardware = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE)
-    return fit_in_ram(resolved.placed(layers=layers, head=False), model_of(resolved), hardware)
+    less = resolved.placed(draft=False) if drafted else resolved.placed(layers=layers, head=False)
+    return fit_in_ram(less, model_of(resolved), hardware)
 
 
 def estimated_scratch(resolved: Resolved) -> int:

@@ -90,6 +90,7 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) ->
         resolved = with_choice(resolved, loading)
     first = resolved.placement.plan
     while resolved.device.gpu is not None:
+        _leave_draft_from_disk(resolved, loading.say)
         try:
             outcome = _load_beside_gpu(resolved, loading, first, failures)
         except GpuMemoryError as error:
@@ -99,7 +100,14 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) ->
             if not isinstance(outcome, Resolved):
                 return outcome
             resolved = outcome
+    _leave_draft_from_disk(resolved, loading.say)
     return _load_on_cpu(resolved, loading)
+
+
+def _leave_draft_from_disk(resolved: Resolved, say: Say) -> None:
+    """Leave a draft head out where, now that the GPU has less, some of the model stays on disk."""
+    if resolved.placement.disk is not None and resolved.checkpoint.config.draft is not None:
+        say(resolved.checkpoint.leave_draft(FROM_DISK))
 
 
 def _once(say: Say) -> Say:
@@ -177,10 +185,12 @@ def load_split(
     from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
+    from powerinfer.models.draft import wire_draft
 
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
-    assert checkpoint.config.draft is None
     config, placement, spared = checkpoint.config, resolved.placement, resolved.device.spared
+    drafts = config.draft is not None
+    assert placement.disk is None or not drafts
     assert not placement.head or placement.layers == config.n_layers
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
@@ -190,7 +200,8 @@ def load_split(
         share = MemoryShare(device)
         opened.callback(share.end)
         options: dict[str, Any] = {"first_layer": placement.layers, "pages": placement.pages, "disk": disk}
-        cpu = CpuExecutor(config, engine, rotary, drafting=Drafting(resolved.tokens_to_undo), **options)
+        drafting = Drafting(resolved.tokens_to_undo, head=drafts and not placement.draft)
+        cpu = CpuExecutor(config, engine, rotary, drafting=drafting, **options)
         opened.callback(cpu.close)
         cpu.in_experts = selection.in_experts
         cpu.expert_predictors = selection.predictors if selection.in_experts else None
@@ -198,24 +209,33 @@ def load_split(
             _, reason = cpu_kernels.choose_threads(0)
             cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
+            cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens)
+            common: dict[str, Any] = {"max_tokens": cpu.max_tokens, "rotations": rotary, "share": share}
             gpu = GpuLayers(
                 config,
                 device,
                 layers=placement.layers,
-                cache=CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens),
-                max_tokens=cpu.max_tokens,
-                rotations=rotary,
+                cache=cache,
                 split=split is not None,
-                share=share,
+                **common,
             )
             opened.callback(gpu.close)
             if stage is not None:
                 streamed = StreamedLayers(cpu, gpu, stage)
             parts: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
             wire(cpu, checkpoint, progress, gpu, neurons=selection, **parts)
+            draft = None
+            if placement.draft:
+                size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers)
+                draft = GpuLayers(config.with_draft, device, layers=config.n_layers + 1, cache=size, **common)
+                opened.callback(draft.close)
+                draft.share_output(gpu)
+                wire_draft(draft, checkpoint)
+            elif drafts:
+                wire_draft(cpu, checkpoint)
         checkpoint.finish()
         checkpoint.release()
-        executor = SplitExecutor(cpu, gpu, streamed, resolved.device.reason)
+        executor = SplitExecutor(cpu, gpu, streamed, resolved.device.reason, draft)
         if resolved.device.chunk:
             reason = "tokens of a prompt in a step: what is in RAM streams once for each step"
             executor.choices.prefill_chunk = Choice(resolved.device.chunk, reason)

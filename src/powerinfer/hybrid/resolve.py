@@ -8,7 +8,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.hybrid.resolved import Resolved, UsedGpu
+from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, needs, workload
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import select
 
@@ -18,7 +18,7 @@ NOT_USED = "the GPU is not used: {}"
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
-    A draft head is for a model on the CPU whose memory holds all of it: elsewhere the checkpoint loses it.
+    A draft head is for a model whose weights are all in memory: else the checkpoint loses it.
     say: lines where a GPU, a budget for one, a draft head, or a policy for what is on disk is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
@@ -42,7 +42,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 
 
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
-    from powerinfer.placement.draft_gain import BESIDE_GPU, FROM_DISK, NO_ROOM, too_little_gain
+    from powerinfer.placement.draft_gain import FROM_DISK, NO_ROOM, too_little_gain
     from powerinfer.placement.shapes import checkpoint_model
 
     if checkpoint.config.draft is None:
@@ -55,15 +55,30 @@ def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: P
         except RequestError:  # perhaps of memory that the head is too much for
             reason = NO_ROOM
         else:
-            if resolved.device.gpu is None and resolved.placement.disk is None:
+            reason = FROM_DISK if resolved.placement.disk is not None else _displacement(resolved)
+            if reason is None:
                 for line in lines:
                     say(line)
                 return resolved
-            reason = FROM_DISK if resolved.device.gpu is None else BESIDE_GPU
     line = checkpoint.leave_draft(reason)
     resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
     say(line)
     return resolved
+
+
+def _displacement(resolved: Resolved) -> str | None:
+    """The reason for which a draft head beside a GPU is left out, unless it was asked for: its states would take the
+    place of much else. None: there is none, as where the whole model is there."""
+    from powerinfer.placement.budget import displaced_by_drafts, gib
+    from powerinfer.placement.draft_gain import DISPLACES
+
+    placement = resolved.placement
+    complete = placement.head and placement.plan is None
+    if resolved.engine.speculate == "mtp" or not placement.layers or complete:
+        return None
+    model = model_of(resolved)
+    nbytes = displaced_by_drafts(model, workload(model, resolved.engine), placement.layers, needs(resolved).vram)
+    return DISPLACES.format(gib(nbytes)) if nbytes else None
 
 
 def permitted(resolved: Resolved) -> Resolved | RequestError:

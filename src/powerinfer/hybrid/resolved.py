@@ -48,11 +48,11 @@ class UsedPolicy:
 class Placement:
     """The place of every part of a model.
 
-    layers, head: the first layers, with their KV cache, and the head are on the GPU. plan: places their neurons or
-    experts, None: these layers are dense. staging: bytes of a buffer through which the others stream for long prompts,
-    0: none; scratch: bytes of working memory on the GPU that experts or layers were placed by, None: an estimate.
-    disk: what stays there, None: nothing. pages: of the KV cache on every device, None: as many as fit into the CPU's
-    memory; kv_room: their limit in bytes then, None: no limit.
+    layers, head: the first layers, with their KV cache, and the head are on the GPU; draft: the draft head, too. plan:
+    for their neurons or experts, None: these layers are dense. staging: bytes of a buffer through which the others
+    stream for long prompts, 0: none; scratch: bytes of working memory on the GPU that experts or layers were placed by,
+    None: an estimate. disk: what stays there, None: nothing. pages: of the KV cache on every device, None: as many as
+    fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit.
     """
 
     layers: int = 0
@@ -63,6 +63,7 @@ class Placement:
     disk: DiskPlan | None = None
     pages: int | None = None
     kv_room: int | None = None
+    draft: bool = False
 
     @property
     def neurons(self) -> Plan | None:
@@ -192,7 +193,7 @@ def division_of(resolved: Resolved) -> Division:
     host_bytes = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE).host_bytes
     cached = experts is not None and resolved.policy.name != "static"
     inside = {} if placement.plan is None else placement.plan.claims.inside
-    return Division(placement.layers, placement.head, slots, cached, host_bytes, inside)
+    return Division(placement.layers, placement.head, slots, cached, host_bytes, inside, placement.draft)
 
 
 def model_of(resolved: Resolved) -> Model:

@@ -122,7 +122,8 @@ def hold_budget(
             break
         used = _rehearsal(executor, resolved, split)
     if vram is not None:
-        executor.gpu.share.limit(vram - executor.gpu.recorded_bytes)
+        recorded = sum(one.recorded_bytes for one in (executor.gpu, executor.draft) if one is not None)
+        executor.gpu.share.limit(vram - recorded)
     return resolved, used
 
 
@@ -216,8 +217,13 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
     """Bytes of the device that a model's dense parts and its largest steps take; None where they are unknown."""
     if executor.gpu.device.type != "cuda":
         return None
-    executor.gpu.rehearse(requests)
-    return sum(executor.gpu.memory().values())
+    passed = executor.gpu.rehearse(requests)
+    used, draft = sum(executor.gpu.memory().values()), executor.draft
+    if draft is not None:
+        more = draft.rehearse(requests)
+        parts = {part: n for part, n in draft.memory().items() if part != "allocator"}  # of the model's, too
+        used += sum(parts.values()) - min(passed, more)  # temporaries lie where those of the model were
+    return used
 
 
 def neuron_bytes(split: Split) -> int:

@@ -17,11 +17,11 @@ class DraftBuilder(Builder[Matrix, Norm], Protocol):
     def draft_input(
         self, embedding: RawTensor | None, embed_norm: Norm, hidden_norm: Norm, matrix: RawTensor
     ) -> None: ...
-    def draft_head(self, norm: Norm | None, matrix: RawTensor | None) -> None: ...
+    def draft_head(self, norm: Norm, matrix: RawTensor | None) -> None: ...
 
 
 def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None:
-    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once."""
+    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once, and perhaps the final norm."""
     config, at = checkpoint.config, draft_prefix(checkpoint.config)
     draft = config.draft
     assert draft is not None
@@ -31,7 +31,7 @@ def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None
     layers = copy(checkpoint)  # the same tensors, of a model with one more layer
     layers.config = config.with_draft
     wire_layer(builder, layers, config.n_layers, None)
-    norm = _norm(builder, checkpoint, f"{at}draft_norm") if draft.final_norm else None
+    norm = _norm(builder, checkpoint, f"{at}draft_norm" if draft.final_norm else "final_norm")
     builder.draft_head(norm, checkpoint.take(f"{at}draft_head") if draft.head else None)
 
 

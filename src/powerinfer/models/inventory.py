@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import ModelConfig
+from powerinfer.config import FfnConfig, ModelConfig
 from powerinfer.devices.cpu import head_rows
 from powerinfer.formats.layout import draft_shapes, is_matrix, is_router, shapes
 from powerinfer.formats.quant import Float32, block_type
@@ -92,7 +92,8 @@ class Unit:
 class Inventory:
     """units: in the order in which a step uses them; vectors: elements of norms, biases, thresholds and taps, by
     canonical name; tables: bytes of the embedding and of learned positions, as a file has them; parameters: weights.
-    draft: bytes in RAM of a draft head, which is no part of the rest; 0: there is none; draft_units: its units."""
+    draft, gpu_draft: bytes in RAM, or on a GPU, of a draft head, which is no part of the rest; 0: there is none, or it
+    cannot be there; draft_units: its units."""
 
     units: tuple[Unit, ...]
     vectors: Mapping[str, int]
@@ -100,6 +101,7 @@ class Inventory:
     parameters: int
     draft: int = 0
     draft_units: tuple[Unit, ...] = ()
+    gpu_draft: int = 0
 
     def of_layer(self, layer: int, *uses: str) -> tuple[Unit, ...]:
         """The units of a layer that have one of these uses."""
@@ -148,17 +150,23 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
     large = matrices | {"embed", "positions", "input_table"}
     vectors = {name: prod(known[name]) for name in headers.taken if name not in large}
     nbytes = sum(prod(one.shape[:-1]) * block_type(one.type).row_bytes(one.shape[-1]) for one in tables)
-    draft, of_draft = (0, ()) if config.draft is None else _draft(config, type_of)
-    return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())), draft, of_draft)
+    draft = (0, (), 0) if config.draft is None else _draft(config, type_of)
+    return Inventory(tuple(recorder.units), vectors, nbytes, sum(map(prod, known.values())), *draft)
 
 
-def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tuple[Unit, ...]]:
-    """(bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors; its units)."""
+def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tuple[Unit, ...], int]:
+    """(bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors; its units; its
+    bytes on a GPU: 0 of one with experts, or an embedding or output head of its own)."""
     headers, recorder = Headers(config, type_of), Recorder(config.n_layers)
     headers.known.update(draft_shapes(config))
     wire_draft(recorder, headers)
-    vectors = sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))
-    return sum(unit.panels for unit in recorder.units) + recorder.tables + 4 * vectors, tuple(recorder.units)
+    draft, units = config.draft, tuple(recorder.units)
+    assert draft is not None
+    vectors = 4 * sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))
+    vectors += 0 if draft.final_norm else 4 * config.d_model
+    in_ram = sum(unit.panels for unit in units) + recorder.tables + vectors
+    alone = draft.embedding or draft.head or not isinstance(draft.layer.ffn, FfnConfig)
+    return in_ram, units, 0 if alone else sum(one.stored for unit in units for one in unit.matrices) + vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +356,7 @@ class Recorder:
             self.tables += rows * block_type(embedding.type).row_bytes(cols)
         self.add("projection", None, self.matrix(matrix))
 
-    def draft_head(self, norm: bool | None, matrix: RawTensor | None) -> None:
+    def draft_head(self, norm: bool, matrix: RawTensor | None) -> None:
         self.add("head", None, *([] if matrix is None else [self.matrix(matrix)]))
 
 

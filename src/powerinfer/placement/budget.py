@@ -6,12 +6,12 @@ really takes is measured once it is there (`hybrid/vram.py`).
 
 Priority on the GPU: runtime and working memory; for one layer after another attention, norms, its KV cache
 (attention runs where its cache is) and its predictor, or its FFN where every neuron is computed; the output head; what
-is left is for hot neurons. The layers that do not fit run on the CPU as a whole. A small part of the room for neurons
-is used for buffers that stream those in RAM, and these layers, to the GPU for long prompts (devices/stage.py), if every
-neuron still fits. RAM holds runtime, working memory, the embedding and every dense part that is not on the GPU; what is
-left is for the other neurons. Without a GPU the engine keeps the dense matrices of the FFNs beside the bundles, for
-prompts; where RAM does not hold all of it, or not the experts that a GPU does not have, `disk.plan_disk` says what
-stays on disk.
+is left is for hot neurons. A draft head is there only beside a whole model (`draft_fits`). The layers that do not fit
+run on the CPU as a whole. A small part of the room for neurons is used for buffers that stream those in RAM, and these
+layers, to the GPU for long prompts (devices/stage.py), if every neuron still fits. RAM holds runtime, working memory,
+the embedding and every dense part that is not on the GPU; what is left is for the other neurons. Without a GPU the
+engine keeps the dense matrices of the FFNs beside the bundles, for prompts; where RAM does not hold all of it, or not
+the experts that a GPU does not have, `disk.plan_disk` says what stays on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from mmap import PAGESIZE
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +68,16 @@ computed with whole experts, by the CPU where they do not stream, so it has noth
 GIVES_WAY = 8
 """Layers on a GPU as a whole make room for what others need to stream there if there are so many of these."""
 
+DISPLACED = 16
+"""Unless they are asked for, drafts take at most 1/DISPLACED of what a GPU holds, for states that undo steps."""
+
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 Footprint = dict[str, int]
 """Bytes by use: runtime, scratch (working memory), staging (buffers for long prompts), embedding, norms (with biases),
 attention, predictor, head, kv (with the states of sequences), panels (dense matrices of FFNs in RAM), ffn (neurons, or
 dense FFNs on a GPU), experts (those that are on either device of layers on a GPU, or that RAM has of those on disk),
-draft (a draft head in RAM), window (through which dense matrices on disk pass), passing (of layers in RAM that stream:
+draft (a draft head), window (through which dense matrices on disk pass), passing (of layers in RAM that stream:
 norms, biases, and a cache that passes through)."""
 
 
@@ -115,7 +118,7 @@ class Division:
 
     layers: the first ones, with their KV cache; head: the output head; slots: of each layer the number of its experts
     there, None: all; cached: RAM has these experts, too. host_bytes: RAM that the GPU's libraries take. inside: of
-    layers without slots the number of neurons of each expert there, which RAM has, too.
+    layers without slots the number of neurons of each expert there, which RAM has, too. draft: the draft head.
     """
 
     layers: int = 0
@@ -124,6 +127,17 @@ class Division:
     cached: bool = False
     host_bytes: int = 0
     inside: Mapping[int, int] = field(default_factory=dict)
+    draft: bool = False
+
+
+class WholeLayers(NamedTuple):
+    """The first layers, the head and the draft head that a GPU has as a whole. staging: bytes of a buffer through which
+    the matrices of the other layers stream there for long prompts; 0: none is needed, or there is no room for it."""
+
+    layers: int
+    head: bool
+    staging: int = 0
+    draft: bool = False
 
 
 ON_CPU = Division()
@@ -133,7 +147,7 @@ ON_CPU = Division()
 @dataclass(frozen=True)
 class Claims:
     """gpu_layers: number of layers, from the first, with their attention, and their predictor if any, on the GPU;
-    0: the GPU is not used; gpu_head: the output head is there too. The other layers are in RAM.
+    0: the GPU is not used; gpu_head, gpu_draft: the output head is there, and the draft head. The others are in RAM.
 
     gpu, cpu: bytes of all but the bundles, by use; gpu_left, cpu_left: what remains of the budgets, once there is room
     for what groups of bundles share, as if each group had neurons on both sides. cpu_neuron: bytes of a neuron in RAM
@@ -166,6 +180,7 @@ class Claims:
     cpu_gate: int = 0
     passes: bool = False
     buffered: int = 0
+    gpu_draft: bool = False
 
     @property
     def whole(self) -> bool:
@@ -242,6 +257,8 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
         held["experts"] += sum(model.hot_bytes(layer, hot)[0] for layer, hot in division.inside.items())
     if head:
         held["head"] = _stored((model.head, *model.projections[1:]))
+    if division.draft:
+        held["draft"] = model.gpu_draft_bytes(work.kv_type, work.context, work.batch, work.tokens)
     return held
 
 
@@ -252,6 +269,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     """
     config, layers, head, slots = model.config, division.layers, division.head, division.slots
     inside = division.inside
+    of_cache = slice(layers, config.n_layers + 1 - division.draft)
     logits = work.requests
     if model.inventory.draft:  # of the head, and of steps with drafts
         logits += min(work.tokens, work.requests * UNDO_TOKENS)
@@ -266,11 +284,11 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
         "attention": sum(map(_panels, model.attention[layers:])),
         "head": _panels(model.projections[:1] if head else (model.head, *model.projections)),
-        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, slice(layers, None))
+        "kv": model.kv_bytes(work.kv_type, work.context, work.batch, of_cache)
         + model.state_bytes(work.requests, slice(layers, None), work.undo_tokens),
         "predictor": sum(map(_panels, model.predictors[layers:])) if work.predicted or model.in_experts else 0,
     }
-    if model.inventory.draft:
+    if model.inventory.draft and not division.draft:
         held["draft"] = model.inventory.draft
     every = range(layers, config.n_layers)
     dense = sum(_panels(model.ffn[layer] if panels else model.whole_ffn(layer)) for layer in every)
@@ -320,21 +338,38 @@ def layers_that_fit(
     return layers, layers == every and taken(every, True) <= vram
 
 
-def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) -> tuple[int, bool, int]:
-    """Layers as a whole and the head, as of `layers_that_fit`, and the bytes of a buffer through which the matrices of
-    the other layers stream there for long prompts; 0: none is needed, or there is no room for it."""
+def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) -> WholeLayers:
+    """Layers as a whole and the head, as of `layers_that_fit`, and what has room beside them."""
     layers, head = layers_that_fit(model, hardware, work, vram, dense=True)
     others = model.config.n_layers - layers
     if not layers or not others or work.chunk <= kernels.FEW or any(model.n_experts):
-        return layers, head, 0
+        return WholeLayers(layers, head, draft=head and draft_fits(model, hardware, work, vram))
     room = vram - sum(on_gpu(model, hardware, work, Division(layers), dense=True).values())
     wanted = streamed_buffer(model, work)
     found = streamed_buffer(model, work, max(0, room - streamed_on_gpu(model, work, layers, 0)) // staged_on_gpu(1))
     if found < wanted and others >= GIVES_WAY:
         fewer, _ = layers_that_fit(model, hardware, work, vram - streamed_on_gpu(model, work, 0, wanted), dense=True)
         if fewer:
-            return fewer, False, wanted
-    return layers, head, found
+            return WholeLayers(fewer, False, wanted)
+    return WholeLayers(layers, head, found)
+
+
+def draft_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> bool:
+    """Whether a draft head is on a GPU that has all layers as a whole, and the output head: in what these leave, since
+    with one of the layers the output head would leave, too. Elsewhere the CPU has it: one of experts reads a few of
+    them there."""
+    if not model.inventory.gpu_draft:
+        return False
+    division = Division(model.config.n_layers, True, draft=True)
+    return sum(on_gpu(model, hardware, work, division, dense=True).values()) <= vram
+
+
+def displaced_by_drafts(model: Model, work: Workload, layers: int, used: int) -> int:
+    """Bytes of the states that undo steps with drafts, on a GPU that has the first layers and holds `used` bytes, where
+    that is too much to take from other layers or experts; 0: it is little."""
+    sizes = [model.gpu_state_bytes(work.requests, slice(layers), undo) for undo in (work.undo_tokens, 0)]
+    more = sizes[0] - sizes[1]
+    return more if DISPLACED * more > used else 0
 
 
 def streamed_buffer(model: Model, work: Workload, limit: int = 1 << 62) -> int:
@@ -465,14 +500,14 @@ def claim_layers(
     hardware: Hardware,
     work: Workload,
     limits: tuple[int, int],
-    placed: tuple[int, bool, int],
+    placed: WholeLayers,
     disk: bool = False,
 ) -> Claims | RequestError:
     """The first layers on the GPU as a whole, at least one, the head, and a buffer that streams the others if RAM has
     room for it; placed: as `whole_layers` gives them. The error if RAM does not hold the others: with `disk` less than
     nothing may be left, unless the head is on the GPU. limits: VRAM and RAM."""
-    (vram, ram), (layers, head, staging) = limits, placed
-    division = Division(layers, head, host_bytes=hardware.host_bytes)
+    (vram, ram), (layers, head, staging, draft) = limits, placed
+    division = Division(layers, head, host_bytes=hardware.host_bytes, draft=draft)
     gpu, cpu = on_gpu(model, hardware, work, division, dense=True), in_ram(model, work, division)
     gpu_left, left = vram - sum(gpu.values()), ram - sum(cpu.values())
     streamed = streamed_in_ram(model, work, layers, staging)
@@ -487,7 +522,8 @@ def claim_layers(
             f"{model.name} needs {needed} of RAM beside the {held} that --vram holds: give --ram {needed}, or more "
             "--vram"
         )
-    return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, passes=staging > 0)
+    result = gpu, cpu, gpu_left, left
+    return Claims(layers, head, *result, 0, False, True, staging, passes=staging > 0, gpu_draft=draft)
 
 
 def _passing(model: Model, work: Workload, layers: int, room: int, left: int) -> tuple[int, int, int] | None:

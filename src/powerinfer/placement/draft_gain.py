@@ -22,9 +22,12 @@ RIGHT = 0.7
 LEAST = 1.02
 """The least gain for which drafts are computed."""
 
-BESIDE_GPU = "they are not computed beside a GPU"
 FROM_DISK = "they are not read from disk, where some of the model stays"
 NO_ROOM = "there is too little memory for them"
+DISPLACES = (
+    "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch, or "
+    "ask for --speculate mtp"
+)
 
 
 def draft_gain(model: Model) -> float:
@@ -48,7 +51,7 @@ def too_little_gain(model: Model, engine: EngineConfig) -> str | None:
 
 def drop_head(model: Model) -> Model:
     """The same model, whose head is left out."""
-    inventory = replace(model.inventory, draft=0, draft_units=())
+    inventory = replace(model.inventory, draft=0, draft_units=(), gpu_draft=0)
     return replace(model, config=replace(model.config, draft=None), inventory=inventory)
 
 

@@ -40,6 +40,7 @@ from powerinfer.placement.budget import (
     Claims,
     Division,
     Footprint,
+    WholeLayers,
     Workload,
     budgets,
     claim,
@@ -169,11 +170,11 @@ class PlanRequest:
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
 
-    def claims_of_layers(self, layers: int, head: bool, staging: int, rests: bool = True) -> Claims | RequestError:
+    def claims_of_layers(self, placed: WholeLayers, rests: bool = True) -> Claims | RequestError:
         """The claims of the first layers, at least one, as a whole, with a buffer that streams the others. The error
         where RAM does not hold these, and they do not stay on disk (rests: they may, unless the GPU has the head)."""
         limits = budgets(self.hardware, self.vram, self.ram)
-        claims = claim_layers(self.model, self.hardware, self.workload, limits, (layers, head, staging), rests)
+        claims = claim_layers(self.model, self.hardware, self.workload, limits, placed, rests)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
 
     def ram_flag(self, budget: int) -> int:
@@ -213,7 +214,7 @@ class PlanRequest:
     def division(self, claims: Claims) -> Division:
         """The part of the model that the GPU has."""
         memory = self.cached, self.hardware.host_bytes
-        return Division(claims.gpu_layers, claims.gpu_head, claims.slots, *memory, claims.inside)
+        return Division(claims.gpu_layers, claims.gpu_head, claims.slots, *memory, claims.inside, claims.gpu_draft)
 
     def claims_without_disk(self) -> Claims | RequestError:
         """The claims; the error, with the minimum, where a GPU is used and something would stay on disk."""

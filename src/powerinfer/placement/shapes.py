@@ -329,6 +329,16 @@ class Model:
         token = sum((2 - bool(one.latents)) * one.cached_heads * gpu.kv_bytes(kv_type, one.head_dim) for one in heads)
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
+    def gpu_draft_bytes(self, kv_type: str, context: int, batch: int, tokens: int) -> int:
+        """Bytes of the draft head on a GPU: weights, a layer of the cache, two rows of `tokens` tokens, a margin.
+        Temporaries lie where those of the model were."""
+        assert self.config.draft is not None
+        attention = self.config.draft.layer.attention
+        cached = (2 - bool(attention.latents)) * attention.cached_heads * gpu.kv_bytes(kv_type, attention.head_dim)
+        pages = batch * -(-context // cpu.PAGE)
+        rows = 4 * 2 * tokens * self.config.d_model
+        return self.inventory.gpu_draft + pages * cpu.PAGE * cached + rows + self.rotation_bytes + LAYER_MARGIN
+
     def state_bytes(self, requests: int, layers: slice = _EVERY, undo_tokens: int = 0) -> int:
         """The states of sequences, if these layers have any, for that many requests and their prefixes; undo_tokens: as
         of `StateMemory`."""
