@@ -582,9 +582,10 @@ def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyP
         (tool_dialects.MUSE, ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">'
             ' x\ny</atem:parameter>\n<atem:parameter name="n">1</atem:parameter>\n</atem:invoke>\n'
             '</atem:function_calls><|eom|><|start|>assistant to=g<|message|><atem:function_calls>\n'
-            '<atem:invoke name="g">\n</atem:invoke>\n</atem:function_calls>', "", [("f", {"a": " x\ny", "n": 1}), ("g", {})]),
+            '<atem:invoke name="g">\n</atem:invoke>\n</atem:function_calls>', "",
+         [("f", {"a": " x\ny", "n": 1}), ("g", {})]),
         (tool_dialects.MUSE, "Let 4 to=5, <|eom|><|start|>assistant to=g<|message|><atem:function_calls>\n<atem:invoke "
-            'name="g">\n</atem:invoke>\n</atem:function_calls>', "Let 4 to=5,", [("g", {})]),
+            'name="g">\n</atem:invoke>\n</atem:function_calls>', "Let 4 to=5, ", [("g", {})]),
         (tool_dialects.GRANITE_3, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
         (tool_dialects.FIREFUNCTION, 'functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "argumen'
             'ts": {}}]', "",
