@@ -814,7 +814,8 @@ def _latents(file: GGUFFile, fields: Fields) -> int:
     shape = next((tensor.shape for name, tensor in file.tensors.items() if name.endswith(down)), None)
     if shape is None:
         return 0
-    return fields.integer("moe_latent_size", 1, layout.MAX_WIDTH, min(shape[0], layout.MAX_WIDTH))  # Ollama's: no key
+    stated: int = fields.integer("moe_latent_size", 1, layout.MAX_WIDTH, min(shape[0], layout.MAX_WIDTH))
+    return stated  # Ollama's files have no key for it
 
 
 def _stored_sizes(file: GGUFFile, fields: Fields, stated: list[int]) -> list[int]:
