@@ -768,6 +768,10 @@ CASES = [
         metadata={"rope.dimension_count": 16},
     ),
     Case(
+        "phimoe-mini", "phimoe", {"head_dim": 24, "sliding_window": 20}, {"sliding_window": 21}, ("folder", "gguf"),
+        {"rope.dimension_count": 24, "attention.sliding_window": 20},
+    ),
+    Case(
         "phimoe-long",
         "phimoe",
         {"rope_parameters": PHIMOE_ROPE, "original_max_position_embeddings": 64, "router_jitter_noise": 0.3},
@@ -889,7 +893,7 @@ CASES = [
     Case(
         "kimi-linear-dense",
         "kimi_linear",
-        {"mlp_layer_types": ["dense"] * 5, "linear_num_heads": 3, "linear_head_dim": 48},
+        {"mlp_layer_types": ["dense"] * 5, "linear_num_heads": 3, "linear_head_dim": 48, "hidden_act": "relu"},
         {"rms_norm_eps": 1e-2},
         ("folder",),
     ),

@@ -74,6 +74,8 @@ def save(config: Any, model: Any, path: Path) -> Path:
     writer.add_kv_lora_rank(config.kv_lora_rank)
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
     writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.hidden_size // config.num_attention_heads)  # as the base class writes `head_dim`
+    writer.add_rope_freq_base(10000.0)
     writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
     writer.add_value_length_mla(config.v_head_dim)
     writer.add_expert_count(config.num_experts)

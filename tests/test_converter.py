@@ -33,6 +33,7 @@ from families import (  # noqa: E402
     run_chunks,
     scattered_pages,
 )
+from safetensors.torch import load_file, save_file  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -43,7 +44,6 @@ NEEDED = ("conversion", "gguf-py", "LICENSE")
 REFUSED = {
     **dict.fromkeys(("prosparse", "turbosparse", "opt", "opt-no-biases"), "not supported"),
     **dict.fromkeys(("qwen3-moe-some", "qwen3-next-some", "bitnet-silu"), "Can not map tensor"),
-    "kimi-linear": "Can not map tensor",  # transformers gives a dense FFN the name of experts
     "stablelm-12b": "Unprocessed norms",  # whose norms of heads it loses
     "falcon-heads": "invalid for input", "falcon-in-turn": "invalid for input",
 }  # fmt: skip
@@ -55,7 +55,7 @@ LEFT_OUT = (
     "hunyuan",  # knows the angles of contexts of 32 K and 256 K alone
     "hunyuan-moe",  # asks for keys that transformers does not write
     "gemma3n",  # gives tokens that the table of layers' inputs lacks zeros, not its first row
-    "phimoe",  # asks for the first context, which goes with LongRoPE alone
+    *("phimoe", "phimoe-mini"),  # asks for the first context, which goes with LongRoPE alone
     "ernie-moe",  # takes intermediate_size / num_key_value_heads for the size of the shared experts
 )
 
@@ -148,6 +148,19 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str 
     return {name: (Path(jobs[name][1]), why) for name, why in zip(jobs, json.loads(done.stdout), strict=True)}
 
 
+KINDS = "full_attention", "linear_attention"
+
+
+def rename(folder: Path, old: str, new: str) -> None:
+    """Change a part of the names of tensors."""
+    names: dict[str, str] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = {name.replace(old, new): tensor for name, tensor in load_file(shard).items()}
+        save_file(tensors, shard, {"format": "pt"})
+        names |= dict.fromkeys(tensors, shard.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
 def published(folder: Path) -> Path:
     """With the keys that published folders have and `transformers` does not write."""
     path = folder / "config.json"
@@ -162,6 +175,16 @@ def published(folder: Path) -> Path:
         config["layer_types"] = [types[kind] for kind in config["layer_types"]]
     if config["model_type"] in ("granite_swa", "granitemoe_swa"):
         config["no_rope_layers"] = [int(theta != 0) for theta in config["layer_rope_theta"]]
+    if config["model_type"] == "kimi_linear":
+        config |= {"head_dim": config["hidden_size"] // config["num_attention_heads"], "mla_use_nope": True}
+        numbers = {kind: [at for at, one in enumerate(config["layer_types"], 1) if one == kind] for kind in KINDS}
+        config["linear_attn_config"] = dict(zip(("full_attn_layers", "kda_layers"), numbers.values(), strict=True)) | {
+            "head_dim": config["linear_head_dim"], "num_heads": config["linear_num_heads"],
+            "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+        }  # fmt: skip
+        config["first_k_dense_replace"] = dense = config["mlp_layer_types"].index("sparse")
+        for layer in range(dense):  # to whose FFN transformers gives the name of experts
+            rename(folder, f"layers.{layer}.block_sparse_moe.", f"layers.{layer}.mlp.")
     if config["model_type"] == "phimoe":
         config["architectures"] = ["PhiMoEForCausalLM"]
     if config["model_type"] == "cohere2":

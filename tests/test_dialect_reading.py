@@ -379,6 +379,15 @@ def test_values_as_text_are_read_by_the_schema(schema: Any, text: str, value: An
     assert json.loads(arguments) == {"v": value}
 
 
+MUSE = (
+    "{{ tools | tojson }}{% for m in messages %}<|start|>{{ m.role }}{% for c in m.tool_calls or [] %}"
+    "{% if not loop.first %}<|eom|><|start|>assistant{% endif %} to={{ c.function.name }}<|message|>"
+    '<atem:function_calls>\n<atem:invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}'
+    '<atem:parameter name="{{ k }}">{{ v if v is string else v | tojson }}</atem:parameter>\n{% endfor %}'
+    "</atem:invoke>\n</atem:function_calls>{% else %}<|message|>{{ m.content }}{% endfor %}<|eot|>{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "form"),
     [
@@ -386,6 +395,7 @@ def test_values_as_text_are_read_by_the_schema(schema: Any, text: str, value: An
         (PHI, PHI4_MINI),
         (QWEN, ToolFormat("read", **EXPECTED["object in tags"])),
         (TURNS_ONLY, GENERIC),
+        (MUSE, tool_dialects.MUSE),
     ],
 )
 def test_the_dialect_of_a_template(source: str, form: ToolFormat) -> None:
@@ -569,6 +579,13 @@ def test_a_template_that_takes_long_is_told_in_words(monkeypatch: pytest.MonkeyP
          [("f", {"a": "it's", "b": [True, None]}), ("g", {})]),
         (tool_dialects.LFM2, "<|tool_call_start|>[f(a='it's \"so\" 'x'', b='')]<|tool_call_end|>", "",
          [("f", {"a": "it's \"so\" 'x'", "b": ""})]),
+        (tool_dialects.MUSE, ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">'
+            ' x\ny</atem:parameter>\n<atem:parameter name="n">1</atem:parameter>\n</atem:invoke>\n'
+            '</atem:function_calls><|eom|><|start|>assistant to=g<|message|><atem:function_calls>\n'
+            '<atem:invoke name="g">\n</atem:invoke>\n</atem:function_calls>', "",
+         [("f", {"a": " x\ny", "n": 1}), ("g", {})]),
+        (tool_dialects.MUSE, "Let 4 to=5, <|eom|><|start|>assistant to=g<|message|><atem:function_calls>\n<atem:invoke "
+            'name="g">\n</atem:invoke>\n</atem:function_calls>', "Let 4 to=5, ", [("g", {})]),
         (tool_dialects.GRANITE_3, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
         (tool_dialects.FIREFUNCTION, 'functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "argumen'
             'ts": {}}]', "",

@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,8 @@ def bounded_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def use(path: Path, rng: random.Random) -> None:
-    """Everything that happens to a model before its first token."""
+def use(path: Path, rng: random.Random, text: bool = True) -> None:
+    """Everything that happens to a model before its first token; text: with its tokenizer."""
     try:
         checkpoint = open_checkpoint(path, quantize="q8_0" if rng.random() < 0.1 and path.is_dir() else None)
     except RequestError as error:
@@ -155,14 +155,14 @@ def use(path: Path, rng: random.Random) -> None:
             assert tensor.float32().shape == tensor.shape
     checkpoint.finish()
     assert checkpoint.fingerprint and checkpoint.main_type
-    if path.is_file() or (path / "tokenizer.json").exists():
+    if text and (path.is_file() or (path / "tokenizer.json").exists()):
         tokenizer = tokenizer_of(checkpoint)
         ids = tokenizer.encode("ab abc <|x1|>\nü", special=rng.random() < 0.5)
         assert isinstance(tokenizer.decode(ids), str)
         chat_template_of(checkpoint)
 
 
-def run(cases: int, make: Callable[[random.Random], Path], worked_at_most: float) -> None:
+def run(cases: int, make: Callable[[random.Random], Path], worked_at_most: float, text: bool = True) -> None:
     """Make and use each case; some must still work and some must be refused, or the damage would test nothing."""
     results: Counter[str] = Counter()
     for case in range(cases // SHARE):
@@ -170,7 +170,7 @@ def run(cases: int, make: Callable[[random.Random], Path], worked_at_most: float
         path = make(rng)
         start = time.process_time()
         try:
-            use(path, rng)
+            use(path, rng, text)
             results["worked"] += 1
         except ModelError as error:
             results["refused"] += 1
@@ -380,8 +380,8 @@ def odd_tensor(rng: random.Random, builder: Builder) -> None:
         )
 
 
-def damaged_gguf(rng: random.Random) -> bytes:
-    base = rng.choice(GGUF_BASES)
+def damaged_gguf(rng: random.Random, bases: Sequence[Builder] = GGUF_BASES) -> bytes:
+    base = rng.choice(bases)
     tensors = [replace(tensor, dims=list(tensor.dims)) for tensor in base.tensors]
     builder = replace(base, entries=list(base.entries), tensors=tensors)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):

@@ -349,6 +349,8 @@ def hostile() -> dict[str, tuple[Any, str]]:
         "dimensions that wrap to nothing": (tensor(dims=[2**42, 2**22]), end),
         "one more row": (tensor(dims=[4, 64]), "past the end|overlap"),
         "tensor type": (tensor(type_id=4), "'matrix' has the unknown type 4"),
+        "bitnet.cpp's type": (tensor(type_id=36), "'matrix' has the type I2_S of .* take the model's .* folder"),
+        "a type of 2024": (tensor(type_id=33), "'matrix' has the type Q4_0_8_8, .* take Q4_0"),
         "negative tensor type": (tensor(type_id=2**32 - 1), "unknown type"),
         "row of half a block": (tensor(type_id=2, dims=[16, 2]), "whole Q4_0 blocks"),
         "offset past the end": (tensor(offset=1 << 40), end),

@@ -19,6 +19,7 @@ from powerinfer.errors import ModelError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.gguf import GGUFFile, read_gguf  # noqa: E402
 from powerinfer.formats.gguf_model import open_gguf  # noqa: E402
+from powerinfer.formats.source import NO_MTP, ONLY_TEXT, Source  # noqa: E402
 
 
 def file_of(case: Case | str, tmp_path: Path) -> GGUFFile:
@@ -141,3 +142,119 @@ def test_factors_of_gemma_4s_experts(tmp_path: Path) -> None:
     assert found.config == expected.config and found.tensors.keys() == expected.tensors.keys()
     for name in (name for name in expected.tensors if name.endswith("router_factors")):
         assert np.array_equal(found.tensors[name].float32(), expected.tensors[name].float32())
+
+
+def called(file: GGUFFile, architecture: str) -> GGUFFile:
+    """The file with its keys under another architecture."""
+    old = file.metadata["general.architecture"]
+    metadata = {
+        f"{architecture}{key.removeprefix(old)}" if key.startswith(f"{old}.") else key: value
+        for key, value in file.metadata.items()
+    }
+    return replace(file, metadata=metadata | {"general.architecture": architecture})
+
+
+def with_tensors(file: GGUFFile, *names: str) -> GGUFFile:
+    """The file with further tensors, of which no layer knows."""
+    return replace(file, tensors=file.tensors | dict.fromkeys(names, file.tensors["output_norm.weight"]))
+
+
+def fused(file: GGUFFile, sources: list[int]) -> GGUFFile:
+    """The file with one tensor of q, k and v in each layer, keys and values those of the layer that `sources` says."""
+    tensors = {name: tensor for name, tensor in file.tensors.items() if ".attn_" not in name or "_norm" in name}
+    tensors |= {name: tensor for name, tensor in file.tensors.items() if ".attn_output" in name or "sinks" in name}
+    for layer, source in enumerate(sources):
+        for kind in ("weight", "bias"):
+            names = f"blk.{layer}.attn_q.{kind}", f"blk.{source}.attn_k.{kind}", f"blk.{source}.attn_v.{kind}"
+            parts = [file.tensors[name] for name in names if name in file.tensors]
+            if not parts:
+                continue
+            shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+            data = np.concatenate([part.data for part in parts])
+            tensors[f"blk.{layer}.attn_qkv.{kind}"] = replace(parts[0], shape=shape, data=data)
+    return replace(file, tensors=tensors)
+
+
+def check_same(found: Source, expected: Source) -> None:
+    assert replace(found.config, architecture=expected.config.architecture) == expected.config
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert np.array_equal(found.tensors[name].float32(), tensor.float32()), name
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_gpt_oss(together: bool, tmp_path: Path) -> None:
+    plain = file_of("gpt-oss-yarn", tmp_path)
+    file = with_keys(called(plain, "gptoss"), **{"rope.scaling.type": None, "expert_feed_forward_length": None})
+    file = fused(file, [0, 1, 2, 3]) if together else file
+    names = {".attn_output.": ".attn_out.", ".attn_sinks.weight": ".attn_sinks", ".post_attention_norm.": ".ffn_norm."}
+    for old, new in names.items():
+        file = renamed(file, old, new)
+    key = "tokenizer.ggml.pre"
+    for stated, pre in (({}, "gpt-4o"), ({key: "default"}, "gpt-4o"), ({key: "a"}, "a")):
+        found = open_gguf(replace(file, metadata=file.metadata | stated))
+        check_same(found, open_gguf(plain))
+        assert found.metadata[key] == pre and key not in open_gguf(plain).metadata
+
+
+@pytest.mark.parametrize("factor", [1.1386294, 1.5])
+@pytest.mark.parametrize("architecture", ["olmo3", "olmo2"])  # the second: llama.cpp's first files, too
+def test_olmo_3(architecture: str, factor: float, tmp_path: Path) -> None:
+    plain = file_of("olmo3", tmp_path)
+    ollama = with_keys(called(plain, architecture), **{"attention.sliding_window_pattern": [True, True, True, False]})
+    check_same(open_gguf(ollama), open_gguf(plain))
+    found = open_gguf(with_keys(ollama, **{"rope.scaling.attn_factor": factor}))
+    rope = found.config.layers[3].heads.rope
+    assert rope is not None and rope.attention_factor == pytest.approx(factor)
+    notes = [] if factor < 1.2 else ["attn_factor 1.5 replaces YaRN's 1.139, as in transformers"]
+    assert [note for note in found.notes if "YaRN" in note] == notes
+
+
+def test_glm_4_7_flash(tmp_path: Path) -> None:
+    plain = file_of("glm4-moe-lite", tmp_path)
+    names = "attention.key_length", "attention.value_length"
+    lengths = {name: plain.metadata[f"deepseek2.{name}_mla"] for name in names}
+    keys = lengths | {f"{name}_mla": plain.metadata[f"deepseek2.{name}"] for name in names}
+    keys |= {"attention.head_count_kv": 4}
+    file = called(plain, "glm4moelite")
+    check_same(open_gguf(with_keys(file, **keys)), open_gguf(plain))
+    with pytest.raises(ModelError, match=r"attention.value_length_mla is '23', which this engine does not support"):
+        open_gguf(with_keys(file, **keys | {"attention.value_length_mla": 23}))
+
+
+def test_nemotron_3_with_pictures(tmp_path: Path) -> None:
+    plain = file_of("nemotron-h-latents", tmp_path)
+    keys = {"moe_latent_size": None, "vision.block_count": 3, "audio.scale_input": False}
+    file = with_keys(called(plain, "nemotron_h_omni"), **keys)
+    for end, new in (("down", "in"), ("up", "out")):
+        file = renamed(file, f"ffn_latent_{end}", f"ffn_latent_{new}")
+    found = open_gguf(with_tensors(file, "mtp.layers.0.norm.weight", "v.blk.0.ln1.weight", "a.blk.0.ln1.weight"))
+    check_same(found, open_gguf(plain))
+    assert [note for note in found.notes if note in (NO_MTP, ONLY_TEXT)] == [ONLY_TEXT, NO_MTP]
+
+
+@pytest.mark.parametrize("heads", [[0, 0, 0, 2], [0] * 4, [0, 2]])
+def test_qwen_3_5(heads: list[int], tmp_path: Path) -> None:
+    plain = file_of("qwen35-moe", tmp_path)
+    keys = {
+        "attention.head_count_kv": heads, "attention.recurrent_layers": None, "feed_forward_length": 0,
+        "ssm.v_head_reordered": True, "image_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7,
+    }  # fmt: skip
+    file = with_tensors(renamed(with_keys(plain, **keys), ".ssm_dt.bias", ".ssm_dt"), "mtp.fc.weight")
+    if heads != [0, 0, 0, 2]:
+        with pytest.raises(ModelError, match=r"qwen35moe\.attention\.head_count_kv is "):
+            open_gguf(file)
+        return
+    found = open_gguf(file)
+    check_same(found, open_gguf(plain))
+    assert NO_MTP in found.notes
+
+
+def test_queries_in_one_tensor_with_keys_that_a_layer_shares(tmp_path: Path) -> None:
+    """Of Gemma 4, as llama.cpp's converter fuses matrices of folders of before transformers 5.5.2."""
+    plain = file_of("gemma4-e", tmp_path)
+    expected = open_gguf(plain)
+    shared = [layer.heads.kv_from for layer in expected.config.layers]
+    sources = [layer if source is None else source for layer, source in enumerate(shared)]
+    assert sources[-1] != len(sources) - 1
+    check_same(open_gguf(fused(plain, sources)), expected)

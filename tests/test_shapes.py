@@ -74,7 +74,9 @@ PUBLISHED = {  # as their authors count them, in 1e9 (GLM-4.5-Air: 106, rounded 
     "hunyuan-4b": 4, "hunyuan-7b": 7.5, "hunyuan-a13b": 80, "apertus-8b": 8.05, "apertus-70b": 70.6,
     "bitnet-b1.58-2b": 2.41, "phi-3.5-moe": 41.9,
     "phi-3.5-mini": 3.8, "qwen3.5-2b": 1.9,
-    "qwen3.5-4b": 4.2, "qwen3.5-9b": 9, "seed-oss-36b": 36.2, "smollm3-3b": 3.1,
+    "qwen3.5-4b": 4.2, "qwen3.5-9b": 9, "seed-oss-36b": 36.2, "smollm3-3b": 3.1, "kimi-linear-48b-a3b": 49.1,
+    "muse-glimmer-30b": 27.9, "north-mini-code-30b-a3b": 30.5, "olmo-1b": 1.18, "olmo-7b": 6.89, "plm-1.8b": 1.83,
+    "stablelm-2-12b": 12.14,
 }  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import subprocess
 import sys
 import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +175,7 @@ FURTHER = {
 }
 
 
-WHOLE_PIECES = ("llama-bpe", "tekken", "glm4", "minicpm5", "youtu")
+WHOLE_PIECES = ("llama-bpe", "tekken", "glm4", "minicpm5", "youtu", "kimi-k2")
 DIGITS_ALONE = ("smollm", "deepseek-llm", "deepseek-coder")
 COMPOSED = ("qwen2", "qwen35", "command-r", "olmo")
 
@@ -334,7 +336,7 @@ def test_names_of_pre_tokenizers_that_share_a_row() -> None:
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "chameleon",
     }  # fmt: skip
     whole = {name for name, row in PRE_TOKENIZERS.items() if row.ignore_merges}
-    assert whole == begins - {"chameleon"} | {"glm4", "glm5", "youtu", "minicpm5"}
+    assert whole == begins - {"chameleon"} | {"glm4", "glm5", "youtu", "minicpm5", "kimi-k2"}
 
 
 @pytest.mark.parametrize("pre", OFFICIAL)
@@ -351,6 +353,64 @@ def test_a_folder_gives_the_ids_of_transformers(pre: str, tmp_path: Path) -> Non
     assert tokenizer.add_bos == (pre == "llama-bpe")
     assert (tokenizer.bos_id, tokenizer.eos_id) == (reference.bos_token_id, reference.eos_token_id)
     assert tokenizer.vocab_size == len(reference)
+
+
+def ranked_files(folder: Path, pieces: dict[str, int], **config: Any) -> None:
+    """The tokenizer's files of a folder as Moonshot publishes them: pieces in GPT-2's alphabet, and their ranks."""
+    raw = {bytes(map(bpe.byte_values().__getitem__, piece)): rank for piece, rank in pieces.items()}
+    lines = [base64.b64encode(piece) + b" %d\n" % rank for piece, rank in raw.items()]
+    (folder / "tiktoken.model").write_bytes(b"".join(lines))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TikTokenTokenizer", **config}))
+
+
+def merged_by_rank(word: str, ranks: dict[str, int]) -> list[int]:
+    """Ids of a word, a search for the lowest rank in all pairs at every step."""
+    parts = [word] if word in ranks else list(word)
+    while joined := [ranks[a + b] for a, b in pairwise(parts) if a + b in ranks]:
+        at = next(at for at, pair in enumerate(pairwise(parts)) if ranks.get("".join(pair)) == min(joined))
+        parts[at : at + 2] = ["".join(parts[at : at + 2])]
+    return [ranks[part] for part in parts]
+
+
+def test_a_folder_whose_pieces_have_ranks_alone(tmp_path: Path) -> None:
+    data = json.loads(byte_level_json("kimi-k2"))
+    added = {token["content"] for token in data["added_tokens"]}
+    ranks = {piece: at for piece, at in data["model"]["vocab"].items() if piece not in added}
+    whole = "qzxj"  # a piece that no merges make
+    ranks[whole] = first = len(ranks)
+    tokens = {str(first + 2): {"content": "<|end|>", "special": True}, str(first + 7): {"content": "<tool>"}}
+    ranked_files(tmp_path, ranks, added_tokens_decoder=tokens, eos_token="<|end|>")
+    tokenizer = tokenizer_from_folder(tmp_path)
+    cut = oracle("kimi-k2").backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    for text in (text for text in [*CORPUS[:8], *HARD, whole] if len(text) < 500):
+        expected = [at for word, _ in cut(valid(text)) for at in merged_by_rank(word, ranks)]
+        assert tokenizer.encode(text, special=False) == expected, text[:80]
+        assert tokenizer.decode(expected) == valid(text)
+    assert tokenizer.encode("a<|end|><tool>") == [ranks["a"], first + 2, first + 7]
+    assert tokenizer.encode(f"<|reserved_token_{first + 3}|>") == [first + 3]
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.add_bos) == (first + 257, first + 2, False)
+
+
+def test_malformed_files_of_ranks_are_refused(tmp_path: Path) -> None:
+    ranks = {char: at for at, char in enumerate(bpe.byte_alphabet())}
+    for pieces, config, says in (
+        (ranks, {"tokenizer_class": "X"}, "tokenizer_class 'X'"),
+        (dict(list(ranks.items())[:-1]), {}, "no piece for some byte"),
+        (ranks | {"ab": 255}, {}, "twice"),
+        (ranks | {"ab": 258}, {}, "leaves out a rank"),
+        (ranks, {"added_tokens_decoder": {"300": {"content": "a"}}}, "different ids"),
+        (ranks, {"added_tokens_decoder": [1]}, "malformed"),
+        (ranks, {"added_tokens_decoder": {"300": 1}}, "malformed"),
+    ):
+        ranked_files(tmp_path, pieces, **config)
+        with pytest.raises(ModelError, match=says) as caught:
+            tokenizer_from_folder(tmp_path)
+        assert_one_line(caught.value)
+    for line in (b"YQ==", b"Y 3", b"YQ== x", b"YQ== 1 2"):
+        (tmp_path / "tiktoken.model").write_bytes(line)
+        with pytest.raises(ModelError, match="in every line") as caught:
+            tokenizer_from_folder(tmp_path)
+        assert_one_line(caught.value)
 
 
 ASCII = st.text(st.characters(max_codepoint=127), max_size=60)
@@ -869,6 +929,16 @@ def with_empty_tokens(metadata: dict[str, Any]) -> dict[str, Any]:
     }
     joined["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "", ""]
     return metadata | joined
+
+
+def test_ends_that_a_file_lists() -> None:
+    metadata = byte_level_metadata("gpt-2")
+    usual = tokenizer_from_gguf(metadata).eos_ids
+    listed = tokenizer_from_gguf(metadata | {"tokenizer.ggml.eos_token_ids": [5, 7, 10**9, -1]})
+    assert {5, 7} - usual and listed.eos_ids == usual | {5, 7}
+    for wrong in ("5", [1.5], [True], ["x"]):
+        with pytest.raises(ModelError, match="eos_token_ids is not a list of token ids"):
+            tokenizer_from_gguf(metadata | {"tokenizer.ggml.eos_token_ids": wrong})
 
 
 @pytest.mark.parametrize("value", [2**32 - 1, -1, 258])

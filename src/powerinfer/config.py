@@ -212,6 +212,11 @@ class AttentionConfig:
     chunked: bool = field(default=False, repr=False)
     attended_norm: bool = field(default=False, repr=False)  # RMS norm of what heads give, over all of them, before o
 
+    def gated(self, by_head: bool = False) -> GatedAttentionConfig:
+        """The same heads with a gate on what they give."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(AttentionConfig)}
+        return GatedAttentionConfig(**values, by_head=by_head)
+
     @property
     def score_scale(self) -> float:
         """The scale of the scores, which a product of a query and a key is multiplied by."""

@@ -61,6 +61,7 @@ _FOLDER_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "tiktoken.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -698,11 +699,14 @@ def choose_files(available: list[str], tag: str | None, repository: str) -> list
     )
 
 
+_PARTS = ("mmproj", "dflash-")  # what reads pictures, and drafts for another program
+
+
 def _gguf_models(available: Iterable[str]) -> dict[str, list[str]]:
     """The GGUF models among some files: each name without number and ending -> its files, shards in order."""
     ggufs: dict[str, list[str]] = {}
     for file in sorted(available):
-        if file.lower().endswith(".gguf") and "mmproj" not in file.lower():
+        if file.lower().endswith(".gguf") and not any(part in file.lower() for part in _PARTS):
             ggufs.setdefault(_SHARD.sub("", file[: -len(".gguf")]), []).append(file)
     return {stem: [f"{stem}.gguf"] if f"{stem}.gguf" in files else files for stem, files in ggufs.items()}
 

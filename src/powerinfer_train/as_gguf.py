@@ -37,7 +37,7 @@ ARCHITECTURES = {
 
 SPLITS = (
     "gpt-2", "smollm", "falcon", "llama-bpe", "qwen2", "qwen35", "tekken", "dbrx", "gpt-4o", "glm4", "deepseek-llm",
-    "deepseek-coder", "deepseek-v3",
+    "deepseek-coder", "deepseek-v3", "kimi-k2",
 )  # fmt: skip
 """Ways of splitting words, by the names that llama.cpp knows too."""
 
@@ -157,7 +157,7 @@ class AsGGUF(OtherFormat):
     def _tokenizer(self, checkpoint: Checkpoint) -> dict[str, Any]:
         tokenizer = tokenizer_of(checkpoint)
         vocabulary = tokenizer.vocabulary
-        document = json.loads((checkpoint.path / "tokenizer.json").read_bytes())
+        document = json.loads(tokenizer.to_json())
         self._check_vocabulary(vocabulary, document)
         pieces = [vocabulary.piece(at) for at in range(self.config.vocab_size)]
         types = _types_of(vocabulary, pieces)

@@ -30,7 +30,6 @@ PI_INLINE uint32_t word(const uint8_t* p) {
 }
 PI_INLINE int pair(const uint8_t* p) { return p[0] | p[1] << 8; }
 PI_INLINE int nibble(const uint8_t* p, int i) { return p[i / 2] >> i % 2 * 4 & 15; }
-PI_INLINE void put(void* to, uint32_t w) { memcpy(to, &w, 4); }
 
 // The number of half precision at byte `at` of a block of `bytes`, which are at least 32.
 PI_INLINE float half_at(const uint8_t* p, int at, int bytes) {

@@ -230,7 +230,8 @@ int64_t Slots::room() const {
 }
 
 // Waits for reads, which are over then. If they failed, their slots are free, and those who wanted the items are told by
-// `wait`; of items that nobody wants the error is forgotten. ReadError if they are not over.
+// `wait`; of items that nobody wants the error is forgotten. ReadError if they are not over. Of guesses that failed, which
+// may be others than those that somebody wants by now, these are read again, by themselves.
 void Slots::finish(size_t i) {
   const Coming& coming = coming_[i];
   std::exception_ptr error;
@@ -240,8 +241,15 @@ void Slots::finish(size_t i) {
     if (!reads_->done(coming.ticket)) throw;
     error = std::current_exception();
   }
-  if (error && !error_ && pins(coming)) error_ = error;
+  if (error && !error_ && !coming.guessed && pins(coming)) error_ = error;
+  Coming again = {};
+  begun_.clear();
   for (const int32_t slot : coming.slots) {
+    if (error && coming.guessed && kept_[(size_t)slot]) {
+      again.slots.push_back(slot);
+      note_reads(slot);
+      continue;
+    }
     slot_of_[(size_t)item_of_[(size_t)slot]] = slot;
     if (error) drop(slot);
   }
@@ -249,6 +257,7 @@ void Slots::finish(size_t i) {
     pins_.erase(std::remove_if(pins_.begin(), pins_.end(), [&](int32_t slot) { return !kept_[(size_t)slot]; }),
                 pins_.end());
   coming_.erase(coming_.begin() + (int64_t)i);
+  if (!again.slots.empty()) begin(std::move(again));
 }
 
 // What has arrived.
@@ -296,7 +305,7 @@ void Slots::choose_victims(int64_t n) {
 // Begins to read the misses, into slots that can be had and in place of the victims.
 void Slots::read_misses(bool pinned) {
   if (misses_.empty()) return;
-  Coming coming = {};
+  Coming coming = {0, !pinned, {}};
   begun_.clear();
   size_t victim = 0;
   for (const int32_t item : misses_) {
@@ -316,11 +325,21 @@ void Slots::read_misses(bool pinned) {
     if (pinned) pin(slot);
     coming.slots.push_back(slot);
     if (!lines_.empty()) lines_[(size_t)item] = (uint32_t)(place(slot, item, 0) / LINE);
-    for (size_t i = 0; i < parts_.size(); i++)
-      if (!parts_[i].later)
-        begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes,
-                          memory_->memory_.data() + place(slot, item, i)});
+    note_reads(slot);
   }
+  begin(std::move(coming));
+}
+
+// The parts of a slot's item, to be read by `begin`.
+void Slots::note_reads(int32_t slot) {
+  const int32_t item = item_of_[(size_t)slot];
+  for (size_t i = 0; i < parts_.size(); i++)
+    if (!parts_[i].later)
+      begun_.push_back({parts_[i].file_of(item), parts_[i].at(item), parts_[i].bytes,
+                        memory_->memory_.data() + place(slot, item, i)});
+}
+
+void Slots::begin(Coming coming) {
   const size_t n = begun_.size();
   coming.ticket = small_ ? reads_->begin_small(begun_.data(), n) : reads_->begin(begun_.data(), n);
   coming_.push_back(std::move(coming));
@@ -417,11 +436,11 @@ void Slots::tell() {
 }
 
 void Slots::wait(int32_t item) {
-  const int32_t slot = -2 - slot_of_[(size_t)item];
-  const auto reads_it = [&](const Coming& one) { return std::count(one.slots.begin(), one.slots.end(), slot) > 0; };
-  const auto found = std::find_if(coming_.begin(), coming_.end(), reads_it);
+  const auto reads_it = [&](const Coming& one) {
+    return std::count(one.slots.begin(), one.slots.end(), -2 - slot_of_[(size_t)item]) > 0;
+  };
   try {
-    if (found != coming_.end()) finish((size_t)(found - coming_.begin()));
+    while (coming(item)) finish((size_t)(std::find_if(coming_.begin(), coming_.end(), reads_it) - coming_.begin()));
   } catch (const ReadError&) {
     if (!error_) error_ = std::current_exception();
   }

@@ -77,7 +77,7 @@ class Slots {
   // that are being read stay until they are there.
   int64_t fetch(const int32_t* items, int64_t n);
   // Waits for what is pinned. ReadError: an item that could not be read is not there, and all are let go. Of a disk that
-  // does not answer, the slots stay taken until it does.
+  // does not answer, the slots stay taken until it does. What `fetch` has begun to read, and could not, is read again.
   void wait();
   void let_go();  // of all that is pinned
   // The same, and common slots are free again, but for items that are being read: of those that are there, the ones of
@@ -129,9 +129,10 @@ class Slots {
 
  private:
   friend class SlotMemory;
-  // Items that are being read, all begun together, and their slots.
+  // Items that are being read, all begun together, and their slots; guessed: `fetch` has begun them.
   struct Coming {
     int64_t ticket;
+    bool guessed;
     std::vector<int32_t> slots;
   };
   int64_t lay_out(int64_t items);
@@ -150,6 +151,8 @@ class Slots {
   uint64_t rank(int64_t item) const;
   void choose_victims(int64_t n);
   void read_misses(bool pinned);
+  void note_reads(int32_t slot);
+  void begin(Coming coming);
   void finish(size_t i);
   void tell();
   void take_in();

@@ -77,7 +77,7 @@ PLAIN = {"relu": "relu", "relu2": "relu2"}
 
 
 MIXED_ACT = "linear_hidden_act"
-"""A key of this engine's own: the activation behind the convolution of Gated DeltaNet, where FFNs have another."""
+"""A key of this engine's own: the activation behind the convolution of linear attention, where FFNs have another."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Folder:
     pictures, whose part for text is of this family; replaces_code: folders refer to custom code whose function this
     engine has natively (it is not run); quantisation: the `quant_method` that is read, "": none.
     defaults: of missing keys in the family's class, where families differ; keys: those that the family calls otherwise,
-    by the usual name. read: makes the configuration from one without layers, None: `read_plain`, which goes by:
+    by the usual name; other_keys: usual names by others that files may have, too (`attribute_map` of the class).
+    read: makes the configuration from one without layers, None: `read_plain`, which goes by:
     kv_heads_stated: the number of key-value heads has no usable default; other_head_dim: the class has a `head_dim`;
     partial: default share of a head that is rotated, None: the whole head is, always; mscales: LongRoPE
     states what sine and cosine are multiplied by, up to the first context and beyond it; theta: default of the rotary
@@ -118,6 +119,7 @@ class Folder:
     quantisation: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    other_keys: Mapping[str, str] = field(default_factory=dict)
     kv_heads_stated: bool = False
     other_head_dim: bool = True
     partial: float | None = None
@@ -170,7 +172,9 @@ class Gguf:
     full_every is set, unless single_rope. positions: as in `ModelConfig`; epsilon: of norms, where the file has none,
     None: it must. plain_norms: they have no weights. out_norm_eps, embed_norm: as in `ModelConfig`. scaled: embeddings
     are multiplied by the root of their width; fused: matrices in one tensor.
-    multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is about; growth: the settings by
+    scaling: of the rotary embedding, where the file states a factor alone; whole_factor: `attn_factor` is that of YaRN,
+    which else is multiplied by it. multiplied: YaRN's factor is divided by another one, which `yarn_log_multiplier` is
+    about; growth: the settings by
     which queries grow with their positions, None: they do not.
     full_unrotated: positions are not rotated in layers without a window, where others have one; rope_pattern: the file
     may say in which layers they are; scaled_logits: it states a factor of the logits.
@@ -191,8 +195,8 @@ class Gguf:
     change, change_ffns: make the heads, and the FFNs, of all layers of those that follow from the rest; complete: makes
     the configuration of that, with the shapes of the file's tensors by name.
     names: of tensors, where the family calls them otherwise; ollama_names: those that Ollama's files may have instead.
-    published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of those files, which name
-    none, as there was one for the family.
+    published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of these, or of Ollama's,
+    where they name none or "default", as there was one for the family.
     """
 
     architecture: str
@@ -221,6 +225,8 @@ class Gguf:
     out_norm_eps: float | None = None
     embed_norm: bool = False
     scaled: bool = False
+    scaling: str = "linear"
+    whole_factor: bool = False
     multiplied: bool = False
     growth: Callable[[Fields], dict[str, Any]] | None = None
     scales: bool = False

@@ -18,15 +18,21 @@ class Fields:
     """Typed reads of a mapping; every key that is read is remembered, so that `unread` can name the others.
 
     source: a file name, the start of error messages; prefix: of every key; notes: where readers of the values leave
-    lines for the user.
+    lines for the user; names: of keys in the file, where it calls them otherwise.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], source: str, prefix: str = "", notes: list[str] | None = None
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        prefix: str = "",
+        notes: list[str] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
+        self._names = names or {}
         self.source = source
         self.notes = [] if notes is None else notes
 
@@ -36,7 +42,7 @@ class Fields:
 
     def bad(self, key: str, problem: str) -> ModelError:
         """The error for a key with an unsupported value."""
-        return ModelError(f"{self.source}: {self._prefix}{key} {problem}")
+        return ModelError(f"{self.source}: {self._prefix}{self._names.get(key, key)} {problem}")
 
     def get(self, key: str, default: T) -> Any | T:
         """The value as it is; `default` when the key is absent or null."""

@@ -46,7 +46,11 @@ def read_config(
     metadata = _text_part(metadata)
     family = _family(Fields(metadata, source))
     stated = {key: value for key, value in metadata.items() if value is not None or key in _NULLABLE}
-    fields, key = Fields({**family.defaults, **stated}, source, notes=notes), family.key
+    names: dict[str, str] = {}
+    for other, usual in family.other_keys.items():
+        if other in stated and names.setdefault(usual, other) == other:
+            stated[usual] = stated.pop(other)
+    fields, key = Fields({**family.defaults, **stated}, source, notes=notes, names=names), family.key
     config = ModelConfig(
         architecture=family.model_type,
         d_model=fields.integer(key("hidden_size"), 1, layout.MAX_WIDTH),

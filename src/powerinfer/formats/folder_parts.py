@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from powerinfer.config import (
+    MIXED_ACTIVATIONS,
     AttentionConfig,
     AttentionKind,
     ExpertsConfig,
@@ -20,7 +21,7 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.formats import layout
-from powerinfer.formats.family import Folder
+from powerinfer.formats.family import GATED, MIXED_ACT, Folder
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_rope import GLOBAL, LOCAL, read_rope
 from powerinfer.formats.mapped import shown
@@ -119,14 +120,16 @@ def refuse_window(fields: Fields, layers: int) -> list[int | None]:
     return [None] * layers
 
 
-def read_layer_types(fields: Fields, layers: int, interval: int = 1, other: str = LOCAL) -> list[str]:
+def read_layer_types(
+    fields: Fields, layers: int, interval: int = 1, other: str = LOCAL, default: Sequence[str] = ()
+) -> Sequence[str]:
     """The kind of each layer's attention: `other`, or global.
 
-    every: without `layer_types`, every `every`-th layer is global.
+    default: the kinds without `layer_types`; if it is empty, every `interval`-th layer is global.
     """
     kinds = fields.get("layer_types", None)
     if kinds is None:
-        return [other if (layer + 1) % interval else GLOBAL for layer in range(layers)]
+        return default or [other if (layer + 1) % interval else GLOBAL for layer in range(layers)]
     if type(kinds) is not list or len(kinds) != layers:
         raise fields.bad("layer_types", f"is {shown(kinds)}, not a kind for every layer")
     strange = [kind for kind in kinds if kind not in (GLOBAL, other)]
@@ -194,6 +197,18 @@ def read_activation(family: Folder, fields: Fields) -> str:
     if name not in family.activations:
         raise fields.bad(key, f"is {shown(name)}; of this family only {', '.join(family.activations)} is supported")
     return family.activations[name]
+
+
+def read_mixed_activation(fields: Fields) -> str:
+    """The activation behind the convolutions of linear attention, that of FFNs unless the file states another."""
+    stated = fields.text(MIXED_ACT, fields.text("hidden_act"))
+    if (mixed := GATED.get(stated, "")) in MIXED_ACTIVATIONS:
+        return mixed
+    raise fields.bad(
+        MIXED_ACT if fields.has(MIXED_ACT) else "hidden_act",
+        f"is {shown(stated)}, also behind the convolution of linear attention, as in transformers; only "
+        f"{', '.join(MIXED_ACTIVATIONS)} are supported there: give {MIXED_ACT} if the model has one of them",
+    )
 
 
 def read_ffn(family: Folder, fields: Fields) -> FfnConfig:

@@ -263,6 +263,13 @@ def write_gguf(to: BinaryIO, metadata: Mapping[str, bytes], tensors: _Tensors, d
     to.write(b"\0" * (-to.tell() % _DEFAULT_ALIGNMENT))
 
 
+_FOREIGN = {
+    **{at: f"type Q4_0_{of}, which is out of use: take Q4_0" for at, of in ((31, "4_4"), (32, "4_8"), (33, "8_8"))},
+    36: "type I2_S of bitnet.cpp: take the model's Hugging Face folder, whose weights are the same",
+}
+"""Types that other programs have, or had."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """A tensor as the header describes it, before its place in the file is known."""
@@ -283,7 +290,7 @@ def _entry(header: _Header) -> _Entry:
     type_id, offset = header.number(_U32), header.number(_U64)
     kind = BLOCK_TYPES.get(type_id)
     if kind is None:
-        raise header.bad(f"tensor {shown(name)} has the unknown type {type_id}")
+        raise header.bad(f"tensor {shown(name)} has the {_FOREIGN.get(type_id, f'unknown type {type_id}')}")
     if min(dims) < 1:
         raise header.bad(f"tensor {shown(name)} has an empty dimension")
     if dims[0] % kind.block:

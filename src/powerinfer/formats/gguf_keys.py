@@ -13,7 +13,7 @@ _WITHOUT_EFFECT = (
     "tensor_data_layout",  # how the converter read the weights
     "use_parallel_residual",  # of GPT-NeoX alone; Falcon's is read before
     "max_position_embeddings",  # the context again, in Ollama's files of Command R7B
-    "image_token_index", "spatial_merge_size",  # of pictures
+    "image_token_index", "image_token_id", "vision_start_token_id", "vision_end_token_id", "spatial_merge_size",
     # of a picture's positions: in a text they are all the same
     "mrope_sections", "rope.dimension_sections", "rope.mrope_interleaved", "rope.mrope_section", "rope.mrope_sections",
 )  # fmt: skip

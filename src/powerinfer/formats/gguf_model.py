@@ -143,6 +143,9 @@ _GATE_UP_EXPERTS = "ffn_gate_up_exps"
 _SHARED = ("shared_gate", "shared_up")  # the first lies in the other's tensor, in files of Granite
 _OF_PICTURES = ("v.", "mm.", "a.", "model.vision_tower.")
 """The beginnings of names that Ollama gives to what reads pictures and sound."""
+_OF_DRAFT = "mtp."  # and to what predicts further tokens
+_ENDS = {**dict.fromkeys((".ssm_a", ".ssm_d", ".ffn_norm", ".attn_sinks"), "weight"), ".ssm_dt": "bias"}
+"""Kinds of names that have none in files: the third is Falcon-H1's, the last two are Ollama's."""
 _DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 
@@ -159,10 +162,13 @@ def open_gguf(file: GGUFFile, draft_head: bool = False) -> Source:
     text = {name: tensor for name, tensor in stored.items() if not name.startswith(_OF_PICTURES)}
     if len(text) < len(stored):
         notes.append(ONLY_TEXT)
+    of_model = {name: tensor for name, tensor in text.items() if not name.startswith(_OF_DRAFT)}
+    if len(of_model) < len(text):
+        notes.append(NO_MTP)
     notes += config_notes
     made_tensors = plain_norms(config) if GGUFS[config.architecture].plain_norms else {}
     names, of_fused, path = names_of(file, config), fused(file, config), str(file.path)
-    tensors = collect(config, text, names, path, (), of_fused, made_tensors)
+    tensors = collect(config, of_model, names, path, (), of_fused, made_tensors)
     heads = _blocks(file, config) - config.n_layers
     if draft_head and heads and NO_MTP not in notes:
         file.check()
@@ -170,7 +176,16 @@ def open_gguf(file: GGUFFile, draft_head: bool = False) -> Source:
         stored = stored_tensors(file, config, config.n_layers + 1)
         of_head = {name: tensor for name, tensor in stored.items() if name.startswith(at)}
         config = read_draft(config, tensors, of_head, names, path, of_fused, heads, notes)
-    return Source("gguf", file.path, config, file.metadata, tensors, file.files, notes, unread=unread)
+    metadata = _with_pre_tokenizer(file, config)
+    return Source("gguf", file.path, config, metadata, tensors, file.files, notes, unread=unread)
+
+
+def _with_pre_tokenizer(file: GGUFFile, config: ModelConfig) -> dict[str, Any]:
+    """The metadata with the family's pre-tokenizer where Ollama's converter did not know it."""
+    key, name = "tokenizer.ggml.pre", GGUFS[config.architecture].pre_tokenizer
+    if name is None or file.metadata.get(key, "default") != "default":
+        return file.metadata
+    return file.metadata | {key: name}
 
 
 def _blocks(file: GGUFFile, config: ModelConfig) -> int:
@@ -187,7 +202,7 @@ def stored_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = Non
     beyond = tuple(f"blk.{layer}." for layer in range(layers, _blocks(file, config)))
     left_out = {*read, *redundant_tensors(file, config, layers)}
     stored = {
-        f"{name}.weight" if name.endswith((".ssm_a", ".ssm_d", ".ffn_norm")) else name: tensor  # the last: Falcon-H1's
+        next((f"{name}.{kind}" for end, kind in _ENDS.items() if name.endswith(end)), name): tensor
         for name, tensor in file.tensors.items()
         if name not in left_out and not name.startswith(beyond) and not name.endswith(".input_scale")
     }
@@ -197,6 +212,7 @@ def stored_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = Non
     for name in [name for name in stored if name.endswith(_OLLAMA_FACTORS)]:
         stored[name.replace(_OLLAMA_FACTORS, _FACTORS[1])] = stored.pop(name)
     stored = with_scales(file, stored)
+    _cut_queries(stored, config)
     return {f"{name}.weight" if name.endswith(_FACTORS) else name: tensor for name, tensor in stored.items()}
 
 
@@ -236,8 +252,23 @@ def redundant_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = 
     `attn_kv_b` beside `attn_k_b` and `attn_v_b`, others keys of layers that read those of another layer."""
     if _somewhere(file, "attn_k_b"):
         return [f"blk.{layer}.attn_kv_b.weight" for layer in range(config.n_layers if layers is None else layers)]
-    shared = [layer for layer, kind in enumerate(config.layers) if getattr(kind.attention, "kv_from", None) is not None]
-    return [f"blk.{layer}.{name}.weight" for layer in shared for name in ("attn_k", "attn_v", "attn_k_norm")]
+    names = ("attn_k", "attn_v", "attn_k_norm")
+    return [f"blk.{layer}.{name}.weight" for layer in _sharing(config) for name in names]
+
+
+def _sharing(config: ModelConfig) -> list[int]:
+    """Layers that read the keys and values of others."""
+    return [layer for layer, kind in enumerate(config.layers) if getattr(kind.attention, "kv_from", None) is not None]
+
+
+def _cut_queries(stored: dict[str, RawTensor], config: ModelConfig) -> None:
+    """Leave, of one tensor for q, k and v, the rows of q in layers that read the keys and values of others."""
+    for layer in _sharing(config):
+        heads, tensor = config.layers[layer].heads, stored.pop(f"blk.{layer}.attn_qkv.weight", None)
+        if tensor is not None:
+            shape = (min(heads.n_heads * heads.head_dim, tensor.shape[0]), *tensor.shape[1:])
+            nbytes = tensor.nbytes // tensor.shape[0] * shape[0]
+            stored[f"blk.{layer}.attn_q.weight"] = replace(tensor, shape=shape, data=tensor.data[:nbytes])
 
 
 def names_of(file: GGUFFile, config: ModelConfig) -> Names:
@@ -267,8 +298,9 @@ def names_of(file: GGUFFile, config: ModelConfig) -> Names:
 
 
 def _separate_names(file: GGUFFile, config: ModelConfig) -> dict[str, str]:
-    """Names of q, k and v in layers that have not all three, and no matrix of them, where other layers have one."""
-    layers = [layer for layer in range(config.n_layers) if f"blk.{layer}.attn_qkv.weight" not in file.tensors]
+    """Names of q, k and v in layers that have not all three, where other layers have one matrix of them."""
+    sharing = _sharing(config)
+    layers = [at for at in range(config.n_layers) if at in sharing or f"blk.{at}.attn_qkv.weight" not in file.tensors]
     kinds = ("", "weight"), ("_bias", "bias")
     return {
         f"layers.{layer}.{part}{of}": f"blk.{layer}.attn_{part}.{kind}"
@@ -449,11 +481,12 @@ def _all_layers(
         return _latent_layers(file, fields, family, n_layers)
     if family.mamba or family.short_conv:
         return _state_layers(file, fields, family, d_model, n_layers)
-    return _layers(file, fields, family, _heads(fields, d_model, n_layers))
+    return _layers(file, fields, family, _heads(fields, d_model, n_layers, states=family.delta))
 
 
-def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]:
-    """The heads of each layer: one number for all of them, or one for each."""
+def _heads(fields: Fields, d_model: int, n_layers: int, states: bool) -> list[AttentionConfig]:
+    """The heads of each layer: one number for all of them, or one for each; states: 0 of keys and values in layers
+    that have a state in place of attention, as in Ollama's files."""
     heads = fields.integers("attention.head_count", n_layers, 1, layout.MAX_HEADS)
     if not fields.has("attention.key_length") and (len(set(heads)) > 1 or d_model % heads[0]):
         counts = " or ".join(map(str, sorted(set(heads))[:2]))
@@ -461,7 +494,10 @@ def _heads(fields: Fields, d_model: int, n_layers: int) -> list[AttentionConfig]
     head_dim = fields.integer("attention.key_length", 2, layout.MAX_HEAD_DIM, max(2, d_model // heads[0]))
     fields.only("attention.value_length", head_dim)
     if fields.has("attention.head_count_kv"):
-        kv_heads = fields.integers("attention.head_count_kv", n_layers, 1, layout.MAX_HEADS)
+        listed = fields.integers("attention.head_count_kv", n_layers, int(not states), layout.MAX_HEADS)
+        if not any(listed):
+            raise fields.bad("attention.head_count_kv", "is 0 in all layers")
+        kv_heads = [count or max(listed) for count in listed]
     else:
         kv_heads = heads
     return [AttentionConfig(n, kv, head_dim) for n, kv in zip(heads, kv_heads, strict=True)]
@@ -485,7 +521,7 @@ def _layers(file: GGUFFile, fields: Fields, family: Gguf, heads: list[AttentionC
         qk_norm = of_heads if "blk.0.attn_q_norm.weight" in names else None
     shared: dict[str, Any] = {
         "qkv_bias": family.qkv_bias or "blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
-        "o_bias": "blk.0.attn_output.bias" in names,
+        "o_bias": f"blk.0.{family.names.get('o', NAMES.inner['o'])}.bias" in names,
         "qk_norm": qk_norm,
         "v_norm": family.v_norm,
         "scale": _scale(fields, family, heads),
@@ -593,7 +629,7 @@ def _delta(fields: Fields, family: Gguf, heads: list[AttentionConfig]) -> list[A
     recurrent = [bool((layer + 1) % interval) for layer in range(len(heads))] if stated is None else stated
     if type(recurrent) is not list or len(recurrent) < len(heads) or not all(type(one) is bool for one in recurrent):
         raise fields.bad("attention.recurrent_layers", f"is {shown(stated)}, not a truth value for every layer")
-    gated = [GatedAttentionConfig(**vars(own)) for own in heads]
+    gated = [own.gated() for own in heads]
     return [delta if keeps else own for own, keeps in zip(gated, recurrent[: len(heads)], strict=True)]
 
 
@@ -671,11 +707,17 @@ def _latent_layers(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) 
         dims("attention.kv_lora_rank"),
         dims("rope.dimension_count"),
     )
-    newer = fields.has("attention.key_length_mla")
-    if newer:
-        fields.only("attention.key_length", latents + rotated)
-        fields.only("attention.value_length", latents)
-    query, value = (dims(f"attention.{name}_length{'_mla' if newer else ''}") for name in ("key", "value"))
+    of_cache, of_head = "", ""
+    if fields.has("attention.key_length_mla"):
+        cached, stated = latents + rotated, [fields.peek(f"attention.key_length{end}") for end in ("", "_mla")]
+        swapped = stated[0] != cached == stated[1]  # Ollama's files of GLM-4.7-Flash
+        of_cache, of_head = ("_mla", "") if swapped else ("", "_mla")
+        fields.only(f"attention.key_length{of_cache}", cached)
+        if family.channel_delta:
+            fields.get("attention.value_length", None)  # hidden_size / heads: llama.cpp writes it, and does not read it
+        else:
+            fields.only(f"attention.value_length{of_cache}", latents)
+    query, value = (dims(f"attention.{name}_length{of_head}") for name in ("key", "value"))
     if query <= rotated:
         raise fields.bad("rope.dimension_count", f"is {rotated}, and leaves nothing of the {query} of a head")
     rope, gain = _latent_rope(file, fields, family, rotated)
@@ -722,14 +764,7 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
     has_thresholds, of_products = (_somewhere(file, name) for name in ("ffn_threshold", "ffn_product_threshold"))
     activation, thresholds = _activation(fields, family, n_layers, has_thresholds)
     bias = _is_biased(file, "ffn_up")
-    if family.mamba:
-        sizes = _block_numbers(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
-    else:
-        implied = family.short_conv or (family.delta and fields.has("expert_feed_forward_length"))
-        default = {"default": 1} if implied else {}
-        sizes = fields.integers("feed_forward_length", n_layers, 1, layout.MAX_WIDTH, **default)
-    if family.short_conv:
-        sizes = _stored_sizes(file, fields, sizes)
+    sizes = _dense_sizes(file, fields, family, n_layers)
     ffns: list[FfnKind] = [
         FfnConfig(size, activation, threshold, family.gated, bias, has_thresholds, of_products) if size else NoFfn()
         for size, threshold in zip(sizes, thresholds, strict=True)
@@ -747,8 +782,7 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         experts = replace(experts, router=router, shared_size=sizes[0], separate=True)
         if len(set(sizes)) > 1:
             raise fields.bad("feed_forward_length", "differs among layers with experts, which is not supported")
-    if _somewhere(file, "ffn_latent_down"):
-        experts = replace(experts, latents=fields.integer("moe_latent_size", 1, layout.MAX_WIDTH))
+    experts = replace(experts, latents=_latents(file, fields))
     if "blk.0.ffn_gate.0.weight" in file.tensors:
         raise ModelError(
             f"{file.path}: has a tensor for each expert, as files of 2023 do: "
@@ -761,6 +795,27 @@ def _ffns(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[F
         replace(experts, threshold=threshold) if routed else ffn
         for ffn, routed, threshold in zip(ffns, with_router, thresholds, strict=True)
     ]
+
+
+def _dense_sizes(file: GGUFFile, fields: Fields, family: Gguf, n_layers: int) -> list[int]:
+    """The neurons of each layer's dense FFN, 0 where it has none."""
+    if family.mamba:
+        return _block_numbers(fields, "feed_forward_length", n_layers, layout.MAX_WIDTH)
+    implied = family.short_conv or (family.delta and fields.has("expert_feed_forward_length"))
+    default = {"default": 1} if implied else {}
+    low = 0 if family.delta and default else 1  # Ollama's files say 0 where every layer has experts
+    sizes = fields.integers("feed_forward_length", n_layers, low, layout.MAX_WIDTH, **default)
+    return _stored_sizes(file, fields, sizes) if family.short_conv else sizes
+
+
+def _latents(file: GGUFFile, fields: Fields) -> int:
+    """Dimensions that experts compute in, 0 where these are those of the model."""
+    down = ".ffn_latent_down.weight", ".ffn_latent_in.weight"
+    shape = next((tensor.shape for name, tensor in file.tensors.items() if name.endswith(down)), None)
+    if shape is None:
+        return 0
+    stated: int = fields.integer("moe_latent_size", 1, layout.MAX_WIDTH, min(shape[0], layout.MAX_WIDTH))
+    return stated  # Ollama's files have no key for it
 
 
 def _stored_sizes(file: GGUFFile, fields: Fields, stated: list[int]) -> list[int]:
@@ -848,10 +903,17 @@ def _family(general: Fields, published: bool) -> Gguf:
             raise ModelError(f"{general.source}: GGUF files with {foreign}* metadata are not supported")
     name = str(general.text("general.architecture"))
     if name not in families:
+        if name in _OF_BITNET:
+            raise ModelError(f"{general.source}: architecture {name} is bitnet.cpp's alone: {_OF_BITNET[name]}")
         few = f"is not supported (only {', '.join(sorted(families))})"
         problem = few if published else nearest_supported(name, families)
         raise ModelError(f"{general.source}: architecture {shown(name)} {problem}")
     return families[name]
+
+
+_OF_BITNET = dict.fromkeys(
+    ("bitnet-b1.58", "bitnet-25"), "take the folder microsoft/bitnet-b1.58-2B-4T, whose weights are the same"
+)
 
 
 def _activation(fields: Fields, family: Gguf, n_layers: int, has_thresholds: bool) -> tuple[str, list[float]]:
@@ -918,7 +980,7 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
         fields.only("rope.scaling.mscale", 1.0)  # as Ollama calls it, whose files have both or none
         multiplier = fields.number("rope.scaling.mscale_all_dim", 0, layout.MAX_SCALE, 0.0)
         multiplier = fields.number("rope.scaling.yarn_log_multiplier", 0, layout.MAX_SCALE, multiplier)
-    kind, factor, original, gain = _rope_scaling(fields)
+    kind, factor, original, gain = _rope_scaling(fields, family.scaling)
     if divisors and (short or kind == "yarn" or (kind != "none" and factor != 1)):
         raise ModelError(f"{fields.source}: has both rope_freqs.weight and RoPE scaling {kind!r}")
     original = original or fields.integer("context_length", 1, layout.MAX_CONTEXT)
@@ -930,6 +992,7 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
     if short or long or kind == "longrope":
         raise ModelError(f"{fields.source}: has not both rope_factors_short.weight and rope_factors_long.weight")
     if kind == "yarn":
+        gain = _computed_times(fields, family, gain, factor)
         gain /= 1 + 0.1 * multiplier * math.log(max(factor, 1))
         return replace(
             plain, scaling="yarn", factor=factor, original_context_length=original, **_yarn(fields, factor, gain)
@@ -939,10 +1002,10 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
     return plain if kind == "none" or factor == 1 else replace(plain, scaling="linear", factor=factor)
 
 
-def _rope_scaling(fields: Fields) -> tuple[str, float, int, float]:
-    """(kind, factor, original context or 0, factor of attention)."""
+def _rope_scaling(fields: Fields, default: str) -> tuple[str, float, int, float]:
+    """(kind, factor, original context or 0, factor of attention). default: the kind where a file states none."""
     # ggml: a factor without a type means linear scaling, and a factor of 0 none; the second key is the older one
-    kind = fields.text("rope.scaling.type", "") or "linear"
+    kind = fields.text("rope.scaling.type", "") or default
     kind = "none" if kind == "default" else kind  # as config.json says it, and Ollama repeats it
     kinds = "none", "linear", "yarn", "longrope"
     if kind not in kinds:
@@ -959,6 +1022,16 @@ def _rope_scaling(fields: Fields) -> tuple[str, float, int, float]:
     if not fields.was_read("rope.scaling.yarn_log_multiplier"):
         fields.only("rope.scaling.yarn_log_multiplier", 0.0)
     return kind, factor, original, gain
+
+
+def _computed_times(fields: Fields, family: Gguf, stated: float, factor: float) -> float:
+    """The factor of YaRN beside the one that follows from the factor of the positions. Some files state both as one."""
+    if not family.whole_factor or not fields.has("rope.scaling.attn_factor"):
+        return stated
+    computed = 1 + 0.1 * math.log(max(factor, 1))
+    if not math.isclose(stated, computed, rel_tol=1e-4):
+        fields.notes.append(f"attn_factor {stated:g} replaces YaRN's {computed:.4g}, as in transformers")
+    return stated / computed
 
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}

@@ -36,7 +36,9 @@ def has_tokenizer(checkpoint: Checkpoint) -> bool:
     """Whether the model's files have a tokenizer, be it one that can be used or not."""
     if checkpoint.source == "gguf":
         return "tokenizer.ggml.model" in checkpoint.metadata
-    return (checkpoint.path / "tokenizer.json").is_file()
+    from powerinfer.text.tokenizer_folder import tokenizer_file
+
+    return tokenizer_file(checkpoint.path) is not None
 
 
 def sampling_defaults_of(checkpoint: Checkpoint) -> SamplingDefaults:

@@ -7,6 +7,10 @@ known, what llama.cpp does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+"
@@ -109,7 +113,8 @@ _KIMI_K2 = PreTokenizer(
         rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN}[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}])+"
         rf"{_NO_HAN}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}])*{_CONTRACTIONS}?"
         r"|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+",
-    )
+    ),
+    ignore_merges=True,
 )
 _MAIN = (  # a mark of punctuation goes with the letters after it
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
@@ -211,3 +216,17 @@ _ROWS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((r"[\p{N}]+", *_THREES)), "superbpe"),
 )
 PRE_TOKENIZERS = {name: row for row, names in _ROWS for name in names.split()}
+
+
+def byte_level(vocab: dict[str, int], merges: Any, pre: PreTokenizer) -> tokenizers.Tokenizer:
+    """The library's tokenizer of byte-level merges: pieces by id in `vocab`, pairs of pieces in `merges`."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    engine = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits_alone else []
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*digits, *splits, level])
+    if pre.nfc:
+        engine.normalizer = normalizers.NFC()
+    return engine

@@ -1,4 +1,4 @@
-"""A tokenizer from a Hugging Face folder: tokenizer.json and the small JSON files beside it."""
+"""A tokenizer from a Hugging Face folder: tokenizer.json or tiktoken.model, and the small JSON files beside it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.text.tokenizer import Added, Engine, Tokenizer, Vocabulary, ends_of_generation, native_errors
+from powerinfer.text.tokenizer_ranks import FILE, engine_of_ranks
 
 if TYPE_CHECKING:
     import tokenizers
@@ -23,25 +24,35 @@ _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def tokenizer_from_folder(path: str | PathLike[str]) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (tokenizer.json and the files beside it).
+    """The tokenizer of a Hugging Face folder (tokenizer.json or tiktoken.model, and the files beside it).
 
     ModelError if the files are malformed or require something unsupported.
     """
     folder = Path(path)
-    if not (folder / "tokenizer.json").is_file():
+    file = tokenizer_file(folder)
+    if file is None:
         raise ModelError(
-            f"{folder} has no tokenizer.json: copy it from the model's repository, or from that of its base model; "
-            "transformers writes it for any tokenizer: tokenizer.save_pretrained(folder)"
+            f"{folder} has no tokenizer.json: copy it from the model's repository, or from that of its base model; if "
+            "those have none, take a GGUF file, or have transformers write it, tokenizer.save_pretrained(folder), "
+            "which it can for most"
         )
-    data = _read(folder / "tokenizer.json", MAX_FILE_BYTES)
+    data = _read(file, MAX_FILE_BYTES)
     import tokenizers
 
-    with native_errors(f"{folder / 'tokenizer.json'}"):
-        engine = tokenizers.Tokenizer.from_buffer(data)
+    with native_errors(f"{file}"):
+        if file.name == FILE:
+            engine = engine_of_ranks(data, _side_file(folder / "tokenizer_config.json"))
+        else:
+            engine = tokenizers.Tokenizer.from_buffer(data)
         engine.no_truncation()
         engine.no_padding()
         vocabulary = _vocabulary(engine, folder)
     return Tokenizer(vocabulary, lambda: Engine(engine))
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The file with the vocabulary in a Hugging Face folder, if it has one that can be read."""
+    return next((folder / name for name in ("tokenizer.json", FILE) if (folder / name).is_file()), None)
 
 
 def _read(path: Path, limit: int) -> bytes:
@@ -116,7 +127,7 @@ def _add_configured(engine: tokenizers.Tokenizer, config: dict[str, Any]) -> Non
             flags = {name: bool(fields.get(name)) for name in names}
             engine.add_tokens([AddedToken(fields["content"], **flags)])
         if engine.token_to_id(fields["content"]) != at:
-            raise ModelError(f"tokenizer_config.json and tokenizer.json give {fields['content'][:40]!r} different ids")
+            raise ModelError(f"tokenizer_config.json and the vocabulary give {fields['content'][:40]!r} different ids")
     added = engine.get_added_tokens_decoder()
     special = {token.content for token in added.values() if token.special}
     named = [_token_fields(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.errors import ModelError
 from powerinfer.text import bpe
-from powerinfer.text.pre_tokenizers import PRE_TOKENIZERS
+from powerinfer.text.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from powerinfer.text.tokenizer import Added, Encode, Engine, Tokenizer, Vocabulary, ends_of_generation
 
 if TYPE_CHECKING:
@@ -105,6 +105,13 @@ class _GGUF:
             return None
         return token
 
+    def _listed_ends(self) -> set[int]:
+        """The tokens of `eos_token_ids`, in which Ollama's files have all of generation_config.json."""
+        values = self._metadata.get("tokenizer.ggml.eos_token_ids", [])
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise ModelError("tokenizer.ggml.eos_token_ids is not a list of token ids")
+        return {value for value in values if 0 <= value < len(self.pieces)}
+
     def infill(self) -> dict[str, int]:
         """The tokens around the parts of a file, by the name of the part."""
         stated = {part: [token for name in names if (token := self._token(name)) is not None]
@@ -141,7 +148,7 @@ class _GGUF:
     def vocabulary(self, **fields: Any) -> Vocabulary:
         """A Vocabulary with the fields that all models share, completed by `fields`."""
         control = {at for at, kind in self.types.items() if kind in (CONTROL, UNKNOWN)}
-        ends = {at for name in _ENDS if (at := self.ids[name]) is not None}
+        ends = {at for name in _ENDS if (at := self.ids[name]) is not None} | self._listed_ends()
         named = set(ends_of_generation(self.vocab, control).values())
         # A piece of one character that a file names by mistake, "!" for bos, stays what it is.
         by_id = {at for at in (*ends, self.ids["bos"]) if at is not None and len(self.pieces[at]) > 1}
@@ -200,17 +207,8 @@ def _gguf_byte_level(gguf: _GGUF) -> Tokenizer:
     )
 
     def build() -> Engine:
-        from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
-
-        pairs: Any = [tuple(entry.split(" ")) for entry in merges]
-        engine = Tokenizer(models.BPE(gguf.vocab, pairs, ignore_merges=pre.ignore_merges))
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits_alone else []
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        engine.pre_tokenizer = pre_tokenizers.Sequence([*digits, *splits, level])
-        if pre.nfc:
-            engine.normalizer = normalizers.NFC()
-        return _with_added(engine, vocabulary)
+        pairs = [tuple(entry.split(" ")) for entry in merges]
+        return _with_added(byte_level(gguf.vocab, pairs, pre), vocabulary)
 
     def small() -> Encode:
         words = bpe.ascii_words(("[0-9]", *pre.patterns) if pre.digits_alone else pre.patterns)

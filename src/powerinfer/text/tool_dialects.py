@@ -36,6 +36,12 @@ MINIMAX_M3 = ToolFormat(
     between="\n", end=f"\n{_NS}</tool_call>", body="tagged", name_end='">', key_begin=f"{_NS}<", key_end=">",
     value_end=f"{_NS}</{HOLE}>", nested=_NS,
 )  # fmt: skip
+MUSE = ToolFormat(
+    "muse", section=f"to={HOLE}<|message|><atem:function_calls>\n", call_begin='<atem:invoke name="', name_end='">\n',
+    call_end="\n</atem:invoke>", between="\n", end="\n</atem:function_calls>", body="tagged",
+    key_begin='<atem:parameter name="', key_end='">', value_end="</atem:parameter>",
+    dropped=("<|eom|>", "<|start|>assistant"),
+)  # fmt: skip
 GRANITE_3 = ToolFormat("granite3", section="<|tool_call|>", listed=True, history="text")
 LFM2 = ToolFormat(
     "lfm2", section="<|tool_call_start|>", end="<|tool_call_end|>", listed=True, body="keywords", name_end="(",
@@ -48,6 +54,7 @@ _CALLING = (
     _DialectRow(FUNCTIONARY_3_2, (">>>all", "recipient")),
     _DialectRow(MINIMAX_M3, (_NS, "<invoke name=", "tool_calls")),
     _DialectRow(FIREFUNCTION, ("functools[", "functions")),
+    _DialectRow(MUSE, ("<atem:function_calls>", " to=", "<|eom|>")),
     _DialectRow(PHI4_MINI, ("<|tool|>", "message['tools']")),
     _DialectRow(replace(LLAMA, also=("<|python_tag|>",)), ("<|python_tag|>", "Respond in the format"), ("<function=",)),
     _DialectRow(LLAMA, ('"parameters": dictionary of argument name', "tools"), ("<function=",)),

@@ -39,17 +39,16 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 _FIRST = "first_k_dense_replace"
 
 
-def _read_types(fields: Fields, n_layers: int) -> tuple[list[str], bool]:
+def _read_types(fields: Fields, n_layers: int) -> tuple[Sequence[str], bool]:
     """The kind of each layer's attention, and whether positions are rotated in all dense layers."""
     first = fields.integer(_FIRST, 0, n_layers, 0)
     of_dense, interval = (
         fields.integer(key, 1, layout.MAX_LAYERS)
         for key in ("prefix_dense_sliding_window_pattern", "sliding_window_pattern")
     )
-    if fields.has("layer_types"):
-        return read_layer_types(fields, n_layers), of_dense == 1
     places = [(layer + 1, of_dense) if layer < first else (layer + 1 - first, interval) for layer in range(n_layers)]
-    return [LOCAL if place % every else GLOBAL for place, every in places], of_dense == 1
+    pattern = [LOCAL if place % every else GLOBAL for place, every in places]
+    return read_layer_types(fields, n_layers, default=pattern), of_dense == 1
 
 
 def _read_ffns(family: Folder, fields: Fields, dense: Sequence[bool]) -> list[FfnKind]:

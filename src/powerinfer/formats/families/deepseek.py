@@ -116,4 +116,4 @@ FOLDERS = (
 LATENT_GGUF = Gguf(
     "deepseek2", "silu", interleaved=True, experts=UNNORMALISED, latent=True, growth=_read_gguf_growth
 )  # fmt: skip
-GGUFS = (LATENT_GGUF,)
+GGUFS = (LATENT_GGUF, replace(LATENT_GGUF, architecture="glm4moelite"))  # the second: Ollama's of GLM-4.7-Flash

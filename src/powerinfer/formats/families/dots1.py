@@ -6,16 +6,15 @@ from powerinfer.formats import layout
 from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_DEFAULTS, SIGMOIDS, Folder, Gguf
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import read_deepseek_experts, read_layer_types, read_window
-from powerinfer.formats.folder_rope import LOCAL
+from powerinfer.formats.folder_rope import GLOBAL, LOCAL
 
 
 def _read_windows(fields: Fields, n_layers: int) -> list[int | None]:
     """The window of `max_window_layers` and those behind it, or of those that `layer_types` names."""
     first = fields.integer("max_window_layers", 0, layout.MAX_CONTEXT, 62)
-    slides = [layer >= first for layer in range(n_layers)]
-    if fields.has("layer_types"):
-        slides = [kind == LOCAL for kind in read_layer_types(fields, n_layers)]
-    return [window if one else None for window, one in zip(read_window(fields, n_layers), slides, strict=True)]
+    kinds = read_layer_types(fields, n_layers, default=[LOCAL if at >= first else GLOBAL for at in range(n_layers)])
+    windows = zip(read_window(fields, n_layers), kinds, strict=True)
+    return [window if kind == LOCAL else None for window, kind in windows]
 
 
 FOLDERS = (

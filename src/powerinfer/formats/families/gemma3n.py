@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 
 from powerinfer.config import GAUSSIAN, AltUpConfig, FfnConfig, ModelConfig
 from powerinfer.formats import layout
-from powerinfer.formats.families.gemma4 import drop_unused, unscaled
-from powerinfer.formats.family import FOUR_NORMS, Folder, Gguf, Tensors
+from powerinfer.formats.families.gemma4 import INPUT_NAMES, drop_unused, rename_parameters, unscaled
+from powerinfer.formats.family import Folder, Gguf
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_parts import (
     add_biases,
@@ -26,7 +27,6 @@ from powerinfer.formats.folder_parts import (
 )
 from powerinfer.formats.folder_rope import read_ropes
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import keep_text
 
 _CUT_LAYERS, _CUT_SHARE = 10, 0.95  # where nothing is stated: of the first layers, the share of neurons that are zero
 _SOURCE_LAYERS = 20  # in llama.cpp: from here on they read the keys and values of others, whatever the file says
@@ -42,7 +42,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     ffns = _cut([FfnConfig(size, activation) for size in sizes], _cutoffs(fields, n_layers))
     config = add_layers(family, config, sharing_keys(fields, attentions, first), ffns)
     streams = fields.integer("altup_num_inputs", 1, layout.MAX_WIDTH)
-    fields.get("altup_coef_clip", None)  # of a training
+    for key in ("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar"):
+        fields.get(key, None)  # of a training; the last has no effect in the class
     return replace(
         config,
         layer_inputs=fields.integer("hidden_size_per_layer_input", 1, layout.MAX_WIDTH),
@@ -112,29 +113,12 @@ def _stated_cutoffs(fields: Fields, n_layers: int) -> list[float | None]:
     return [float(one) if one > -layout.MAX_SCALE else None for one in values]
 
 
-def _rename(stored: Tensors) -> list[str]:
-    """Names as of other layers, without what reads pictures and sound, which a note is about."""
-    notes = keep_text(stored)
-    for name in [name for name in stored if name.endswith(".correct_output_scale")]:
-        stored[f"{name}.weight"] = stored.pop(name)
-    return notes
-
-
 _NAMES = replace(
-    FOUR_NORMS,
-    outer=FOUR_NORMS.outer
-    | {
-        "input_table": "model.embed_tokens_per_layer",
-        "inputs_projection": "model.per_layer_model_projection",
-        "inputs_norm": "model.per_layer_projection_norm",
-        "altup_in": "model.altup_projections.{}",
-        "altup_out": "model.altup_unembed_projections.{}",
-    },
+    INPUT_NAMES,
+    outer=INPUT_NAMES.outer
+    | {"altup_in": "model.altup_projections.{}", "altup_out": "model.altup_unembed_projections.{}"},
 ).extended(
     {
-        "input_gate": "per_layer_input_gate",
-        "input_out": "per_layer_projection",
-        "input_norm": "post_per_layer_input_norm",
         "altup_router": "altup.modality_router",
         "altup_norm": "altup.router_norm",
         "altup_predict": "altup.prediction_coefs",
@@ -158,7 +142,8 @@ FOLDERS = (
             "altup_correct_scale": True, "altup_num_inputs": 4, "num_kv_shared_layers": 15, "laurel_rank": 64,
         },
         keys={"hidden_act": "hidden_activation"}, theta=1e6, qk_norm="head",
-        activations={"gelu_pytorch_tanh": "gelu_tanh"}, norms="both", names=_NAMES, rename=_rename, make=drop_unused,
+        activations={"gelu_pytorch_tanh": "gelu_tanh"}, norms="both", names=_NAMES,
+        rename=partial(rename_parameters, (".correct_output_scale",)), make=drop_unused,
     ),
 )  # fmt: skip
 GGUFS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,10 +125,11 @@ def drop_unused(config: ModelConfig, stored: Tensors, source: str) -> dict[str, 
     return {}
 
 
-def _rename(stored: Tensors) -> list[str]:
-    """Names as of other layers, without what reads pictures and sound, which a note is about."""
+def rename_parameters(ends: tuple[str, ...], stored: Tensors) -> list[str]:
+    """Names as of other layers, of those with these ends, without what reads pictures and sound, which a note is
+    about."""
     notes = keep_text(stored)
-    for name in [name for name in stored if name.endswith(_PARAMETERS)]:
+    for name in [name for name in stored if name.endswith(ends)]:
         stored[f"{name}.weight"] = stored.pop(name)
     return notes
 
@@ -137,7 +139,7 @@ _PARAMETERS = (
 )  # fmt: skip
 """The ends of the names of tensors that are parameters of their own, not weights of a module."""
 
-_NAMES = replace(
+INPUT_NAMES = replace(
     FOUR_NORMS,
     outer=FOUR_NORMS.outer
     | {
@@ -150,6 +152,12 @@ _NAMES = replace(
         "input_gate": "per_layer_input_gate",
         "input_out": "per_layer_projection",
         "input_norm": "post_per_layer_input_norm",
+    }
+)
+"""Names with inputs of layers."""
+
+_NAMES = INPUT_NAMES.extended(
+    {
         "out_scale": "layer_scalar",
         **{f"shared_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
         "router": "router.proj",
@@ -182,8 +190,8 @@ _TEXT = Folder(
         "hidden_size_per_layer_input": 256,
     },
     keys={"hidden_act": "hidden_activation"}, qk_norm="head",
-    activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED, norms="both", names=_NAMES, fused=_fused, rename=_rename,
-    make=drop_unused,
+    activations={"gelu_pytorch_tanh": "gelu_tanh"} | GATED, norms="both", names=_NAMES, fused=_fused,
+    rename=partial(rename_parameters, _PARAMETERS), make=drop_unused,
 )  # fmt: skip
 FOLDERS = (
     _TEXT,

@@ -7,6 +7,7 @@ hold neighbouring elements; other experts are transposed, [in, out].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -153,6 +154,10 @@ FOLDERS = (
         make=take_experts,
     ),
 )  # fmt: skip
+_GGUF = Gguf(
+    "gpt-oss", "swiglu_oai", full_every=2, single_rope=True, sinks=True, experts=NORMALISED, names=SECOND_NORM
+)
 GGUFS = (
-    Gguf("gpt-oss", "swiglu_oai", full_every=2, single_rope=True, sinks=True, experts=NORMALISED, names=SECOND_NORM),
+    _GGUF,
+    replace(_GGUF, architecture="gptoss", names={"o": "attn_out"}, scaling="yarn", pre_tokenizer="gpt-4o"),  # Ollama's
 )

@@ -15,6 +15,7 @@ from powerinfer.formats.folder_parts import (
     read_layer_types,
     read_local_experts,
     read_plain,
+    read_switches,
 )
 from powerinfer.formats.folder_rope import GLOBAL, LOCAL
 from powerinfer.formats.source import Fused, Names
@@ -44,12 +45,13 @@ def _read_windows(family: Folder, fields: Fields, config: ModelConfig, n_layers:
     """Layers with a window and without; each has a base of the rotary embedding, where 0 means none of it."""
     config = _read(family, fields, config, n_layers)
     window = fields.integer("sliding_window", 1, layout.MAX_CONTEXT)
-    types = [LOCAL if layer % 4 else GLOBAL for layer in range(n_layers)]
-    if fields.has("layer_types"):
-        types = read_layer_types(fields, n_layers)
+    types = read_layer_types(fields, n_layers, default=[LOCAL if at % 4 else GLOBAL for at in range(n_layers)])
     bases: list[float | None] = [None] * n_layers
     if fields.has("layer_rope_theta"):
         bases = [*fields.numbers("layer_rope_theta", n_layers, 0, layout.MAX_THETA)]
+        turning = [int(theta != 0) for theta in bases]
+        if fields.has("no_rope_layers") and read_switches(fields, "no_rope_layers", n_layers, 1) != turning:
+            raise fields.bad("no_rope_layers", "is not 0 where layer_rope_theta is, and 1 elsewhere")
     layers = []
     for layer, kind, theta in zip(config.layers, types, bases, strict=True):
         heads = replace(layer.heads, window=window if kind == LOCAL else None, sinks=True)

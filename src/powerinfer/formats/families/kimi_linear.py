@@ -6,37 +6,43 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from powerinfer.config import AttentionKind, ChannelDeltaConfig, FfnKind, LatentAttentionConfig, ModelConfig
+from powerinfer.config import AttentionKind, ChannelDeltaConfig, LatentAttentionConfig, ModelConfig
 from powerinfer.formats import layout
 from powerinfer.formats.families.deepseek import LATENT_GGUF, LATENT_NAMES, fuse_latents, read_v3
 from powerinfer.formats.family import LLAMA_DEFAULTS, SIGMOIDS, Folder, Tensors
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import read_deepseek_experts, read_layer_types
+from powerinfer.formats.folder_parts import read_deepseek_experts, read_layer_types, read_mixed_activation
 from powerinfer.formats.folder_rope import GLOBAL
 from powerinfer.formats.mapped import shown
 from powerinfer.formats.tensors import RawTensor
 
 _LINEAR = "linear_attention"
-_OF_LINEAR = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
-_OF_LINEAR["linear_conv_kernel_dim"] = "short_conv_kernel_size"
+_OF_LINEAR = {
+    "head_dim": ("linear_head_dim", layout.MAX_HEAD_DIM), "num_heads": ("linear_num_heads", layout.MAX_HEADS),
+    "short_conv_kernel_size": ("linear_conv_kernel_dim", layout.MAX_HEAD_DIM),
+}  # fmt: skip
+"""Keys of `linear_attn_config`: what `transformers` calls them, and the largest number."""
 
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     fields.only("mla_use_nope", True)
+    fields.only("mla_use_output_gate", False)
     fields.only("moe_router_activation_func", "sigmoid")
     linear: Any = fields.get("linear_attn_config", {})
     if type(linear) is not dict:
         raise fields.bad("linear_attn_config", f"is {shown(linear)}, not an object")
-    stated = {own: linear[key] for own, key in _OF_LINEAR.items() if key in linear}
-    inner = Fields({key: fields.get(key, None) for key in _OF_LINEAR} | stated, fields.source)
+    inner = Fields(linear, f"{fields.source}: linear_attn_config")
+    inner.only("gate_lower_bound")  # Kimi K3's, as the next
+    inner.only("use_full_rank_gate", False)
     dim, heads, taps = (
-        inner.integer(key, 1, high)
-        for key, high in zip(_OF_LINEAR, (layout.MAX_HEAD_DIM, layout.MAX_HEADS, layout.MAX_HEAD_DIM), strict=True)
+        inner.integer(key, 1, high, fields.integer(other, 1, high)) for key, (other, high) in _OF_LINEAR.items()
     )
     config = read_v3(family, fields, config, n_layers)
-    delta = ChannelDeltaConfig(heads, dim, heads, dim, taps)
+    delta = ChannelDeltaConfig(heads, dim, heads, dim, taps, activation=read_mixed_activation(fields))
+    types = _read_types(fields, inner, n_layers)
+    fields.notes += [f"{shown(key)[1:-1]} of linear_attn_config is not read" for key in inner.unread()]
     layers = []
-    for layer, kind in zip(config.layers, _read_types(fields, linear, n_layers), strict=True):
+    for layer, kind in zip(config.layers, types, strict=True):
         latent = layer.attention
         assert isinstance(latent, LatentAttentionConfig)
         attention: AttentionKind = delta if kind == _LINEAR else replace(latent, rope=None)
@@ -44,32 +50,17 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     return replace(config, layers=tuple(layers))
 
 
-def _read_types(fields: Fields, linear: dict[str, Any], n_layers: int) -> list[str]:
+def _read_types(fields: Fields, linear: Fields, n_layers: int) -> Sequence[str]:
     """The kind of each layer, stated or by the numbers, from 1, of those with either."""
+    numbers: list[Any] = [linear.get(key, None) for key in ("full_attn_layers", "kda_layers")]
     if fields.has("layer_types"):
         return read_layer_types(fields, n_layers, other=_LINEAR)
-    numbers = [linear.get(key) for key in ("full_attn_layers", "kda_layers")]
     if None in numbers:
         return [GLOBAL if layer and layer % 4 == 0 else _LINEAR for layer in range(n_layers)]
     full, kda = ([] if type(listed) is not list else listed for listed in numbers)
     if sorted([*full, *kda], key=repr) != sorted(range(1, n_layers + 1), key=repr):
         raise fields.bad("linear_attn_config", f"does not name each of {n_layers} layers once")
     return [GLOBAL if layer in full else _LINEAR for layer in range(1, n_layers + 1)]
-
-
-_OF_EXPERTS = {
-    "n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token", "n_group": "num_expert_group",
-    "n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize",
-}  # fmt: skip
-
-
-def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[FfnKind]:
-    """Experts as of DeepSeek-V3, most of whose keys have other names here."""
-    keys: tuple[str, ...] = ("topk_group", "routed_scaling_factor", "moe_intermediate_size", "intermediate_size")
-    keys += ("hidden_act", "first_k_dense_replace", "mlp_layer_types")
-    values = {key: fields.get(key, None) for key in keys}
-    values |= {key: fields.get(other, fields.get(key, None)) for key, other in _OF_EXPERTS.items()}
-    return read_deepseek_experts(family, Fields(values, fields.source), n_layers)
 
 
 def _rename(stored: Tensors) -> list[str]:
@@ -96,13 +87,17 @@ FOLDERS = (
         "kimi_linear", ("KimiLinearForCausalLM",), _read, replaces_code=True,
         defaults=LLAMA_DEFAULTS | {
             "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
-            "num_attention_heads": 32, "rms_norm_eps": 1e-5, "model_max_length": 1048576, "first_k_dense_replace": 1,
-            "num_experts": 256, "num_shared_experts": 1, "moe_intermediate_size": 1024, "moe_renormalize": True,
-            "num_experts_per_token": 8, "routed_scaling_factor": 2.446, "linear_head_dim": 128, "linear_num_heads": 32,
-            "linear_conv_kernel_dim": 4,
+            "num_attention_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 1048576,
+            "first_k_dense_replace": 1, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 1024,
+            "norm_topk_prob": True, "num_experts_per_tok": 8, "routed_scaling_factor": 2.446, "linear_head_dim": 128,
+            "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
         },
-        keys={"max_position_embeddings": "model_max_length"},
-        ffns=_read_experts, names=_NAMES, fused=fuse_latents, rename=_rename,
+        other_keys={
+            "num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts", "num_expert_group": "n_group",
+            "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
+            "moe_renormalize": "norm_topk_prob", "model_max_length": "max_position_embeddings",
+        },
+        mixed_act=True, ffns=read_deepseek_experts, names=_NAMES, fused=fuse_latents, rename=_rename,
     ),
 )  # fmt: skip
 GGUFS = (

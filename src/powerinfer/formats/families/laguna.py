@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from powerinfer.config import AttentionConfig, FfnConfig, FfnKind, GatedAttentionConfig, ModelConfig, RopeConfig
+from powerinfer.config import AttentionConfig, FfnConfig, FfnKind, ModelConfig, RopeConfig
 from powerinfer.formats import layout
 from powerinfer.formats.family import EXPERTS_NAMES, GLM_EXPERTS, LLAMA_DEFAULTS, SIGMOIDS, Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
@@ -31,10 +31,6 @@ _ROPES = {
 }
 
 
-def _gated(heads: AttentionConfig) -> GatedAttentionConfig:
-    return GatedAttentionConfig(**vars(heads), by_head=True)
-
-
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     fields.only("gating", True, "per-head")
     fields.only("moe_apply_router_weight_on_input", False)
@@ -47,7 +43,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     ropes = read_ropes(family, fields, config, heads, None)
     (window,) = set(read_window(fields, n_layers))
     attentions = [
-        _gated(replace(heads, n_heads=n, rope=ropes[kind], window=window if kind == LOCAL else None))
+        replace(heads, n_heads=n, rope=ropes[kind], window=window if kind == LOCAL else None).gated(by_head=True)
         for n, kind in zip(counts, read_layer_types(fields, n_layers), strict=True)
     ]
     return add_layers(family, config, attentions, _read_ffns(family, fields, n_layers))
@@ -92,7 +88,7 @@ def _change(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionC
         dim = fields.integer(f"rope.{dims}", 2, heads[0].head_dim, dim)
         theta = fields.number(f"rope.{base}", 1.0001, layout.MAX_THETA, theta)
     ropes = {True: _factored(fields, heads[0].rope), False: RopeConfig(theta, dim)}
-    return [_gated(replace(one, rope=ropes[one.window is None])) for one in heads]
+    return [replace(one, rope=ropes[one.window is None]).gated(by_head=True) for one in heads]
 
 
 def _check_ollama(fields: Fields) -> None:

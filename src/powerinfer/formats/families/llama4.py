@@ -41,9 +41,8 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
     qk_norm = "plain" if fields.flag("use_qk_norm", True) else None  # as good as behind the rotation
     chunk = fields.integer("attention_chunk_size", 1, layout.MAX_CONTEXT, None)
     turns = _read_turns(fields, n_layers)
-    kinds = [_CHUNKED if turn and chunk is not None else GLOBAL for turn in turns]
-    if fields.has("layer_types"):
-        kinds = read_layer_types(fields, n_layers, other=_CHUNKED)
+    pattern = [_CHUNKED if turn and chunk is not None else GLOBAL for turn in turns]
+    kinds = read_layer_types(fields, n_layers, other=_CHUNKED, default=pattern)
     if _CHUNKED in kinds and chunk is None:
         raise fields.bad("attention_chunk_size", "is missing, and layer_types has chunks")
     rotated, unrotated = replace(heads, rope=rope, qk_norm=qk_norm), _grown(fields, heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from powerinfer.config import AttentionConfig, GatedAttentionConfig, ModelConfig
+from powerinfer.config import AttentionConfig, ModelConfig
 from powerinfer.formats import layout
 from powerinfer.formats.family import FOUR_NORMS, Folder, Gguf
 from powerinfer.formats.fields import Fields
@@ -17,9 +17,7 @@ from powerinfer.formats.source import keep_text
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     """The base is that of `rope_parameters` whatever number `layer_rope_theta` has, as in the class."""
     fourth = [not (n_layers - 1 - layer) % 4 for layer in range(n_layers)]  # backwards from the last
-    types = [GLOBAL if is_fourth else LOCAL for is_fourth in fourth]
-    if fields.has("layer_types"):
-        types = read_layer_types(fields, n_layers)
+    types = read_layer_types(fields, n_layers, default=[GLOBAL if is_fourth else LOCAL for is_fourth in fourth])
     turning = [not is_fourth for is_fourth in fourth]
     if fields.has("layer_rope_theta"):
         turning = [base != 0 for base in fields.numbers("layer_rope_theta", n_layers, 0, layout.MAX_THETA)]
@@ -39,7 +37,7 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
 
 
 def _gated(fields: Fields, heads: Sequence[AttentionConfig]) -> list[AttentionConfig]:
-    return [GatedAttentionConfig(**vars(one)) for one in heads]
+    return [attention.gated() for attention in heads]
 
 
 FOLDERS = (

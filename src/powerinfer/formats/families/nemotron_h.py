@@ -166,7 +166,12 @@ FOLDERS = (
 _GGUF = Gguf(
     "nemotron_h", "relu2", gated=False, mamba=True, separate=True, unrotated=True, names={"ffn_norm": "attn_norm"}
 )
+_WITH_EXPERTS = replace(
+    _GGUF, architecture="nemotron_h_moe", experts=RouterConfig(1, scoring="sigmoid", correction=True),
+    ollama_names={"latent_in": "ffn_latent_in", "latent_out": "ffn_latent_out"},
+)  # fmt: skip
 GGUFS = (
     _GGUF,
-    replace(_GGUF, architecture="nemotron_h_moe", experts=RouterConfig(1, scoring="sigmoid", correction=True)),
+    _WITH_EXPERTS,
+    replace(_WITH_EXPERTS, architecture="nemotron_h_omni"),  # Ollama's, with what reads pictures and sound
 )

@@ -78,8 +78,10 @@ FOLDERS = (
         qk_norm="width", ffns=_read_experts, names=EXPERTS_NAMES,
     ),
 )  # fmt: skip
+_GGUF2 = Gguf("olmo2", "silu", norms="output", qk_norm="width", full_every=4, whole_factor=True)  # OLMo 3 has windows
 GGUFS = (
     Gguf("olmo", "silu", norm="layer", interleaved=True, plain_norms=True, change=_clip),
-    Gguf("olmo2", "silu", norms="output", qk_norm="width", full_every=4),  # the window is OLMo 3's
+    _GGUF2,
+    replace(_GGUF2, architecture="olmo3", pre_tokenizer="dbrx"),  # as Ollama calls it
     Gguf("olmoe", "silu", qk_norm="width", experts=UNNORMALISED),
 )

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from powerinfer.config import (
-    MIXED_ACTIVATIONS,
     AttentionKind,
     DeltaNetConfig,
     ExpertsConfig,
@@ -17,9 +16,7 @@ from powerinfer.config import (
 from powerinfer.formats import layout
 from powerinfer.formats.family import (
     EXPERTS_NAMES,
-    GATED,
     LLAMA_DEFAULTS,
-    MIXED_ACT,
     NORMALISED,
     SECOND_NORM,
     Folder,
@@ -27,9 +24,15 @@ from powerinfer.formats.family import (
     Tensors,
 )
 from powerinfer.formats.fields import Fields
-from powerinfer.formats.folder_parts import add_layers, read_ffn, read_heads, read_layer_types, read_qwen_experts
+from powerinfer.formats.folder_parts import (
+    add_layers,
+    read_ffn,
+    read_heads,
+    read_layer_types,
+    read_mixed_activation,
+    read_qwen_experts,
+)
 from powerinfer.formats.folder_rope import GLOBAL, read_rope
-from powerinfer.formats.mapped import shown
 from powerinfer.formats.source import ONLY_TEXT, Fused, Names, SingleTensor
 
 _LINEAR = "linear_attention"
@@ -37,24 +40,16 @@ _LINEAR = "linear_attention"
 
 def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) -> ModelConfig:
     fields.only("attention_bias", False)
-    stated = fields.text(MIXED_ACT, fields.text("hidden_act"))
-    mixed = GATED.get(stated, "")
-    if mixed not in MIXED_ACTIVATIONS:
-        raise fields.bad(
-            MIXED_ACT if fields.has(MIXED_ACT) else "hidden_act",
-            f"is {shown(stated)}, also behind the convolution of Gated DeltaNet, as in transformers; only "
-            f"{', '.join(MIXED_ACTIVATIONS)} are supported there: give {MIXED_ACT} if the model has one of them",
-        )
     heads = read_heads(family, fields, config)
     rope = read_rope(family, fields, config, heads)
-    attention = GatedAttentionConfig(**vars(replace(heads, rope=rope, qk_norm="head")))
+    attention = replace(heads, rope=rope, qk_norm="head").gated()
     delta = DeltaNetConfig(
         fields.integer("linear_num_key_heads", 1, layout.MAX_HEADS),
         fields.integer("linear_key_head_dim", 1, layout.MAX_HEAD_DIM),
         fields.integer("linear_num_value_heads", 1, layout.MAX_HEADS),
         fields.integer("linear_value_head_dim", 1, layout.MAX_HEAD_DIM),
         fields.integer("linear_conv_kernel_dim", 1, layout.MAX_HEAD_DIM),
-        activation=mixed,
+        activation=read_mixed_activation(fields),
     )
     interval = fields.integer("full_attention_interval", 1, layout.MAX_LAYERS, 4)
     kinds: dict[str, AttentionKind] = {_LINEAR: delta, GLOBAL: attention}
