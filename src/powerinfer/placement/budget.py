@@ -270,10 +270,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     config, layers, head, slots = model.config, division.layers, division.head, division.slots
     inside = division.inside
     of_cache = slice(layers, config.n_layers + 1 - division.draft)
-    logits = work.requests
-    if model.inventory.draft:  # of the head, and of steps with drafts
-        logits += min(work.tokens, work.requests * UNDO_TOKENS)
-    scratch = model.scratch_bytes(work.tokens, logits)
+    scratch = model.scratch_bytes(work.tokens, _logit_rows(model, work))
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
         scratch += 2 * 8 * sum(config.ffn_sizes[:layers])
@@ -303,6 +300,11 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
         )
         held["predictor"] += sum(_panels(model.ram_expert_predictor(layer)) for layer in cold)
     return held
+
+
+def _logit_rows(model: Model, work: Workload) -> int:
+    """Rows of logits that a step makes at most: with a draft head those of its drafts, and the head's."""
+    return work.requests + (min(work.tokens, work.requests * UNDO_TOKENS) if model.inventory.draft else 0)
 
 
 def bundle_bytes(model: Model, predicted: bool) -> int:

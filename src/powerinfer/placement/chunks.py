@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 CHUNKS = 8192, 4096, 2048
 """Tokens to choose from."""
 
-GIVEN = 12
-"""Longer chunks get at most 1/GIVEN of either memory, which decode could use: a step with 2,048 tokens takes about a
+SHARE = 12
+"""Longer chunks get at most 1/SHARE of either memory, which decode could use: a step with 2,048 tokens takes about a
 fourth of the time of four with 512 while weights stream, and decode loses no more than that share of what is hot."""
 
 
@@ -29,7 +29,7 @@ def with_long_chunks(request: PlanRequest) -> PlanRequest:
     for tokens in CHUNKS:
         chunk = min(tokens, request.context)
         longer = replace(request, chunk=chunk)
-        if chunk > request.chunk and _streams(longer.claims_if_any()) and _given(request, longer, limits):
+        if chunk > request.chunk and _streams(longer.claims_if_any()) and _fits(request, longer, limits):
             return longer
     return request
 
@@ -39,7 +39,7 @@ def _streams(claims: Claims | RequestError) -> bool:
     return not isinstance(claims, RequestError) and claims.staging > 0 and claims.disk is None
 
 
-def _given(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) -> bool:
+def _fits(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) -> bool:
     """Whether the working memory of longer chunks takes little more of VRAM and RAM."""
 
     def scratch(planned: PlanRequest) -> tuple[int, int]:
@@ -47,4 +47,4 @@ def _given(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) -
         return claims.gpu["scratch"], claims.cpu["scratch"]
 
     pairs = zip(scratch(request), scratch(longer), limits, strict=True)
-    return all(GIVEN * (after - before) <= limit for before, after, limit in pairs)
+    return all(SHARE * (after - before) <= limit for before, after, limit in pairs)
