@@ -8,7 +8,7 @@ import pytest
 
 from powerinfer.config import DEFAULT_CHUNK, EngineConfig, PlanConfig
 from powerinfer.hardware.cards import described_machine
-from powerinfer.placement.chunks import CHUNKS, GIVEN
+from powerinfer.placement.chunks import CHUNKS, SHARE
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.request import shape_subject
 
@@ -30,13 +30,13 @@ def test_chunks_are_as_long_as_little_memory_makes_them(name: str, sizes: tuple[
         short = replace(request, chunk=DEFAULT_CHUNK)
         before, after = short.claims(), request.claims()
         assert before.staging and after.staging and not after.disk
-        assert GIVEN * (after.gpu["scratch"] - before.gpu["scratch"]) <= vram * GIB
+        assert SHARE * (after.gpu["scratch"] - before.gpu["scratch"]) <= vram * GIB
         assert request.chunk in (*CHUNKS, DEFAULT_CHUNK)
         longer = min((tokens for tokens in CHUNKS if tokens > request.chunk), default=None)
         if longer is not None:
             more = replace(request, chunk=longer).claims()
             beyond = more.gpu["scratch"] - before.gpu["scratch"], more.cpu["scratch"] - before.cpu["scratch"]
-            assert GIVEN * beyond[0] > vram * GIB or GIVEN * beyond[1] > request.hardware.cpu.memory_bytes // 2
+            assert SHARE * beyond[0] > vram * GIB or SHARE * beyond[1] > request.hardware.cpu.memory_bytes // 2
         lengths.append(request.chunk)
         made = make_plan(request)
         told = any(f"prompts are computed {request.chunk} tokens at a time" in reason for reason in made.reasons)
