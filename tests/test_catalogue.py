@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +238,7 @@ def test_families_that_run_are_not(name: str) -> None:
         ("qwen3-33b", None),  # not the 32b, nor a model of experts
         ("qwen3-31b-a3b", None),
         ("qwen3-4c", "qwen3-4b"),
+        ("phi-3.5-moe", None),
         ("smollm2-sparse", None),
         ("gpt-oss-12b", None),
         ("x" * 10**5, None),
@@ -274,7 +276,7 @@ def test_pull_lists_the_names_with_what_they_need(
 def test_speeds_are_estimates_for_the_measured_machine(
     machine: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pc = described_machine("RTX 4060", 32 << 30)
+    pc = replace(described_machine("RTX 4060", 32 << 30), disturbed=1.5)
     monkeypatch.setattr(pull_verb, "_measured", lambda: pc)
     few = {name: catalogue()[name] for name in ("qwen3-8b", "gpt-oss-120b", "qwen3.5-35b-a3b")}
     few["unknown"] = few["qwen3-8b"]
@@ -287,6 +289,7 @@ def test_speeds_are_estimates_for_the_measured_machine(
         "quantisation": "Q4_K_M", "gigabytes": 5.03, "tokens_per_second": round(expected.tok_s, 2)
     }  # fmt: skip
     assert f"{rows['qwen3-8b']['here']['tokens_per_second']:.3g} tokens/s" in err and "estimates by plan" in err
+    assert "other programs took 1.5 cores while this machine was measured" in err
     assert rows["qwen3-8b"]["needs"] == {"ram": 8, "ram_beside_8": 4, "gpu": 8}
     assert rows["gpt-oss-120b"]["here"] is None and rows["unknown"]["here"]["tokens_per_second"] is None
     assert rows["qwen3-8b"]["downloads"][1]["quantisation"] == "Q8_0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.cli import serve
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
+from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import needs
@@ -39,6 +41,14 @@ def path(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("head") / "m.gguf"
     add_draft_head(plain, target, "f16")
     return target
+
+
+def other_vocabulary(target: Path) -> Path:
+    """A model with a token that `plain` does not have."""
+    builder, name = tiny_gguf("llama"), "tokenizer.ggml."
+    tokens = next(value.items for key, _, value in builder.entries if key == f"{name}tokens")
+    changed = {"tokens": ["abd" if token == "abc" else token for token in tokens], "merges": ["a b", "ab d"]}
+    return builder.drop(f"{name}tokens").drop(f"{name}merges").fields(changed, name).write(target)
 
 
 def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -83,15 +93,61 @@ def test_smaller_models_that_are_refused(plain: Path, tmp_path: Path) -> None:
     states = delta_gguf().write(tmp_path / "states.gguf")
     with pytest.raises(RequestError, match="keep a state"):
         LLM(plain, speculate=str(states), **OPTIONS)
-    builder = tiny_gguf("llama")
-    name, other = "tokenizer.ggml.", tmp_path / "other.gguf"
-    tokens = next(value.items for key, _, value in builder.entries if key == f"{name}tokens")
-    changed = {"tokens": ["abd" if token == "abc" else token for token in tokens], "merges": ["a b", "ab d"]}
-    builder.drop(f"{name}tokens").drop(f"{name}merges").fields(changed, name).write(other)
+    other = other_vocabulary(tmp_path / "other.gguf")
     with pytest.raises(RequestError, match="its vocabulary is another one"):
         LLM(plain, speculate=str(other), **OPTIONS)
     with pytest.raises(RequestError, match=r"needs .* of RAM, and --ram gives"):
         LLM(plain, speculate=str(plain), ram=1 << 16, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("bogus", "--speculate takes auto, mtp, lookup, off or a smaller MODEL, not 'bogus': no model bogus"),
+        ("Lookup", "not 'Lookup': .*; did you mean lookup?"),
+        ("", "or a smaller MODEL, not ''$"),
+        (None, "speculate must be auto, .* a model, not None"),
+        (4, "speculate must be auto, .* not 4"),
+    ],
+)
+def test_values_that_are_refused(way: Any, message: str, plain: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        LLM(plain, speculate=way, **OPTIONS)
+
+
+def test_a_damaged_file_is_named_with_the_flag(plain: Path, tmp_path: Path) -> None:
+    (short := tmp_path / "short.gguf").write_bytes(plain.read_bytes()[:5000])
+    with pytest.raises(ModelError, match=f"--speculate {short}: "):
+        LLM(plain, speculate=str(short), **OPTIONS)
+
+
+def test_a_model_that_is_not_smaller_is_told(plain: Path, path: Path) -> None:
+    for model, told in ((plain, True), (path, False)):
+        with LLM(model, speculate=plain, **OPTIONS) as llm:  # type: ignore[arg-type]
+            assert any("this model is not smaller" in note for note in llm.notes) == told
+
+
+def test_a_server_of_several_answers_without_drafts(
+    plain: Path,
+    path: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = other_vocabulary(tmp_path / "other.gguf")
+    budget = Budget(1 << 31)
+    for model, way, line in (
+        (plain, "mtp", "no layers that predict further tokens"),
+        (other, str(path), "its vocabulary is another one"),
+    ):
+        engine = EngineConfig(**OPTIONS | {"context": 32}, speculate=way)
+        without = serve._needs(model, replace(engine, speculate="off"), budget)
+        assert serve._needs(model, engine, budget) == without
+        with serve._load("m", model, engine, lambda *_: None, budget) as llm:
+            assert llm.drafts is None
+        assert f"it answers without drafts: --speculate {way}: " in (said := caplog.messages[-1]) and line in said
+    assert main(["serve", "-m", f"a={plain}", "-m", f"b={path}", "--speculate", "bogus"]) == 2
+    assert "--speculate takes auto" in capsys.readouterr().err
 
 
 def test_quantize_keeps_the_head(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +175,7 @@ def test_a_server_counts_what_drafts_take(plain: Path, path: Path) -> None:
     for model, way, taken in ((path, "auto", with_head), (plain, str(plain), smaller)):
         with serve._load("m", model, replace(engine, speculate=way), lambda *_: None, Budget(taken.ram)) as llm:
             assert llm.drafts is not None and llm.disk is None
+            assert "(as many as its RAM holds)" in llm.choices["kv_cache"]
 
 
 def test_inspect_shows_the_head(plain: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +189,28 @@ def test_inspect_shows_the_head(plain: Path, path: Path, capsys: pytest.CaptureF
     assert main(["inspect", "-m", str(plain), *COMMAND, "--json"]) == 0
     bare = document(capsys)
     assert bare["draft_head"] is None and bare["memory"]["ram"] < shown["memory"]["ram"]
+
+
+def test_inspect_and_plan_count_a_smaller_model(plain: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*flags: str) -> dict[str, Any]:
+        assert main(["inspect", "-m", str(path), *COMMAND, "--json", *flags]) == 0
+        return document(capsys)
+
+    drafts = shown("--speculate", str(plain))["memory"]
+    without = shown("--speculate", "off")["memory"]
+    assert drafts["drafts"] > 0 and drafts["ram"] == without["ram"] + drafts["drafts"] and without["drafts"] == 0
+    for command in (["inspect"], ["plan", "--dry-run"]):
+        assert main([*command, "-m", str(path), *COMMAND, "--speculate", "bogus"]) == 2
+        assert "--speculate takes auto" in capsys.readouterr().err
+    assert main(["inspect", "-m", str(plain), *COMMAND, "--json", "--speculate", "mtp"]) == 0
+    refused = document(capsys)
+    assert refused["memory"] is None and refused["choices"]["refused"].startswith("--speculate mtp: ")
+    command = ["plan", "-m", str(path), "--hardware", "pc-16gb", "--dry-run", *COMMAND, "--speculate", str(plain)]
+    assert main([*command, "--json", "--ram", "1G"]) == 0
+    captured = capsys.readouterr()
+    assert "of RAM beside the plan: --ram without it is planned for" in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["budgets"]["ram"] == (1 << 30) - drafts["drafts"]
+    assert main(["plan", "-m", str(plain), "--dry-run", *COMMAND, "--speculate", "mtp"]) == 2
 
 
 def test_a_plan_weighs_the_head(
@@ -178,4 +257,9 @@ def test_bench_reads_the_weights_once_a_step(path: Path, capsys: pytest.CaptureF
     assert main(["bench", "-m", str(path), *flags, "--speculate", "lookup"]) == 0
     shown = document(capsys)
     a_step = shown["decode_tok_s"]["median"] * shown["bytes_per_token"] / shown["bandwidth_gb_s"] / 1e9
-    assert a_step >= 1 and shown["speculation"]["drafts"] == "lookup"
+    assert a_step > 0.999 and shown["speculation"]["drafts"] == "lookup"
+    assert main(["bench", "-m", str(path), *flags[:-1]]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"drafts right; \d+ steps had some, which brought .* times as fast as without", said)
+    assert main(["bench", "-m", str(path), *flags[:-1], "--speculate", "lookup"]) == 0
+    assert "lookup finds drafts in what was written before" in capsys.readouterr().err

@@ -114,7 +114,8 @@ ROUTES = [
             ),
         },
         WITHOUT_INFLUENCE
-        | {"store": True, "reasoning_effort": "low", "prediction": {"type": "content", "content": "x"}},
+        | {"store": True, "reasoning_effort": "low", "prediction": {"type": "content", "content": "x"}}
+        | {"speculative.n_max": 4, "speculative.n_min": 0, "speculative.p_min": 0.5},
         {
             "audio": {"voice": "x"}, "function_call": {"name": "f"}, "functions": [{"name": "f"}],
             "modalities": ["audio"], "moderation": {"model": "x"}, "verbosity": "low", "web_search_options": {"x": 1},

@@ -41,6 +41,10 @@ class RamError(RequestError):
         self.needs, self.lower, self.least = needs, lower, least
 
 
+class NoDraftsError(RequestError):
+    """The model cannot have the drafts that were asked for; it would answer without."""
+
+
 class QueueFullError(RequestError):
     """More than `max_queue` requests wait already."""
 

@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 PROMPT = 512  # tokens, if the context holds them
 PROMPT_HELP = f"prompt length (default {PROMPT}, or what the context holds)"
 TRACED = 8  # steps of a trace
+LOOKUP = (
+    "lookup finds drafts in what was written before, and here that begins with one token: `drafted` and `accepted` of "
+    "`run --json`, or /stats in `chat`, say what it brings for a text of yours"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -231,9 +235,12 @@ def _show(document: dict[str, Any], neurons: dict[str, str], out: Output) -> Non
     if "speculation" in document:
         drafts = document["speculation"]
         text = f"{drafts['accepted']} of {drafts['drafted']} drafts right"
-        if drafts["steps"]:
-            text += f", {drafts['tokens'] / drafts['steps']:.1f} tokens a step, {drafts['gain']:.2f} times as fast"
+        if steps := drafts["steps"]:
+            brought = f"{drafts['tokens'] / steps:.1f} tokens a step, {drafts['gain']:.2f} times as fast as without"
+            text += f"; {steps} steps had some, which brought {brought}"
         out.line(f"{'drafts':<12}{text}")
+        if drafts["drafts"] == "lookup":
+            out.note(LOOKUP)
     if "trace" in document:
         trace = document["trace"]
         out.line(

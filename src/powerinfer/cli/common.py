@@ -89,7 +89,8 @@ class Parser(argparse.ArgumentParser):
         if len(rest) == 1 and getattr(values, "mix", "") is None:
             values.mix = rest.pop()  # argparse gives an optional word behind flags to nobody
         if rest:
-            self.error(f"unexpected: {' '.join(rest)}")
+            hint = "; the file to write is -o FILE" if hasattr(values, "mix") else ""
+            self.error(f"unexpected: {' '.join(rest)}{hint}")
         if getattr(values, "place", None) is not None:
             if values.model is not None:
                 self.error("give the model once: as MODEL or with -m")

@@ -3,15 +3,16 @@
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
 are lists, of every layer, with 0 for those without attention), layers (each kind of layer: numbers of the layers, and
 what `LayerConfig` says), draft_head (null: none that is read; bytes on disk, and what `DraftHeadConfig` says),
-quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes,
-unread_keys (of the metadata, that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes:
-ram, kv (of that, the cache of one context; 0: not told apart), vram, and disk, which stay there; null: it would be
-refused), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if missing: path,
-bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share (of the
-neurons, that carry 80 % of activations) and thresholds of a profile, tokens, corpora, top_25 (share of the selections
-of the most frequent quarter of the experts), gini, reuse and slots (share of the experts that have one: predicted hits
-of static and lru) of an expert profile, type, layers and training of a predictor, types of bundles, selector, policy,
-hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report: path of its page).
+quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, unread_keys (of the metadata,
+that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes: ram, kv (of that, the cache of
+one context; 0: not told apart), drafts (of that, the model of --speculate), vram, and disk, which stay there; null: it
+would be refused), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if
+missing: path, bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share
+(of the neurons, that carry 80 % of activations) and thresholds of a profile, tokens, corpora, top_25 (share of the
+selections of the most frequent quarter of the experts), gini, reuse and slots (share of the experts that have one:
+predicted hits of static and lru) of an expert profile, type, layers and training of a predictor, types of bundles,
+selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report:
+path of its page).
 """
 
 from __future__ import annotations
@@ -207,21 +208,34 @@ def _resolved(
     from powerinfer.hybrid.disk import open_tier
     from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
+    from powerinfer.runtime.draft_sources import check_head, smaller_model
     from powerinfer.sparsity.selection import choose
 
-    machine = machine_choices(engine).texts()
+    machine, lines = machine_choices(engine).texts(), list[str]()
+    smaller = smaller_model(engine, checkpoint.config.context_length, progress)
     try:
-        resolved = resolve(checkpoint, engine, progress, out.note)
+        if smaller is not None and has_tokenizer(checkpoint):
+            smaller.check_vocabulary(tokenizer_of(checkpoint))
+        beside = engine if smaller is None else smaller.leave_room(engine)
+        resolved = resolve(checkpoint, beside, progress, lines.append)
+        check_head(engine, checkpoint.config, [*checkpoint.notes, *lines])
         disk = open_tier(resolved, silent)
     except PowerInferError as error:
         return machine | {"selector": str(Choice(*choose(checkpoint, engine))), "refused": str(error)}, None
+    for line in lines:
+        out.note(line)
     gpu, placement, selection = None, resolved.placement, resolved.selection
     if placement.layers:
         layers = f"{placement.layers} of {checkpoint.config.n_layers} layers"
         gpu = f"{layers}{' and the head' * placement.head} on {resolved.gpu}"
     reasons = {"selector": Choice(selection.selector, selection.reason), "gpu": Choice(gpu, resolved.device.reason)}
     chosen = {name: str(choice) for name, choice in reasons.items()}
-    memory = needs(resolved)._asdict() | {"disk": 0}
+    memory = needs(resolved)._asdict() | {"drafts": 0, "disk": 0}
+    if smaller is not None:
+        memory["drafts"] = smaller.ram_bytes
+        memory["ram"] += memory["drafts"]
+        if (note := smaller.size_note(checkpoint)) is not None:
+            out.note(note)
     if placement.disk is not None and disk is not None:
         chosen["disk"] = disk.about.why
         memory |= {"kv": placement.disk.held["kv"], "disk": sum(placement.disk.resting.values())}
@@ -269,10 +283,12 @@ def _memory_line(memory: dict[str, int] | None) -> dict[str, str]:
 
     if memory is None:
         return {}
-    kv = f" ({gib(memory['kv'])} of it for the KV cache)" if memory["kv"] else ""
+    parts = {"kv": "for the KV cache", "drafts": "for the model that drafts"}
+    shares = [f"{gib(memory[use])} of it {what}" for use, what in parts.items() if memory[use]]
+    within = f" ({', '.join(shares)})" if shares else ""
     more = {"vram": "of VRAM", "disk": "on disk"}
-    parts = [f"{gib(memory[use])} {where}" for use, where in more.items() if memory[use]]
-    return {"memory": ", ".join([f"{gib(memory['ram'])} of RAM{kv}", *parts])}
+    elsewhere = [f"{gib(memory[use])} {where}" for use, where in more.items() if memory[use]]
+    return {"memory": ", ".join([f"{gib(memory['ram'])} of RAM{within}", *elsewhere])}
 
 
 def _ends(tokenizer: dict[str, Any] | None) -> str:

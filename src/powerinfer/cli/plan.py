@@ -34,6 +34,7 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_argum
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
+from powerinfer.progress import silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -86,6 +87,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
+    from powerinfer.runtime.draft_sources import WAYS
 
     if args.names:
         return _names(out)
@@ -102,9 +104,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shape is None:
         _refuse_shape(args.model)
         checkpoint = open_model(args.model, engine, out, draft_head=True)
+        engine = _leave_room(checkpoint, engine, out)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
     else:
+        if engine.speculate not in WAYS:
+            raise RequestError(f"--speculate {engine.speculate}: a shape has no vocabulary: give -m MODEL, or off")
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
@@ -125,6 +130,23 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _leave_room(checkpoint: Checkpoint, engine: EngineConfig, out: Output) -> EngineConfig:
+    """The options without what the model of --speculate takes of --ram, which a line says. RequestError for drafts that
+    a load would refuse."""
+    from powerinfer.placement.budget import gib
+    from powerinfer.runtime.draft_sources import check_head, smaller_model
+    from powerinfer.text.model_text import tokenizer_of
+
+    check_head(engine, checkpoint.config, checkpoint.notes)
+    smaller = smaller_model(engine, checkpoint.config.context_length, silent)
+    if smaller is None:
+        return engine
+    smaller.check_vocabulary(tokenizer_of(checkpoint))
+    rest = "--ram without it is planned for" if engine.ram is not None else "--ram SIZE would count it"
+    out.note(f"--speculate {smaller.name} takes {gib(smaller.ram_bytes)} of RAM beside the plan: {rest}")
+    return smaller.leave_room(engine)
 
 
 def _weigh_head(

@@ -98,6 +98,10 @@ def _names(out: Output) -> int:
         f"here: {memory}; RAM: with all of it there, or beside a GPU of 8 GB; GPU: with all of it there; each with a "
         "context of 8192 tokens"
     )
+    if hardware is not None and hardware.disturbed:
+        from powerinfer.hardware.measure import DISTURBED
+
+        out.note(DISTURBED.format(hardware.disturbed))
     speeds = "estimates by plan" if hardware is not None else "shown once `powerinfer measure` has run"
     out.note(f'tokens/s: {speeds}; of another PC: powerinfer plan --card "RTX 4060" --ram 32GiB')
     out.document({"names": rows})

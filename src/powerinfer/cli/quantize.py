@@ -96,7 +96,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         types, importance = _sized(args, source, original, target_types(matrices, wanted), out)
         number = main_number(types, original.shapes)
     _check_weighed(types, importance)
-    narrow = sum(types[one] != wanted[one] for one in wanted)
+    narrow = [wanted[one] for one in wanted if types[one] != wanted[one]]
     lost = ternary_loss(original, types)
     if lost > _MOST_TERNARY_LOSS:
         out.note(
@@ -108,8 +108,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         result = write_quantised(original, types, number, target, threads, importance, bar)
     seconds = time.monotonic() - begin
     if narrow:
-        line = "1 matrix has another type: its" if narrow == 1 else f"{narrow} matrices have another type: their"
-        out.note(f"{line} rows are not whole blocks of {args.mix or 'the chosen type'}'s")
+        count = len(narrow)
+        line = "1 matrix has another type: its" if count == 1 else f"{count} matrices have another type: their"
+        out.note(f"{line} rows are not whole blocks of {' or '.join(sorted(set(narrow)))}")
     if result.resumed:
         out.note(f"{result.resumed} tensors are of the run that was interrupted")
     if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
@@ -118,7 +119,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     sizes = f"{result.nbytes / 1e6:,.1f} MB from {original.nbytes / 1e6:,.1f} MB"
     out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
     document = {"path": str(result.path), "bytes": result.nbytes, "type": args.mix, "types": result.types}
-    document |= {"narrow": narrow, "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
+    document |= {"narrow": len(narrow), "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
     out.document(document)
     return 0
 

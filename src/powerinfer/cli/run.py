@@ -12,8 +12,8 @@ JSON: text, reasoning (of a model that thinks), token_ids, prompt_tokens, comple
 finish_reason, timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), sampling (temperature, top_k, ...; defaults: where
 those come from that no flag gave: generation_config.json, GGUF metadata, model card, powerinfer, or powerinfer for this
 model), logprobs if requested; for a sparse model sparsity (selector, active_fraction, recall, ...: over all layers);
-where weights are read from disk, disk (mode, bytes, read_gb_s, stall_seconds, hit_rate, guess_rate, small_reads,
-joined_reads).
+with drafts (--speculate) drafted and accepted, how many of these were right; where weights are read from disk, disk
+(mode, bytes, read_gb_s, stall_seconds, hit_rate, guess_rate, small_reads, joined_reads).
 """
 
 from __future__ import annotations

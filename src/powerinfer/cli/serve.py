@@ -35,7 +35,7 @@ from powerinfer.cli.main import INTERRUPTED
 from powerinfer.cli.progress import Bar
 from powerinfer.cli.screen import styled
 from powerinfer.config import EngineConfig, ServeConfig
-from powerinfer.errors import RequestError, install_extra
+from powerinfer.errors import NoDraftsError, RequestError, install_extra
 from powerinfer.progress import silent
 
 if TYPE_CHECKING:
@@ -183,10 +183,13 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
 
 
 def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: EngineConfig, out: Output) -> Server:
+    from powerinfer.runtime.draft_sources import smaller_model
     from powerinfer.serve import logs, server
     from powerinfer.serve.served import Budget
     from powerinfer.serve.service import ServicePolicy
 
+    with Bar() as bar:
+        smaller_model(engine, engine.context, bar)  # raises what is wrong for every model
     named = _named_models(args, out)
     list_sources = partial(_sources, args.models, named, engine)
     sources = list_sources()
@@ -241,11 +244,17 @@ def _source(name: str, path: Path, engine: EngineConfig) -> ModelSource:
 
 
 def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budget: Budget) -> LLM:
-    """One of several models. Not by `load_llm`: what is frozen there would stay when the model is unloaded."""
+    """One of several models, without drafts where it cannot have those of --speculate. Not by `load_llm`: what is
+    frozen there would stay when the model is unloaded."""
     from powerinfer.runtime.engine import LLM
     from powerinfer.serve import logs
 
-    llm = LLM(path, progress=progress, **asdict(replace(engine, ram=budget.ram, vram=budget.vram)))
+    within = replace(engine, ram=budget.ram, vram=budget.vram)
+    try:
+        llm = LLM(path, progress=progress, **asdict(within))
+    except NoDraftsError as error:
+        logs.log("warning", f"it answers without drafts: {error}", model=name)
+        llm = LLM(path, progress=progress, **asdict(replace(within, speculate="off")))
     llm.prepare()
     for note in llm.notes:
         logs.log("info", note, model=name)
@@ -271,17 +280,23 @@ def _needs(path: Path, engine: EngineConfig, budget: Budget) -> Needs:
 
 
 def _read_needs(path: Path, engine: EngineConfig) -> Needs:
-    """Memory of a model, and of the smaller one that drafts for it."""
+    """Memory of a model, and of the smaller one that drafts for it, if it can."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
     from powerinfer.runtime.draft_sources import smaller_model
+    from powerinfer.text.model_text import tokenizer_of
 
     checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
     smaller = smaller_model(engine, checkpoint.config.context_length, silent)
     if smaller is None:
         return needs(resolve(checkpoint, engine))
-    of_model = needs(resolve(checkpoint, smaller.leave_room(engine)))
+    try:
+        smaller.check_vocabulary(tokenizer_of(checkpoint))
+        beside = smaller.leave_room(engine)
+    except NoDraftsError:
+        return needs(resolve(checkpoint, replace(engine, speculate="off")))
+    of_model = needs(resolve(checkpoint, beside))
     return of_model._replace(ram=of_model.ram + smaller.ram_bytes)
 
 

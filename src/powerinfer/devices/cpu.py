@@ -1409,7 +1409,7 @@ def choose_pages(
     wanted = pages * max(1, engine.max_batch)
     limit = max(pages, memory // 4 // page) if page else wanted
     if room is not None and page and room // page < min(wanted, limit):
-        return max(pages, room // page), "what --ram leaves"
+        return max(pages, room // page), "as many as its RAM holds"
     if wanted <= limit:
         return wanted, f"{engine.max_batch} contexts of {context}"
     return limit, "a quarter of the free memory" if limit > pages else "one context"

@@ -173,4 +173,5 @@ def similar_name(name: str, names: Collection[str]) -> str | None:
 
 
 def _sizes(name: str) -> set[str]:
-    return set(_SIZE.findall(name.lower()))
+    """Sizes that a name says, and "moe"."""
+    return {*_SIZE.findall(name.lower()), *(["moe"] if "moe" in name.lower() else [])}

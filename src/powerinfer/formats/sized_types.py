@@ -82,8 +82,8 @@ def sized_types(
 
 
 def check_size(original: Original, size: int, chosen: Mapping[str, str], importance: Importance | None) -> int:
-    """The bytes of the smallest file, for which nothing is measured. RequestError if they are more than `size`, or if
-    the model has types that are chosen from, and takes no more."""
+    """The bytes of the smallest file, for which nothing is measured. RequestError if they are more than `size`, if the
+    largest file takes less, or if the model has types that are chosen from, and takes no more."""
     stored = original.matrices.stored
     types = {name: kind for name, (kind, _) in stored.items()} | dict(chosen)
     alignment = stored_alignment(original.metadata)
@@ -92,14 +92,18 @@ def check_size(original: Original, size: int, chosen: Mapping[str, str], importa
         now = file_size(original, types, importance)
         if now <= size:
             raise RequestError(f"{original.path} is that already: it takes {now / 1e6:,.1f} MB")
+    wide = dict(types)
     for name in original.matrices.names():
         if name not in chosen:
             shape = original.matrices.stored[name][1]
             nbytes = {kind: _nbytes(shape, kind, alignment) for kind in _kinds(shape)}
-            types[name] = min(nbytes, key=nbytes.__getitem__)
-    least = file_size(original, types, importance)
+            types[name], wide[name] = (pick(nbytes, key=nbytes.__getitem__) for pick in (min, max))
+    least, most = (file_size(original, kinds, importance) for kinds in (types, wide))
     if least > size:
         raise RequestError(f"--size {size}: the smallest file of this model takes {least} bytes, {least / 1e6:,.1f} MB")
+    if most < size:
+        largest = f"the largest file of this model takes {most} bytes, {most / 1e6:,.1f} MB"
+        raise RequestError(f"--size {size}: {largest}: give less, or the type q8_0, for which nothing is measured")
     return least
 
 

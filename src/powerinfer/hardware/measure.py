@@ -45,6 +45,10 @@ GPU_METHOD = 3
 MEMORY = "memory_gib"
 """The one part of a key that no rate depends on."""
 
+DISTURBED = (
+    "other programs took {:.1f} cores while this machine was measured: the figures may be too low, and are measured "
+    "again when it is quiet"
+)
 SOURCE = "measured with the engine's operators, on random weights larger than the caches"
 
 
@@ -174,10 +178,7 @@ def measure_and_keep(
         _keep(hardware, say)
     assert hardware is not None
     if hardware.disturbed:
-        say(
-            f"other programs took {hardware.disturbed:.1f} cores while this machine was measured: the figures may be "
-            "too low, and are measured again when it is quiet"
-        )
+        say(DISTURBED.format(hardware.disturbed))
     return hardware
 
 

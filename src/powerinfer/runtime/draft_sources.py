@@ -11,7 +11,7 @@ from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import CpuExecutor, Drafting
 from powerinfer.devices.split import SplitExecutor
-from powerinfer.errors import RequestError
+from powerinfer.errors import ModelError, NoDraftsError, RequestError, did_you_mean
 from powerinfer.formats.source import NO_MTP
 from powerinfer.progress import Progress
 from powerinfer.runtime.speculation import DraftSource
@@ -30,12 +30,9 @@ class SmallerModel:
 
     def __init__(self, engine: EngineConfig, longest: int, progress: Progress) -> None:
         """longest: the context of the model that answers. RequestError for a model that there is not, or that cannot
-        draft."""
-        from powerinfer.formats.checkpoint import open_checkpoint
-        from powerinfer.hub import resolve_model
-
+        draft, ModelError for files that cannot be read."""
         self.name = engine.speculate
-        self._checkpoint: Checkpoint = open_checkpoint(resolve_model(self.name, progress=progress), progress=progress)
+        self._checkpoint = _opened(self.name, progress)
         config = self._checkpoint.config
         if config.states:
             raise RequestError(f"--speculate {self.name}: its layers keep a state of what they read; use another model")
@@ -52,7 +49,7 @@ class SmallerModel:
         return ram_bytes(model_of(Resolved(self._checkpoint, self._engine, DENSE, UsedGpu(reason=""))), self._engine)
 
     def leave_room(self, engine: EngineConfig) -> EngineConfig:
-        """The options of the model that answers: --ram without what this one needs. RequestError if too little is
+        """The options of the model that answers: --ram without what this one needs. NoDraftsError if too little is
         left."""
         if engine.ram is None:
             return engine
@@ -60,7 +57,7 @@ class SmallerModel:
 
         needed = self.ram_bytes
         if needed >= engine.ram:
-            raise RequestError(
+            raise NoDraftsError(
                 f"--speculate {self.name} needs {gib(needed)} of RAM, and --ram gives {gib(engine.ram)}: raise --ram, "
                 "lower --context, or use lookup or off"
             )
@@ -81,17 +78,46 @@ class SmallerModel:
         return DraftModel(drafts, config.vocab_size, engine.mixed_chunk, reuse=engine.prefix_cache)
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        """RequestError unless every token of both models is the same text. tokenizer: of the one that answers."""
+        """NoDraftsError unless every token of both models is the same text. tokenizer: of the one that answers."""
         from powerinfer.text.model_text import tokenizer_of
 
         drafts = tokenizer_of(self._checkpoint)
         n = min(tokenizer.vocab_size, drafts.vocab_size)
         same = all(tokenizer.token_bytes(token) == drafts.token_bytes(token) for token in range(n))
         if not same:
-            raise RequestError(
+            raise NoDraftsError(
                 f"--speculate {self.name}: its vocabulary is another one; use a smaller model of the same family, "
                 "lookup or off"
             )
+
+    def size_note(self, checkpoint: Checkpoint) -> str | None:
+        """A line for people where this model's files are no smaller than those of the one that answers; None: they
+        are."""
+        drafts, answers = self._checkpoint.file_bytes, checkpoint.file_bytes
+        if drafts < answers:
+            return None
+        return (
+            f"--speculate {self.name}: this model is not smaller ({drafts / 1e6:,.1f} MB, the one that answers "
+            f"{answers / 1e6:,.1f} MB), so its drafts cost more than they gain"
+        )
+
+
+def _opened(name: str, progress: Progress) -> Checkpoint:
+    """The files of a model that `--speculate` names. Errors name the flag, RequestError its values, too."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hub import resolve_model
+
+    takes = f"--speculate takes {', '.join(WAYS)} or a smaller MODEL, not {name!r}"
+    if not name:
+        raise RequestError(takes)
+    try:
+        return open_checkpoint(resolve_model(name, progress=progress), progress=progress)
+    except ModelError as error:
+        raise ModelError(f"--speculate {name}: {error}") from None
+    except RequestError as error:
+        near = did_you_mean(name.lower(), WAYS)
+        message = f"{str(error).partition('; did you mean')[0]}{near}" if near else error
+        raise RequestError(f"{takes}: {message}") from None
 
 
 def smaller_model(engine: EngineConfig, longest: int, progress: Progress) -> SmallerModel | None:
@@ -100,12 +126,12 @@ def smaller_model(engine: EngineConfig, longest: int, progress: Progress) -> Sma
 
 
 def check_head(engine: EngineConfig, config: ModelConfig, notes: Iterable[str]) -> None:
-    """RequestError where `--speculate mtp` is for a model without a draft head. notes: lines of its files and of how it
-    is to be loaded, of which one may say why it has none."""
+    """NoDraftsError where `--speculate mtp` is for a model without a draft head. notes: lines of its files and of how
+    it is to be loaded, of which one may say why it has none."""
     if engine.speculate == "mtp" and config.draft is None:
         none = "the model's file has no layers that predict further tokens"
         line = next((one for one in notes if one.startswith(NO_MTP)), none)
-        raise RequestError(
+        raise NoDraftsError(
             f"--speculate mtp: {line}; use lookup, the name of a smaller model of the same vocabulary, or off"
         )
 

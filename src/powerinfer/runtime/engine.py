@@ -152,6 +152,7 @@ class LLM:
         smaller = smaller_model(engine, checkpoint.config.context_length, progress)
         if smaller is not None:  # before weights are read
             smaller.check_vocabulary(tokenizer)
+            notes.extend(filter(None, [smaller.size_note(checkpoint)]))
         beside = engine if smaller is None else smaller.leave_room(engine)
         resolved = resolve(checkpoint, beside, progress, notes.append)
         check_head(engine, checkpoint.config, notes)

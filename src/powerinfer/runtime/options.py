@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from powerinfer.config import EngineConfig
@@ -159,9 +160,11 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
             least = options_[name].metadata.get("least", 0 if default == 0 else 1)  # a default of 0 means automatic
             if type(value) is not int or value < least:
                 raise RequestError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if not isinstance(way := options.get("speculate", "off"), str | Path):
+        raise RequestError(f"speculate must be auto, mtp, lookup, off or the name or path of a model, not {way!r}")
     if options.get("retrial") and not options.get("trial", True):
         raise RequestError("--retrial repeats the trials, and --no-trial makes none: leave out one of the two")
-    return EngineConfig(**options)
+    return EngineConfig(**options if "speculate" not in options else options | {"speculate": str(way)})
 
 
 def _bytes(name: str, value: object) -> int | None:

@@ -53,7 +53,7 @@ IGNORED = frozenset((
 ))  # fmt: skip
 """Fields that do not change the answer, parameters of samplers that are off among them."""
 
-LOGGED = frozenset(("prediction",))
+LOGGED = frozenset(("prediction", "speculative.n_max", "speculative.n_min", "speculative.p_min"))
 """Fields that ask for what this server does not have, and without which an answer is the same: speed, storage."""
 
 NEUTRAL: Mapping[str, Neutral] = {
