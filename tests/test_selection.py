@@ -130,7 +130,7 @@ def test_nobody_else_knows_what_auto_means() -> None:
 
 
 AUTO = {  # where "auto" is compared or listed; what a selector auto stands for is asked of selection.auto, not decided
-    "cli/eval.py": ["('auto', 'all')"],
+    "cli/eval.py": ["('auto', 'all')", "('auto', 'off')"],  # of selectors, of drafts
     "cli/pack.py": [
         "('auto', 'auto')",
         "('auto', *map(str.lower, weight_types.DOWN_TYPES))",
@@ -170,6 +170,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "resolved.engine.selector == 'auto'",  # for people
     ],
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
+    "placement/draft_gain.py": ["engine.speculate != 'auto'"],  # a head that nobody asked for
     "placement/request.py": [
         "('static', 'auto')",
         "engine.gpu != 'auto'",

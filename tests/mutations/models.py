@@ -49,8 +49,8 @@ MUTATIONS = [
         "wherever experts, or neurons inside them, are placed, streamed, swapped or exchanged from step to step, the "
         "answer is that of the whole model",
         "src/powerinfer/hybrid/experts.py",
-        "self._slot[expert] = slot\n                self._sums",
-        "self._slot[expert] = swaps[0][0]\n                self._sums",
+        "self._slot[expert] = self._table[expert] = slot\n",
+        "self._slot[expert] = self._table[expert] = min(slot, 0)\n",
         "tests/test_hybrid_experts.py -k 'exchanged_from_step and lru'",
     ),
     Mutation(
@@ -94,8 +94,8 @@ MUTATIONS = [
     Mutation(
         "torch takes no more of a GPU than its models' budgets and what the program had there",
         "src/powerinfer/placement/shapes.py",
-        "return batch * -(-context // cpu.PAGE) * cpu.PAGE * token\n\n    def state_bytes",
-        "return batch * context // cpu.PAGE * cpu.PAGE * token // 2\n\n    def state_bytes",
+        "return batch * -(-context // cpu.PAGE) * cpu.PAGE * token\n",
+        "return batch * context // cpu.PAGE * cpu.PAGE * token // 2\n",
         "tests/test_gpu_bytes.py -k 'plans_bytes and llama'",
     ),
     Mutation(

@@ -36,9 +36,16 @@ MUTATIONS = [
     Mutation(
         "a policy over experts keeps its books",
         "src/powerinfer/placement/experts.py",
-        "outside[leaving[leaving >= 0]] = True",
-        "outside[leaving[leaving >= 0]] = False",
+        "self._outside[layer][of_slot] = False",
+        "self._outside[layer][of_slot[1:]] = False",
         "tests/test_expert_policies.py",
+    ),
+    Mutation(
+        "where neurons are left out, each token of a step with drafts has the bits of a step of it alone",
+        "src/powerinfer/runtime/scheduler.py",
+        "batch.alone = len(self._work) == 1 and len(self._work[0][0].drafts) > 0",
+        "batch.alone = False",
+        "tests/test_steps_alone.py -k answers",
     ),
     Mutation(
         "`prepare` does only what is not up to date",

@@ -42,11 +42,11 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 
 
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
+    if checkpoint.config.draft is None:
+        return demand(permitted(_placed(checkpoint, engine, progress, say)))
     from powerinfer.placement.draft_gain import FROM_DISK, NO_ROOM, too_little_gain
     from powerinfer.placement.shapes import checkpoint_model
 
-    if checkpoint.config.draft is None:
-        return demand(permitted(_placed(checkpoint, engine, progress, say)))
     lines: list[str] = []
     reason = too_little_gain(checkpoint_model(checkpoint, engine.prepared), engine)
     if reason is None:
