@@ -106,9 +106,9 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) ->
 
 def _leave_draft_from_disk(resolved: Resolved, say: Say) -> None:
     """Leave a draft head out where, now that the GPU has less, some of the model stays on disk."""
-    from powerinfer.placement.draft_gain import FROM_DISK
-
     if resolved.placement.disk is not None and resolved.checkpoint.config.draft is not None:
+        from powerinfer.placement.draft_gain import FROM_DISK
+
         say(resolved.checkpoint.leave_draft(FROM_DISK))
 
 

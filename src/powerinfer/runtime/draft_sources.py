@@ -10,7 +10,6 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import CpuExecutor, Drafting
-from powerinfer.devices.split import SplitExecutor
 from powerinfer.errors import ModelError, NoDraftsError, RequestError, did_you_mean
 from powerinfer.formats.source import NO_MTP
 from powerinfer.progress import Progress
@@ -72,7 +71,7 @@ class SmallerModel:
 
         threads = executor.choices.threads
         engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
-        drafting = Drafting(pool=executor.pool if isinstance(executor, CpuExecutor | SplitExecutor) else None)
+        drafting = Drafting(pool=getattr(executor, "pool", None))  # whoever computes on the CPU has one
         room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
         drafts = load(self._checkpoint, engine, progress, room, drafting=drafting)
         return DraftModel(drafts, config.vocab_size, engine.mixed_chunk, reuse=engine.prefix_cache)
