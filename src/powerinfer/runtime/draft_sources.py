@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
-from powerinfer.devices.cpu import CpuExecutor, Drafting
+from powerinfer.devices.cpu import Drafting
 from powerinfer.errors import ModelError, NoDraftsError, RequestError, did_you_mean
 from powerinfer.formats.source import NO_MTP
 from powerinfer.progress import Progress
