@@ -54,12 +54,12 @@ from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.parts import GpuNeurons  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
-from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.kernels import cpu, gpu_types  # noqa: E402
 from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import Division, Workload, on_gpu  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
-from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, Model, checkpoint_model, find_shape  # noqa: E402
+from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, Model, checkpoint_model, described_model, find_shape  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
@@ -298,6 +298,15 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
         executor.close()
     counted = model.gpu_scratch(CHUNK, REQUESTS, 2) - GPU_MARGIN - 2 * LAYER_MARGIN
     assert most <= counted <= 4 * most
+
+
+def test_many_rows_of_logits_dequantise_the_head() -> None:
+    """Its vocabulary is far wider than the model's other matrices."""
+    model = described_model(find_shape("qwen3-30b-a3b").config, "q4_0", "a model", 0.0)
+    assert model.config.vocab_size * model.config.d_model > gpu_types.PIECE
+    rows = gpu_types.FEW
+    few, more, many = (model.gpu_scratch(512, n, 1) for n in (rows - 1, rows, rows + 1))
+    assert many - more == more - few + 2 * gpu_types.PIECE - (32 << 20)
 
 
 @pytest.mark.usefixtures("device")

@@ -16,10 +16,12 @@ import numpy as np
 
 from benchmarks.lib.results import RESULTS, of_kind
 from benchmarks.lib.tables import table
+from powerinfer.devices.stage import MOST_THREADS
 from powerinfer.formats.json_file import checked
 from powerinfer.hardware import cards
 from powerinfer.hardware.cards import Card, described_machine
 from powerinfer.hardware.description import OTHER, Device, Hardware
+from powerinfer.kernels.gpu_types import EXPERT_TOKENS, PIECE
 
 GIB = 1 << 30
 RAM = 64 * GIB
@@ -31,22 +33,28 @@ BUSES = ((3, 8), (4, 8), (4, 16), (5, 16))
 TENSOR_FLOP = 512
 """Multiply-adds count two; of a multiprocessor a clock, FP16 with FP32 sums."""
 DENSE_SHARE = 0.6
-EXPERT_SHARE = 0.08
+EXPERT_SHARE = 0.25
 ATTENTION_SHARE = 0.3
 TORCH_US = 7.0
-PIECE_LAUNCHES = {"panels": (0, 8), "experts": (5, 15)}
-"""Triton's launches and torch's for a piece that streams, of panels of a dense matrix and of whole experts."""
-PRODUCT_LAUNCHES, PRODUCT = (1, 8), 1 << 24
-"""The same for a dense product with many tokens, of so many weights at most."""
-CHUNK_LAUNCHES = (12, 25)
+"""Time of the host for an operator of torch: its launch by the driver, and what is around it."""
+FOUND_US = 5.9
+"""The same for what a launch of Triton's takes before the driver, where it finds what was compiled
+(`kernels/triton_launch.py`): the larger of two that tests/test_triton_launch.py measured without a GPU."""
+PIECE_LAUNCHES = {"panels": (1, 16), "experts": (0, 25)}
+"""Triton's launches and torch's for a piece that streams, of panels of a dense matrix with its product, and of whole
+experts without theirs: what is sent, and becomes the GPU's order of bytes."""
+PRODUCT_LAUNCHES = (1, 4)
+"""The same for a dense product with many tokens, of `PIECE` weights at most."""
+EXPERT_LAUNCHES = (4, 6)
+"""The same for sums of some experts for a block of tokens: of a layer's on the GPU, or a piece of those that stream."""
+ORDER_LAUNCHES = (2, 8)
+"""The same for such a block in each layer of experts: its pairs in order, and its rows as float16."""
+CHUNK_LAUNCHES = (12, 20)
 """The same for what else a layer does in a chunk of a prompt."""
-COPY_GB_S = 10.0
-"""What a thread copies from RAM to RAM."""
+COPY_GB_S = 8.0
+"""What a thread copies from RAM to RAM, as `devices/stage.py` expects."""
 COPIES = 3
 """Times that bytes which are staged cross RAM's bus: read, written, and read by the card."""
-STAGED_ALONE = 1 << 20
-"""Bytes of a part below which one thread copies it."""
-STAGING_THREADS = 4
 
 H200_SMS, H200_GHZ = 132, 1.98
 
@@ -66,8 +74,9 @@ def hardware_of(document: dict[str, Any]) -> Hardware:
 
 
 @cache
-def launch_us() -> float:
-    """Time of the host for a launch from Python, outside of recordings."""
+def measured_launch_us() -> float:
+    """Time of the host for a launch of a step that was not recorded, all that is between launches included, before
+    launches found what was compiled by keys of their own."""
     document = json.loads(max(RESULTS.glob("gpu-launches-*.json")).read_text())["one by one"]
     calls = document["calls"]
     return float(document["host_us"] / (calls["cuLaunchKernelEx"] + calls["cudaLaunchKernel"]))
@@ -202,6 +211,11 @@ class Assumption:
     source: str
 
 
+def launch_us() -> float:
+    """Time of the host for a launch of Triton's from Python, outside of recordings."""
+    return FOUND_US + TORCH_US
+
+
 def _both(launches: tuple[int, int]) -> str:
     return "{} and {}".format(*launches)
 
@@ -235,24 +249,28 @@ def assumptions() -> list[Assumption]:
         Assumption("a step beside these", f"{fixed.cpu.step_us + fixed.gpu.step_us:.0f} us", h200),
         Assumption(
             "a launch from Python: Triton's, torch's", f"{launch_us():.0f} us, {TORCH_US:g} us",
-            f"the first measured {launches}",
+            f"{FOUND_US:g} us to find what was compiled, measured without a GPU, and torch's, an estimate; with all "
+            f"that is between launches {measured_launch_us():.0f} us in the code of 27 November {launches}",
         ),
         Assumption(
             "launches in a chunk of a prompt, Triton's and torch's",
-            f"{_both(CHUNK_LAUNCHES)} a layer, {_both(PRODUCT_LAUNCHES)} for {PRODUCT >> 20}M weights of a dense "
-            f"product; of a piece that streams {piece}", "counted in the code",
+            f"{_both(CHUNK_LAUNCHES)} a layer, {_both(PRODUCT_LAUNCHES)} for {PIECE >> 20}M weights of a dense "
+            f"product; of a piece that streams {piece}; for {EXPERT_TOKENS:,} tokens {_both(ORDER_LAUNCHES)} a layer "
+            f"of experts, and {_both(EXPERT_LAUNCHES)} for those on the GPU and again for each piece",
+            "counted in the code",
         ),
         Assumption(
             "tensor cores, FP16 with FP32 sums", f"{TENSOR_FLOP} FLOP a clock and SM", "NVIDIA's papers on GA102, AD102"
         ),
         Assumption(
             "dense products, experts' and attention reach of that",
-            f"{100 * DENSE_SHARE:.0f}, {100 * EXPERT_SHARE:.0f} (FP32 in three parts), {100 * ATTENTION_SHARE:.0f} %",
-            "estimates from compiled kernels",
+            f"{100 * DENSE_SHARE:.0f}, {100 * EXPERT_SHARE:.0f}, {100 * ATTENTION_SHARE:.0f} %",
+            "estimates from compiled kernels; experts' weights become float16 in registers",
         ),
         Assumption(
-            "staging", f"{COPY_GB_S:g} GB/s a thread, {STAGING_THREADS} of them, one where a part is below 1 MiB; at "
-            f"most RAM's bandwidth by {COPIES}", "estimate; read, written, read by the card",
+            "what streams", f"experts from memory that the card reads by itself, once; layers as a whole staged by "
+            f"{COPY_GB_S:g} GB/s a core, {MOST_THREADS} at most, and RAM's bandwidth by {COPIES}",
+            "`devices/stage.py`; read, written, read by the card",
         ),
         Assumption(
             "a core in prompts", f"{1e-9 * core_flops():.0f} GFLOP/s, {cards.CORES} cores",

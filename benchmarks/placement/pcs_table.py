@@ -12,11 +12,12 @@ from functools import cache
 
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.tables import Pages, paragraphs, table, write_tables
-from benchmarks.placement.assumptions import BUSES, CARDS, GIB, KINDS, RAM, assumptions_table, machine
+from benchmarks.placement.assumptions import BUSES, CARDS, EXPERT_SHARE, GIB, KINDS, RAM, assumptions_table, machine
 from benchmarks.placement.h200 import WAKING, WHY, figures, measured_table, whole_table
 from benchmarks.placement.prompts import prompt, with_chunk
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import find_card
+from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.estimates import CONTEXT, estimate_request, speed
 from powerinfer.placement.plan import Plan, place
 
@@ -28,8 +29,8 @@ MODELS = (
     ("Llama 3.3 70B", "llama-3.3-70b", "q4_0"),
 )  # fmt: skip
 PROMPTS = (512, 2048)
-LONG = 2048
-"""Tokens of a chunk of a long prompt, beside the engine's own."""
+SHORT = 512
+"""Tokens of a chunk of a long prompt where weights do not stream."""
 ON_BUSES = (("Qwen3-30B-A3B", "RTX 4060"), ("gpt-oss-120b", "RTX 4070 Ti SUPER"), ("Qwen3-32B", "RTX 3060"),
             ("Llama 3.3 70B", "RTX 4090"))  # fmt: skip
 
@@ -37,12 +38,12 @@ ON_BUSES = (("Qwen3-30B-A3B", "RTX 4060"), ("gpt-oss-120b", "RTX 4070 Ti SUPER")
 @cache
 def plan_of(shape: str, dtype: str, card: str, kind: str, bus: tuple[int, int] | None = None) -> Plan | None:
     """The plan for a PC; None: it does not hold the model."""
-    plan = place(estimate_request(shape, dtype, machine(card, kind, bus=bus)))
+    plan = place(with_long_chunks(estimate_request(shape, dtype, machine(card, kind, bus=bus))))
     return None if isinstance(plan, RequestError) else plan
 
 
 def cell(shape: str, dtype: str, card: str) -> str:
-    """Decode with either RAM; a prompt's tokens a second, short and long, and the long one in chunks of `LONG`."""
+    """Decode with either RAM; a prompt's tokens a second, short and long."""
     plans = [plan_of(shape, dtype, card, kind) for kind in KINDS]
     if any(plan is None for plan in plans):
         return "-"
@@ -53,8 +54,7 @@ def cell(shape: str, dtype: str, card: str) -> str:
     if not newest.claims.gpu_layers or disk:
         return f"{decoded}{disk}"
     read = [speed(tokens / prompt(newest, tokens).seconds) for tokens in PROMPTS]
-    long = with_chunk(newest, LONG)
-    return f"{decoded}; {' / '.join(read)} / {speed(LONG / prompt(long, LONG).seconds)}"
+    return f"{decoded}; {' / '.join(read)}"
 
 
 def simulated_table() -> str:
@@ -63,41 +63,47 @@ def simulated_table() -> str:
     about = (
         "`python -m benchmarks.placement.pcs_table`; simulated, not measured. Tokens a second of one request, half way "
         f"through {CONTEXT:,} tokens, every expert selected equally often, {RAM // GIB} GiB of RAM: decode with two "
-        f"channels of DDR4-3200 / DDR5-5600; with the latter a prompt of {PROMPTS[0]} / {PROMPTS[1]:,} tokens / the "
-        f"same with `--prefill-chunk {LONG}`, over the card's own bus. (disk): some is read from there while decoding. "
+        f"channels of DDR4-3200 / DDR5-5600; with the latter a prompt of {PROMPTS[0]} / {PROMPTS[1]:,} tokens in "
+        "the chunks that the engine chooses, over the card's own bus. (disk): some is read from there while decoding. "
         f"{caution()}"
     )
     return paragraphs(about, table(["model", "weights", *heads], body))
 
 
 def caution() -> str:
-    """Speeds of a slow and of a fast card if a step takes as much longer as it did on the H200 (h200.py)."""
+    """Speeds of a slow and of a fast card if a step takes as much longer as it did on the H200 (h200.py), and a
+    prompt's if experts are multiplied half as fast; and of decode in memory that shorter chunks leave."""
     lost = max(one.gap for one in figures() if WHY.get(one.name, {}).get(one.requests) == WAKING)
     rates = []
     for card in (CARDS[0], CARDS[-1]):
         plan = plan_of(*MODELS[0][1:], card, KINDS[-1])
         assert plan is not None
         rates.append(f"{speed(1 / plan.choice.seconds)} would be {speed(1 / (plan.choice.seconds + 1e-3 * lost))}")
-    return f"If steps still took the {lost:.1f} ms of (a) above, {', '.join(rates)}."
+    longer = plan_of(*MODELS[0][1:], CARDS[2], KINDS[-1])
+    plan = plan_of(*MODELS[0][1:], CARDS[0], KINDS[-1])
+    assert plan is not None and longer is not None
+    decoded, short = (speed(1 / one.choice.seconds) for one in (longer, with_chunk(longer, SHORT)))
+    tokens = PROMPTS[-1]
+    read, slower = (speed(tokens / prompt(plan, tokens, share).seconds) for share in (EXPERT_SHARE, EXPERT_SHARE / 2))
+    return (
+        f"With `--prefill-chunk {SHORT}` less memory is for prompts, and {decoded} would be {short}. If steps still "
+        f"took the {lost:.1f} ms of (a) above, {', '.join(rates)}. If experts' products reached half of "
+        f"what is assumed below, which nobody measured, the prompt's {read} would be {slower}."
+    )
 
 
 def buses_table() -> str:
     known = {title: (shape, dtype) for title, shape, dtype in MODELS}
-    body = []
+    body, long = [], PROMPTS[-1]
     for bus in BUSES:
         cells = []
         for title, card in ON_BUSES:
             plan = plan_of(*known[title], card, KINDS[-1], bus)
             assert plan is not None
-            long = with_chunk(plan, LONG)
-            cells.append(" / ".join(speed(LONG / prompt(one, LONG).seconds) for one in (plan, long)))
+            cells.append(" / ".join(speed(long / prompt(one, long).seconds) for one in (with_chunk(plan, SHORT), plan)))
         body.append([f"PCIe {bus[0]}.0 x{bus[1]}", *cells])
-    about = f"A prompt of {LONG:,} tokens over other buses, in chunks of {_chunk()} / {LONG:,}:"
+    about = f"A prompt of {long:,} tokens over other buses, with `--prefill-chunk {SHORT}` / as the engine chooses:"
     return paragraphs(about, table(["", *(f"{title}, {card}" for title, card in ON_BUSES)], body))
-
-
-def _chunk() -> int:
-    return estimate_request(*MODELS[0][1:], machine(CARDS[0])).chunk
 
 
 PAGES: Pages = {

@@ -3,12 +3,13 @@
 What only a CPU has streams through two buffers where that is faster than computing it there, as a load finds out
 (`hybrid/crossing.py`). Per layer of a chunk then three things run at once, and the longest counts:
 
-    host      launches; of each piece, copying into a pinned buffer, and its launches
+    host      launches; of each piece, copying into a pinned buffer unless the GPU reads it by itself, and its launches
     bus       the bytes that stream
     GPU       the products of what it has, and of what arrives
 
-Products with a layer's own matrices are FP16 after a conversion, which reads and writes them; those of experts are FP32
-in three parts. States and convolutions are counted as their matrices alone.
+Products with a layer's own matrices are FP16 after a conversion, which reads and writes them; those of experts are FP16
+after one in registers, with the rows of all pairs narrowed for each piece. Experts lie in memory that is registered
+with the GPU, layers in RAM as a whole do not. States and convolutions are counted as their matrices alone.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from functools import cached_property
 
 from benchmarks.placement import assumptions
 from powerinfer.config import AttentionConfig, AttentionKind
-from powerinfer.devices.stage import PIECE
+from powerinfer.devices.stage import MOST_THREADS, PIECE
 from powerinfer.formats.quant import block_type
 from powerinfer.hardware import cards
+from powerinfer.kernels import gpu_types
 from powerinfer.models.inventory import Matrix
 from powerinfer.placement.plan import Plan
 
@@ -48,11 +50,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Tokens of a prompt that are computed at once, from position `at` on."""
+    """Tokens of a prompt that are computed at once, from position `at` on. expert_share: what experts' products reach
+    of the tensor cores' peak."""
 
     plan: Plan
     tokens: int
     at: int
+    expert_share: float
 
     @cached_property
     def _staging(self) -> int:
@@ -97,7 +101,7 @@ class _Chunk:
         pairs = self.tokens * ffn.router.top_k * share
         flops = 2 * pairs * elements(own) / ffn.n_experts
         read = share * self._needed(layer) * stored(own) / self._bandwidth
-        return flops / (self._tensor * assumptions.EXPERT_SHARE) + read
+        return flops / (self._tensor * self.expert_share) + read
 
     def _needed(self, layer: int) -> float:
         """Share of a layer's experts that some token selects."""
@@ -109,17 +113,31 @@ class _Chunk:
 
     def _multiplied(self, matrices: Sequence[Matrix]) -> float:
         """Seconds of the host for dense products with these."""
-        return self._host(assumptions.PRODUCT_LAUNCHES, elements(matrices) / assumptions.PRODUCT)
+        return self._host(
+            assumptions.PRODUCT_LAUNCHES, sum(max(1.0, elements([one]) / gpu_types.PIECE) for one in matrices)
+        )
 
     def _host(self, launches: tuple[int, int], times: float = 1.0) -> float:
         kernels, operators = launches
         return 1e-6 * times * (kernels * assumptions.launch_us() + operators * assumptions.TORCH_US)
 
-    def _staged(self, nbytes: float, part: float) -> float:
-        """Seconds of copying bytes into pinned buffers; part: that are copied at a time."""
-        threads = 1 if part < assumptions.STAGED_ALONE else assumptions.STAGING_THREADS
+    def _staged(self, nbytes: float) -> float:
+        """Seconds of copying bytes into pinned buffers."""
+        threads = min(MOST_THREADS, self.plan.request.hardware.cpu.threads)
         ram = self.plan.request.hardware.cpu.dense_gb_s["other"] / cards.CPU_DENSE
         return nbytes / (1e9 * min(threads * assumptions.COPY_GB_S, ram / assumptions.COPIES))
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks of tokens whose experts are summed at a time."""
+        return -(-self.tokens // gpu_types.EXPERT_TOKENS)
+
+    def _passes(self, layer: int, pieces: float) -> float:
+        """Seconds in which a GPU narrows the hidden rows of all pairs, and adds to all tokens, for so many pieces."""
+        config = self.plan.request.model.config
+        ffn = config.experts[layer]
+        row = ffn.router.top_k * ffn.size * (4 + 2) + 2 * 4 * config.d_model
+        return pieces * self.tokens * row / self._bandwidth
 
     def layer(self, layer: int) -> tuple[dict[str, float], float]:
         """Seconds of a layer by what takes them, of which the largest counts, and the bytes that stream."""
@@ -135,7 +153,9 @@ class _Chunk:
         hot = (claims.slots or model.n_experts)[layer] / model.n_experts[layer]
         beside = (*attention, *model.beside[layer])
         gpu, launched = flops + self._dense(beside), self._launched + self._multiplied(beside)
-        gpu += self._experts(layer, hot)
+        gpu += self._experts(layer, hot) + self._passes(layer, float(hot > 0))
+        launched += self._host(assumptions.ORDER_LAUNCHES, self._blocks)
+        launched += self._host(assumptions.EXPERT_LAUNCHES, self._blocks) if hot else 0.0
         cold = 1 - hot
         if not cold:
             return {"GPU": gpu, "host": launched}, 0.0
@@ -143,11 +163,11 @@ class _Chunk:
         pairs = self.tokens * ffn.router.top_k * cold
         computed = gpu + 2 * pairs * elements(own) / ffn.n_experts / self._cpu_flops
         nbytes = cold * stored(own)
-        part = stored(own[:1]) / ffn.n_experts
         pieces = max(1.0, nbytes / max(1, self._staging))
-        host = launched + self._staged(nbytes, part) + self._host(assumptions.PIECE_LAUNCHES["experts"], pieces)
+        host = launched + self._host(assumptions.PIECE_LAUNCHES["experts"], pieces)
+        host += self._host(assumptions.EXPERT_LAUNCHES, pieces * self._blocks)
         streams = {
-            "GPU": gpu + self._experts(layer, cold),
+            "GPU": gpu + self._experts(layer, cold) + self._passes(layer, pieces),
             "host": host,
             "bus": nbytes / (1e9 * plan.request.hardware.copy_gb_s),
         }
@@ -179,8 +199,8 @@ class _Chunk:
         passes = (*attention, *ffn) if isinstance(about.attention, AttentionConfig) else ffn
         stays = 0.0 if passes != ffn else self._on_cpu(attention)
         nbytes = float(sum(one.panels for one in passes))
-        pieces = max(1.0, nbytes / max(1, self._staging))
-        host = self._launched + self._multiplied(passes) + self._staged(nbytes, PIECE)
+        pieces = sum(max(1.0, one.panels / self._staging) for one in passes)
+        host = self._launched + self._staged(nbytes)
         host += self._host(assumptions.PIECE_LAUNCHES["panels"], pieces)
         flops = attends / (self._tensor * assumptions.ATTENTION_SHARE)
         streams = {
@@ -191,7 +211,7 @@ class _Chunk:
         return self._faster({"CPU": cpu}, streams, nbytes, True)
 
 
-def prompt(plan: Plan, tokens: int) -> Prompt:
+def prompt(plan: Plan, tokens: int, expert_share: float = assumptions.EXPERT_SHARE) -> Prompt:
     """A prompt of that many tokens, in chunks as the plan's request has them; weights on disk are not told apart from
     those in RAM."""
     request = plan.request
@@ -201,7 +221,7 @@ def prompt(plan: Plan, tokens: int) -> Prompt:
     )
     seconds, streamed, bound = ends, 0.0, {}  # the head, once
     for at in range(0, tokens, request.chunk):
-        chunk = _Chunk(plan, min(request.chunk, tokens - at), at)
+        chunk = _Chunk(plan, min(request.chunk, tokens - at), at, expert_share)
         for layer in range(request.model.config.n_layers):
             parts, nbytes = chunk.layer(layer)
             name = max(parts, key=lambda part: parts[part])

@@ -18,6 +18,7 @@ from html import escape
 from benchmarks.lib.machine import ROOT
 from benchmarks.placement.assumptions import machine
 from benchmarks.placement.h200 import HITS, skewed
+from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 
@@ -83,7 +84,7 @@ def layers_shown(plan: Plan) -> list[Span]:
 
 
 def request() -> PlanRequest:
-    return estimate_request(SHAPE, DTYPE, machine(CARD))
+    return with_long_chunks(estimate_request(SHAPE, DTYPE, machine(CARD)))
 
 
 def plans() -> dict[str, Plan]:

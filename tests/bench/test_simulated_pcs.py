@@ -57,10 +57,20 @@ def test_prompts_stream_what_the_gpu_does_not_have(split: Plan) -> None:
         (1 - slots[layer] / model.n_experts[layer]) * sum(one.stored for one in model.experts[layer])
         for layer in range(len(slots))
     )
-    made = prompt(split, 1024)
-    assert made.streamed == pytest.approx(2 * cold), "once a chunk of 512"
+    short = with_chunk(split, 512)
+    held = short.claims.slots
+    assert split.request.chunk > 1024 and held is not None
+    once = prompt(split, 1024)
+    assert once.streamed == pytest.approx(cold), "chunks are long where experts stream"
+    kept = sum(
+        (1 - held[layer] / n) * sum(one.stored for one in model.experts[layer])
+        for layer, n in enumerate(model.n_experts)
+    )
+    made = prompt(short, 1024)
+    assert made.streamed == pytest.approx(2 * kept) and kept < cold
     assert sum(made.bound.values()) < made.seconds
-    assert prompt(with_chunk(split, 1024), 1024).seconds < made.seconds
+    assert once.seconds < made.seconds
+    assert prompt(short, 1024, 0.08).seconds > made.seconds
     slow = make_plan(estimate_request("qwen3-30b-a3b", "q4_0", machine("RTX 4060", bus=(3, 4))))
     alone = prompt(slow, 1024)
     assert alone.seconds > made.seconds and alone.bound.keys() == {"CPU"} and not alone.streamed, "the CPU is faster"
@@ -102,6 +112,8 @@ def test_drafts_gain_what_is_right() -> None:
     assert made.by_gpu(right) == drafts.Gain(4, pytest.approx(3.3616 / 1.5))
     assert made.mirrored(right, always=True) == drafts.Gain(4, pytest.approx(3.3616 / 1.1))
     assert made.mirrored(right).gain == pytest.approx(3.3616 / (1.5 - 0.4 * 0.8**5))
+    assert made.by_engine(right) == made.by_cpu(right)
+    assert replace(made, whole=True).by_engine(right) == made.by_gpu(right)
     nowhere = replace(made, on_gpu=None)
     assert nowhere.by_gpu(right) == nowhere.mirrored(right) == drafts.Gain(0, 1.0)
 

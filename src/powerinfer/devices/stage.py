@@ -49,13 +49,15 @@ PIECE = 32 << 20
 
 BUFFERS = 2
 
+MOST_THREADS = 8
+"""Threads that copy, at some 8 GB/s each: as fast as the fastest bus."""
+
 BESIDE = 28
 """Maximum bytes of metadata per bundle: its offset, its group, the offset of the group's scales, and its vectors."""
 
 _LAYER_PIECES = 8  # of a layer's matrices, at least, if they are not so small
 _PADDING = 7 * LINE  # the parts of a piece begin at cache lines
 _SEGMENT = 2 << 20  # torch's rounding of tensors of that size on a GPU
-_MOST_THREADS = 8  # copying, at some 8 GB/s each: as fast as the fastest bus
 _LEAST_SHARE = 1 << 20  # minimum bytes per thread
 
 Span = tuple[int, int, int]
@@ -150,7 +152,7 @@ class Stage:
             event.record(self._streams.current())
         self._registered: list[_Registered] = []  # by address
         self._refused = False
-        self._threads = min(_MOST_THREADS, usable_cores()[0])
+        self._threads = min(MOST_THREADS, usable_cores()[0])
         self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
 
     @property

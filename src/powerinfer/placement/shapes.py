@@ -426,7 +426,8 @@ class Model:
         piece = min(max(heads, *(first * size for first, size in ffns)), PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
         streams = 0 if config.altup is None else 3 * config.altup.streams * config.d_model  # kept, mixed, made
-        halves = max(0, 2 * piece * config.d_model - _MARGIN_PIECE)
+        dequantised = piece if requests <= gpu.FEW else max(piece, min(config.vocab_size, PIECE // config.d_model))
+        halves = max(0, 2 * dequantised * config.d_model - _MARGIN_PIECE)
         row = 5 * config.d_model + largest + 2 * piece + config.layer_inputs * config.n_layers + streams
         pairs *= min(tokens, EXPERT_TOKENS) + gpu.FEW
         logits = 4 * requests * (config.vocab_size + config.embed_dim)
