@@ -236,14 +236,10 @@ def _is_here(model: str) -> bool:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from powerinfer.runtime.draft_sources import WAYS
-
     if args.dtype is not None and args.shape is None:
         raise RequestError("--dtype is the type of a shape's weights: leave it out, or give --shape NAME")
     if args.shape is not None and args.model is not None:
         raise RequestError("give a model (-m) or a shape (--shape), not both")
-    if getattr(args, "speculate", "off") not in WAYS:
-        raise RequestError("--speculate MODEL: a plan does not count a smaller model: leave it out, and lower --ram")
     for name, value in (("--hot-share", args.hot_share), ("--active", args.active)):
         if value is not None and not 0 < value <= 1:
             raise RequestError(f"{name} is a share, above 0 and at most 1, not {value:g}")
