@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -486,6 +487,36 @@ LEFT_OUT = {
 CALLS = re.compile(
     r"^ +([^#\n]+\.(?:record|synchronize|wait_event)\(.*?\)|self\._streams\.finish\(\))(?:  #.*)?$", re.MULTILINE
 )
+
+
+def closed_stage(machine: Machine, memory: np.ndarray, copies: int) -> None:
+    """A stage that has memory registered, copies it so many times, and is closed at once."""
+    stage = Stage(torch_device(), 1 << 17)
+    stage.register(memory)
+    assert machine.registered
+    for _ in range(copies):
+        with stage.sent([memory]):
+            pass
+    stage.close()
+
+
+def test_memory_is_registered_until_its_copies_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not longer: a stage that follows may register it, whether or not anything was copied."""
+    monkeypatch.setattr("powerinfer.devices.stage._LEAST_SHARE", 1 << 12)
+    memory = np.arange(3 << 14, dtype=np.int64).view(np.uint8)[: 1 << 16]
+    for seed in SEEDS:
+        with deferred(seed) as machine:
+            for copies in (0, 2, 0):
+                closed_stage(machine, memory, copies)
+                assert not machine.registered
+    seen = 0
+    for seed in MANY:
+        with deferred(seed, without="self._streams.finish()") as machine, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            closed_stage(machine, memory, 2)
+            seen += bool(told) and "unregistered" in str(told[0].message)
+            machine.registered.clear()
+    assert seen, "nothing was under way"
 
 
 def test_every_line_that_waits_is_there() -> None:
