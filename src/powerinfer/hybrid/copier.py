@@ -8,8 +8,12 @@ beside them.
 
 After a step of few tokens the policy looks at what all layers have counted (`placement.experts`). Experts that leave
 have no slot from the next step on. During that step those that come are copied, and they have the slots from the step
-behind it on: a replay reads tables that change between steps alone, and which experts a step finds on the GPU does not
-depend on how long a copy takes. What has no slot the CPU computes.
+behind it on: a replay reads tables that change only between steps, and which experts a step finds on the GPU does not
+depend on how long a copy takes. For that the step behind waits until the copies have ended. What has no slot the CPU
+computes.
+
+One thread reads experts from the model's file, splits their codes from their scales, and copies them from memory that
+is not pinned: slower than the link, and under Python's lock for much of it.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COPIED_BYTES = 32 << 20
-"""Bytes that are copied for a step, at most, but at least an expert: a link of 25 GB/s has them in 1.3 ms, beside a
-step."""
+"""Bytes that are copied for a step, at most, but at least an expert. A thread that copies 2 to 4 GB/s, by estimate, has
+them in 8 to 16 ms: the step behind waits for what is left of that."""
 
 _LINE = 32
 """Numbers of a table begin at a multiple of these: each at a line of memory."""
