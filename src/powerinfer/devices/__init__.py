@@ -52,8 +52,8 @@ class Executor(Protocol):
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
         Of a batch that is `greedy` it may be tokens, int32 [R], those of the largest logits, of equals the first; a
-        number of `NOT_FINITE` where that is none. The result is a view that stays valid until the next call. StoppedError: of a
-        batch that was stopped.
+        number of `NOT_FINITE` where that is none. The result is a view that stays valid until the next call.
+        StoppedError: of a batch that was stopped.
         """
         ...
 
