@@ -960,6 +960,22 @@ def test_a_copy_that_fails_ends_the_policy(tmp_path: Path, monkeypatch: pytest.M
         truth.check(families.run_chunks(executor, truth.texts[0], DECODED, pages), what="afterwards")
 
 
+@pytest.mark.usefixtures("device")
+def test_what_a_failed_call_of_the_cpu_has_counted_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, forgot = Truth(case_named("mixtral"), "gguf", tmp_path), list[int]()
+
+    def failed() -> None:
+        raise PowerInferError("the CPU failed")
+
+    with exchanged(truth.path, "lru") as (executor, _):
+        pages = families.scattered_pages(executor, 1)[0]
+        monkeypatch.setattr(executor.gpu.link, "check", failed)
+        monkeypatch.setattr(executor.gpu.observer, "forget", lambda: forgot.append(1))
+        with pytest.raises(PowerInferError, match="the CPU failed"):
+            families.run_chunks(executor, truth.texts[0], [1], pages)
+        assert forgot == [1]
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
