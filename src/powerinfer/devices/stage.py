@@ -254,12 +254,13 @@ class Stage:
 
     def register(self, memory: Bytes) -> None:
         """Let the GPU read memory by itself that passes through the buffers, and stays where it is until `close`: its
-        whole pages. Where a system refuses that, it is copied into pinned buffers first, as everything else is."""
+        whole pages; memory that is registered stays so. Where a system refuses that, it is copied into pinned buffers
+        first, as everything else is."""
         import torch
 
         begin, end = -(-memory.ctypes.data // PAGESIZE), (memory.ctypes.data + memory.nbytes) // PAGESIZE
         address, nbytes = begin * PAGESIZE, (end - begin) * PAGESIZE
-        if nbytes < _LEAST_SHARE or self._refused:
+        if nbytes < _LEAST_SHARE or self._refused or any(one.memory is memory for one in self._registered):
             return
         release = self._streams.register(address, nbytes)
         if release is None:
@@ -268,6 +269,10 @@ class Stage:
         pages = (ctypes.c_uint8 * nbytes).from_address(address)
         tensor = torch.from_numpy(np.ctypeslib.as_array(pages))
         insort(self._registered, _Registered(address, tensor, memory, release), key=_address)
+
+    def finish(self) -> None:
+        """Wait for copies, before registered memory is written to. RuntimeError if the device fails."""
+        self._streams.finish()
 
     def release(self, memory: Bytes) -> None:
         """Let memory be freed, or used for something else, that was registered; once no step runs. RuntimeError if the
