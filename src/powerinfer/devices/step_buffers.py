@@ -128,7 +128,8 @@ class StepBuffers:
         self._done.synchronize()
         if greedy:
             largest, tokens = (each.numpy() for each in self.largest(rows))
-            numbers, wrong = tokens.astype(np.int32), ~np.isfinite(largest)
+            numbers: NDArray[np.int32] = tokens.astype(np.int32)
+            wrong = ~np.isfinite(largest)
             if wrong.any():
                 numbers[wrong] = [_NUMBERS.get(float(value), -1) for value in largest[wrong]]
             return numbers
