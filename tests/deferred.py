@@ -257,6 +257,7 @@ class Machine:
         self._default = self.stream()
         self._thread = threading.local()
         self._pinned: dict[int, np.ndarray] = {}  # kept, so that no other memory gets their addresses
+        self.registered: dict[int, int] = {}  # bytes by address
         self._free: defaultdict[Any, list[np.ndarray]] = defaultdict(list)
         self._shapes: dict[Any, Any] = {}
         self._until = 0
@@ -268,10 +269,18 @@ class Machine:
         self._pinned[memory.ctypes.data] = memory
         return torch.from_numpy(memory)
 
-    def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        self._pinned[address] = memory
-        return functools.partial(self._pinned.pop, address)  # type: ignore[return-value]
+    def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        if any(address < at + size and at < address + nbytes for at, size in self.registered.items()):
+            return None
+        self.registered[address] = nbytes
+        self._pinned[address] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+        def release() -> None:
+            if any(stream.queue for stream in self._streams):
+                raise RuntimeError("the device may still read what is unregistered")
+            del self.registered[address], self._pinned[address]
+
+        return release
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
         return Event(self)
@@ -659,6 +668,7 @@ def deferred(seed: int, without: str | None = None) -> Iterator[Machine]:
         streams.streams_of.cache_clear()
         try:
             yield machine
+            assert not machine.registered, "memory stays registered"
         finally:
             streams.streams_of.cache_clear()
             _used.remove(machine)

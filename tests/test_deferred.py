@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
+from powerinfer.placement.experts import Policy  # noqa: E402
 
 SEEDS = range(3)
 """Each is another order in which the streams work."""
@@ -486,6 +488,77 @@ LEFT_OUT = {
 CALLS = re.compile(
     r"^ +([^#\n]+\.(?:record|synchronize|wait_event)\(.*?\)|self\._streams\.finish\(\))(?:  #.*)?$", re.MULTILINE
 )
+
+
+def closed_stage(machine: Machine, memory: np.ndarray, copies: int) -> None:
+    """A stage that has memory registered, copies it so many times, and is closed at once."""
+    stage = Stage(torch_device(), 1 << 17)
+    stage.register(memory)
+    assert machine.registered
+    for _ in range(copies):
+        with stage.sent([memory]):
+            pass
+    stage.close()
+
+
+def test_memory_is_registered_until_its_copies_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not longer: a stage that follows may register it, whether or not anything was copied."""
+    monkeypatch.setattr("powerinfer.devices.stage._LEAST_SHARE", 1 << 12)
+    memory = np.arange(3 << 14, dtype=np.int64).view(np.uint8)[: 1 << 16]
+    for seed in SEEDS:
+        with deferred(seed) as machine:
+            for copies in (0, 2, 0):
+                closed_stage(machine, memory, copies)
+                assert not machine.registered
+    seen = 0
+    for seed in MANY:
+        with deferred(seed, without="self._streams.finish()") as machine, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            closed_stage(machine, memory, 2)
+            seen += bool(told) and "unregistered" in str(told[0].message)
+            machine.registered.clear()
+    assert seen, "nothing was under way"
+
+
+class OneSlot:
+    """A layer of one slot, for which `Copier` copies by operations of the device. whole: a copy has ended there."""
+
+    layer, expert_bytes, whole = 0, 1, False
+
+    def __init__(self, machine: Machine) -> None:
+        self.tally, self.in_slot = np.zeros(5, np.int64), [-1]
+        self._machine = machine
+
+    def vacate(self, slot: int) -> None:
+        self.in_slot[slot] = -1
+
+    def write(self, slot: int, expert: int) -> None:
+        self._machine.launch(lambda: setattr(self, "whole", True))
+
+    def occupy(self, slot: int, expert: int) -> None:
+        self.in_slot[slot] = expert
+
+
+def closed_copier(machine: Machine) -> bool:
+    """Whether a copy has ended once a copier that began it is closed."""
+    copier, layer = Copier(Policy("lru", {0: 1}, {0: 4})), OneSlot(machine)
+    copier.table(0, torch_device())
+    copier.add(layer)
+    layer.tally[2] += 1
+    copier.end(1)
+    copier.close()
+    return layer.whole
+
+
+def test_a_copier_that_is_closed_waits_for_the_device() -> None:
+    for seed in MANY:
+        with deferred(seed) as machine:
+            assert closed_copier(machine)
+    whole = []
+    for seed in MANY:
+        with deferred(seed, without="self._streams.finish()") as machine:
+            whole.append(closed_copier(machine))
+    assert not all(whole), "nothing was under way"
 
 
 def test_every_line_that_waits_is_there() -> None:

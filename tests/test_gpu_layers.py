@@ -316,6 +316,14 @@ def test_the_tokens_of_the_largest_logits(tmp_path: Path, monkeypatch: pytest.Mo
         executor.gpu._operators = [*operators, broken, head]
         executor.gpu.record(None)
         assert step(executor, at, 1, True).tolist() == [-1]
+        for value, number in ((torch.inf, -2), (-torch.inf, -3), (0.5, 7)):
+
+            def end(_: Step, value: float = value) -> None:
+                for to, what in zip(executor.gpu.buffers.largest(1), (value, 7), strict=True):
+                    to.fill_(what)
+
+            executor.gpu._operators = [*operators, replace(head, run=end)]
+            assert step(executor, at, 1, True).tolist() == [number]
 
 
 def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

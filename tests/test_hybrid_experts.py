@@ -32,9 +32,10 @@ from truth import Truth  # noqa: E402
 
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig  # noqa: E402
+from powerinfer.devices.choices import Choice  # noqa: E402
 from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
-from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
+from powerinfer.errors import ChangedError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.expert_files import open_expert_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
@@ -935,20 +936,72 @@ def test_a_step_copies_no_more_than_it_may(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("device")
-def test_a_copy_that_fails_fails_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = Truth(case_named("mixtral"), "gguf", tmp_path)
+def test_a_copy_that_fails_ends_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no step: its answer is there. What was copied before it is used; it is told once, in a line."""
+    truth, copies, replace = Truth(case_named("mixtral"), "gguf", tmp_path), [0], gpu_experts.replace
 
     def full(*given: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        copies[0] += 1
+        if copies[0] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        replace(*given)
 
     with exchanged(truth.path, "lru") as (executor, ffns):
+        executor.choices.experts = Choice("lru", "asked for")
+        executor.gpu.observer.tell = (sparsity := ExpertSparsity(executor, ffns, "lru")).end_policy
         pages = families.scattered_pages(executor, 1)[0]
-        with monkeypatch.context() as patch:
-            patch.setattr(gpu_experts, "replace", full)
-            with pytest.raises(PowerInferError, match="the GPU ran out of memory"):
-                families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)
+        monkeypatch.setattr(gpu_experts, "replace", full)
+        truth.check(families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages), what="meanwhile")
         assert any(len(ffn.hot) < 2 for ffn in ffns), "what may be damaged is not used"
+        assert copies == [4] and sparsity.report()["copied"] == 3
+        ended = "ended: the GPU ran out of memory while exchanging experts: give less --vram"
+        assert executor.choices.texts()["experts"] == f"lru (asked for); {ended}"
+        assert sparsity.report()["policy"] == f"lru ({ended})"
         truth.check(families.run_chunks(executor, truth.texts[0], DECODED, pages), what="afterwards")
+
+
+@pytest.mark.usefixtures("device")
+def test_what_a_failed_call_of_the_cpu_has_counted_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, forgot = Truth(case_named("mixtral"), "gguf", tmp_path), list[int]()
+
+    def failed() -> None:
+        raise PowerInferError("the CPU failed")
+
+    with exchanged(truth.path, "lru") as (executor, _):
+        pages = families.scattered_pages(executor, 1)[0]
+        monkeypatch.setattr(executor.gpu.link, "check", failed)
+        monkeypatch.setattr(executor.gpu.observer, "forget", lambda: forgot.append(1))
+        with pytest.raises(PowerInferError, match="the CPU failed"):
+            families.run_chunks(executor, truth.texts[0], [1], pages)
+        assert forgot == [1]
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (
+            RuntimeError("CUDA error: unspecified launch failure"),
+            "the GPU failed while exchanging.*load the model again",
+        ),
+        (ChangedError("it changed; load the model again"), "it changed"),
+    ],
+)
+@pytest.mark.usefixtures("device")
+def test_a_copy_after_which_nothing_can_run_fails_the_step(
+    failure: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth, told = Truth(case_named("mixtral"), "gguf", tmp_path), list[PowerInferError]()
+
+    def broken(*given: Any) -> None:
+        raise failure
+
+    with exchanged(truth.path, "lru") as (executor, _):
+        executor.gpu.observer.tell = told.append
+        pages = families.scattered_pages(executor, 1)[0]
+        monkeypatch.setattr(gpu_experts, "replace", broken)
+        with pytest.raises(PowerInferError, match=message):
+            families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)
+        assert not told
 
 
 @pytest.mark.usefixtures("device")

@@ -174,6 +174,19 @@ def test_forbidden_and_damaged_logits() -> None:
                 Sampler(SamplingParams(temperature=temperature), 2).sample(np.array([0.0, broken], np.float32))
 
 
+def test_a_largest_logit_that_is_no_number_is_named_alike() -> None:
+    """By devices that return its token, and by those that return logits."""
+    sampler = Sampler(SamplingParams(temperature=0), 2)
+    for number, value in ((-1, np.nan), (-2, np.inf), (-3, -np.inf)):
+        messages = []
+        for run in (lambda n=number: sampler.take(n), lambda v=value: sampler.sample(np.full(2, v, np.float32))):
+            with pytest.raises(PowerInferError, match=f"computed {value} instead") as told:
+                run()
+            messages.append(str(told.value))
+        assert messages[0] == messages[1]
+    assert sampler.take(1) == 1
+
+
 def test_the_same_seed_draws_the_same_tokens() -> None:
     logits = random_logits(4000, 1.0)
 

@@ -253,6 +253,33 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
             assert (answers[0] != answers[1]).any() == (share < 1), "nothing streamed"
 
 
+@pytest.mark.usefixtures("device")
+def test_neurons_that_are_swapped_stay_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are placed in the memory of others; what takes more memory is registered anew."""
+    monkeypatch.setattr(staging, "_LEAST_SHARE", 1 << 12)
+    truth, registered = Truth(case_named("llama-relu"), half=True), list[int]()
+    stage = Stage(torch_device(), 1 << 15)
+    kind = type(stage._streams)
+    register = kind.register
+
+    def noted(streams: Any, address: int, nbytes: int) -> Callable[[], None] | None:
+        registered.append(nbytes)
+        return register(streams, address, nbytes)
+
+    monkeypatch.setattr(kind, "register", noted)
+    with split(packed(truth, tmp_path), 0.5, stage=stage) as (executor, ffns):
+        stage.least, layers = 33, len(registered)
+        assert layers == len(ffns) == len(stage._registered)
+        ffns[0].swap(ffns[0].hot[:1], ffns[0].cold[:1])
+        assert len(registered) == layers
+        ffns[0].place(ffns[0].hot[:0])
+        assert len(registered) == layers + 1 and len(stage._registered) == layers
+        pages = families.scattered_pages(executor, 1)[0]
+        tokens = families.prompt(case_named("llama-relu"))
+        ours = families.run_chunks(executor, tokens, [len(tokens)], pages)
+        assert families.rms(ours - truth.logits[0]) <= truth.allowed()
+
+
 PASSED = [case for case in RELU if case.kind not in ("qwen3_5_text", "plm")]  # the CPU has states, and latents
 
 

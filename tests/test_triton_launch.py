@@ -3,12 +3,14 @@ interpreted or compiled; nothing is compiled or run, on a made-up device."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +37,6 @@ def checked() -> dict[str, float]:
     """Every kernel's launches, and microseconds of one by keys and by Triton's binder alone."""
     import random
     from importlib import import_module
-    from pathlib import Path
 
     import torch
     from triton.backends.compiler import GPUTarget
@@ -99,9 +100,10 @@ def checked() -> dict[str, float]:
                     *whole, stream, function, packed, nothing, enter, leave = launches[-1][:9]
                     assert tuple(whole) == (*grid, 1, 1)[:3] and (stream, function, packed) == (11, wanted, 5)
                     assert nothing is enter is leave is None
-                    values = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in positional]
-                    of_named = [named[param.name] for param in launcher.kernel.params if param.is_constexpr]
-                    assert sorted(map(repr, launches[-1][9:])) == sorted(map(repr, values + of_named))
+                    values = iter(one.data_ptr() if isinstance(one, torch.Tensor) else one for one in positional)
+                    params = launcher.kernel.params
+                    in_order = [named[one.name] if one.is_constexpr else next(values) for one in params]
+                    assert list(map(repr, launches[-1][9:])) == list(map(repr, in_order))
             plain = [tensors[0] if not param.is_constexpr else 16 for param in launcher.kernel.params]
             count = 200
             for _ in range(2):
@@ -114,6 +116,49 @@ def checked() -> dict[str, float]:
             seconds, own_seconds = seconds + middle - begin, own_seconds + time.thread_time() - middle
     each = 1e6 / count / found
     return {"kernels": found, "launches": len(launches), "us": seconds * each, "binder_us": own_seconds * each}
+
+
+def decorators_of(function: ast.FunctionDef) -> set[str]:
+    """Names of a function's decorators, without their arguments."""
+    calls = (one.func if isinstance(one, ast.Call) else one for one in function.decorator_list)
+    return {ast.unparse(one) for one in calls}
+
+
+def wrongly_decorated(sources: dict[str, str]) -> list[str]:
+    """Jit functions that are launched and are not `launched`, or are and are called inside another: by Triton, which
+    knows no `Launcher`."""
+    jit, launched, called = dict[str, bool](), set[str](), set[str]()
+    for name, text in sources.items():
+        tree = ast.parse(text)
+        real = {one.asname: one.name for one in ast.walk(tree) if isinstance(one, ast.alias) and one.asname}
+        for part in tree.body:
+            inside = isinstance(part, ast.FunctionDef) and "triton.jit" in decorators_of(part)
+            if isinstance(part, ast.FunctionDef) and inside:
+                jit[f"{name}: {part.name}"] = "launched" in decorators_of(part)
+            for call in (node.func for node in ast.walk(part) if isinstance(node, ast.Call)):
+                if isinstance(call, ast.Name) and inside:
+                    called.add(real.get(call.id, call.id))
+                elif isinstance(call, ast.Subscript) and isinstance(call.value, ast.Name):
+                    launched.add(real.get(call.value.id, call.value.id))
+    names = {at: at.split()[-1] for at in jit}
+    return [at for at, decorated in jit.items() if names[at] in (called if decorated else launched)]
+
+
+def test_launched_is_what_is_launched() -> None:
+    """And nothing else: the interpreter computes both, and only a GPU would tell."""
+    folder = Path(__file__).parents[1] / "src" / "powerinfer" / "kernels"
+    sources = {file.stem: file.read_text() for file in sorted(folder.glob("triton_*.py"))}
+    assert len(sources) > 9 and wrongly_decorated(sources) == []
+    kernels = sources["triton_prompt_experts"]
+    kernel = "@launched\n@triton.jit\ndef _prompt_hidden_kernel"
+    assert kernel in kernels
+    sources["triton_prompt_experts"] = kernels.replace(kernel, kernel.removeprefix("@launched\n"))
+    assert wrongly_decorated(sources) == ["triton_prompt_experts: _prompt_hidden_kernel"]
+    sources["triton_prompt_experts"] = kernels
+    helper = "@triton.jit\ndef rows_of"
+    assert helper in sources["triton_experts"]
+    sources["triton_experts"] = sources["triton_experts"].replace(helper, f"@launched\n{helper}")
+    assert wrongly_decorated(sources) == ["triton_experts: rows_of"]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

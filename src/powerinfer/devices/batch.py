@@ -12,6 +12,10 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     Int32 = NDArray[np.int32]
 
 
+NOT_FINITE = {-1: float("nan"), -2: float("inf"), -3: float("-inf")}
+"""The number in place of a token whose logit, the largest, is none: -1 for NaN."""
+
+
 class StoppedError(Exception):
     """A call ended early, as its batch's `stop` says: what it wrote is as of one that failed."""
 

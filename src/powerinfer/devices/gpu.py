@@ -826,8 +826,8 @@ class GpuLayers:
                     else:
                         self._launch(step, self.operators, batch)
                 result = self.buffers.download(step, logits=self.has_head)
-        if self.link is not None:
-            self.link.check()
+                if self.link is not None:
+                    self.link.check()
         if len(batch.tokens) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(batch.tokens)
             self.few_steps += 1

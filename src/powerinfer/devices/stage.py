@@ -18,10 +18,11 @@ systems refuse it.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -184,11 +185,10 @@ class Stage:
         return BUFFERS * self._size
 
     def close(self) -> None:
-        """Free the buffers and end the threads that copy; no step follows. May be called twice."""
+        """Free the buffers and end the threads that copy; no step follows. May be called twice. Warns of memory that
+        stays registered."""
         self.least = None
-        for *_, release in self._registered:
-            release()
-        self._registered.clear()
+        self._unregister_all()
         self._host, self._on_device = [], []
         self._share.end()
         if self._pool is not None:
@@ -256,12 +256,13 @@ class Stage:
 
     def register(self, memory: Bytes) -> None:
         """Let the GPU read memory by itself that passes through the buffers, and stays where it is until `close`: its
-        whole pages. Where a system refuses that, it is copied into pinned buffers first, as everything else is."""
+        whole pages; memory that is registered stays so. Where a system refuses that, it is copied into pinned buffers
+        first, as everything else is."""
         import torch
 
         begin, end = -(-memory.ctypes.data // PAGESIZE), (memory.ctypes.data + memory.nbytes) // PAGESIZE
         address, nbytes = begin * PAGESIZE, (end - begin) * PAGESIZE
-        if nbytes < _LEAST_SHARE or self._refused:
+        if nbytes < _LEAST_SHARE or self._refused or any(one.memory is memory for one in self._registered):
             return
         release = self._streams.register(address, nbytes)
         if release is None:
@@ -271,13 +272,33 @@ class Stage:
         tensor = torch.from_numpy(np.ctypeslib.as_array(pages))
         insort(self._registered, _Registered(address, tensor, memory, release), key=_address)
 
-    def release(self, memory: Bytes) -> None:
-        """Let memory be freed, or used for something else, that was registered; once no step runs."""
+    def finish(self) -> None:
+        """Wait for copies, before registered memory is written to. RuntimeError if the device fails."""
         self._streams.finish()
+
+    def release(self, memory: Bytes) -> None:
+        """Let memory be freed, or used for something else, that was registered; once no step runs. RuntimeError if the
+        device fails."""
+        self._streams.finish()
+        for one in [one for one in self._registered if one.memory is memory]:
+            one.release()
+            self._registered.remove(one)
+
+    def _unregister_all(self) -> None:
+        if not self._registered:
+            return
+        # Copies end, and CUDA gets to know this thread, which may never have run a step.
+        with suppress(RuntimeError):  # of a device that has failed
+            self._streams.finish()
+        failures = list[RuntimeError]()
         for one in self._registered:
-            if one.memory is memory:
+            try:
                 one.release()
-        self._registered = [one for one in self._registered if one.memory is not memory]
+            except RuntimeError as error:
+                failures.append(error)
+        self._registered.clear()
+        if failures:
+            warnings.warn(str(failures[0]), RuntimeWarning, stacklevel=3)
 
     def _read_by_gpu(self, part: Bytes) -> tuple[int, Tensor | None]:
         """The bytes of a part that the GPU reads by itself, and where they begin in it."""

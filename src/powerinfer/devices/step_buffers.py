@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import NOT_FINITE, Batch
 from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
 from powerinfer.devices.streams import Streams, streams_of
@@ -128,10 +128,16 @@ class StepBuffers:
         self._done.synchronize()
         if greedy:
             largest, tokens = (each.numpy() for each in self.largest(rows))
-            return np.where(np.isfinite(largest), tokens, -1).astype(np.int32)
+            numbers: NDArray[np.int32] = tokens.astype(np.int32)
+            wrong = ~np.isfinite(largest)
+            if wrong.any():
+                numbers[wrong] = [_NUMBERS.get(float(value), -1) for value in largest[wrong]]
+            return numbers
         values: Float32 = out.numpy()
         return values
 
+
+_NUMBERS = {value: number for number, value in NOT_FINITE.items()}  # not of NaN, which nothing is equal to
 
 _MOST_SHAPES = 64
 """Shapes whose places are kept."""

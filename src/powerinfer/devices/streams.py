@@ -61,7 +61,8 @@ class Streams(Protocol):
 
     def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """Let the device read whole pages of host memory by itself, as `pinned` memory, until what is returned is
-        called. None: it may not."""
+        called: by a thread that has used the device, behind the last copy. Calling it raises RuntimeError where the
+        memory stays registered. None: the device may not read it."""
         ...
 
     def event(self, *, timed: bool = False, sleeps: bool = False) -> Event:
@@ -195,7 +196,9 @@ def _registering() -> tuple[Callable[[int, int, int], int], Callable[[int], int]
 
 def _unregister(streams: CudaStreams, unregister: Callable[[int], int], address: int) -> None:
     with streams.active():
-        unregister(address)
+        status = unregister(address)
+    if status:
+        raise RuntimeError(f"CUDA error {status}: memory of the host stays registered, and its pages in RAM")
 
 
 def call_now(function: int, data: int) -> None:

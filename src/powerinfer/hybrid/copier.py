@@ -8,20 +8,27 @@ beside them.
 
 After a step of few tokens the policy looks at what all layers have counted (`placement.experts`). Experts that leave
 have no slot from the next step on. During that step those that come are copied, and they have the slots from the step
-behind it on: a replay reads tables that change between steps alone, and which experts a step finds on the GPU does not
-depend on how long a copy takes. What has no slot the CPU computes.
+behind it on: a replay reads tables that change only between steps, and which experts a step finds on the GPU does not
+depend on how long a copy takes. For that the step behind waits until the copies have ended. What has no slot the CPU
+computes.
+
+One thread reads experts from the model's file, splits their codes from their scales, and copies them from memory that
+is not pinned: slower than the link, and under Python's lock for much of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.streams import Event, Stream, Streams, streams_of
+from powerinfer.devices.torch_device import gpu_failures
+from powerinfer.errors import ChangedError, GpuMemoryError, ModelError, PowerInferError
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.placement.experts import LayerSwap, Policy
 
@@ -30,8 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COPIED_BYTES = 32 << 20
-"""Bytes that are copied for a step, at most, but at least an expert: a link of 25 GB/s has them in 1.3 ms, beside a
-step."""
+"""Bytes that are copied for a step, at most, but at least an expert. A thread that copies 2 to 4 GB/s, by estimate, has
+them in 8 to 16 ms: the step behind waits for what is left of that."""
 
 _LINE = 32
 """Numbers of a table begin at a multiple of these: each at a line of memory."""
@@ -63,19 +70,30 @@ class Exchanging(Protocol):
         ...
 
 
+class _Copies(NamedTuple):
+    """Copies beside a step. written: those that are whole, once the thread has ended; done: the GPU is past them."""
+
+    written: list[LayerSwap]
+    done: Event
+    thread: Future[None]
+
+
 class Copier:
     """Exchanges experts as a policy says; `GpuLayers` tells it when steps end.
 
-    on: whether the policy is told what steps select.
+    on: whether the policy is told what steps select. tell: gets the failure of a copy that leaves the device usable,
+    after which nothing is exchanged any more: a step does without copies, for the CPU has all experts. None: the
+    failure is raised, as others are.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.on = True
+        self.tell: Callable[[PowerInferError], None] | None = None
         self._ffns: dict[int, Exchanging] = {}
         self._limit = 0
         self._pool = ThreadPoolExecutor(1)
-        self._copying: tuple[list[LayerSwap], Future[Event]] | None = None
+        self._copying: _Copies | None = None
         self._tables: tuple[Tensor, Tensor] | None = None  # on the device, and as the host writes them
         self._places: dict[int, slice] = {}  # of layers in the tables
         self._streams: Streams | None = None
@@ -107,8 +125,8 @@ class Copier:
 
     def end(self, tokens: int) -> None:
         """A step of that many tokens has ended: use what was copied beside it, and begin with what the policy wants
-        next. Raises what a copy raised; then nothing is copied any more."""
-        came, swaps = self._finish(), list[LayerSwap]()
+        next. Raises what a copy raised, unless `tell` gets it; then nothing is copied any more."""
+        (came, failure), swaps = self._finish(), list[LayerSwap]()
         if self.on and tokens <= NEURON_TOKENS:
             swaps = self.policy.decide(tokens, self._limit)
         else:
@@ -116,6 +134,7 @@ class Copier:
         self._begin(swaps)
         if came or swaps:
             self._publish()
+        self._tell(failure)
 
     def forget(self) -> None:
         """A step has failed."""
@@ -123,8 +142,10 @@ class Copier:
 
     def settle(self) -> None:
         """Wait for what is being copied, and use it."""
-        if self._finish():
+        came, failure = self._finish()
+        if came:
             self._publish()
+        self._tell(failure)
 
     def follow(self, policy: Policy) -> None:
         """Let another policy decide, and have its experts in their slots."""
@@ -147,31 +168,46 @@ class Copier:
             self._ffns[layer].vacate(slot)
         streams, side, ffns = self._streams, self._side, self._ffns
         assert streams is not None and side is not None
-        done = streams.event()
+        written, done = list[LayerSwap](), streams.event()
 
-        def copy() -> Event:
+        def copy() -> None:
             with streams.active(), streams.on(side):
-                for layer, slot, expert in swaps:
-                    ffns[layer].write(slot, expert)
-                done.record(side)
-            return done
+                try:
+                    for layer, slot, expert in swaps:
+                        ffns[layer].write(slot, expert)
+                        written.append((layer, slot, expert))
+                finally:
+                    done.record(side)
 
-        self._copying = list(swaps), self._pool.submit(copy)
+        self._copying = _Copies(written, done, self._pool.submit(copy))
 
-    def _finish(self) -> bool:
-        """Give experts that were copied their slots, once the GPU is past its copies; whether there were any."""
+    def _finish(self) -> tuple[bool, PowerInferError | None]:
+        """Give experts that were copied whole their slots, once the GPU is past its copies: whether there were any, and
+        the failure of one behind them that leaves the device usable. Slots of others stay empty."""
         if self._copying is None or self._streams is None:
-            return False
-        (swaps, copying), self._copying = self._copying, None
+            return False, None
+        (written, done, thread), self._copying = self._copying, None
+        failure: PowerInferError | None = None
         try:
-            done = copying.result()
+            with gpu_failures("exchanging experts", "give less --vram"):
+                thread.result()
+        except (GpuMemoryError, ModelError) as error:
+            self.on, failure = False, error
         except BaseException:
-            self.on = False  # its slots stay empty: the CPU has all experts
+            self.on = False
             raise
         self._streams.current().wait_event(done)
-        for swap in swaps:
-            self._ffns[swap[0]].occupy(*swap[1:])
-        return True
+        for layer, slot, expert in written:
+            self._ffns[layer].occupy(slot, expert)
+        return bool(written), failure
+
+    def _tell(self, failure: PowerInferError | None) -> None:
+        """Tell, or raise, what `_finish` returned; once the GPU knows which slots are in use."""
+        if failure is None:
+            return
+        if self.tell is None or isinstance(failure, ChangedError):
+            raise failure
+        self.tell(failure)
 
     def _publish(self) -> None:
         """Tell the GPU which experts are in slots, before the next step."""
@@ -180,9 +216,12 @@ class Copier:
         on_device.copy_(host, non_blocking=True)
 
     def close(self) -> None:
-        """End the thread that copies. May be called twice."""
-        if self._copying is not None:
-            self._copying[1].exception()  # wait
+        """End the thread that copies, once the GPU is past its copies: their memory is freed then. May be called
+        twice."""
+        if self._copying is not None and self._streams is not None:
+            self._copying.thread.exception()  # wait
+            with suppress(RuntimeError):  # of a device that has failed
+                self._streams.finish()
         self._pool.shutdown()
         self._copying = self._tables = None
         self._ffns.clear()

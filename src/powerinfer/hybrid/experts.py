@@ -782,6 +782,13 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
         super().__init__(executor, ffns)
         self.policy = policy
 
+    def end_policy(self, failure: PowerInferError) -> None:
+        """Say that the policy has ended by a failure: experts stay where they are."""
+        self.policy = f"{self.policy} (ended: {failure})"
+        experts = self._executor.choices.experts
+        if experts is not None:
+            self._executor.choices.experts = experts.add(f"; ended: {failure}")
+
     def report(self) -> dict[str, Any]:
         """Report as `SplitSparsity` does. gpu_share: None of a layer without cold experts, of divided ones that of
         their neurons; active_fraction: of the neurons that the CPU has, None where all are computed;

@@ -128,7 +128,8 @@ class HybridFfn(HybridTerms):
                 self._predictor.arrange(np.concatenate([hot, self.cold]))
         stage, memory = self.stage, self._cpu_part.memory
         if stage is not None and memory is not None:
-            stage.release(memory)
+            with self._failures():
+                stage.finish() if self._cpu_part.reuses(len(self.cold), len(groups)) else stage.release(memory)
         self._cpu_part.place(groups, self.cold)
         if stage is not None and self._cpu_part.memory is not None:
             stage.register(self._cpu_part.memory)

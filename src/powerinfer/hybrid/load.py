@@ -384,7 +384,7 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
         other = with_other_experts(resolved, working)
         return other if isinstance(other, Resolved) else resolved.placed(scratch=estimated_scratch(resolved))
     if copier is not None:
-        copier.on = True
+        copier.on, copier.tell = True, sparsity.end_policy
     executor.choices.experts = Choice(name, resolved.policy.reason)
     executor.choices.selector = Choice(sparsity.selector, "experts on both devices", _expert_selector(resolved))
     return executor, sparsity

@@ -102,13 +102,19 @@ class CpuNeurons:
         self.index = index
         if not len(index):
             return
-        layout = self._layout
-        nbytes = len(index) * layout.pitch + min(len(index), len(groups)) * layout.shared_bytes
+        layout, nbytes = self._layout, self._bytes_of(len(index), len(groups))
         if self.memory is None or len(self.memory) < nbytes:
             self.memory = own_pages(nbytes)
         self._bundles = gather(layout, groups, index, self.memory)
         bundles = self._layer, layout, self._bundles, self._vectors
         self._neurons = self._cpu.parts.bundled(*bundles, threshold=self._threshold, count_fired=True)
+
+    def reuses(self, neurons: int, groups: int) -> bool:
+        """Whether that number of neurons is placed in the memory that is there. groups: of the layer."""
+        return self.memory is not None and len(self.memory) >= self._bytes_of(neurons, groups)
+
+    def _bytes_of(self, neurons: int, groups: int) -> int:
+        return neurons * self._layout.pitch + min(neurons, groups) * self._layout.shared_bytes
 
     def limit(self, slots: int) -> None:
         """See `HybridFfn.limit`."""

@@ -83,8 +83,11 @@ def measured(
         return (finished(device) - begin) / size
 
     copier.on = True
-    with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
-        seconds = take_turns(get_args(Name), ROUNDS, block, WARM_UP)
+    try:
+        with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
+            seconds = take_turns(get_args(Name), ROUNDS, block, WARM_UP)
+    finally:
+        copier.on = False
     progress("trial of policies", ROUNDS, ROUNDS)
     return TimedPolicies(fastest(seconds, "static", GAIN), {name: median(own) for name, own in seconds.items()})
 

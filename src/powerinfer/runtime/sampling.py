@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from powerinfer.devices.batch import NOT_FINITE
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.runtime.params import SamplingParams
 
@@ -120,9 +121,9 @@ class Sampler:
         return self._greedy and self._edits is None and self._mask is None
 
     def take(self, token: int) -> int:
-        """The next token, of the largest logit; -1: this is no finite number. Of samplers that need no other."""
+        """The next token, of the largest logit, or a number of `NOT_FINITE`. Of samplers that need no other."""
         if token < 0:
-            _refuse(float("nan"))
+            self._refuse(NOT_FINITE[token])
         return token
 
     def sample(self, logits: Float32) -> int:
@@ -146,8 +147,13 @@ class Sampler:
         token = int(logits.argmax())
         value = logits[token]
         if not -np.inf < value < np.inf:
-            _refuse(float(value))
+            self._refuse(float(value))
         return token
+
+    def _refuse(self, highest: float) -> None:
+        if highest == -np.inf and self._edits is not None:
+            raise RequestError("logit_bias forbids every token that could follow")
+        raise PowerInferError(f"the model computed {highest} instead of a logit: its weights may be damaged")
 
     def ends_with(self, token: int) -> bool:
         """Tell the mask the token that was sampled; whether the answer must end with it."""
@@ -182,7 +188,7 @@ class Sampler:
         params = self._params
         highest = logits.max()
         if not -np.inf < highest < np.inf:
-            _refuse(float(highest))
+            self._refuse(float(highest))
         if 0 < params.top_k < len(logits):
             ids = largest(logits, params.top_k)
             weights = np.exp((logits[ids].astype(np.float64) - highest) / params.temperature)
@@ -297,12 +303,6 @@ def _blaming_the_mask() -> Iterator[None]:
 def _has_edits(params: SamplingParams) -> bool:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     return bool(params.logit_bias) or penalties != (1.0, 0.0, 0.0)
-
-
-def _refuse(highest: float) -> None:
-    if highest == -np.inf:
-        raise RequestError("logit_bias forbids every token that could follow")
-    raise PowerInferError(f"the model computed {highest} instead of a logit: its weights may be damaged")
 
 
 class _Edits:
