@@ -301,12 +301,12 @@ def test_working_memory_of_latent_attention(tmp_path: Path, q_latents: int | Non
 
 
 def test_many_rows_of_logits_dequantise_the_head() -> None:
-    """Its vocabulary is far wider than the model's other matrices."""
+    """Of a vocabulary that is far wider than the model's other matrices, of which a piece was counted before."""
     model = described_model(find_shape("qwen3-30b-a3b").config, "q4_0", "a model", 0.0)
     assert model.config.vocab_size * model.config.d_model > gpu_types.PIECE
     rows = gpu_types.FEW
     few, more, many = (model.gpu_scratch(512, n, 1) for n in (rows - 1, rows, rows + 1))
-    assert many - more == more - few + 2 * gpu_types.PIECE - (32 << 20)
+    assert gpu_types.PIECE <= many - more - (more - few) <= 2 * gpu_types.PIECE - (32 << 20)
 
 
 @pytest.mark.usefixtures("device")
