@@ -8,7 +8,7 @@ import pytest
 
 from powerinfer.config import DEFAULT_CHUNK, EngineConfig, PlanConfig
 from powerinfer.hardware.cards import described_machine
-from powerinfer.placement.chunks import CHUNKS, SHARE
+from powerinfer.placement.chunks import CHUNKS, SHARE, WEIGHTS
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.request import shape_subject
 
@@ -23,7 +23,7 @@ def planned(name: str, vram: int, selector: str = "all", **options: int) -> Plan
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen3-30b-a3b", (8, 12, 16)), ("llama-3.3-70b", (8, 16, 24))])
 def test_chunks_are_as_long_as_little_memory_makes_them(name: str, sizes: tuple[int, ...]) -> None:
-    """Of experts, and of whole layers, that stream; more memory never makes them shorter."""
+    """Of experts, and of whole layers, that stream."""
     lengths = []
     for vram in sizes:
         request = planned(name, vram * GIB)
@@ -36,13 +36,15 @@ def test_chunks_are_as_long_as_little_memory_makes_them(name: str, sizes: tuple[
         if longer is not None:
             more = replace(request, chunk=longer).claims()
             beyond = more.gpu["scratch"] - before.gpu["scratch"], more.cpu["scratch"] - before.cpu["scratch"]
-            assert SHARE * beyond[0] > vram * GIB or SHARE * beyond[1] > request.hardware.cpu.memory_bytes // 2
+            cold = sum(nbytes for use, nbytes in before.cpu.items() if use in WEIGHTS)
+            ram = request.hardware.cpu.memory_bytes // 2
+            assert SHARE * beyond[0] > min(vram * GIB, cold) or SHARE * beyond[1] > ram
         lengths.append(request.chunk)
         made = make_plan(request)
         told = any(f"prompts are computed {request.chunk} tokens at a time" in reason for reason in made.reasons)
         assert told == (request.chunk > DEFAULT_CHUNK)
         assert made.request.workload.tokens == request.chunk
-    assert lengths == sorted(lengths) and lengths[-1] > lengths[0]
+    assert len(set(lengths)) > 1
 
 
 def test_what_was_given_wins() -> None:

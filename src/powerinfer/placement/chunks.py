@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from powerinfer.errors import RequestError
-from powerinfer.placement.budget import budgets
+from powerinfer.placement.budget import budgets, bundle_bytes
 
 if TYPE_CHECKING:
     from powerinfer.placement.budget import Claims
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 CHUNKS = 8192, 4096, 2048
 """Tokens to choose from."""
 
+WEIGHTS = frozenset(("attention", "head", "panels", "experts"))
+"""Uses of RAM by weights that a step reads, beside bundles."""
+
 SHARE = 12
-"""Longer chunks get at most 1/SHARE of either memory, which decode could use: a step with 2,048 tokens takes about a
-fourth of the time of four with 512 while weights stream, and decode loses no more than that share of what is hot."""
+"""Longer chunks get at most 1/SHARE of either memory, and of what a step reads in RAM: a step with 2,048 tokens takes
+about a fourth of the time of four with 512 while weights stream, and decode loses no more than that share."""
 
 
 def with_long_chunks(request: PlanRequest) -> PlanRequest:
@@ -40,11 +43,16 @@ def _streams(claims: Claims | RequestError) -> bool:
 
 
 def _fits(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) -> bool:
-    """Whether the working memory of longer chunks takes little more of VRAM and RAM."""
+    """Whether the working memory of longer chunks takes little more of VRAM and RAM, and little from the GPU by what
+    the CPU has anyway."""
+    before, after = request.claims(), longer.claims()
+    of_gpu, of_cpu = (two["scratch"] - one["scratch"] for one, two in ((before.gpu, after.gpu), (before.cpu, after.cpu)))
+    return SHARE * of_gpu <= min(limits[0], _cold_bytes(request, before)) and SHARE * of_cpu <= limits[1]
 
-    def scratch(planned: PlanRequest) -> tuple[int, int]:
-        claims = planned.claims()
-        return claims.gpu["scratch"], claims.cpu["scratch"]
 
-    pairs = zip(scratch(request), scratch(longer), limits, strict=True)
-    return all(SHARE * (after - before) <= limit for before, after, limit in pairs)
+def _cold_bytes(request: PlanRequest, claims: Claims) -> int:
+    """Bytes of weights in RAM that a step may read there."""
+    dense = sum(nbytes for use, nbytes in claims.cpu.items() if use in WEIGHTS)
+    if not claims.bundles:
+        return dense
+    return dense + max(0, bundle_bytes(request.model, request.workload.predicted) - claims.gpu_left)
