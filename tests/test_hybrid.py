@@ -611,9 +611,9 @@ def test_swapped_neurons_exchange_their_memory(types: tuple[str, str], tmp_path:
     with split(path, 0.5, 2, False) as (executor, ffns):
         first, before = split_calls(executor, tokens), [ffn.hot for ffn in ffns]
         for ffn in ffns:  # the CPU has none of the first group then, and so not the scales that it shares
-            memory = ffn._cpu_part._memory.ctypes.data
+            memory = ffn._cpu_part.memory.ctypes.data
             ffn.place(np.arange(len(ffn.hot), dtype=np.int32))
-            assert ffn._cpu_part._memory.ctypes.data == memory and ffn.cold[0] >= 32
+            assert ffn._cpu_part.memory.ctypes.data == memory and ffn.cold[0] >= 32
         assert families.rms(split_calls(executor, tokens) - first) < 0.05 * families.rms(first)
         for ffn, hot in zip(ffns, before, strict=True):
             ffn.place(hot)
