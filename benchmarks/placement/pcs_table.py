@@ -79,7 +79,7 @@ def caution() -> str:
         plan = plan_of(*MODELS[0][1:], card, KINDS[-1])
         assert plan is not None
         rates.append(f"{speed(1 / plan.choice.seconds)} would be {speed(1 / (plan.choice.seconds + 1e-3 * lost))}")
-    longer = plan_of(*MODELS[0][1:], CARDS[2], KINDS[-1])
+    longer = plan_of(*MODELS[0][1:], CARDS[1], KINDS[-1])
     plan = plan_of(*MODELS[0][1:], CARDS[0], KINDS[-1])
     assert plan is not None and longer is not None
     decoded, short = (speed(1 / one.choice.seconds) for one in (longer, with_chunk(longer, SHORT)))
