@@ -46,7 +46,8 @@ def _fits(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) ->
     """Whether the working memory of longer chunks takes little more of VRAM and RAM, and little from the GPU by what
     the CPU has anyway."""
     before, after = request.claims(), longer.claims()
-    of_gpu, of_cpu = (two["scratch"] - one["scratch"] for one, two in ((before.gpu, after.gpu), (before.cpu, after.cpu)))
+    of_gpu = after.gpu["scratch"] - before.gpu["scratch"]
+    of_cpu = after.cpu["scratch"] - before.cpu["scratch"]
     return SHARE * of_gpu <= min(limits[0], _cold_bytes(request, before)) and SHARE * of_cpu <= limits[1]
 
 
