@@ -34,7 +34,7 @@ def path_of(document: dict[str, Any], name: str | None = None) -> Path:
 
 def of_kind(kind: str) -> list[dict[str, Any]]:
     """All results of a kind, oldest first by the date inside them."""
-    documents = (json.loads(path.read_text()) for path in RESULTS.glob("*.json"))
+    documents = (json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json")))
     return sorted((one for one in documents if one.get("kind") == kind), key=lambda document: document["date"])
 
 
