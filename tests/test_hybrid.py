@@ -651,8 +651,8 @@ def test_closing_frees_both_parts_and_what_is_between_them(tmp_path: Path) -> No
         gpu, cpu = executor.gpu, executor.cpu
         held = [gpu.link, gpu.buffers, *stage._on_device, *stage._host, cpu._program, cpu._workspace, cpu._pool]
         for ffn in ffns:
-            held += [ffn._gpu_part, ffn._cpu_part, ffn._cpu_part._memory, ffn._cpu_part._neurons, ffn._predictor]
-        held += [part for pair in gpu._cache for part in pair if isinstance(part, torch.Tensor)]
+            held += [ffn._gpu_part, ffn._cpu_part, ffn._cpu_part.memory, ffn._cpu_part._neurons, ffn._predictor]
+        held += [part for pair in gpu._cache.values() for part in pair if isinstance(part, torch.Tensor)]
         left = [weakref.ref(one) for one in held if hasattr(type(one), "__weakref__") or isinstance(one, np.ndarray)]
         assert len(left) >= len(held) - 3 - len(ffns), "native objects have no weak references"
         del held, ffn, gpu, cpu

@@ -657,7 +657,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
         hardware = measure.measured(engine, gpu="cpu")
         division = budget.Division(LAYERS, True, tuple(slots))
         planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, division, dense=True)
-        assert held == planned["ffn"] + planned["experts"] + LAYERS * 8 * 4
+        assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
     finally:
         executor.close()
     flags = ["--gpu", "none", "--threads", "2", "--context", "64", "--json"]
@@ -715,7 +715,7 @@ def test_a_plan_counts_predictors_inside_experts(
         division = budget.Division(model.config.n_layers, True, slots)
         planned = budget.on_gpu(skipping, hardware, work, division, dense=True)
         assert sum(part["predictor"] for part in parts) == layers * inner.stored <= planned["predictor"]
-        tables = 2 * sum(ffn._slots.nbytes for ffn in sparsity.ffns)
+        tables = sum(ffn._slots.nbytes for ffn in sparsity.ffns)
         assert held == sum(planned[part] for part in ("norms", "ffn", "experts", "predictor")) + tables
     finally:
         executor.close()
@@ -762,7 +762,7 @@ def test_a_load_divides_experts_as_planned(
         )
         parts, of_gpu = [ffn.memory() for ffn in sparsity.ffns], executor.gpu.memory()
         held = of_gpu["norms"] + of_gpu["ffn"] + sum(sum(part.values()) for part in parts)
-        tables = 2 * sum(ffn._slots.nbytes for ffn in sparsity.ffns)
+        tables = sum(ffn._slots.nbytes for ffn in sparsity.ffns)
         assert held == sum(planned[part] for part in ("norms", "ffn", "experts", "predictor")) + tables
         in_ram = budget.in_ram(model, budget.Workload("f16", families.CONTEXT, TOTAL, 4), division_of(resolved))
         of_cpu = [own for ffn in sparsity.ffns if (part := ffn._cpu_part) is not None and (own := part.by_neuron)]

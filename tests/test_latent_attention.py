@@ -65,7 +65,7 @@ BAD = {
     "neither k_b nor kv_b": ({}, {"blk.0.attn_k_b.weight": None}, r"blk\.0\.attn_k_b\.weight is missing"),
     "no v_b": ({}, {"blk.2.attn_v_b.weight": None}, r"blk\.2\.attn_v_b\.weight is missing"),
     "k_b as it was": ({}, {"blk.1.attn_k_b.weight": floats(HEADS, PLAIN, LATENTS)}, r"attn_k_b.* has shape"),
-    "fewer latents": ({"attention.kv_lora_rank": 32}, {}, r"attention\.key_length is '80', which"),
+    "fewer latents": ({"attention.kv_lora_rank": 32}, {}, r"blk\.0\.attn_q_b\.weight has shape"),
     "no latents": ({"attention.kv_lora_rank": 0}, {}, r"attention\.kv_lora_rank is '0', not"),
     "no number of latents": ({"attention.kv_lora_rank": None}, {}, r"attention\.kv_lora_rank is missing"),
     "latents that are text": ({"attention.kv_lora_rank": "64"}, {}, r"attention\.kv_lora_rank is '64', not"),
