@@ -46,9 +46,14 @@ def _fits(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) ->
     """Whether the working memory of longer chunks takes little more of VRAM and RAM, and little from the GPU by what
     the CPU has anyway."""
     before, after = request.claims(), longer.claims()
-    of_gpu = after.gpu["scratch"] - before.gpu["scratch"]
+    lost = _all_but_scratch(before) - _all_but_scratch(after)  # of layers that leave, too
+    of_gpu = max(lost, after.gpu["scratch"] - before.gpu["scratch"])
     of_cpu = after.cpu["scratch"] - before.cpu["scratch"]
     return SHARE * of_gpu <= min(limits[0], _cold_bytes(request, before)) and SHARE * of_cpu <= limits[1]
+
+
+def _all_but_scratch(claims: Claims) -> int:
+    return sum(claims.gpu.values()) - claims.gpu["scratch"]
 
 
 def _cold_bytes(request: PlanRequest, claims: Claims) -> int:
