@@ -139,23 +139,23 @@ class Speculation:
 
     def best(self, steps: Sequence[float] | None, right: Sequence[float], each: Sequence[float]) -> Gain:
         """each: seconds that the drafts of a step add, by their number."""
-        found = Gain(0, 1.0)
+        chosen = Gain(0, 1.0)
         for drafts in range(1, MOST + 1) if steps is not None else ():
             seconds = steps[drafts] + each[drafts]
             gain = expected_tokens(right, drafts) * self.plain / seconds
-            if gain > found.gain:
-                found = Gain(drafts, gain)
-        return found
+            if gain > chosen.gain:
+                chosen = Gain(drafts, gain)
+        return chosen
 
-    def by_cpu(self, right: Sequence[float]) -> Gain:
+    def gain_on_cpu(self, right: Sequence[float]) -> Gain:
         return self.best(self.on_cpu, right, [n * self.each_on_cpu for n in range(MOST + 1)])
 
-    def by_gpu(self, right: Sequence[float]) -> Gain:
+    def gain_on_gpu(self, right: Sequence[float]) -> Gain:
         return self.best(self.on_gpu, right, [n * self.each_on_gpu for n in range(MOST + 1)])
 
-    def by_engine(self, right: Sequence[float]) -> Gain:
+    def gain_as_placed(self, right: Sequence[float]) -> Gain:
         """With the head where the engine places it."""
-        return self.by_gpu(right) if self.whole else self.by_cpu(right)
+        return self.gain_on_gpu(right) if self.whole else self.gain_on_cpu(right)
 
     def mirrored(self, right: Sequence[float], always: bool = False) -> Gain:
         """With the GPU drafting while the CPU verifies. always: as if every guess were drafted for."""
@@ -220,7 +220,7 @@ HEADS = ("machine", "tokens/s without", "right, first draft", "the engine has it
 
 def gains(made: Speculation, right: Sequence[float]) -> list[Gain]:
     """By the columns of the table."""
-    return [made.by_cpu(right), made.by_gpu(right), made.mirrored(right), made.mirrored(right, always=True)]
+    return [made.gain_on_cpu(right), made.gain_on_gpu(right), made.mirrored(right), made.mirrored(right, always=True)]
 
 
 def gains_table(every: Mapping[str, Speculation]) -> str:
@@ -242,7 +242,7 @@ def verdict(every: Mapping[str, Speculation]) -> str:
     """Where the gain that is asked for is reached."""
     said = []
     for name in ASKED_OF:
-        reached = [(right, every[name].by_engine(right).gain) for right in RATES]
+        reached = [(right, every[name].gain_as_placed(right).gain) for right in RATES]
         cells = ", ".join(f"{fixed(gain)}x at {percent(right[0], 0)}" for right, gain in reached)
         usual = dict(reached)[USUAL]
         said.append(f"{name}: {'reached' if usual >= ASKED else 'not reached'} ({cells})")

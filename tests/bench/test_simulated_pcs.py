@@ -106,16 +106,16 @@ def test_drafts_gain_what_is_right() -> None:
     assert drafts.foreseen((0.5, 0.5), 2) == 0.125
     # the same steps whatever their tokens, the CPU busy for half of one
     made = drafts.Speculation(1.0, (1.0,) * 5, (1.1,) * 5, 0.5, 0.1, (0.5,) * 5)
-    assert made.by_cpu((0.0,) * 4) == made.by_gpu((0.0,) * 4) == drafts.Gain(0, 1.0)
+    assert made.gain_on_cpu((0.0,) * 4) == made.gain_on_gpu((0.0,) * 4) == drafts.Gain(0, 1.0)
     right = (0.8,) * 4
-    assert made.by_cpu(right) == drafts.Gain(2, pytest.approx(2.44 / 2.0))
-    assert made.by_gpu(right) == drafts.Gain(4, pytest.approx(3.3616 / 1.5))
+    assert made.gain_on_cpu(right) == drafts.Gain(2, pytest.approx(2.44 / 2.0))
+    assert made.gain_on_gpu(right) == drafts.Gain(4, pytest.approx(3.3616 / 1.5))
     assert made.mirrored(right, always=True) == drafts.Gain(4, pytest.approx(3.3616 / 1.1))
     assert made.mirrored(right).gain == pytest.approx(3.3616 / (1.5 - 0.4 * 0.8**5))
-    assert made.by_engine(right) == made.by_cpu(right)
-    assert replace(made, whole=True).by_engine(right) == made.by_gpu(right)
+    assert made.gain_as_placed(right) == made.gain_on_cpu(right)
+    assert replace(made, whole=True).gain_as_placed(right) == made.gain_on_gpu(right)
     nowhere = replace(made, on_gpu=None)
-    assert nowhere.by_gpu(right) == nowhere.mirrored(right) == drafts.Gain(0, 1.0)
+    assert nowhere.gain_on_gpu(right) == nowhere.mirrored(right) == drafts.Gain(0, 1.0)
 
 
 def test_mirrored_steps_take_what_two_clocks_say() -> None:

@@ -25,31 +25,28 @@ about a fourth of the time of four with 512 while weights stream, and decode los
 
 def with_long_chunks(request: PlanRequest) -> PlanRequest:
     """The same with the longest chunks that there is working memory for, where weights stream; else as it is."""
-    claims = request.claims_if_any()
-    if not _streams(claims):
+    before = _streaming(request)
+    if before is None:
         return request
     limits = budgets(request.hardware, request.vram, request.ram)
+    least = min(limits[0], _cold_bytes(request, before))
     for tokens in CHUNKS:
-        chunk = min(tokens, request.context)
-        longer = replace(request, chunk=chunk)
-        if chunk > request.chunk and _streams(longer.claims_if_any()) and _fits(request, longer, limits):
-            return longer
+        longer = replace(request, chunk=min(tokens, request.context))
+        if longer.chunk > request.chunk and (after := _streaming(longer)) is not None:
+            lost = _all_but_scratch(before) - _all_but_scratch(after)  # of layers that leave, too
+            of_gpu = max(lost, after.gpu["scratch"] - before.gpu["scratch"])
+            of_cpu = after.cpu["scratch"] - before.cpu["scratch"]
+            if SHARE * of_gpu <= least and SHARE * of_cpu <= limits[1]:
+                return longer
     return request
 
 
-def _streams(claims: Claims | RequestError) -> bool:
-    """Whether weights pass through the GPU, and no disk is in the way."""
-    return not isinstance(claims, RequestError) and claims.staging > 0 and claims.disk is None
-
-
-def _fits(request: PlanRequest, longer: PlanRequest, limits: tuple[int, int]) -> bool:
-    """Whether the working memory of longer chunks takes little more of VRAM and RAM, and little from the GPU by what
-    the CPU has anyway."""
-    before, after = request.claims(), longer.claims()
-    lost = _all_but_scratch(before) - _all_but_scratch(after)  # of layers that leave, too
-    of_gpu = max(lost, after.gpu["scratch"] - before.gpu["scratch"])
-    of_cpu = after.cpu["scratch"] - before.cpu["scratch"]
-    return SHARE * of_gpu <= min(limits[0], _cold_bytes(request, before)) and SHARE * of_cpu <= limits[1]
+def _streaming(request: PlanRequest) -> Claims | None:
+    """The claims, if weights pass through the GPU and no disk is in the way; else None."""
+    claims = request.claims_if_any()
+    if isinstance(claims, RequestError) or not claims.staging or claims.disk is not None:
+        return None
+    return claims
 
 
 def _all_but_scratch(claims: Claims) -> int:
