@@ -3,6 +3,7 @@
 // Quantised weights: integer tiles give the same sums of 32 as the vector kernels, and the factors are applied in the
 // same order, so a token's bits do not depend on which of the two computed it. BF16 weights: tiles for every number of
 // tokens, one included, for the same reason.
+#include "products_quantised.h"
 #include "quants_grids.h"
 
 namespace {
@@ -47,33 +48,30 @@ struct TileScales {
   const float *d, *sd;
 };
 
-PI_INLINE void ask(const PiAhead& ahead, int64_t block) {
-  for (int i = 0; i < PiAhead::LINES; i++) fetch_line(ahead.line[i] + block * ahead.stride);
-}
-
+// Adds a block's sums. many: of more than 8 tokens.
 template <class W>
-PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* meta, int64_t b, const TileScales& a) {
+PI_INLINE void add_block(f32x16 (&sum)[16], const int32_t* tile, const uint8_t* meta, int64_t b, const TileScales& a,
+                         bool many) {
   const Scales f = W::scales(meta, b);
   f32x16 first = f.d, second = f.d;
   if constexpr (W::HALVES == 2) {
     first = W::half(meta, b, 0);
     second = W::half(meta, b, 1);
   }
-  unroll<0, 16>([&](auto t) __attribute__((always_inline)) {
+  [[maybe_unused]] f32x16 m[2];
+  if constexpr (MINIMA<W> == 2)
+    for (int h = 0; h < 2; h++) m[h] = W::minimum(meta, b, h);
+  const auto add = [&](auto t) __attribute__((always_inline)) {
     f32x16 value = _mm512_cvtepi32_ps(_mm512_load_si512(tile + t.value * 16));
     if constexpr (W::HALVES == 2)
       value = f_fma(_mm512_cvtepi32_ps(_mm512_load_si512(tile + 256 + t.value * 16)), second, f_mul(value, first));
     sum[t.value] = f_fma(f_mul(value, f_set(a.d[b * 16 + t.value])), f.d, sum[t.value]);
     if constexpr (MINIMA<W> == 1) sum[t.value] = f_fma(f.m, f_set(a.sd[b * 16 + t.value]), sum[t.value]);
-  });
-  if constexpr (MINIMA<W> == 2) {
-    for (int h = 0; h < 2; h++) {
-      const f32x16 m = W::minimum(meta, b, h);
-      unroll<0, 16>([&](auto t) __attribute__((always_inline)) {
-        sum[t.value] = f_fma(m, f_set(a.sd[(2 * b + h) * 16 + t.value]), sum[t.value]);
-      });
-    }
-  }
+    if constexpr (MINIMA<W> == 2)
+      for (int h = 0; h < 2; h++) sum[t.value] = f_fma(m[h], f_set(a.sd[(2 * b + h) * 16 + t.value]), sum[t.value]);
+  };
+  unroll<0, 8>(add);
+  if (many) unroll<8, 16>(add);
 }
 
 // One panel by up to 16 tokens.
@@ -81,6 +79,7 @@ template <class W>
 void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const uint8_t* meta, int64_t p, int64_t t0,
               int tokens, const TileScales& a, int32_t* sums, const PiAhead* ahead) {
   const int64_t k = x->k, nb = k / 32;
+  const bool many = tokens > 8;
   const int8_t* q = x->q + t0 * k;
   f32x16 sum[16];
   unroll<0, 16>([&](auto t) __attribute__((always_inline)) { sum[t.value] = f_zero(); });
@@ -91,10 +90,10 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   if constexpr (BYTES<W>)                                            \
     if (ahead) ask(*ahead, 2 * (pair)), ask(*ahead, 2 * (pair) + 1); \
   if constexpr (W::HALVES == 2) {                                    \
-    add_block<W>(sum, from, meta, pair, a);                          \
+    add_block<W>(sum, from, meta, pair, a, many);                    \
   } else {                                                           \
-    add_block<W>(sum, from, meta, 2 * (pair), a);                    \
-    add_block<W>(sum, (from) + 256, meta, 2 * (pair) + 1, a);        \
+    add_block<W>(sum, from, meta, 2 * (pair), a, many);              \
+    add_block<W>(sum, (from) + 256, meta, 2 * (pair) + 1, a, many);  \
   }
   int64_t i = 0;
   if (pairs > 0) { PI_TILE_PAIR(0, 1, 0, sums); }
@@ -110,7 +109,7 @@ void amx_tile(const PiLinear* l, const PiActs* x, const uint8_t* codes, const ui
   if constexpr (W::HALVES == 1) {
     if (nb % 2) {
       PI_TILE_PRODUCT(0, 4, 6, q + (nb - 1) * 32, codes + (nb - 1) * 512, sums);
-      add_block<W>(sum, sums, meta, nb - 1, a);
+      add_block<W>(sum, sums, meta, nb - 1, a, many);
     }
   }
   unroll<0, 16>([&](auto t) __attribute__((always_inline)) {
@@ -132,13 +131,15 @@ void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
   // The vector kernels stream weights better than a mostly empty tile.
   if (tokens <= 24) return vector_product[l->type](l, x, p0, p1, tokens, scratch);
   const int64_t k = x->k, nb = k / 32, stride = pi_panel_bytes(l->type, k), codes_bytes = pi_codes_bytes(l->type, k);
-  constexpr int A = W::HALVES == 2 ? 16 : 32, B = W::HALVES == 2 ? 4 : 8;
+  using To = Wide<W>;
+  constexpr int A = To::HALVES == 2 ? 16 : 32, B = To::HALVES == 2 ? 4 : 8;
   const int64_t some = PI_AMX_ACTS / k / TILE_TOKENS * TILE_TOKENS, at_once = some < TILE_TOKENS ? TILE_TOKENS : some;
   int32_t* sums = (int32_t*)scratch;
   float* d = (float*)((uint8_t*)scratch + 4096);
   float* sd = d + at_once * nb;
   constexpr int N = MINIMA<W> > 1 ? MINIMA<W> : 1;
   uint8_t* wide = (uint8_t*)(sd + N * at_once * nb);
+  float* floats = (float*)(wide + nb * 512);
   int configured = 0;
   for (int64_t m = 0; m < tokens; m += at_once) {
     const int64_t end = m + at_once < tokens ? m + at_once : tokens;
@@ -154,15 +155,18 @@ void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
     }
     for (int64_t p = p0; p < p1; p++) {
       const uint8_t *codes = l->w + p * stride, *meta = codes + codes_bytes;
-      if constexpr (!BYTES<W>) {
-        widen<W>(codes, nb, wide, W::OFFSET);
-        codes = wide;
-        settle();
+      if constexpr (To::PRODUCTS) widen_products<W>(codes, meta, nb, wide, 0);
+      else if constexpr (!BYTES<W>) widen<W>(codes, nb, wide, W::OFFSET);
+      if constexpr (!BYTES<W>) codes = wide;
+      if constexpr (To::FLOATS) {
+        widen_scales<W>(meta, nb, floats);
+        meta = (const uint8_t*)floats;
       }
+      settle();
       for (int64_t t = m; t < end; t += TILE_TOKENS) {
         const int n = (int)(end - t < TILE_TOKENS ? end - t : TILE_TOKENS);
         if (n != configured) configure(configured = n, A, B);
-        amx_tile<W>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + N * (t - m) * nb}, sums,
+        amx_tile<To>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + N * (t - m) * nb}, sums,
                     l->ahead && t == 0 ? l->ahead + p : nullptr);
       }
     }

@@ -261,15 +261,20 @@ void Program::set_window(std::shared_ptr<Window> window) {
 void Program::hidden_states(const int32_t* rows, int64_t count, float* out, bool draft) {
   const std::shared_ptr<const Norm> norm = draft ? draft_norm_ : final_norm_;
   check((bool)norm, "a program without a head has no hidden states");
-  workspace->pool->run([&](int thread) {
-    int64_t begin, end;
-    share(count, 1, workspace->pool->threads(), thread, &begin, &end);
+  const auto make = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const float* row = x + rows[i] * ldx;
       float* to = out + i * sizes.d_model;
       if (*norm) norm->apply(workspace->kernels, row, to);
       else std::copy(row, row + sizes.d_model, to);
     }
+  };
+  // Waking the other threads takes longer than the rows of a step of decoding.
+  if (count <= PI_NEURON_TOKENS) return workspace->pool->between_jobs([&] { make(0, count); });
+  workspace->pool->run([&](int thread) {
+    int64_t begin, end;
+    share(count, 1, workspace->pool->threads(), thread, &begin, &end);
+    make(begin, end);
   });
 }
 

@@ -466,15 +466,15 @@ static inline int64_t pi_wide_panels(int64_t k) {
 // Bytes of scratch for `linear` per thread, 64-byte aligned, whichever is most. Quantised weights: the blocks of such panels
 // widened to a byte a code and five floats a row, and a float for each 16 of 393,216 bytes of activations; or a piece of a
 // panel likewise, sums, the factors of tokens, of which so many bytes of activations have as many, and these activations
-// as words of 16 bits, half as many. The tile unit: a tile of sums, the scales of the activations in tile order and the
-// codes of one panel. BF16: activations as floats. F16: a piece of a panel as floats, and sums.
+// as words of 16 bits, half as many. The tile unit: a tile of sums, the scales of the activations in tile order and one
+// panel widened. BF16: activations as floats. F16: a piece of a panel as floats, and sums.
 static inline int64_t pi_linear_scratch(int64_t k) {
   const int64_t some = PI_AMX_ACTS / k / 16 * 16, tokens = some < 16 ? 16 : some, blocks = pi_round_up(k, 256) / 32;
   const int64_t many = 393216 / k < 6 ? 6 : 393216 / k,
                 at_once = many < PI_PIECE_TOKENS ? many : (int64_t)PI_PIECE_TOKENS,
                 acts = 6 * k > 393216 ? 6 * k : 393216;
   const int64_t bytes[] = {
-      pi_wide_panels(k) * blocks * (512 + 5 * 64) + acts / 4, 4096 + tokens * (k / 32 + 1) * 12 + blocks * 512,
+      pi_wide_panels(k) * blocks * (512 + 5 * 64) + acts / 4, 4096 + tokens * (k / 32 + 1) * 12 + blocks * (512 + 5 * 64),
       32 * (512 + 5 * 64) + PI_PIECE_TOKENS * 64 + at_once * (k / 32) * 16 + (12 * k > 393216 ? 12 * k : 393216),
       pi_floats_at_once(pi_round_up(k, 32)) * pi_round_up(k, 32) * 4};
   int64_t most = 0;

@@ -7,7 +7,7 @@ computed; those of answers when it is asked for drafts, so that an answer withou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +28,36 @@ _WAITING = 64  # tokens of an answer that wait to be read, at most; older ones n
 _SURE = 0.3  # probability below which a further draft is none
 
 
-class _Pending(NamedTuple):
-    """Tokens of a request that the head has not read. inputs: float32 [n, d_model], of positions from `begin` on."""
+class _Pending:
+    """Tokens of a request that the head has not read, of positions from `begin` on, in memory that seldom moves."""
 
-    begin: int
-    inputs: NDArray[np.float32]
+    def __init__(self) -> None:
+        self.begin = 0
+        self._memory = np.empty((0, 0), np.float32)
+        self._first = self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def add(self, begin: int, inputs: NDArray[np.float32]) -> None:
+        """One input a token, float32 [n, d_model], from position `begin` on; others than those before it are dropped."""
+        if self.begin + len(self) != begin:
+            self.begin, self._first, self._end = begin, 0, 0
+        if self._end + len(inputs) > len(self._memory):
+            older, room = self._memory[self._first : self._end], max(len(self) + len(inputs), 2 * _WAITING)
+            if room > len(self._memory):
+                self._memory = np.empty((room, inputs.shape[1]), np.float32)
+            self._first, self._end = 0, len(older)
+            if len(older):
+                self._memory[: len(older)] = older
+        self._memory[self._end : self._end + len(inputs)] = inputs
+        self._end += len(inputs)
+
+    def take(self, left: int) -> tuple[int, NDArray[np.float32]]:
+        """The oldest ones, all but `left`, and the position of the first. They stay valid until more are added."""
+        begin, first = self.begin, self._first
+        self.begin, self._first = begin + len(self) - left, self._end - left
+        return begin, self._memory[first : self._first]
 
 
 _Part = tuple[AnswerRequest, int, "NDArray[np.float32]"]
@@ -53,7 +78,7 @@ class MtpDrafts:
 
     def outlook(self, request: AnswerRequest) -> Outlook:
         pending = self._pending.get(request)
-        ready = pending is not None and pending.begin + len(pending.inputs) + 1 == len(request.tokens)
+        ready = pending is not None and pending.begin + len(pending) + 1 == len(request.tokens)
         return Outlook(MOST if ready else 0, "mtp", RIGHT)  # the few tokens that wait are read in one call
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
@@ -64,36 +89,24 @@ class MtpDrafts:
         inputs = self._head.inputs(rows)
         read, at = [], 0
         for request, _, count in answers:
-            pending = self._add(request, request.computed - count, inputs[at : at + count])
+            pending = self._pending.setdefault(request, _Pending())
+            pending.add(request.computed - count, inputs[at : at + count])
             at += count
             if request.computed <= request.n_prompt or count > MOST + 1:
-                # the last one waits for what follows it, and for drafts
-                read.append((request, pending.begin, pending.inputs[:-1]))
-                pending = _Pending(pending.begin + len(pending.inputs) - 1, pending.inputs[-1:].copy())
-            self._pending[request] = pending
+                read.append((request, *pending.take(1)))  # the last one waits for what follows it, and for drafts
+            elif len(pending) > _WAITING:
+                pending.take(_WAITING)
         self._read_on(read)
 
-    def _add(self, request: AnswerRequest, begin: int, inputs: NDArray[np.float32]) -> _Pending:
-        """Inputs that wait to be read, with more; of an answer only the newest."""
-        before = self._pending.get(request)
-        if before is not None and before.begin + len(before.inputs) == begin:
-            begin, inputs = before.begin, np.concatenate([before.inputs, inputs])
-        older = max(0, len(inputs) - _WAITING) if request.computed > request.n_prompt else 0
-        return _Pending(begin + older, inputs[older:])
-
     def prepare(self, requests: Sequence[AnswerRequest]) -> int:
-        read = []
-        for request in requests:
-            begin, inputs = self._pending[request]
-            read.append((request, begin, inputs[:-1]))
-            self._pending[request] = _Pending(begin + len(inputs) - 1, inputs[-1:].copy())
+        read = [(request, *self._pending[request].take(1)) for request in requests]
         self._read_on(read)
         return sum(len(inputs) for _, _, inputs in read)
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}
         counts, going = dict(wanted), [request for request, _ in wanted]
-        parts = [(request, *self._pending.pop(request)) for request in going]
+        parts = [(request, *self._pending[request].take(0)) for request in going]
         for place in range(max(counts.values())):
             logits, outputs = self._read(parts, drafts)
             for request, row in zip(going, logits, strict=True):
