@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from model_files import as_stored, hf_name, safetensors_bytes, tiny_config, weights
 
+from benchmarks.models.vocabulary import write_tokenizer_files
+from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
 from powerinfer.errors import ModelError
@@ -669,6 +671,29 @@ def test_nvfp4_exactly(packer: Packer, settings: dict[str, Any], tmp_path: Path)
         assert np.abs(matrix.float32() - exact).max() <= np.abs(exact).max() * (ROUNDED_F16 if down else 2**-22)
 
 
+def test_settings_of_older_modelopt(tmp_path: Path) -> None:
+    """They are in a file of their own."""
+    path = folder(tmp_path / "model", nvfp4("modelopt"), MODELOPT)
+    metadata = json.loads((path / "config.json").read_text())
+    del metadata["quantization_config"]
+    (path / "config.json").write_text(json.dumps(metadata))
+    for algorithm in ("NVFP4", "W4A16_NVFP4"):
+        stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": []}}
+        (path / "hf_quant_config.json").write_text(json.dumps(stated))
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.take("layers.0.up").type == "NVFP4"
+    (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
+    refused(path, "quant_algo 'NVFP4_AWQ', which is not read")
+    (path / "hf_quant_config.json").write_text("[]")
+    refused(path, "hf_quant_config.json")
+
+
+def test_a_weight_beside_its_codes_is_refused(tmp_path: Path) -> None:
+    floats = tensor("F32", np.zeros((96, 64), np.float32))
+    change: Callable[[Stored], None] = lambda stored: stored.update({f"{UP}weight": floats})  # noqa: E731
+    refused(folder(tmp_path / "model", packed(4, 32), PACK, change), "has a weight beside its codes")
+
+
 @pytest.mark.parametrize("kind", ["U8", "F8_E8M0"])
 def test_mxfp4_exactly(kind: str, tmp_path: Path) -> None:
     assert errors(folder(tmp_path / "model", mxfp4(kind), MXFP4), "MXFP4") == (0, 0)
@@ -934,3 +959,25 @@ def test_experts(packer: Packer, settings: dict[str, Any], type_name: str, tmp_p
         assert np.array_equal(some.float32(), taken.float32()[[4, 1]])
         assert checkpoint.resting(name) is None, "it is not in the file as it is computed"
     logits(checkpoint.path)
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "kind", "most"),
+    [
+        (nvfp4("modelopt"), MODELOPT, "nvfp4", 0.0),  # with the factors that it has
+        (gptq(4, 32, True, shuffled="alike"), gptq_settings(4, 32, desc_act=True), "f16", ROUNDED_F16),
+    ],
+)
+def test_files_of_them(packer: Packer, settings: dict[str, Any], kind: str, most: float, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(1).standard_normal((1000, 64)).astype(np.float32)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    change: Callable[[Stored], None] = lambda stored: stored.update({name: tensor("F32", tokens) for name in names})  # noqa: E731
+    path, made = folder(tmp_path / "model", packer, settings, change), tmp_path / "made.gguf"
+    metadata = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(metadata | {"vocab_size": len(tokens)}))
+    write_tokenizer_files(path, len(tokens))
+    assert main(["quantize", str(path), kind, "-o", str(made)]) == 0
+    before, after = open_checkpoint(path), open_checkpoint(made)
+    for name in ("layers.0.o", "layers.1.up"):
+        values, written = before.take(name).float32(), after.take(name).float32()
+        assert np.abs(values - written).max() <= most * np.abs(values).max(), name

@@ -211,7 +211,8 @@ def test_the_file_runs(type_name: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def types_of(mix: str, names: dict[str, tuple[int, ...]], weighed: bool = False, **about: Any) -> dict[str, str]:
-    matrices = ModelMatrices({f"{name}.weight": ("F32", shape) for name, shape in names.items()}, layers=8, **about)
+    stored = {f"{name}.weight": ("F32", shape) for name, shape in names.items()}
+    matrices = ModelMatrices(stored, **({"layers": 8} | about))
     types = target_types(matrices, wanted_types(matrices, MIXES[mix], weighed))
     return {name.removesuffix(".weight"): kind for name, kind in types.items()}
 
@@ -220,7 +221,7 @@ def test_types_of_tensors_are_those_of_llama_cpp() -> None:
     shapes = {"token_embd": (8, 512), "blk.0.ffn_gate_inp": (4, 512), "blk.0.ffn_down_exps": (4, 8, 96)}
     shapes |= {f"blk.{layer}.{name}": (8, 512) for layer in range(8) for name in ("attn_v", "attn_q", "ffn_down")}
     shapes |= {"blk.0.attn_output": (8, 30), "blk.0.attn_norm": (512,)}
-    types = types_of("Q4_K_M", shapes)
+    types = types_of("Q4_K_M", shapes, experts=4)
     assert [types[f"blk.{layer}.attn_v"] for layer in range(8)] == [
         "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K",
     ]  # fmt: skip
@@ -247,6 +248,8 @@ OF_LLAMA_CPP = (
     ("Q3_K_S", {"large": True}, False, "Q5_K", "Q3_K", "Q3_K", "Q3_K"),
     ("IQ1_M", {"grouped": True}, True, "Q4_K", "Q2_K" + 7 * " IQ1_M", "IQ2_XXS", "IQ1_M"),
     ("IQ1_S", {}, True, "Q2_K", "Q2_K" + 7 * " IQ1_S", "IQ2_XXS", "IQ1_S"),
+    ("IQ2_M", {"large": True, "grouped": True}, True, "Q4_K", "IQ3_S" + 7 * " IQ2_S", "IQ3_S", "IQ2_S"),
+    ("IQ3_M", {"experts": 8}, True, "Q8_0", "Q4_K IQ3_S IQ3_S Q4_K IQ3_S IQ3_S Q4_K Q4_K", "Q5_K", "Q8_0"),
 )
 
 
@@ -258,6 +261,17 @@ def test_mixes(mix: str, about: dict[str, Any], weighed: bool, value: str, down:
     for kind, expected in kinds.items():
         of_layers = expected.split() if " " in expected else 8 * [expected]
         assert [types[f"blk.{layer}.{kind}"] for layer in range(8)] == of_layers, kind
+
+
+def test_mixes_count_matrices_where_llama_cpp_does() -> None:
+    names = {f"blk.{layer}.ffn_down": (8, 512) for layer in range(1, 16, 2)}  # as in Nemotron-H
+    types = types_of("Q4_K_S", names | {"output": (8, 512)}, layers=16)
+    assert [layer for layer in range(1, 16, 2) if types[f"blk.{layer}.ffn_down"] == "Q5_K"] == [1, 3]
+    kinds = ("exps", "shexp")
+    names = {f"blk.{layer}.ffn_down_{kind}": (8, 512) for layer in range(16) for kind in kinds}
+    types = types_of("IQ2_M", names | {"output": (8, 512)}, True, layers=16, experts=4)
+    more = [name for name in names if types[name] == "IQ3_S"]
+    assert more == ["blk.0.ffn_down_exps", "blk.0.ffn_down_shexp"]
 
 
 def test_every_type_of_a_mix_can_be_written() -> None:
@@ -767,3 +781,19 @@ def test_factors_of_nvfp4_become_a_part_of_the_weights(tmp_path: Path) -> None:
     write_quantised(original, {"blk.0.ffn_up.weight": "Q8_0"}, 7, tmp_path / "b.gguf", 1)
     written = read_gguf(tmp_path / "b.gguf").tensors["blk.0.ffn_up.weight"].float32()
     assert np.allclose(written, dequantize(data.reshape(8, -1), "NVFP4") / 4, atol=0.005)
+
+
+def test_factors_of_nvfp4_stay_where_the_type_does(tmp_path: Path) -> None:
+    x = np.random.default_rng(8).standard_normal((2, 8, 128)).astype(np.float32)
+    data = searched(x.reshape(16, 128), "NVFP4").reshape(-1)
+    builder = Builder().fields({"architecture": "llama"}, "general.")
+    builder.tensor("blk.0.ffn_up_exps.weight", data, block_type("NVFP4").id, [128, 8, 2])
+    builder.tensor("blk.0.ffn_up_exps.scale", np.array([0.25, 3], np.float32))
+    builder.tensor("blk.0.attn_q.weight", np.ones((8, 32), np.float32))
+    original = gguf_original(read_gguf(builder.write(tmp_path / "a.gguf")))
+    names = ["blk.0.ffn_up_exps.weight", "blk.0.attn_q.weight"]
+    write_quantised(original, dict(zip(names, ("NVFP4", "Q8_0"), strict=True)), 39, tmp_path / "b.gguf", 1)
+    assert (tmp_path / "b.gguf").stat().st_size == file_size(original, dict(zip(names, ("NVFP4", "Q8_0"), strict=True)))
+    written = read_gguf(tmp_path / "b.gguf")
+    assert (written.tensors["blk.0.ffn_up_exps.weight"].gathered().data == data).all()
+    assert gguf_original(written).factors["blk.0.ffn_up_exps.weight"].tolist() == [0.25, 3]

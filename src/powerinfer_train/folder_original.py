@@ -9,7 +9,7 @@ from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.gguf import encoded
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.layout import is_matrix, is_router, shapes
-from powerinfer.formats.quantised_file import Original, describe
+from powerinfer.formats.quantised_file import Original, describe, written_factors
 from powerinfer.formats.tensors import RawTensor, float32_tensor
 from powerinfer_train.as_gguf import AsGGUF
 from powerinfer_train.recipes import StoredTypes
@@ -29,10 +29,13 @@ def folder_original(checkpoint: Checkpoint) -> Original:
     cannot hold, or not as it is."""
     form = _Written(checkpoint, StoredTypes("bf16"))
     canonical = {NAMES(name): name for name, _ in shapes(checkpoint.config)}
-    stored = {}
+    stored, factors = {}, {}
     for name, shape in shapes(checkpoint.config):
         matrix = is_matrix(name, shape) and not is_router(name)
         stored[NAMES(name)] = (checkpoint.taken_type(name) if matrix else "F32", shape)
+        stated = written_factors(*stored[NAMES(name)], checkpoint.factors(name))
+        if stated is not None and checkpoint.order(name) is None:
+            factors[NAMES(name)] = stated
     if form.divisors is not None:
         stored[_DIVISORS] = ("F32", form.divisors.shape)
 
@@ -42,14 +45,14 @@ def folder_original(checkpoint: Checkpoint) -> Original:
             return float32_tensor(form.divisors)
         tensor, (kind, _) = checkpoint.take(canonical[name]), stored[name]
         checkpoint.release()
-        if kind != tensor.type or tensor.scales is not None or tensor.order is not None:
+        apart = tensor.scales is not None and name not in factors
+        if kind != tensor.type or apart or tensor.order is not None:
             return float32_tensor(form.reordered(canonical[name], tensor.float32()))
         rows = form.reordered(canonical[name], tensor.rows())
-        return RawTensor(kind, tensor.shape, np.ascontiguousarray(rows).reshape(-1))
+        return RawTensor(kind, tensor.shape, np.ascontiguousarray(rows).reshape(-1), tensor.scales)
 
     config = checkpoint.config
     activation = {} if config.activations == "silu" else {f"{form.architecture}.hidden_act": config.activations}
     metadata = {key: encoded(value) for key, value in (form.metadata | activation).items()}
-    return Original(
-        checkpoint.path, metadata, describe(stored, form.metadata), take, checkpoint.files, is_gguf=False
-    )
+    matrices = describe(stored, form.metadata)
+    return Original(checkpoint.path, metadata, matrices, take, checkpoint.files, is_gguf=False, factors=factors)

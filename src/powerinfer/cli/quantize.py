@@ -91,7 +91,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if mix is not None:
         importance = _importance(args, source, original, out)
         wanted = wanted_types(matrices, mix, importance is not None) | wanted
-        types, number = target_types(matrices, wanted), mix.number
+        types, number = target_types(matrices, wanted, mix.pure), mix.number
     else:
         types, importance = _sized(args, source, original, target_types(matrices, wanted), out)
         number = main_number(types, original.shapes)

@@ -176,6 +176,10 @@ class Checkpoint:
         """The type that `take` gives that tensor in."""
         return self._targets.get(name) or self._tensors[self._stored_name(name)].type
 
+    def factors(self, name: str) -> Float32 | None:
+        """Factors of a matrix's values beside those in its blocks, as `take` gives them (`RawTensor.scales`)."""
+        return None if name in self._targets else self._tensors[self._stored_name(name)].scales
+
     def order(self, name: str) -> Indices | None:
         """The order of the columns of a matrix as `take` gives it (`RawTensor.order`); None: as they are."""
         tensor = self._tensors[self._stored_name(name)]

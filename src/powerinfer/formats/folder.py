@@ -16,7 +16,7 @@ from powerinfer.formats.draft_head import read_draft, split_draft
 from powerinfer.formats.families import FOLDERS
 from powerinfer.formats.family import Tensors
 from powerinfer.formats.folder_config import quantisation, read_config
-from powerinfer.formats.folder_quantised import describe, unpack
+from powerinfer.formats.folder_quantised import describe, settings_of_modelopt, unpack
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.safetensors_file import read_safetensors
@@ -54,6 +54,11 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     draft_head: with the head that predicts further tokens, if it has one.
     """
     metadata, config_file = read_json(folder / "config.json")
+    config_files = [config_file]
+    if "quantization_config" not in metadata and (folder / "hf_quant_config.json").exists():
+        apart, file = read_json(folder / "hf_quant_config.json")
+        metadata = metadata | {"quantization_config": settings_of_modelopt(apart)}
+        config_files.append(file)
     notes: list[str] = []
     unread: list[str] = []
     config = read_config(metadata, folder, notes, unread)
@@ -93,7 +98,7 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     if family.norms_less_one:
         _add_one_to_norms(tensors, files, family.whole_norms)
     _make_rates(tensors)
-    source = Source("hf", folder, config, metadata, tensors, [config_file, *files], notes, unread=unread)
+    source = Source("hf", folder, config, metadata, tensors, [*config_files, *files], notes, unread=unread)
     if not predictors:
         return source
     # The model's own code skips neurons whose predicted probability is at most a half.

@@ -33,9 +33,10 @@ from powerinfer.formats.ternary_weights import is_made_ternary, make_ternary, pr
 Reader = Callable[[Module, Settings], MadeTensor]
 
 _OF_ACTIVATIONS = (
-    ".input_scale", ".input_global_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
+    ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
+    ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
-"""The ends of the names of scales by which others round activations and caches, which are not rounded so here."""
+"""The ends of the names of scales and zero points by which others round activations and caches, which are not rounded so here."""
 
 
 _FORMATS = (
@@ -57,10 +58,16 @@ def _problem_of_compressed(settings: Settings) -> str | None:
 
 def _problem_of_modelopt(settings: Settings) -> str | None:
     stated = settings.get("quant_algo")
-    algorithms = ("FP8", "NVFP4", "MIXED_PRECISION")
+    algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION", "NVFP4", "W4A16_NVFP4")
     if stated in algorithms:
         return None
     return f"has the quant_algo {shown(stated)}, which is not read (only {', '.join(algorithms)})"
+
+
+def settings_of_modelopt(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of folders in which ModelOpt wrote a hf_quant_config.json, before it was in config.json."""
+    stated = document.get("quantization")
+    return {"quant_method": "modelopt"} | (stated if type(stated) is dict else {})
 
 
 _METHODS: Mapping[str, Callable[[Settings], str | None]] = {
@@ -97,8 +104,11 @@ def unpack(stored: Tensors, settings: Settings, source: str) -> None:
             continue
         module = Module(stored, name.rpartition(".")[0], source)
         kind, read = reader
+        weight = f"{module.name}.weight"
+        if weight in stored and weight != name:
+            raise module.bad("has a weight beside its codes")
         matrix = read(module, settings)
-        stored[f"{module.name}.weight"] = replace(matrix, kind=kind)
+        stored[weight] = replace(matrix, kind=kind)
     for name in [name for name in stored if name.endswith(_OF_ACTIVATIONS)]:
         del stored[name]
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from powerinfer.config import Shape
 from powerinfer.formats.folder_modules import E4M3, SCALES, Module, Settings, as_f16, finite, numbers
+from powerinfer.formats.layout import MAX_WIDTH
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.formats.tensors import MadeTensor
 
@@ -49,7 +50,7 @@ def _stated_blocks(settings: Settings) -> Iterator[Shape]:
         weights = group.get("weights") if type(group) is dict else None
         stated.append(weights.get("block_structure") if type(weights) is dict else None)
     for block in stated:
-        if type(block) is list and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        if type(block) is list and len(block) == 2 and all(type(size) is int and 0 < size <= MAX_WIDTH for size in block):
             yield tuple(block)
 
 

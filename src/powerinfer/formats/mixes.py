@@ -103,6 +103,10 @@ def _middle(place: _Place) -> bool:
     return not _eighth(place) and place.number < 7 * place.count // 8
 
 
+def _more_of_eight(place: _Place) -> bool:
+    return _eighth(place) or (place.of.experts == 8 and _ends_and_thirds(place))
+
+
 def _even(place: _Place) -> bool:
     return not place.weighed
 
@@ -129,6 +133,11 @@ class Mix:
     experts: str | None = None
     eight: Mapping[str, str] | None = None
     pure: bool = False
+
+    @property
+    def small(self) -> bool:
+        """Whether it has less than 3 bits a weight, with rules by other numbers of matrices."""
+        return self.type.startswith(("IQ1", "IQ2"))
 
 
 _EIGHT = {"value": "Q8_0", "key": "Q8_0"}
@@ -185,7 +194,7 @@ MIXES = {
         eight=_EIGHT_OUT,
     ),
     "Q2_K_S": Mix(21, "Q2_K", (("value", "Q4_K", _grouped), ("down", "Q4_K", _eighth)), eight=_EIGHT),
-    "IQ3_M": Mix(27, "IQ3_S", (*_alike("Q4_K", "value", "out"), ("down", "Q4_K", _eighth)), eight=_EIGHT_OUT),
+    "IQ3_M": Mix(27, "IQ3_S", (*_alike("Q4_K", "value", "out"), ("down", "Q4_K", _more_of_eight)), eight=_EIGHT_OUT),
     "IQ3_S": Mix(26, "IQ3_S", (("value", "Q4_K", _grouped),), eight=_EIGHT_OUT),
     "IQ3_XS": Mix(
         22, "IQ3_S",
@@ -265,8 +274,10 @@ def wanted_types(matrices: ModelMatrices, mix: Mix, weighed: bool = False) -> di
         elif mix.experts is not None and len(matrices.stored[name][1]) > 2:
             types[name] = mix.experts
         else:
-            place = (numbers[kind], values) if kind == "value" else (_layer(name), matrices.layers)
-            types[name] = _ruled_type(mix, kind, _Place(*place, matrices, weighed))
+            counted = matrices.experts <= 1 or (mix.small and kind == "down")  # not every block has an FFN
+            number = numbers[kind] if counted or kind == "value" else _layer(name)
+            count = values if kind == "value" else matrices.layers
+            types[name] = _ruled_type(mix, kind, _Place(number, count, matrices, weighed))
         numbers[kind] += 1
     return types
 
@@ -275,7 +286,8 @@ def _ruled_type(mix: Mix, kind: str, place: _Place) -> str:
     if place.of.experts == 8 and mix.eight is not None and kind in mix.eight:
         return mix.eight[kind]
     target = next((target for of, target, holds in mix.rules if of == kind and holds(place)), mix.type)
-    return "Q5_K" if kind == "value" and place.of.large and target in ("Q3_K", "Q4_K") else target
+    large = kind == "value" and place.of.large and not mix.small
+    return "Q5_K" if large and target in ("Q3_K", "Q4_K") else target
 
 
 def weighed_type(mix: Mix, kind: str, layer: int, matrices: ModelMatrices) -> str:
@@ -289,13 +301,13 @@ def _layer(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def target_types(matrices: ModelMatrices, wanted: Mapping[str, str]) -> dict[str, str]:
-    """The type of each tensor in the new file: the wanted one, or what its rows can be."""
+def target_types(matrices: ModelMatrices, wanted: Mapping[str, str], pure: bool = False) -> dict[str, str]:
+    """The type of each tensor in the new file: the wanted one, or what its rows can be. pure: the head as others."""
     types = {}
     for name, target in wanted.items():
         cols = matrices.stored[name][1][-1]
         narrow = cols % block_type(target).block > 0
-        types[name] = fitting("Q6_K" if matrices.is_head(name) and narrow else target, cols)
+        types[name] = fitting("Q6_K" if matrices.is_head(name) and narrow and not pure else target, cols)
     return types
 
 

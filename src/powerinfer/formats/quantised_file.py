@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ from powerinfer.formats.gguf_model import with_scales
 from powerinfer.formats.importance import Importance
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.mixes import ModelMatrices
-from powerinfer.formats.quant import Bytes, block_type
+from powerinfer.formats.quant import Bytes, Float32, block_type
 from powerinfer.formats.scale_search import searched
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.progress import Progress, silent
@@ -38,7 +38,8 @@ _UNFINISHED, _COUNT_AT = b"PART", 8  # in place of GGUF's magic, and of the numb
 @dataclass(frozen=True)
 class Original:
     """A model that is quantised. metadata: of the new file, as it is stored; matrices: its tensors; take: the tensor
-    of a name; files: those that it is in; is_gguf: the new file has all of the old one's tensors, as they were."""
+    of a name; files: those that it is in; is_gguf: the new file has all of the old one's tensors, as they were; factors:
+    of matrices of NVFP4, one or one for each of stacked ones, a tensor of the new file where they stay so."""
 
     path: Path
     metadata: Mapping[str, bytes]
@@ -46,6 +47,16 @@ class Original:
     take: Callable[[str], RawTensor]
     files: Sequence[MappedFile]
     is_gguf: bool
+    factors: Mapping[str, Float32] = field(default_factory=dict)
+
+    def entries(self, types: Mapping[str, str]) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, type, shape) of the new file's tensors, by the type of each of the model's."""
+        found: list[tuple[str, str, tuple[int, ...]]] = []
+        for name, (_, shape) in self.matrices.stored.items():
+            found.append((name, types[name], shape))
+            if name in self.factors and types[name] == "NVFP4":
+                found.append((_scale_name(name), "F32", self.factors[name].shape))
+        return found
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -58,14 +69,27 @@ class Original:
         return sum(file.size for file in self.files)
 
 
+def _scale_name(name: str) -> str:
+    """The name of the tensor of a matrix's factors, as llama.cpp has it."""
+    return f"{name.removesuffix('.weight')}.scale"
+
+
+def written_factors(kind: str, shape: tuple[int, ...], scales: Float32 | None) -> Float32 | None:
+    """Factors of a matrix that a file can have beside it; None: it has none, or others."""
+    fit = kind == "NVFP4" and scales is not None and len(scales) in (1, prod(shape[:-2]))
+    return scales if fit else None
+
+
 def gguf_original(gguf: GGUFFile) -> Original:
     """The model in a GGUF file, or in one in parts. Factors that NVFP4 has in tensors of their own become a part of the
-    weights."""
+    weights where they get another type."""
     tensors = with_scales(gguf, gguf.tensors)
     stored = {name: (tensor.type, tensor.shape) for name, tensor in tensors.items()}
     metadata = {key: value for key, value in metadata_bytes(gguf.path).items() if not key.startswith("split.")}
     matrices = describe(stored, gguf.metadata)
-    return Original(gguf.path, metadata, matrices, tensors.__getitem__, gguf.files, is_gguf=True)
+    factors = {name: written_factors(one.type, one.shape, one.scales) for name, one in tensors.items()}
+    stated = {name: values for name, values in factors.items() if values is not None}
+    return Original(gguf.path, metadata, matrices, tensors.__getitem__, gguf.files, is_gguf=True, factors=stated)
 
 
 def describe(stored: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, Any]) -> ModelMatrices:
@@ -110,7 +134,7 @@ def write_quantised(
     if original.is_gguf and all(types[name] == kind for name, (kind, _) in stored.items()):
         raise RequestError(f"{original.path} is that already: each of its tensors has the type that it would get")
     metadata = _metadata(original, number, importance)
-    entries = [(name, types[name], shape) for name, (_, shape) in stored.items()]
+    entries = original.entries(types)
     header, starts = header_bytes(metadata, entries)
     nbytes = [prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1]) for _, kind, shape in entries]
     size = len(header) + starts[-1] + nbytes[-1]
@@ -141,7 +165,7 @@ def write_quantised(
 
 def file_size(original: Original, types: Mapping[str, str], importance: Importance | None = None) -> int:
     """Bytes of the file that `write_quantised` writes."""
-    entries = [(name, types[name], shape) for name, (_, shape) in original.matrices.stored.items()]
+    entries = original.entries(types)
     header, starts = header_bytes(_metadata(original, 0, importance), entries)
     _, kind, shape = entries[-1]
     return len(header) + starts[-1] + prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1])
@@ -166,13 +190,19 @@ class _Quantiser:
     progress: Progress
     done: int = 0
 
+    def __post_init__(self) -> None:
+        self._factors = {_scale_name(name): values for name, values in self.original.factors.items()}
+
     def data(self, name: str, pool: Executor) -> Bytes:
         """Bytes of one tensor."""
         total = sum(prod(shape) for _, shape in self.original.matrices.stored.values())
         for file in self.original.files:
             file.check()  # a page of a file that was cut short must not be touched
+        of_factors = self._factors.get(name)
+        if of_factors is not None:
+            return of_factors.astype("<f4").view(np.uint8)
         tensor, kind = self.original.take(name), self.types[name]
-        if kind == tensor.type and tensor.scales is None:
+        if kind == tensor.type and (tensor.scales is None or name in self.original.factors):
             self.done += tensor.size
             self.progress("quantising", self.done, total)
             return tensor.gathered().data
@@ -230,8 +260,8 @@ def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterat
         for other in path.parent.glob(f"{_escaped(path.name)}.*.part"):
             if other != part:
                 _remove_abandoned(other)
-        with part.open("r+b" if part.exists() else "w+b") as file:
-            if not _locked(file):
+        with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            if not _locked(file) or not _is_named(file, part):  # who had it may just have given it its name
                 resumable = True
                 raise PowerInferError(f"another process is writing {path}")
             done = _done(file, header)
@@ -271,6 +301,13 @@ def _locked(file: BinaryIO) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_abandoned(part: Path) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.gguf import stored_alignment
 from powerinfer.formats.importance import Importance
+from powerinfer.formats.mapped import shown
 from powerinfer.formats.mixes import MIXES
 from powerinfer.formats.quant import Float32, block_type, dequantize
 from powerinfer.formats.quantised_file import Original, file_size
@@ -62,7 +63,10 @@ def sized_types(
     usual = float(np.mean(list(sensitivities.values()))) if sensitivities else 1.0
 
     def choices(name: str) -> list[_Choice]:
-        shares = _error_shares(original, name, importance)
+        try:
+            shares = _error_shares(original, name, importance)
+        except ModelError as error:
+            raise ModelError(f"{original.path}: tensor {shown(name)}: {error}") from None
         factor = sensitivities.get(name, usual)
         losses = {kind: factor * share for kind, share in shares.items()}
         return _hull([_Choice(kind, _nbytes(stored[name][1], kind, alignment), loss) for kind, loss in losses.items()])
