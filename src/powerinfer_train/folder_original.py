@@ -45,8 +45,8 @@ def folder_original(checkpoint: Checkpoint) -> Original:
             return float32_tensor(form.divisors)
         tensor, (kind, _) = checkpoint.take(canonical[name]), stored[name]
         checkpoint.release()
-        apart = tensor.scales is not None and name not in factors
-        if kind != tensor.type or apart or tensor.order is not None:
+        scaled = tensor.scales is not None and name not in factors
+        if kind != tensor.type or scaled or tensor.order is not None:
             return float32_tensor(form.reordered(canonical[name], tensor.float32()))
         rows = form.reordered(canonical[name], tensor.rows())
         return RawTensor(kind, tensor.shape, np.ascontiguousarray(rows).reshape(-1), tensor.scales)

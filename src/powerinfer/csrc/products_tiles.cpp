@@ -167,7 +167,7 @@ void amx_product(const PiLinear* l, const PiActs* x, int64_t p0, int64_t p1, int
         const int n = (int)(end - t < TILE_TOKENS ? end - t : TILE_TOKENS);
         if (n != configured) configure(configured = n, A, B);
         amx_tile<To>(l, x, codes, meta, p, t, n, {d + (t - m) * nb, sd + N * (t - m) * nb}, sums,
-                    l->ahead && t == 0 ? l->ahead + p : nullptr);
+                     l->ahead && t == 0 ? l->ahead + p : nullptr);
       }
     }
   }

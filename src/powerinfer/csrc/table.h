@@ -474,7 +474,8 @@ static inline int64_t pi_linear_scratch(int64_t k) {
                 at_once = many < PI_PIECE_TOKENS ? many : (int64_t)PI_PIECE_TOKENS,
                 acts = 6 * k > 393216 ? 6 * k : 393216;
   const int64_t bytes[] = {
-      pi_wide_panels(k) * blocks * (512 + 5 * 64) + acts / 4, 4096 + tokens * (k / 32 + 1) * 12 + blocks * (512 + 5 * 64),
+      pi_wide_panels(k) * blocks * (512 + 5 * 64) + acts / 4,
+      4096 + tokens * (k / 32 + 1) * 12 + blocks * (512 + 5 * 64),
       32 * (512 + 5 * 64) + PI_PIECE_TOKENS * 64 + at_once * (k / 32) * 16 + (12 * k > 393216 ? 12 * k : 393216),
       pi_floats_at_once(pi_round_up(k, 32)) * pi_round_up(k, 32) * 4};
   int64_t most = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,12 +54,7 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
 
     draft_head: with the head that predicts further tokens, if it has one.
     """
-    metadata, config_file = read_json(folder / "config.json")
-    config_files = [config_file]
-    if "quantization_config" not in metadata and (folder / "hf_quant_config.json").exists():
-        apart, file = read_json(folder / "hf_quant_config.json")
-        metadata = metadata | {"quantization_config": settings_of_modelopt(apart)}
-        config_files.append(file)
+    metadata, config_files = _read_metadata(folder)
     notes: list[str] = []
     unread: list[str] = []
     config = read_config(metadata, folder, notes, unread)
@@ -104,6 +100,15 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     # The model's own code skips neurons whose predicted probability is at most a half.
     notes.append("the files include predictors, with threshold 0")
     return replace(source, predictor_threshold=0.0)
+
+
+def _read_metadata(folder: Path) -> tuple[dict[str, Any], list[MappedFile]]:
+    """config.json, and the settings of quantised weights where they are in another file."""
+    metadata, file = read_json(folder / "config.json")
+    if "quantization_config" in metadata or not (folder / "hf_quant_config.json").exists():
+        return metadata, [file]
+    settings, settings_file = read_json(folder / "hf_quant_config.json")
+    return metadata | {"quantization_config": settings_of_modelopt(settings)}, [file, settings_file]
 
 
 def _make_rates(tensors: dict[str, StoredTensor]) -> None:

@@ -36,7 +36,8 @@ _OF_ACTIVATIONS = (
     ".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
     ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
 )  # fmt: skip
-"""The ends of the names of scales and zero points by which others round activations and caches, which are not rounded so here."""
+"""The ends of the names of scales and zero points by which others round activations and caches, which are not rounded
+so here."""
 
 
 _FORMATS = (
@@ -65,7 +66,7 @@ def _problem_of_modelopt(settings: Settings) -> str | None:
 
 
 def settings_of_modelopt(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of folders in which ModelOpt wrote a hf_quant_config.json, before it was in config.json."""
+    """The `quantization_config` of folders in which ModelOpt wrote it to hf_quant_config.json alone."""
     stated = document.get("quantization")
     return {"quant_method": "modelopt"} | (stated if type(stated) is dict else {})
 

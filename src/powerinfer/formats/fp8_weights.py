@@ -50,8 +50,9 @@ def _stated_blocks(settings: Settings) -> Iterator[Shape]:
         weights = group.get("weights") if type(group) is dict else None
         stated.append(weights.get("block_structure") if type(weights) is dict else None)
     for block in stated:
-        if type(block) is list and len(block) == 2 and all(type(size) is int and 0 < size <= MAX_WIDTH for size in block):
-            yield tuple(block)
+        sizes = block if type(block) is list and len(block) == 2 else ()
+        if sizes and all(type(size) is int and 0 < size <= MAX_WIDTH for size in sizes):
+            yield tuple(sizes)
 
 
 def _make(title: str, shape: Shape, block: Shape, scale_type: str, codes: Bytes, scales: Bytes) -> Bytes:

@@ -38,8 +38,8 @@ _UNFINISHED, _COUNT_AT = b"PART", 8  # in place of GGUF's magic, and of the numb
 @dataclass(frozen=True)
 class Original:
     """A model that is quantised. metadata: of the new file, as it is stored; matrices: its tensors; take: the tensor
-    of a name; files: those that it is in; is_gguf: the new file has all of the old one's tensors, as they were; factors:
-    of matrices of NVFP4, one or one for each of stacked ones, a tensor of the new file where they stay so."""
+    of a name; files: those that it is in; is_gguf: the new file has all of the old one's tensors, as they were;
+    factors: of matrices of NVFP4, one or one for each of stacked ones, a tensor of the new file where they stay so."""
 
     path: Path
     metadata: Mapping[str, bytes]
@@ -51,12 +51,12 @@ class Original:
 
     def entries(self, types: Mapping[str, str]) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, type, shape) of the new file's tensors, by the type of each of the model's."""
-        found: list[tuple[str, str, tuple[int, ...]]] = []
+        entries: list[tuple[str, str, tuple[int, ...]]] = []
         for name, (_, shape) in self.matrices.stored.items():
-            found.append((name, types[name], shape))
+            entries.append((name, types[name], shape))
             if name in self.factors and types[name] == "NVFP4":
-                found.append((_scale_name(name), "F32", self.factors[name].shape))
-        return found
+                entries.append((_scale_name(name), "F32", self.factors[name].shape))
+        return entries
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

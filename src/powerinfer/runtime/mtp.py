@@ -40,7 +40,7 @@ class _Pending:
         return self._end - self._first
 
     def add(self, begin: int, inputs: NDArray[np.float32]) -> None:
-        """One input a token, float32 [n, d_model], from position `begin` on; others than those before it are dropped."""
+        """An input a token, float32 [n, d_model], from position `begin` on; others than those before it are dropped."""
         if self.begin + len(self) != begin:
             self.begin, self._first, self._end = begin, 0, 0
         if self._end + len(inputs) > len(self._memory):
