@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 
 families = pytest.importorskip("families")
 
-from draft_models import DraftModel  # noqa: E402
+from draft_models import DraftModel, tier_of  # noqa: E402
 from families import CONTEXT, ROUNDING, TOKENS, rms, scattered_pages  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
@@ -22,7 +23,7 @@ from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.cpu_ffn import pack  # noqa: E402
-from powerinfer.devices.disk import OnDisk  # noqa: E402
+from powerinfer.devices.disk import DiskTier, OnDisk  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.hybrid import resolve as resolving  # noqa: E402
 from powerinfer.hybrid.load import _leave_draft_from_disk, load_resolved  # noqa: E402
@@ -33,18 +34,20 @@ from powerinfer.models import load  # noqa: E402
 from powerinfer.models.draft import wire_draft  # noqa: E402
 from powerinfer.placement.budget import Workload, in_ram  # noqa: E402
 from powerinfer.placement.disk import DiskPlan  # noqa: E402
+from powerinfer.placement.draft_gain import disk_gain, problem_from_disk  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 
 CASES = [
     ("qwen35", False), ("qwen35-moe", False), ("qwen3-next", False), ("glm4-moe", False), ("glm4-moe", True),
-    ("deepseek-v3", False), ("deepseek-v3", True), ("glm4-moe-lite", False),
+    ("deepseek-v3", False), ("deepseek-v3", True), ("glm4-moe-lite", False), ("ling-2", False), ("minimax-m2", False),
+    ("ernie-moe", False), ("nemotron-h-latents", False),
 ]  # fmt: skip
 NAMES = [f"{name}{'-whole' * whole}" for name, whole in CASES]
 
 
-def executor_of(checkpoint: Checkpoint, **options: Any) -> CpuExecutor:
+def executor_of(checkpoint: Checkpoint, disk: DiskTier | None = None, **options: Any) -> CpuExecutor:
     settings = {"threads": 1, "context": CONTEXT, "kv_type": "f32", "prefill_chunk": TOKENS, "max_batch": 4}
-    return load(checkpoint, EngineConfig(**(settings | options)))
+    return load(checkpoint, EngineConfig(**(settings | options)), disk=disk)
 
 
 def batch_of(tokens: np.ndarray, first: int, pages: np.ndarray, state: int = 0) -> Batch:
@@ -78,7 +81,7 @@ def test_a_head_is_that_of_transformers(name: str, whole: bool, layout: str, tmp
     checkpoint = model.open(model.save(layout, tmp_path))
     assert checkpoint.notes == [] or "transposing" in checkpoint.notes[0], checkpoint.notes
     draft = checkpoint.config.draft
-    assert draft is not None and (draft.embedding, draft.head, draft.final_norm) == (whole, whole, True)
+    assert draft is not None and (draft.embedding, draft.head, draft.final_norm) == (whole, whole, model.final_norm)
     executor = executor_of(checkpoint)
     _, *ours = run(executor, model.tokens, scattered_pages(executor, 1)[0], [TOKENS])
     executor.close()
@@ -372,17 +375,57 @@ def test_it_is_left_out_where_it_cannot_be_computed(files: Files, monkeypatch: p
     executor, _ = load_resolved(beside, lambda: [1, 2, 3])
     assert executor.drafter is not None
     executor.close()
-    plan = DiskPlan(OnDisk(), {}, 1)
+    plan = DiskPlan(OnDisk(), {}, 1)  # less than the head takes
     _leave_draft_from_disk(beside.placed(disk=plan), said.append)  # once the GPU ran out of memory
-    assert beside.checkpoint.config.draft is None and len(said) == 1 and "not read from disk" in said[0]
+    assert beside.checkpoint.config.draft is not None and not said, "it was asked for"
+    _leave_draft_from_disk(replace(beside, engine=replace(engine, speculate="auto")).placed(disk=plan), said.append)
+    assert beside.checkpoint.config.draft is None and len(said) == 1 and "0.00 times the speed" in said[0]
 
-    def placed_on_disk(checkpoint: Checkpoint, *_: Any) -> Resolved:
+    def placed_on_disk(checkpoint: Checkpoint, engine: EngineConfig, *_: Any) -> Resolved:
         return Resolved(checkpoint, engine).placed(disk=plan)
 
     monkeypatch.setattr(resolving, "_placed", placed_on_disk)
-    fewer, said = resolved()
+    asked, said = resolved()
+    assert asked.checkpoint.config.draft is not None and asked.placement.disk is plan and not said
+    fewer, said = resolved(speculate="auto")
     assert fewer.checkpoint.config.draft is None and fewer.placement.disk is plan
-    assert len(said) == 1 and "not read from disk" in said[0]
+    assert len(said) == 1 and "would hold more of what is read from disk" in said[0]
+
+
+def test_what_is_read_from_disk_decides(files: Files) -> None:
+    """Dense weights are read once for two tokens, experts for each; what the head takes could hold some of them."""
+    model = checkpoint_model(open_checkpoint(files["glm4-moe"][1], draft_head=True))
+    config, draft = model.config, model.inventory.draft
+    dense = DiskPlan(OnDisk(frozenset(("layers.0.q",))), {}, 10 * draft)
+    assert disk_gain(dense, model) == pytest.approx(1.7 * 0.9)
+    assert disk_gain(replace(dense, streamed=draft // 2), model) == 0, "without the head nothing is read"
+    every = sum(one.file for layer in config.experts for one in model.experts[layer])
+    about = OnDisk(experts=dict.fromkeys(config.experts, 4))
+    plan = DiskPlan(about, {"experts": every // 2}, 0, {"experts": every})
+    share = 1 - 3 / 8  # that a token does not select
+    missing = 1 - (every // 2 + draft) / every
+    assert disk_gain(plan, model) == pytest.approx(1.7 * max(0.0, missing) * 3 / 8 / (0.5 * (1 - share**2)))
+    assert problem_from_disk(dense, model, "auto") is None and problem_from_disk(plan, model, "mtp") is None
+    for about, way, says in (
+        (plan.about, "auto", "times the speed"),
+        (OnDisk(neurons={0: 3}), "mtp", "neurons are read from disk"),
+        (OnDisk(frozenset((model.head.name,))), "mtp", "output head"),
+    ):
+        assert says in (problem_from_disk(replace(plan, about=about), model, way) or "")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_head_of_a_model_on_disk(name: str, files: Files) -> None:
+    """It is in RAM; the model's matrices pass through a window, and experts are read when they are selected."""
+    model, path = files[name]
+    executor = executor_of(open_checkpoint(path, draft_head=True))
+    expected = run(executor, model.tokens, scattered_pages(executor, 1)[0], [40, 1, TOKENS - 41])
+    checkpoint = open_checkpoint(path, draft_head=True)
+    executor = executor_of(checkpoint, disk=tier_of(checkpoint))
+    found = run(executor, model.tokens, scattered_pages(executor, 1)[0], [40, 1, TOKENS - 41])
+    assert executor.disk is not None and executor.disk.counts()["bytes"] > 0
+    assert all(map(np.array_equal, found, expected))
+    executor.close()
 
 
 # ---- other files, and the native operator
@@ -426,6 +469,23 @@ def test_names_below_mtp(tmp_path: Path) -> None:
 
 
 PARTS = ("gate", "up", "down")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reads"),
+    [
+        ("mtp_hybrid_override_pattern", "*E", True), ("mtp_layers_block_type", ["attention", "moe"], True),
+        ("mtp_hybrid_override_pattern", "**", False), ("mtp_layers_block_type", 3, False),
+    ],
+)  # fmt: skip
+def test_a_head_of_other_layers_is_left_out(key: str, value: object, reads: bool, tmp_path: Path) -> None:
+    path = DraftModel("nemotron-h-latents").save("folder", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("mtp_layers_block_type", None)
+    (path / "config.json").write_text(json.dumps(config | {key: value}))
+    checkpoint = open_checkpoint(path, draft_head=True)
+    assert (checkpoint.config.draft is not None) == reads
+    assert reads or "the layers that predict further tokens (MTP) are left out: " in checkpoint.notes[0]
 
 
 def test_the_native_operator_is_checked() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from draft_models import DraftModel  # noqa: E402
+from draft_models import DraftModel, tier_of  # noqa: E402
 from families import ROUNDING, TOKENS, rms, scattered_pages  # noqa: E402
 from gpu_device import CUDA, device_name  # noqa: E402
 from test_draft_head import batch_of, run  # noqa: E402
@@ -31,13 +31,14 @@ from powerinfer.hardware.description import load as machine  # noqa: E402
 from powerinfer.hybrid import resolve as resolving  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
-from powerinfer.hybrid.resolved import Needs, Resolved, workload  # noqa: E402
+from powerinfer.hybrid.resolved import Needs, Placement, Resolved, UsedGpu, workload  # noqa: E402
 from powerinfer.hybrid.vram import smaller  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.kernels.cpu import PAGE  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.budget import Division, displaced_by_drafts, in_ram, whole_layers  # noqa: E402
 from powerinfer.placement.budget import on_gpu as bytes_on_gpu  # noqa: E402
+from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.placement.shapes import LAYER_MARGIN, checkpoint_model  # noqa: E402
 from powerinfer.runtime.draft_model import DraftModel as SmallerModel  # noqa: E402
 from powerinfer.runtime.draft_sources import draft_source  # noqa: E402
@@ -112,6 +113,25 @@ def test_experts_on_both_devices(files: Files) -> None:
     for got, exact, narrow in zip(ours, model.exact, model.narrow, strict=True):
         assert rms(got - exact) <= 2 * ROUNDING * rms(narrow - exact)
     executor.close()
+
+
+@pytest.mark.usefixtures("device")
+def test_a_head_beside_layers_on_disk(files: Files) -> None:
+    """The bits of a head of a model whose layers RAM holds, beside the first one on the GPU."""
+    model, path = files["glm4-moe"]
+    engine, found = EngineConfig(prefill_chunk=TOKENS, context=128, threads=1, max_batch=2), []
+    for rests in (False, True):
+        checkpoint = open_checkpoint(path, draft_head=True)
+        about = tier_of(checkpoint).about
+        matrices = frozenset(name for name in about.matrices if not name.startswith("layers.0."))
+        plan = DiskPlan(replace(about, matrices=matrices), {}, 0) if rests else None
+        placed = Placement(1, pages=8, disk=plan)
+        executor = load_split(Resolved(checkpoint, engine, device=UsedGpu(device_name()), placement=placed))
+        assert (executor.disk is not None) == rests
+        found.append(run(executor, model.tokens, scattered_pages(executor, 1)[0], [40, 1, TOKENS - 41]))  # type: ignore[arg-type]
+        assert not rests or executor.cpu.disk.counts()["bytes"] > 0  # type: ignore[union-attr]
+        executor.close()
+    assert all(map(np.array_equal, *found))
 
 
 # ---- memory

@@ -262,12 +262,6 @@ def test_why_neurons_are_not_told_apart(path: Path) -> None:
     assert mixed is not None and mixed.startswith("1 of 4 layers have another kind of FFN (8 experts of 48 neurons")
 
 
-def test_mtp_layers_are_left_out_with_a_line() -> None:
-    notes: list[str] = []
-    config = read_config(NEMOTRON | {"num_nextn_predict_layers": 1}, Path("nemotron"), notes)
-    assert config.n_layers == 4 and notes == ["the layers that predict further tokens (MTP) are left out"]
-
-
 def test_infinity_in_config_json(tmp_path: Path) -> None:
     """Python writes it, and JSON does not know it; no other number may be infinite."""
     (tmp_path / "config.json").write_text(json.dumps(NEMOTRON))

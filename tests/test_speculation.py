@@ -267,6 +267,17 @@ def test_a_source_that_fails_ends_drafts_alone(many: None) -> None:
         assert same(llm.generate([prompt(5)], PARAMS[0])[0], toy_llm().generate([prompt(5)], PARAMS[0])[0])
     assert source.asked == 4 and idle(llm)
     assert source.closed and llm.drafts is None and settled(llm).speculation.failed == 1
+    assert llm.choices["drafts"] == "none (test failed: of a native call)"
+
+
+def test_a_source_that_fails_behind_a_step_ends_drafts_alone(many: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def observe(self: Guesses, requests: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Guesses, "observe", observe)
+    llm = speculating(Guesses(0.5))
+    assert same(llm.generate([prompt(5)], PARAMS[0])[0], toy_llm().generate([prompt(5)], PARAMS[0])[0])
+    assert llm.drafts is None and llm.choices["drafts"] == "none (test failed: MemoryError)" and idle(llm)
 
 
 class Clock:

@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from draft_models import DraftModel
+from draft_models import DraftModel, tier_of
 from families import case_named, random_model, save
 from model_files import conv_gguf, delta_gguf, mamba_gguf
 from toy_model import ToyTokenizer, idle
@@ -20,7 +20,7 @@ from powerinfer.devices import Batch
 from powerinfer.devices.cpu import CpuExecutor, Drafting
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.models import load
-from powerinfer.runtime import mtp
+from powerinfer.runtime import speculation
 from powerinfer.runtime.draft_model import DraftModel as SmallerModel
 from powerinfer.runtime.draft_sources import draft_source
 from powerinfer.runtime.engine import LLM
@@ -128,7 +128,7 @@ def test_answers_have_the_same_bits(path: Path) -> None:
     assert stats.accepted > 60
 
 
-@pytest.mark.parametrize("name", ["glm4-moe", "qwen35", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen35", "deepseek-v3", "ling-2", "ernie-moe", "nemotron-h-latents"])
 def test_a_models_own_head_drafts(name: str, tmp_path: Path) -> None:
     model = DraftModel(name)
     path = model.save("folder", tmp_path)
@@ -136,6 +136,7 @@ def test_a_models_own_head_drafts(name: str, tmp_path: Path) -> None:
     expected = llm_of(load(open_checkpoint(path), plain), plain).generate(prompts(SIZE := 96), PARAMS)
     engine = EngineConfig(threads=2, context=128, max_batch=3, prefill_chunk=16)
     executor = load(open_checkpoint(path, draft_head=True), engine)
+    executor.n_pages = 5  # which three requests outgrow
     source = draft_source(engine, executor, executor.config)
     assert source is not None and source.name == "mtp"
     llm = llm_of(executor, engine, source)
@@ -143,10 +144,24 @@ def test_a_models_own_head_drafts(name: str, tmp_path: Path) -> None:
         for one, before in zip(llm.generate(prompts(SIZE), PARAMS), expected, strict=True):
             assert (one.token_ids, one.logprobs) == (before.token_ids, before.logprobs)
         assert idle(llm)
-    assert llm.stats().speculation.drafted > 100
+    assert llm.stats().speculation.drafted > 100 and llm.stats().preemptions > 0
     head = weakref.ref(executor.drafter)
     llm.close()
     assert head() is None, "who has the closed model has no weights"
+
+
+def test_a_head_drafts_where_the_model_is_on_disk(tmp_path: Path) -> None:
+    path = DraftModel("glm4-moe").save("folder", tmp_path)
+    engine = EngineConfig(threads=2, context=128, max_batch=3, prefill_chunk=16)
+    expected = llm_of(load(open_checkpoint(path), engine), engine).generate(prompts(96), PARAMS)
+    checkpoint = open_checkpoint(path, draft_head=True)
+    executor = load(checkpoint, engine, disk=tier_of(checkpoint))
+    llm = llm_of(executor, engine, draft_source(engine, executor, executor.config))
+    for one, before in zip(llm.generate(prompts(96), PARAMS), expected, strict=True):
+        assert (one.token_ids, one.logprobs) == (before.token_ids, before.logprobs)
+    stats = llm.stats()
+    assert stats.speculation.drafted > 100 and stats.disk_bytes > 0 and stats.disk_wanted > stats.disk_hits
+    llm.close()
 
 
 @pytest.fixture
@@ -208,7 +223,7 @@ def test_drafts_in_a_row_are_the_heads(tmp_path: Path, monkeypatch: pytest.Monke
     llm = llm_of(executor, engine, source)
     seen: list[tuple[list[int], list[int]]] = []
     draft = source.draft
-    monkeypatch.setattr(mtp, "_SURE", 0.0)
+    monkeypatch.setattr(speculation, "_SURE", 0.0)
 
     def watched(wanted: list[tuple[AnswerRequest, int]]) -> list[list[int]]:
         drafts = draft(wanted)

@@ -1524,7 +1524,7 @@ class EngineConfig:
 
     def drafts_for(self, config: ModelConfig) -> bool:
         """Whether requests of a model may have drafts."""
-        return self.speculate != "off" and (self.speculate != "auto" or config.draft is not None)
+        return self.speculate != "off" and (self.speculate not in ("auto", "mtp") or config.draft is not None)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from powerinfer.config import STORED_TYPES, AttentionConfig, ModelConfig, RopeConfig
+from powerinfer.config import STORED_TYPES, AttentionConfig, ExpertsConfig, ModelConfig, RopeConfig
 from powerinfer.errors import ModelError
 from powerinfer.formats.checkpoint import Checkpoint
+from powerinfer.formats.families import GGUFS
 from powerinfer.formats.gguf import GGUFFile
 from powerinfer.formats.gguf_model import NAMES, read_config
 from powerinfer.formats.layout import shapes
 from powerinfer.formats.quant import Float32
+from powerinfer.formats.source import Names
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.rope import rope_frequencies
 from powerinfer.text.bpe import score_merges
@@ -110,7 +112,7 @@ class AsGGUF(OtherFormat):
         sizes: dict[str, Any] = {
             "context_length": config.context_length,
             "embedding_length": config.d_model,
-            "block_count": config.n_layers,
+            "block_count": config.with_draft.n_layers,
             "feed_forward_length": self._width,
             "attention.head_count": attention.n_heads,
             "attention.head_count_kv": attention.n_kv_heads,
@@ -121,9 +123,10 @@ class AsGGUF(OtherFormat):
             "rope.dimension_count": rope.dim,
             "vocab_size": config.vocab_size,
         }
+        if config.draft is not None:
+            sizes["nextn_predict_layers"] = 1
         if experts is not None:
-            sizes["expert_count"], sizes["expert_used_count"] = experts.n_experts, experts.router.top_k
-            sizes["expert_feed_forward_length"], sizes["expert_weights_norm"] = experts.size, experts.router.normalise
+            sizes |= self._expert_sizes(experts)
         if rope.scaling == "linear":
             sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
         elif rope.scaling == "llama3":
@@ -141,10 +144,42 @@ class AsGGUF(OtherFormat):
             sizes["hidden_act"] = config.activations
         return sizes
 
+    def _expert_sizes(self, experts: ExpertsConfig) -> dict[str, Any]:
+        router, dense = experts.router, [not isinstance(layer.ffn, ExpertsConfig) for layer in self.config.layers]
+        sizes: dict[str, Any] = {
+            "expert_count": experts.n_experts,
+            "expert_used_count": router.top_k,
+            "expert_feed_forward_length": experts.size,
+            "expert_weights_norm": router.normalise,
+        }
+        if any(dense):
+            sizes["leading_dense_block_count"] = dense.index(False)
+        if experts.shared_size % experts.size:
+            sizes["expert_shared_feed_forward_length"] = experts.shared_size
+        elif experts.shared_size:
+            sizes["expert_shared_count"] = experts.shared_size // experts.size
+        if router.scoring == "sigmoid":
+            sizes["expert_gating_func"] = 2
+        if router.scale != 1:
+            sizes["expert_weights_scale"] = router.scale
+        if router.groups > 1:
+            sizes |= {"expert_group_count": router.groups, "expert_group_used_count": router.top_groups}
+        return sizes
+
+    @property
+    def names(self) -> Names:
+        """Spelling of canonical names in the file."""
+        return NAMES.extended(GGUFS[self.architecture].names)
+
+    @property
+    def draft_names(self) -> Names:
+        """The same of those of a draft head."""
+        return self.names.extended(GGUFS[self.architecture].draft_names)
+
     def _read_again(self) -> ModelConfig:
         """The configuration that a file of this metadata has."""
         empty = np.zeros(0, np.uint8)
-        tensors = {NAMES(name): RawTensor("F32", shape, empty) for name, shape in shapes(self.config)}
+        tensors = {self.names(name): RawTensor("F32", shape, empty) for name, shape in shapes(self.config)}
         if self.divisors is not None:
             tensors["rope_freqs.weight"] = RawTensor("F32", self.divisors.shape, self.divisors.view(np.uint8))
         try:

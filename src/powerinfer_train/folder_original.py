@@ -7,11 +7,10 @@ import numpy as np
 from powerinfer.errors import RequestError
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.formats.gguf import encoded
-from powerinfer.formats.gguf_model import NAMES
-from powerinfer.formats.layout import is_matrix, is_router, shapes
+from powerinfer.formats.layout import draft_shapes, is_matrix, is_router, shapes
 from powerinfer.formats.quantised_file import Original, describe, written_factors
 from powerinfer.formats.tensors import RawTensor, float32_tensor
-from powerinfer_train.as_gguf import AsGGUF
+from powerinfer_train.as_gguf import ARCHITECTURES, AsGGUF
 from powerinfer_train.recipes import StoredTypes
 
 _DIVISORS = "rope_freqs.weight"
@@ -20,22 +19,25 @@ _DIVISORS = "rope_freqs.weight"
 class _Written(AsGGUF):
     """A folder's model in the terms of GGUF."""
 
+    families = ARCHITECTURES | {"glm4_moe": "glm4moe"}
+
     def _refused(self, reason: str) -> RequestError:
         return RequestError(f"{self._path}: {reason}; llama.cpp's convert_hf_to_gguf.py may make a GGUF file of it")
 
 
 def folder_original(checkpoint: Checkpoint) -> Original:
-    """The model in a folder, with the metadata and the tokenizer of a GGUF file. RequestError for one that a GGUF file
-    cannot hold, or not as it is."""
-    form = _Written(checkpoint, StoredTypes("bf16"))
-    canonical = {NAMES(name): name for name, _ in shapes(checkpoint.config)}
-    stored, factors = {}, {}
-    for name, shape in shapes(checkpoint.config):
-        matrix = is_matrix(name, shape) and not is_router(name)
-        stored[NAMES(name)] = (checkpoint.taken_type(name) if matrix else "F32", shape)
-        stated = written_factors(*stored[NAMES(name)], checkpoint.factors(name))
-        if stated is not None and checkpoint.order(name) is None:
-            factors[NAMES(name)] = stated
+    """The model in a folder, with its draft head, the metadata and the tokenizer of a GGUF file. RequestError for one
+    that a GGUF file cannot hold, or not as it is."""
+    form, config = _Written(checkpoint, StoredTypes("bf16")), checkpoint.config
+    canonical, stored, factors = {}, {}, {}
+    for every, names in ((shapes(config), form.names), (draft_shapes(config), form.draft_names)):
+        for name, shape in every:
+            matrix = is_matrix(name, shape) and not is_router(name)
+            canonical[names(name)] = name
+            stored[names(name)] = (checkpoint.taken_type(name) if matrix else "F32", shape)
+            stated = written_factors(*stored[names(name)], checkpoint.factors(name))
+            if stated is not None and checkpoint.order(name) is None:
+                factors[names(name)] = stated
     if form.divisors is not None:
         stored[_DIVISORS] = ("F32", form.divisors.shape)
 
@@ -51,7 +53,6 @@ def folder_original(checkpoint: Checkpoint) -> Original:
         rows = form.reordered(canonical[name], tensor.rows())
         return RawTensor(kind, tensor.shape, np.ascontiguousarray(rows).reshape(-1), tensor.scales)
 
-    config = checkpoint.config
     activation = {} if config.activations == "silu" else {f"{form.architecture}.hidden_act": config.activations}
     metadata = {key: encoded(value) for key, value in (form.metadata | activation).items()}
     matrices = describe(stored, form.metadata)

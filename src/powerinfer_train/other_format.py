@@ -66,7 +66,7 @@ class OtherFormat:
         part = canonical.rpartition(".")[2].removesuffix("_bias")
         if not self._reorders or part not in ("q", "k"):
             return values
-        attention = self.config.layers[int(canonical.split(".")[1])].attention
+        attention = self.config.with_draft.layers[int(canonical.split(".")[1])].attention
         assert isinstance(attention, AttentionConfig) and attention.rope is not None
         heads = attention.n_heads if part == "q" else attention.n_kv_heads
         half = attention.head_dim // 2
@@ -108,6 +108,7 @@ def _rest(config: ModelConfig) -> ModelConfig:
         logit_scale=_short(config.logit_scale),
         architecture="",
         name="",
+        draft=None,
     )
 
 

@@ -163,7 +163,8 @@ def _weigh_head(
         return request, plan
     out.note(f"{NO_MTP}: {reason}")
     model = drop_head(request.model)
-    request = replace(request, model=model, undo_tokens=tokens_to_undo(engine, model.config))
+    drafts = engine.drafts_for(model.config)
+    request = replace(request, model=model, undo_tokens=tokens_to_undo(engine, model.config), drafts=drafts)
     return request, place(request)
 
 
@@ -179,15 +180,16 @@ def _head_assumption(model: Model) -> list[str]:
 def _no_head(plan: Plan | RequestError, request: PlanRequest, engine: EngineConfig) -> str | None:
     """The reason for which a load leaves the draft head out, for people; None: it does not."""
     from powerinfer.placement.budget import displaced_by_drafts, gib
-    from powerinfer.placement.draft_gain import DISPLACES, FROM_DISK, NO_ROOM, too_little_gain
+    from powerinfer.placement.draft_gain import DISPLACES, NO_ROOM, problem_from_disk, too_little_gain
 
     if reason := too_little_gain(request.model, engine):
         return reason
     if isinstance(plan, RequestError):
         return NO_ROOM
     claims, used = plan.claims, sum(plan.bytes["gpu"].values())
-    if claims.disk is not None:
-        return FROM_DISK
+    disk = plan.on_disk if claims.disk is None else claims.disk
+    if disk is not None and (reason := problem_from_disk(disk, plan.request.model, engine.speculate)):
+        return reason
     complete = not claims.gpu_layers or (claims.whole and claims.gpu_head)
     if complete or engine.speculate == "mtp":
         return None

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from powerinfer.progress import Progress
 
 _MOST_TERNARY_LOSS = 0.05
-NO_HEADS = "no file that is made of a folder has them, while llama.cpp's convert_hf_to_gguf.py and quantize keep them"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -289,13 +288,15 @@ def _original(source: Path, out: Output) -> Original:
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.formats.gguf import read_gguf
     from powerinfer.formats.quantised_file import gguf_original
+    from powerinfer.formats.source import MTP
 
     if source.is_dir() and (source / "config.json").exists():
         from powerinfer_train.folder_original import folder_original
 
         checkpoint = open_checkpoint(source, draft_head=True)
-        if checkpoint.config.draft is not None:
-            out.note(checkpoint.leave_draft(NO_HEADS))
+        for note in checkpoint.notes:
+            if MTP in note:
+                out.note(note)
         return folder_original(checkpoint)
     gguf = read_gguf(open_checkpoint(source).path if source.is_dir() else source)
     if gguf.magic != "GGUF":

@@ -1077,11 +1077,10 @@ class CpuExecutor:
         if output is None:
             self.normalise(self.config.n_layers, norm)
         else:
-            self.head(norm, output)
+            self._program.head(norm, output, None, self.config.logit_scale, self.config.logit_cap or 0.0, None)
         for parts in (self.ffns, self._experts):
             parts.pop(self.config.n_layers, None)
         self.in_experts, self.bytes_per_token = self._of_model
-        self._head = of_model
         run = partial(self._run, first=first)
         self.drafter = CpuDraftHead(self._program, run, self.vocab_size, self._stores, output=output is not None)
 
@@ -1210,7 +1209,7 @@ class CpuExecutor:
             return self._run_operators(batch, first, last, self._logits if logits is None else logits)
         self.disk.check()
         with self.disk.reading():
-            self._run_operators(batch, first, last, self._logits)
+            self._run_operators(batch, first, last, self._logits if logits is None else logits)
         self.disk.check()
 
     def _run_operators(self, batch: Batch, first: int, last: int, logits: Float32) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from powerinfer.config import (
     DraftHeadConfig,
@@ -18,37 +19,33 @@ from powerinfer.config import (
 )
 from powerinfer.errors import ModelError
 from powerinfer.formats import layout
-from powerinfer.formats.family import Tensors
-from powerinfer.formats.source import NO_MTP, Fused, Names, SingleTensor, collect_some
+from powerinfer.formats.family import Folder, Tensors
+from powerinfer.formats.source import MTP, NO_MTP, Fused, Names, SingleTensor, collect_some
 from powerinfer.formats.tensors import StoredTensor
 
-_FIRST_OF = "of {} layers that predict further tokens (MTP) only the first is read"
-_MTP_NAMES = {
-    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
-}  # fmt: skip
-"""Modules below `mtp` in folders of Qwen, beside its layers -> those of a layer of GLM-4.5 and DeepSeek-V3."""
+_FIRST_OF = f"of {{}} layers that predict further tokens {MTP} only the first is read"
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+"""Keys of config.json by which layers behind the model's are draft heads."""
 
 
-def split_draft(config: ModelConfig, stored: Tensors, stated: bool, below_mtp: bool) -> tuple[Tensors, Tensors, int]:
+def split_draft(
+    config: ModelConfig, stored: Tensors, metadata: Mapping[str, Any], family: Folder
+) -> tuple[Tensors, Tensors, int]:
     """(tensors of the model in a folder, those of its first draft head, how many heads there are).
 
-    The head's have the names of a layer behind the model's. stated: config.json says that layers there are heads;
-    below_mtp: tensors of heads are below `mtp`.
+    The head's have the names of a layer behind the model's. metadata: config.json.
     """
-    of_layer = re.compile(r"model\.layers\.(\d{1,9})\.")
-    below = re.compile(r"(?:model\.)?mtp\.(?:layers\.(\d{1,9})\.)?(.*)")
+    of_layer, stated = re.compile(r"model\.layers\.(\d{1,9})\."), any(metadata.get(key) for key in _COUNTS)
     of_model: Tensors = {}
     of_head: Tensors = {}
     numbers = set()
     for name, tensor in stored.items():
         number, new = -1, name
-        if stated and (match := of_layer.match(name)):
+        place = None if family.head_name is None else family.head_name(name, metadata)
+        if place is not None:
+            number, new = place[0], f"model.layers.{config.n_layers}.{place[1]}"
+        elif stated and (match := of_layer.match(name)):
             number = int(match[1]) - config.n_layers
-        elif below_mtp and (match := below.fullmatch(name)):
-            number, inner = int(match[1] or 0), match[2]
-            first, dot, rest = inner.partition(".")
-            inner = inner if match[1] else f"{_MTP_NAMES.get(first, first)}{dot}{rest}"
-            new = f"model.layers.{config.n_layers}.{inner}"
         if number < 0:
             of_model[name] = tensor
             continue
@@ -113,11 +110,11 @@ def _read(
 
 
 def _layer(config: ModelConfig, routed: bool, source: str) -> LayerConfig:
-    """The head's layer: one of the model's, with attention, and with experts or without."""
+    """The head's layer: one of the model's, with experts or without, and with attention, if that is a layer by itself
+    that of another one."""
 
     def suits(layer: LayerConfig) -> bool:
-        part = isinstance(layer.attention, NoAttention) or isinstance(layer.ffn, NoFfn)
-        return not part and isinstance(layer.ffn, ExpertsConfig) == routed
+        return not isinstance(layer.ffn, NoFfn) and isinstance(layer.ffn, ExpertsConfig) == routed
 
     attentions = {one for one in config.attentions if not isinstance(one, StateKind | NoAttention | ParallelConfig)}
     layers = {replace(layer, attention=one) for layer in config.layers if suits(layer) for one in attentions}

@@ -18,6 +18,16 @@ from powerinfer.formats.tensors import MadeTensor
 Tensors: TypeAlias = dict[str, SingleTensor]
 """Tensors under the names of a file."""
 
+DRAFT_NAMES = {
+    "draft_join": "eh_proj",
+    "draft_embed_norm": "enorm",
+    "draft_hidden_norm": "hnorm",
+    "draft_embed": "embed_tokens",
+    "draft_head": "shared_head.head",
+    "draft_norm": "shared_head.norm",
+}
+"""The names of what is around the layer of a draft head, as of GLM-4.5 and DeepSeek-V3."""
+
 LLAMA_NAMES = Names(
     outer={"embed": "model.embed_tokens", "head": "lm_head", "final_norm": "model.norm"},
     layers="model.layers",
@@ -31,12 +41,7 @@ LLAMA_NAMES = Names(
         "product_threshold": "mlp.product_threshold",
         "predictor_in": "mlp.predictor.fc1",  # of TurboSparse models
         "predictor_out": "mlp.predictor.fc2",
-        "draft_join": "eh_proj",
-        "draft_embed_norm": "enorm",
-        "draft_hidden_norm": "hnorm",
-        "draft_embed": "embed_tokens",
-        "draft_head": "shared_head.head",
-        "draft_norm": "shared_head.norm",
+        **DRAFT_NAMES,
     },
 )
 """The names of tensors in a folder of Llama, which most families share."""
@@ -106,7 +111,9 @@ class Folder:
     model. adapt: takes tensors out that are settings, and gives the configuration with them; rename: changes names of
     the file in place, and gives notes; make: takes tensors out and gives, by canonical name, what is made of them;
     norms_less_one: files keep the weights of norms less one, but for `whole_norms`; predictors: files may have some;
-    mtp: a draft head is below `mtp`, as of Qwen3-Next, not in layers behind the model's.
+    head_name: where draft heads are not in layers behind the model's, gives, of a tensor's name and config.json, the
+    number of the head and the name that it has in such a layer; None: it is the model's. draft_names: of a head's
+    tensors, where those of the model's layers are called otherwise.
     """
 
     model_type: str
@@ -147,7 +154,8 @@ class Folder:
     norms_less_one: bool = False
     whole_norms: tuple[str, ...] = ("delta_norm",)
     predictors: bool = False
-    mtp: bool = False
+    head_name: Callable[[str, Mapping[str, Any]], tuple[int, str] | None] | None = None
+    draft_names: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, usual: str) -> str:
         """The family's name of a key."""
@@ -194,7 +202,8 @@ class Gguf:
     many, and share keys and values; None: they do neither;
     change, change_ffns: make the heads, and the FFNs, of all layers of those that follow from the rest; complete: makes
     the configuration of that, with the shapes of the file's tensors by name.
-    names: of tensors, where the family calls them otherwise; ollama_names: those that Ollama's files may have instead.
+    names: of tensors, where the family calls them otherwise; draft_names: of those of a draft head, where it does;
+    ollama_names: those that Ollama's files may have instead.
     published: the activation in PowerInfer's own files, None: there are none; pre_tokenizer: of these, or of Ollama's,
     where they name none or "default", as there was one for the family.
     """
@@ -255,6 +264,7 @@ class Gguf:
     change_ffns: Callable[[Fields, Sequence[FfnKind]], list[FfnKind]] | None = None
     complete: Callable[[Fields, Mapping[str, tuple[int, ...]], ModelConfig], ModelConfig] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    draft_names: Mapping[str, str] = field(default_factory=dict)
     ollama_names: Mapping[str, str] = field(default_factory=dict)
     published: str | None = None
     pre_tokenizer: str | None = None

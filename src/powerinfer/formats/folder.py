@@ -69,8 +69,7 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     family = FOLDERS[config.architecture]
     config = _adapted(config, stored, files, folder)
     made_tensors: dict[str, MadeTensor] = {}
-    stated = bool(metadata.get("num_nextn_predict_layers") or metadata.get("num_mtp_layers"))
-    stored, of_head, heads = split_draft(config, stored, stated, family.mtp)
+    stored, of_head, heads = split_draft(config, stored, metadata, family)
     if family.make is not None:
         made_tensors = family.make(config, stored, str(folder))
     elif any(isinstance(layer.ffn, ExpertsConfig) for layer in config.layers):
@@ -131,10 +130,11 @@ def _with_draft(
     """The configuration with the draft head, as of `read_draft`. It may store experts otherwise than the model."""
     for file in files:
         file.check()
-    rename, at = FOLDERS[config.architecture].rename, f"model.layers.{config.n_layers}."
-    if rename is not None:
-        rename(of_head)
+    family, at = FOLDERS[config.architecture], f"model.layers.{config.n_layers}."
+    if family.rename is not None:
+        family.rename(of_head)
     names = file_names(config, {name.replace(at, "model.layers.0."): tensor for name, tensor in of_head.items()})
+    names = names.extended(family.draft_names)
     return read_draft(config, tensors, of_head, names, source, fused(config, names), heads, notes)
 
 
@@ -151,10 +151,8 @@ def _adapted(config: ModelConfig, stored: Tensors, files: list[MappedFile], fold
 
 
 def _expert_tensors(stored: Tensors) -> Iterator[tuple[str, SingleTensor]]:
-    """The tensors with the names of other layers, without those by which ERNIE predicts further tokens."""
+    """The tensors with the names of other layers."""
     for name, tensor in stored.items():
-        if name.startswith("model.mtp_"):
-            continue
         if name.endswith(".e_score_correction_bias"):
             name = name.removesuffix("_bias") + ".bias"
         yield name, tensor

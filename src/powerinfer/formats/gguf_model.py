@@ -175,6 +175,7 @@ def open_gguf(file: GGUFFile, draft_head: bool = False) -> Source:
         at = f"blk.{config.n_layers}."
         stored = stored_tensors(file, config, config.n_layers + 1)
         of_head = {name: tensor for name, tensor in stored.items() if name.startswith(at)}
+        names = names.extended(GGUFS[config.architecture].draft_names)
         config = read_draft(config, tensors, of_head, names, path, of_fused, heads, notes)
     metadata = _with_pre_tokenizer(file, config)
     return Source("gguf", file.path, config, metadata, tensors, file.files, notes, unread=unread)
@@ -655,8 +656,6 @@ def _state_layers(
     mixer: Mamba2Config | ShortConvConfig | None = None
     if family.beside or not all(kv_heads):
         mixer = _short_conv(fields, d_model) if family.short_conv else _mamba(file, fields)
-    if fields.integer("block_count", 1, layout.MAX_LAYERS) > n_layers:
-        fields.notes.append(NO_MTP)
     layers = []
     for kv, ffn in zip(kv_heads, _ffns(file, fields, family, n_layers), strict=True):
         attention: AttentionKind = replace(plain, n_kv_heads=kv) if mixer is None or kv else mixer

@@ -217,7 +217,10 @@ def keep_text(stored: dict[str, SingleTensor]) -> list[str]:
     return [ONLY_TEXT] * (len(stored) < len(all_tensors))
 
 
-NO_MTP = "the layers that predict further tokens (MTP) are left out"
+MTP = "(MTP)"
+"""The sign of notes about draft heads."""
+
+NO_MTP = f"the layers that predict further tokens {MTP} are left out"
 
 
 def drop_head_predictor(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -19,7 +19,7 @@ from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
-from powerinfer.hybrid.resolve import NOT_USED, on_cpu_alone, permitted
+from powerinfer.hybrid.resolve import NOT_USED, draft_problem, on_cpu_alone, permitted
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy
 from powerinfer.kernels import cpu as cpu_kernels
 from powerinfer.numa import interleaved
@@ -105,11 +105,10 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) ->
 
 
 def _leave_draft_from_disk(resolved: Resolved, say: Say) -> None:
-    """Leave a draft head out where, now that the GPU has less, some of the model stays on disk."""
-    if resolved.placement.disk is not None and resolved.checkpoint.config.draft is not None:
-        from powerinfer.placement.draft_gain import FROM_DISK
-
-        say(resolved.checkpoint.leave_draft(FROM_DISK))
+    """Leave a draft head out where it gains too little, now that the GPU has less, and some of the model stays on
+    disk."""
+    if resolved.checkpoint.config.draft is not None and (reason := draft_problem(resolved)) is not None:
+        say(resolved.checkpoint.leave_draft(reason))
 
 
 def _once(say: Say) -> Say:
@@ -192,7 +191,6 @@ def load_split(
     checkpoint, engine, selection = resolved.checkpoint, resolved.engine, resolved.selection
     config, placement, spared = checkpoint.config, resolved.placement, resolved.device.spared
     drafts = config.draft is not None
-    assert placement.disk is None or not drafts
     assert not placement.head or placement.layers == config.n_layers
     device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)

@@ -18,7 +18,7 @@ NOT_USED = "the GPU is not used: {}"
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
     """Decide how a model is loaded, from its headers and what is prepared for it. No weights are read.
 
-    A draft head is for a model whose weights are all in memory: else the checkpoint loses it.
+    A checkpoint loses its draft head where that cannot be used, or is expected to gain too little.
     say: lines where a GPU, a budget for one, a draft head, or a policy for what is on disk is not used.
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
@@ -44,7 +44,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
     if checkpoint.config.draft is None:
         return demand(permitted(_placed(checkpoint, engine, progress, say)))
-    from powerinfer.placement.draft_gain import FROM_DISK, NO_ROOM, too_little_gain
+    from powerinfer.placement.draft_gain import NO_ROOM, too_little_gain
     from powerinfer.placement.shapes import checkpoint_model
 
     lines: list[str] = []
@@ -55,7 +55,7 @@ def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: P
         except RequestError:  # perhaps of memory that the head is too much for
             reason = NO_ROOM
         else:
-            reason = FROM_DISK if resolved.placement.disk is not None else _displacement(resolved)
+            reason = draft_problem(resolved) or _displacement(resolved)
             if reason is None:
                 for line in lines:
                     say(line)
@@ -64,6 +64,14 @@ def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: P
     resolved = demand(permitted(_placed(checkpoint, engine, progress, say)))
     say(line)
     return resolved
+
+
+def draft_problem(resolved: Resolved) -> str | None:
+    """The reason for which a draft head is left out where some of the model stays on disk; None: there is none."""
+    from powerinfer.placement.draft_gain import problem_from_disk
+
+    disk = resolved.placement.disk
+    return None if disk is None else problem_from_disk(disk, model_of(resolved), resolved.engine.speculate)
 
 
 def _displacement(resolved: Resolved) -> str | None:

@@ -227,7 +227,8 @@ def workload(model: Model, engine: EngineConfig, selector: str = "all") -> Workl
     selector = selector if model.config.whole_reason is None else "all"
     context, undo = context_of(model, engine), tokens_to_undo(engine, model.config)
     sizes = engine.kv_type, context, engine.chunk, engine.max_batch
-    return Workload(*sizes, selector=selector, undo_tokens=undo)
+    drafts = engine.drafts_for(model.config)
+    return Workload(*sizes, selector=selector, undo_tokens=undo, drafts=drafts)
 
 
 def kv_bytes(model: Model, engine: EngineConfig) -> int:

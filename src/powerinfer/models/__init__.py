@@ -35,13 +35,11 @@ def load(
     Memory beyond the packed weights stays within one layer's file pages.
     progress: called with ("loading weights", layers done, layers); room: bytes that the KV cache must not exceed,
     enough for one context. in_experts: of experts that allow it, compute only the neurons that fire, in small steps;
-    predictors: of each layer, what selects those that are computed. disk: what stays there, of a checkpoint without a
-    draft head, which is wired where the checkpoint has one; drafting: what drafts need beside it, None: what the
-    options ask for. ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot
-    be met.
+    predictors: of each layer, what selects those that are computed. disk: what stays there, nothing of a draft head,
+    which is wired where the checkpoint has one; drafting: what drafts need beside it, None: what the options ask for.
+    ModelError for a checkpoint with tensors missing or left over, RequestError for options that cannot be met.
     """
     drafts = checkpoint.config.draft is not None
-    assert disk is None or not drafts
     drafting = drafting or Drafting(tokens_to_undo(engine, checkpoint.config))
     drafting = replace(drafting, head=drafts)
     rotary = rotations(checkpoint, engine)

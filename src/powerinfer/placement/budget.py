@@ -88,7 +88,8 @@ class Workload:
     kv_type, context, batch: of the KV cache, which holds `batch` contexts of `context` tokens. chunk: tokens of a
     prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`; scratch: bytes of
     working memory on a GPU, where that was measured, None: an estimate. moves: experts on a GPU are exchanged, so that
-    every layer has use for some. undo_tokens: of a sequence in a step, whose states can be undone.
+    every layer has use for some. undo_tokens: of a sequence in a step, whose states can be undone. drafts: requests may
+    have some.
     """
 
     kv_type: str
@@ -100,6 +101,7 @@ class Workload:
     scratch: int | None = None
     moves: bool = False
     undo_tokens: int = 0
+    drafts: bool = False
 
     @property
     def tokens(self) -> int:
@@ -303,8 +305,9 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
 
 
 def _logit_rows(model: Model, work: Workload) -> int:
-    """Rows of logits that a step makes at most: with a draft head those of its drafts, and the head's."""
-    return work.requests + (min(work.tokens, work.requests * UNDO_TOKENS) if model.inventory.draft else 0)
+    """Rows of logits that a step makes at most: with those of drafts, and of a draft head."""
+    rows = min(work.tokens, work.requests * UNDO_TOKENS) if work.drafts else work.requests
+    return rows + (work.requests if model.inventory.draft else 0)
 
 
 def bundle_bytes(model: Model, predicted: bool) -> int:

@@ -14,6 +14,7 @@ from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
 
 if TYPE_CHECKING:
     from powerinfer.models.inventory import Unit
+    from powerinfer.placement.disk import DiskPlan
     from powerinfer.placement.shapes import Model
 
 RIGHT = 0.7
@@ -22,7 +23,12 @@ RIGHT = 0.7
 LEAST = 1.02
 """The least gain for which drafts are computed."""
 
-FROM_DISK = "they are not read from disk, where some of the model stays"
+SELECTED = "neurons are read from disk as tokens need them"
+NO_OUTPUT = "the model's output head, which they need, stays on disk"
+FROM_DISK = (
+    "their {:,.0f} MB of RAM would hold more of what is read from disk, so they give {:.2f} times the speed: ask for "
+    "--speculate mtp, or raise --ram"
+)
 NO_ROOM = "there is too little memory for them"
 DISPLACES = (
     "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch, or "
@@ -49,6 +55,40 @@ def too_little_gain(model: Model, engine: EngineConfig) -> str | None:
     return f"within --ram {model.inventory.draft / 1e6:,.0f} MB for {gain:.2f} times the speed are too much"
 
 
+def problem_from_disk(disk: DiskPlan, model: Model, speculate: str) -> str | None:
+    """The reason to leave out a head, which is in RAM, where some of the model stays on disk, for people; None: there
+    is none. speculate: the option, of which `mtp` asks for it."""
+    assert model.config.draft is not None
+    if disk.about.neurons:
+        return SELECTED
+    if not model.config.draft.head and model.head.name in disk.about.matrices:
+        return NO_OUTPUT
+    if speculate == "mtp" or (gain := disk_gain(disk, model)) >= LEAST:
+        return None
+    return FROM_DISK.format(model.inventory.draft / 1e6, gain)
+
+
+def disk_gain(disk: DiskPlan, model: Model) -> float:
+    """Expected speed with a draft in each step, as a multiple of that without the head; what a step reads from disk is
+    what takes its time, and without the head RAM would hold more of that: dense matrices first, then experts."""
+    freed, config = model.inventory.draft, model.config
+    in_ram, resting = disk.held.get("experts", 0), disk.resting.get("experts", 0)
+
+    def read(streamed: int, held: int, tokens: int) -> float:
+        missing = max(0.0, 1 - held / resting) if resting else 0.0
+        total = float(streamed)
+        for layer in disk.about.experts:
+            every = sum(one.file for one in model.experts[layer])
+            total += missing * every * _selected(config.experts[layer], tokens)
+        return total
+
+    reads = read(disk.streamed, in_ram, 2)
+    if not reads:
+        return draft_gain(model)
+    without = read(max(0, disk.streamed - freed), in_ram + max(0, freed - disk.streamed), 1)
+    return (1 + RIGHT) * without / reads
+
+
 def drop_head(model: Model) -> Model:
     """The same model, whose head is left out."""
     inventory = replace(model.inventory, draft=0, draft_units=(), gpu_draft=0)
@@ -62,6 +102,11 @@ def _bytes(units: Iterable[Unit], config: ModelConfig, tokens: int) -> float:
         ffn = None if unit.layer is None else config.layers[unit.layer].ffn
         share = 1.0
         if unit.use == "experts" and isinstance(ffn, ExpertsConfig):
-            share = 1 - (1 - ffn.router.top_k / ffn.n_experts) ** tokens
+            share = _selected(ffn, tokens)
         total += share * unit.panels
     return total
+
+
+def _selected(experts: ExpertsConfig, tokens: int) -> float:
+    """Share of experts that are selected by any of so many tokens."""
+    return 1 - (1 - experts.router.top_k / experts.n_experts) ** tokens

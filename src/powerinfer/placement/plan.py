@@ -111,7 +111,7 @@ class PlanRequest:
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
     room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves,
-    undo_tokens: as of `Workload`.
+    undo_tokens, drafts: as of `Workload`.
     """
 
     model: Model
@@ -137,6 +137,7 @@ class PlanRequest:
     scratch: int | None = None
     moves: bool = False
     undo_tokens: int = 0
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -158,7 +159,7 @@ class PlanRequest:
     def workload(self) -> Workload:
         """The settings that memory depends on."""
         own = self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector
-        return Workload(*own, self.scratch, self.moves, undo_tokens=self.undo_tokens)
+        return Workload(*own, self.scratch, self.moves, undo_tokens=self.undo_tokens, drafts=self.drafts)
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""

@@ -97,6 +97,7 @@ class Subject:
             hits=self.hits,
             chosen=self.chosen,
             undo_tokens=tokens_to_undo(engine, self.model.config),
+            drafts=engine.drafts_for(self.model.config),
         )
         settled = made.settled()[0]
         return settled if engine.prefill_chunk else with_long_chunks(settled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,17 +10,13 @@ import numpy as np
 from powerinfer.devices import Batch, Executor
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, Request
-from powerinfer.runtime.speculation import Outlook, likeliest
+from powerinfer.runtime.speculation import FEW, Outlook, consecutive_drafts, likeliest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MOST = 4
-"""Drafts of a request in one step."""
-
 _LIKELY = 0.7  # share of drafts that is right, until it was measured
 _FEW = 8  # tokens that it computes with a draft, at most; more are a text's, which it computes before
-_SURE = 0.3  # probability below which a further draft is none
 
 
 class _Sequence:
@@ -86,8 +82,8 @@ class DraftModel:
     def outlook(self, request: AnswerRequest) -> Outlook:
         sequence = self._sequence(request)
         lacks = len(request.tokens) - sequence.agree(request.tokens)
-        fits = self._lacking_pages(sequence, len(request.tokens) + MOST) <= self._pages.available
-        drafts = MOST if fits and sequence.knows(request.tokens, self._executor.vocab_size) else 0
+        fits = self._lacking_pages(sequence, len(request.tokens) + FEW) <= self._pages.available
+        drafts = FEW if fits and sequence.knows(request.tokens, self._executor.vocab_size) else 0
         return Outlook(drafts, "model", _LIKELY, lacks - 1 if lacks > self._few else 0)
 
     def _sequence(self, request: AnswerRequest) -> _Sequence:
@@ -111,24 +107,13 @@ class DraftModel:
         return self._chunk - room
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
-        drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}
-        counts = dict(wanted)
-        going = [request for request, _ in wanted]
-        for place in range(max(counts.values())):
-            going = [one for one in going if place < counts[one] and len(drafts[one]) == place]
-            going = [one for one in going if self._can_go_on(one, len(one.tokens) + place)]
-            if not going:
-                break
-            for request, token, probability in self._next_tokens(going, drafts):
-                if token < self._vocab and (probability >= _SURE or not place):
-                    drafts[request].append(token)
-        return [drafts[request] for request, _ in wanted]
+        return consecutive_drafts(wanted, lambda one, place: self._can_go_on(one, len(one.tokens) + place), self._next_tokens)
 
     def _next_tokens(
-        self, requests: Sequence[AnswerRequest], drafts: dict[AnswerRequest, list[int]]
-    ) -> list[tuple[AnswerRequest, int, float]]:
+        self, requests: Sequence[AnswerRequest], drafts: Mapping[AnswerRequest, list[int]]
+    ) -> list[tuple[int, float]]:
         """The most likely token behind each request's tokens and drafts, with its probability."""
-        result, room, batch = list[tuple[AnswerRequest, int, float]](), self._executor.max_tokens, list[AnswerRequest]()
+        result, room, batch = list[tuple[int, float]](), self._executor.max_tokens, list[AnswerRequest]()
         pending: dict[AnswerRequest, list[int]] = {}
         for request in requests:
             tokens = [*request.tokens, *drafts[request]]
@@ -145,12 +130,10 @@ class DraftModel:
 
     def _answer(
         self, batch: Sequence[AnswerRequest], pending: dict[AnswerRequest, list[int]]
-    ) -> list[tuple[AnswerRequest, int, float]]:
+    ) -> list[tuple[int, float]]:
         logits = self._compute([(self._sequences[one], pending[one]) for one in batch], logits=True)
-        result = []
-        for request, row in zip(batch, logits, strict=True):
-            result.append((request, *likeliest(row)))
-        return result
+        likely = map(likeliest, logits)
+        return [(token, probability if token < self._vocab else 0.0) for token, probability in likely]
 
     def _compute(self, parts: Sequence[tuple[_Sequence, list[int]]], logits: bool) -> NDArray[np.float32]:
         """Compute tokens of sequences; the logits of each one's last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ class SmallerModel:
         """longest: the context of the model that answers. RequestError for a model that there is not, or that cannot
         draft, ModelError for files that cannot be read."""
         self.name = engine.speculate
-        self._checkpoint = _opened(self.name, progress)
+        self._checkpoint = _opened(self.name, engine.quantize, progress)
         config = self._checkpoint.config
         if config.states:
             raise RequestError(f"--speculate {self.name}: its layers keep a state of what they read; use another model")
@@ -101,8 +102,9 @@ class SmallerModel:
         )
 
 
-def _opened(name: str, progress: Progress) -> Checkpoint:
-    """The files of a model that `--speculate` names. Errors name the flag, RequestError its values, too."""
+def _opened(name: str, quantize: str | None, progress: Progress) -> Checkpoint:
+    """The files of a model that `--speculate` names. quantize: the type of its matrices, where they are floats. Errors
+    name the flag, RequestError its values, too."""
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
 
@@ -110,7 +112,11 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
     if not name:
         raise RequestError(takes)
     try:
-        return open_checkpoint(resolve_model(name, progress=progress), progress=progress)
+        path = resolve_model(name, progress=progress)
+        if quantize is not None:
+            with suppress(RequestError):  # it is quantised already
+                return open_checkpoint(path, quantize, progress)
+        return open_checkpoint(path, progress=progress)
     except ModelError as error:
         raise ModelError(f"--speculate {name}: {error}") from None
     except RequestError as error:

@@ -6,7 +6,7 @@ computed; those of answers when it is asked for drafts, so that an answer withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,18 +14,14 @@ import numpy as np
 from powerinfer.devices import Batch
 from powerinfer.placement.draft_gain import RIGHT
 from powerinfer.runtime.request import AnswerRequest, Request
-from powerinfer.runtime.speculation import Outlook, likeliest
+from powerinfer.runtime.speculation import FEW, Outlook, consecutive_drafts, likeliest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from powerinfer.devices.drafter import DraftHead
 
-MOST = 4
-"""Drafts of a request in one step."""
-
 _WAITING = 64  # tokens of an answer that wait to be read, at most; older ones never are
-_SURE = 0.3  # probability below which a further draft is none
 
 
 class _Pending:
@@ -79,7 +75,7 @@ class MtpDrafts:
     def outlook(self, request: AnswerRequest) -> Outlook:
         pending = self._pending.get(request)
         ready = pending is not None and pending.begin + len(pending) + 1 == len(request.tokens)
-        return Outlook(MOST if ready else 0, "mtp", RIGHT)  # the few tokens that wait are read in one call
+        return Outlook(FEW if ready else 0, "mtp", RIGHT)  # the few tokens that wait are read in one call
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         answers = [(one, first, count) for one, first, count in parts if isinstance(one, AnswerRequest) and count]
@@ -92,7 +88,7 @@ class MtpDrafts:
             pending = self._pending.setdefault(request, _Pending())
             pending.add(request.computed - count, inputs[at : at + count])
             at += count
-            if request.computed <= request.n_prompt or count > MOST + 1:
+            if request.computed <= request.n_prompt or count > FEW + 1:
                 read.append((request, *pending.take(1)))  # the last one waits for what follows it, and for drafts
             elif len(pending) > _WAITING:
                 pending.take(_WAITING)
@@ -104,26 +100,21 @@ class MtpDrafts:
         return sum(len(inputs) for _, _, inputs in read)
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
-        drafts: dict[AnswerRequest, list[int]] = {request: [] for request, _ in wanted}
-        counts, going = dict(wanted), [request for request, _ in wanted]
-        parts = [(request, *self._pending[request].take(0)) for request in going]
-        for place in range(max(counts.values())):
-            logits, outputs = self._read(parts, drafts)
-            for request, row in zip(going, logits, strict=True):
-                token, probability = likeliest(row)
-                if probability >= _SURE or not place:
-                    drafts[request].append(token)
-            parts, behind = [], list[AnswerRequest]()
-            for request, output in zip(going, outputs, strict=True):
-                position = len(request.tokens) - 1 + place
-                more = len(drafts[request]) == place + 1 < counts[request]
-                if more and position < len(request.pages) * self._page_size:
-                    parts.append((request, position, output[None]))
-                    behind.append(request)
-            going = behind
-            if not going:
-                break
-        return [drafts[request] for request, _ in wanted]
+        inputs = {request: self._pending[request].take(0) for request, _ in wanted}
+
+        def can_go_on(request: AnswerRequest, place: int) -> bool:
+            begin, _ = inputs[request]
+            return not place or begin < len(request.pages) * self._page_size
+
+        def next_tokens(
+            requests: Sequence[AnswerRequest], drafts: Mapping[AnswerRequest, list[int]]
+        ) -> list[tuple[int, float]]:
+            logits, outputs = self._read([(request, *inputs[request]) for request in requests], drafts)
+            for request, output in zip(requests, outputs, strict=True):
+                inputs[request] = len(request.tokens) - 1 + len(drafts[request]), output[None]
+            return [likeliest(row) for row in logits]
+
+        return consecutive_drafts(wanted, can_go_on, next_tokens)
 
     def _read_on(self, parts: Sequence[_Part]) -> None:
         """Let the head read inputs of requests, whose drafts nobody wants."""
@@ -131,14 +122,14 @@ class MtpDrafts:
             self._head.forward(self._batch(call, None), np.concatenate([inputs for _, _, inputs in call]))
 
     def _read(
-        self, parts: Sequence[_Part], drafts: dict[AnswerRequest, list[int]]
+        self, parts: Sequence[_Part], drafts: Mapping[AnswerRequest, list[int]]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The same of an input of each; logits and outputs. drafts: of each, tokens behind its own."""
         batch = self._batch(parts, drafts)
         logits = self._head.forward(batch, np.concatenate([inputs for _, _, inputs in parts]))
         return logits, self._head.outputs(batch.logit_rows)
 
-    def _batch(self, parts: Sequence[_Part], drafts: dict[AnswerRequest, list[int]] | None) -> Batch:
+    def _batch(self, parts: Sequence[_Part], drafts: Mapping[AnswerRequest, list[int]] | None) -> Batch:
         counts = [len(inputs) for _, _, inputs in parts]
         table = np.full((len(parts), max(len(request.pages) for request, _, _ in parts)), -1, np.int32)
         tokens = list[int]()

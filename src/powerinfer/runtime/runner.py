@@ -15,6 +15,7 @@ import numpy as np
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
 from powerinfer.devices.batch import StoppedError
+from powerinfer.devices.choices import Choice
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
@@ -62,7 +63,14 @@ class Runner:
         self._executor = executor
         self._tokenizer = tokenizer
         self._max_batch = engine.max_batch
-        self._speculation = None if source is None else Speculation(source, alone=drafts_alone)
+        self._speculation = None
+        if source is not None:
+            choices, name = executor.choices, source.name
+
+            def say_failed(reason: str) -> None:
+                choices.drafts = Choice("none", f"{name} failed: {reason}")
+
+            self._speculation = Speculation(source, alone=drafts_alone, say_failed=say_failed)
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
         self._grammars = Grammars(tokenizer, executor.vocab_size)
         chunk = engine.prefill_chunk or executor.max_tokens

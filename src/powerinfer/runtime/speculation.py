@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from powerinfer.devices.states import UNDO_TOKENS
+from powerinfer.progress import Say, silent
 from powerinfer.runtime.request import AnswerRequest, Request
 
 if TYPE_CHECKING:
@@ -185,6 +186,35 @@ class SizeTimes:
         return max(_SLOPE * seconds, (seconds - median(self._times[before])) / (largest - before))
 
 
+FEW = 4
+"""Drafts of a request in one step, at most, of a source that computes them one after another."""
+
+_SURE = 0.3  # probability below which a further one of these is none
+
+
+def consecutive_drafts(
+    wanted: Sequence[tuple[AnswerRequest, int]],
+    can_go_on: Callable[[AnswerRequest, int], bool],
+    next_tokens: Callable[[Sequence[AnswerRequest], Mapping[AnswerRequest, list[int]]], Sequence[tuple[int, float]]],
+) -> list[list[int]]:
+    """Drafts of requests, each of which reads those before it.
+
+    can_go_on: whether a request can have a draft at a place; next_tokens: of requests with their drafts so far, the
+    likeliest token of each and its probability, 0 for one that is none.
+    """
+    counts = dict(wanted)
+    drafts: dict[AnswerRequest, list[int]] = {request: [] for request in counts}
+    going = list(counts)
+    for place in range(max(counts.values())):
+        going = [one for one in going if len(drafts[one]) == place < counts[one] and can_go_on(one, place)]
+        if not going:
+            break
+        for request, (token, probability) in zip(going, next_tokens(going, drafts), strict=True):
+            if probability >= _SURE or (probability > 0 and not place):
+                drafts[request].append(token)
+    return [drafts[request] for request, _ in wanted]
+
+
 def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
     """The most likely token, and its probability. logits: float32 [vocab]."""
     token = int(logits.argmax())
@@ -195,9 +225,10 @@ def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
 class Speculation:
     """Drafts for the requests of an engine, as many as pay, and what is known of them."""
 
-    def __init__(self, source: DraftSource, *, alone: bool = False) -> None:
-        """alone: only requests that decode alone have drafts."""
+    def __init__(self, source: DraftSource, *, alone: bool = False, say_failed: Say = silent) -> None:
+        """alone: only requests that decode alone have drafts; say_failed: told the error of a source that fails."""
         self.source = source
+        self._say_failed = say_failed
         self._alone = alone
         self._requests: dict[AnswerRequest, Guessing] = {}
         self._rates: dict[str, _Rate] = {}  # of all requests, by kind
@@ -260,8 +291,9 @@ class Speculation:
         """A context in which an error of the source, such as too little memory, ends drafts and nothing else."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             self.failed = True
+            self._say_failed(str(error) or type(error).__name__)
             self._requests.clear()
             self.source.close()
 

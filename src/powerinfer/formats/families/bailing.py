@@ -86,10 +86,13 @@ FOLDERS = (
             ),
             outer=EXPERTS_NAMES.outer | {"embed": "model.word_embeddings"},
         ),
-        fused=(Fused(("q", "k", "v")),), rename=_rename,
+        fused=(Fused(("q", "k", "v")),), rename=_rename, draft_names={"draft_norm": "final_layernorm"},
     ),
 )  # fmt: skip
 GGUFS = (
     Gguf("bailingmoe", "silu", interleaved=True, experts=NORMALISED),
-    Gguf("bailingmoe2", "silu", qk_norm="head", partial=True, experts=SIGMOIDS),
+    Gguf(
+        "bailingmoe2", "silu", qk_norm="head", partial=True, experts=SIGMOIDS,
+        draft_names={"draft_norm": "layer_output_norm"},
+    ),
 )

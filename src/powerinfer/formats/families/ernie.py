@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from powerinfer.config import ExpertsConfig, FfnKind, ModelConfig, RouterConfig
 from powerinfer.formats import layout
@@ -33,6 +35,18 @@ def _read_experts(family: Folder, fields: Fields, n_layers: int) -> Sequence[Ffn
     return [experts if routed else dense for routed in sparse]
 
 
+_AROUND_HEAD = {"emb_norm": "enorm", "hidden_norm": "hnorm", "linear_proj": "eh_proj"}
+
+
+def _head_name(name: str, _: Mapping[str, Any]) -> tuple[int, str] | None:
+    """A draft head is a dense layer, `mtp_block`; the norm behind it is the model's, as in Baidu's FastDeploy."""
+    match = re.fullmatch(r"model\.mtp_(\w+)\.(\d{1,9})\.(.+)", name)
+    if match is None:
+        return None
+    around = _AROUND_HEAD.get(match[1], match[1])
+    return int(match[2]), match[3] if match[1] == "block" else f"{around}.{match[3]}"
+
+
 _DENSE = Folder(
     "ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _read, replaces_code=True,
     defaults={
@@ -53,7 +67,7 @@ FOLDERS = (
             "hidden_act": "silu", "tie_word_embeddings": True, "moe_num_experts": 64, "moe_k": 6,
             "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rope_theta": 5e5,
         },
-        ffns=_read_experts,
+        ffns=_read_experts, head_name=_head_name,
         names=EXPERTS_NAMES.extended(
             GLM_EXPERTS | {"router_correction": "mlp.moe_statics.e_score_correction"}
         ),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from powerinfer.config import (
     AttentionConfig,
@@ -17,12 +19,12 @@ from powerinfer.config import (
     RouterConfig,
 )
 from powerinfer.formats import layout
-from powerinfer.formats.family import GLM_EXPERTS, PLAIN, Folder, Gguf, Tensors
+from powerinfer.formats.family import DRAFT_NAMES, GLM_EXPERTS, PLAIN, Folder, Gguf, Tensors
 from powerinfer.formats.fields import Fields
 from powerinfer.formats.folder_mamba import MAMBA_NAMES, fuse_mamba, read_mamba, rename_mamba
 from powerinfer.formats.folder_parts import read_experts, read_ffn
 from powerinfer.formats.mapped import shown
-from powerinfer.formats.source import NO_MTP, Names, SingleTensor
+from powerinfer.formats.source import Names, SingleTensor
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _TYPES = {
@@ -105,18 +107,27 @@ def _read(family: Folder, fields: Fields, config: ModelConfig, n_layers: int) ->
         parts[_EXPERTS] = nothing, _read_experts(family, fields)
     else:
         fields.get("n_routed_experts", None)  # of layers that the model does not have
-    if fields.integer("num_nextn_predict_layers", 0, layout.MAX_LAYERS, 0):
-        fields.notes.append(NO_MTP)
     layers = tuple(LayerConfig(*parts[letter]) for letter in pattern)
     return replace(config, layers=layers)
+
+
+def _head_name(name: str, metadata: Mapping[str, Any]) -> tuple[int, str] | None:
+    """A draft head is two layers below `mtp`, attention and behind it experts or an MLP, which are one here."""
+    match = re.fullmatch(r"(?:model\.|backbone\.)?mtp\.(?:layers\.(\d{1,9})\.)?(.+)", name)
+    if match is None:
+        return None
+    types = metadata.get("mtp_layers_block_type") or metadata.get("mtp_hybrid_override_pattern") or "*E"
+    pattern = "".join(_TYPES.get(str(one), str(one)) for one in types) if isinstance(types, list | str) else ""
+    if pattern not in (_ATTENTION + _EXPERTS, _ATTENTION + _MLP):
+        return 0, name  # no name of a layer, so that the head is left out
+    layer, inner = int(match[1] or 0), match[2]
+    return layer // 2, f"ffn_{inner}" if layer % 2 and inner.startswith("norm.") else inner
 
 
 def _rename(stored: Tensors) -> list[str]:
     all_tensors = dict(stored)
     stored.clear()
     for name, tensor in all_tensors.items():
-        if name.startswith(("mtp.", "model.mtp.", "backbone.mtp.")):
-            continue
         name = f"model.{name.removeprefix('backbone.')}" if name.startswith("backbone.") else name
         name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
         together = name.endswith((".mixer.experts.up_proj", ".mixer.experts.down_proj"))
@@ -137,6 +148,7 @@ _NAMES = Names(
         **{f"experts_{part}": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
         "latent_in": "mixer.fc1_latent_proj",
         "latent_out": "mixer.fc2_latent_proj",
+        **DRAFT_NAMES,
     },
 )
 
@@ -161,6 +173,7 @@ FOLDERS = (
         },
         keys={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
         gated=False, activations=PLAIN, mlp_bias=True, find_names=_find_names, fused=fuse_mamba, rename=_rename,
+        head_name=_head_name, draft_names={"ffn_norm": "ffn_norm", "draft_norm": "final_layernorm"},
     ),
 )  # fmt: skip
 _GGUF = Gguf(
@@ -168,6 +181,7 @@ _GGUF = Gguf(
 )
 _WITH_EXPERTS = replace(
     _GGUF, architecture="nemotron_h_moe", experts=RouterConfig(1, scoring="sigmoid", correction=True),
+    draft_names={"ffn_norm": "post_attention_norm"},
     ollama_names={"latent_in": "ffn_latent_in", "latent_out": "ffn_latent_out"},
 )  # fmt: skip
 GGUFS = (

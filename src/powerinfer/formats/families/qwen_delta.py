@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from powerinfer.config import (
     AttentionKind,
@@ -82,6 +84,20 @@ def _rename(stored: Tensors) -> list[str]:
     return [ONLY_TEXT] * pictures
 
 
+_MTP_NAMES = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+}  # fmt: skip
+"""Modules below `mtp`, beside its layers -> those of a layer of GLM-4.5 and DeepSeek-V3."""
+
+
+def _head_name(name: str, _: Mapping[str, Any]) -> tuple[int, str] | None:
+    match = re.fullmatch(r"(?:model\.)?mtp\.(?:layers\.(\d{1,9})\.)?(.*)", name)
+    if match is None:
+        return None
+    first, dot, rest = match[2].partition(".")
+    return int(match[1] or 0), match[2] if match[1] else f"{_MTP_NAMES.get(first, first)}{dot}{rest}"
+
+
 _NAMES = EXPERTS_NAMES.extended(
     {"q_gate": "self_attn.q_proj", "delta_conv": "linear_attn.conv1d", "delta_o": "linear_attn.out_proj"}
     | {f"delta_{name}": f"linear_attn.{name}" for name in ("decay", "dt", "norm")}
@@ -129,7 +145,7 @@ _NEXT = Folder(
     "qwen3_next", ("Qwen3NextForCausalLM",), _read,
     defaults=_DEFAULTS | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10}, partial=0.25,
     mixed_act=True, ffns=read_qwen_experts, names=_NEXT_NAMES, fused=_next_fused, rename=_rename, norms_less_one=True,
-    mtp=True,
+    head_name=_head_name,
 )
 _QWEN35 = replace(
     _NEXT, model_type="qwen3_5_text", classes=("Qwen3_5ForCausalLM",), vision_class="Qwen3_5ForConditionalGeneration",
