@@ -107,7 +107,9 @@ class DraftModel:
         return self._chunk - room
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
-        return consecutive_drafts(wanted, lambda one, place: self._can_go_on(one, len(one.tokens) + place), self._next_tokens)
+        return consecutive_drafts(
+            wanted, lambda one, place: self._can_go_on(one, len(one.tokens) + place), self._next_tokens
+        )
 
     def _next_tokens(
         self, requests: Sequence[AnswerRequest], drafts: Mapping[AnswerRequest, list[int]]
