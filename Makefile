@@ -46,7 +46,7 @@ help:
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
-	@echo 'make test-tsan          the pool of threads under ThreadSanitizer'
+	@echo 'make test-tsan          the pool of threads, and flags, under ThreadSanitizer'
 	@echo 'make test-converter     files of llama.cpp'\''s own converter, of every family, against transformers'
 	@echo 'make test-clients       real clients (agents, too) against the server, installed with pip and npm (ARGS="codex": some)'
 	@echo 'make fuzz-asan          damaged model files through a whole forward pass, under the sanitisers'
@@ -111,7 +111,7 @@ test-bench-if-changed:
 		else $(MAKE) --no-print-directory test-bench; fi
 
 # Streams, events and pinned memory of split models (docs/hybrid.md): longer than `test` should be.
-DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings
+DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls flags gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings
 test-deferred: $(VENV)/stamp-dev
 	@$(PYTEST) --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 
@@ -169,8 +169,8 @@ test-asan: $(VENV)/stamp-build-tools
 
 # The pool alone: threads of a program that are late read what others write, and what they make of that goes nowhere.
 test-tsan:
-	@mkdir -p build/tsan && $(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -Wno-tsan -Isrc/powerinfer/csrc \
-		tests/native/test_pool.cpp src/powerinfer/csrc/pool.cpp -pthread -o build/tsan/test_pool && build/tsan/test_pool
+	@mkdir -p build/tsan && for test in pool flags; do $(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -Wno-tsan -Isrc/powerinfer/csrc \
+		tests/native/test_$$test.cpp src/powerinfer/csrc/{pool,host_flags}.cpp -pthread -o build/tsan/test_$$test && build/tsan/test_$$test || exit 1; done
 
 # The converter is fetched once, by its hash, into the tests' cache.
 test-converter: $(VENV)/stamp-dev

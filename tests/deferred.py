@@ -11,7 +11,8 @@ As on CUDA
   NaN and -1;
 - a recording runs nothing; it is replayed on the same memory, and recordings share theirs. Streams that wait for an
   event of a recording are part of it, and its own stream must wait for them before it ends;
-- streams call functions of the host in their order.
+- streams call functions of the host in their order;
+- streams write numbers, and wait for them, in their order. Nothing else makes them wait for the host.
 
 Which stream works when is drawn from a seed: streams stall, run on, and take turns. Operations are computed by torch on
 the CPU, so the answer is that of torch's CPU device, bit for bit.
@@ -45,7 +46,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from triton.runtime.interpreter import GridExecutor
 
-from powerinfer.devices import streams, wanted
+from powerinfer.devices import flags, streams, wanted
 from powerinfer.kernels import gpu, gpu_delta, gpu_experts, gpu_latent, gpu_mamba
 
 aten = torch.ops.aten
@@ -58,6 +59,9 @@ MOODS = (0.0, 0.0, 0.2, 0.9, 1.0)
 
 LENGTHS = (10, 100, 1000)
 """For how many launches at most."""
+
+NEVER = 100
+"""How often the host looks at streams of which none can go on, until it is sure that all wait for each other."""
 
 _used: list[Machine] = []
 """The one whose device it is now, last."""
@@ -145,12 +149,26 @@ class Event:
         return 1e3 * (end._at - self._at)
 
 
+@dataclasses.dataclass(eq=False)
+class Awaited:
+    """A number that the host writes, from which on a stream goes on."""
+
+    machine: Machine
+    address: int
+    value: int
+
+    @property
+    def reached(self) -> bool:
+        there = ctypes.c_uint32.from_address(self.address).value
+        return ctypes.c_int32(there - self.value).value >= 0
+
+
 class Stream:
-    """queue: operations, and (event, number) to wait for. time: its clock."""
+    """queue: operations, and what to wait for: (event, number), or a number of the host's. time: its clock."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.queue: deque[Callable[[], Any] | tuple[Event, int]] = deque()
+        self.queue: deque[Callable[[], Any] | tuple[Event, int] | Awaited] = deque()
         self.mood = self.time = 0.0
 
     def pass_time(self, since: float, seconds: float) -> None:
@@ -167,13 +185,29 @@ class Stream:
             self._machine.outside_of_recordings()
             self.queue.append((event, event.recorded))
 
+    def query(self) -> bool:
+        machine = self._machine
+        machine.outside_of_recordings()
+        with machine.lock:
+            machine.idle = 0 if any(stream.ready() for stream in machine.streams) else machine.idle + 1
+            if self.queue and machine.idle > NEVER:
+                raise RuntimeError("the host waits for what never happens")
+            machine.tick()
+            return not self.queue
+
     def ready(self) -> bool:
         """Whether there is something to run."""
-        while self.queue and isinstance(self.queue[0], tuple):
-            event, number = self.queue[0]
-            if event.reached < number:
-                return False
-            self.time = max(self.time, event.times.get(number, 0.0))
+        while self.queue and isinstance(self.queue[0], tuple | Awaited):
+            first = self.queue[0]
+            if isinstance(first, Awaited):
+                if not first.reached:
+                    return False
+                self.time = max(self.time, self._machine.answers.get(first.value, 0.0))
+            else:
+                event, number = first
+                if event.reached < number:
+                    return False
+                self.time = max(self.time, event.times.get(number, 0.0))
             self.queue.popleft()
         return bool(self.queue)
 
@@ -238,21 +272,42 @@ class Recording:
                     stream.queue.append((events[operation[0]], 1))
                 elif isinstance(operation, float):
                     stream.queue.append(functools.partial(stream.pass_time, 0.0, operation))
+                elif isinstance(operation, Written):
+                    stream.queue.append(functools.partial(operation.run, stream))
                 else:
                     stream.queue.append(operation)
 
 
+@dataclasses.dataclass(eq=False)
+class Written:
+    """A number that a stream writes for the host, which answers it after some seconds."""
+
+    machine: Machine
+    address: int
+    value: int
+    seconds: float
+
+    def run(self, stream: Stream) -> None:
+        machine = self.machine
+        machine.answered = max(machine.answered, stream.time) + self.seconds
+        machine.answers[self.value] = machine.answered
+        ctypes.c_uint32.from_address(self.address).value = self.value
+
+
 class Machine:
     """The device, as `devices.streams.Streams` has it. without: calls of events and streams from this line of source
-    do nothing. host: the host's clock; called: seconds of the next call of the host by a stream."""
+    do nothing. host: the host's clock; called: seconds of the next call of the host by a stream; answers: when the host
+    answers, by number, if it does so in those seconds, one call after another."""
 
     def __init__(self, seed: int, without: str | None = None) -> None:
         self.lock = threading.RLock()
         self.replays = 0
-        self.host = self.called = 0.0
+        self.host = self.called = self.answered = 0.0
+        self.answers: dict[int, float] = {}
+        self.idle = 0
         self._without = without
         self._random = random.Random(seed)
-        self._streams: list[Stream] = []
+        self.streams: list[Stream] = []
         self._branches: list[Stream] = []
         self._default = self.stream()
         self._thread = threading.local()
@@ -276,7 +331,7 @@ class Machine:
         self._pinned[address] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
         def release() -> None:
-            if any(stream.queue for stream in self._streams):
+            if any(stream.queue for stream in self.streams):
                 raise RuntimeError("the device may still read what is unregistered")
             del self.registered[address], self._pinned[address]
 
@@ -287,8 +342,8 @@ class Machine:
 
     def stream(self) -> Stream:
         with self.lock:
-            self._streams.append(Stream(self))
-            return self._streams[-1]
+            self.streams.append(Stream(self))
+            return self.streams[-1]
 
     def current(self) -> Stream:
         found: Stream = getattr(self._thread, "stream", self._default)
@@ -308,8 +363,8 @@ class Machine:
     def finish(self) -> None:
         if self.leaves_out():
             return
-        self.wait(lambda: not any(stream.queue for stream in self._streams))
-        self.host = max(self.host, *(stream.time for stream in self._streams))
+        self.wait(lambda: not any(stream.queue for stream in self.streams))
+        self.host = max(self.host, *(stream.time for stream in self.streams))
 
     def recorder(self) -> Callable[[Callable[[], None]], streams.Recorded]:
         pool: Any = object()
@@ -339,6 +394,20 @@ class Machine:
         self.launch(functools.partial(streams.call_now, function, data), stream)
         self.spend(self.called, stream)
 
+    def address(self, memory: torch.Tensor) -> int:
+        assert memory.data_ptr() in self._pinned
+        return memory.data_ptr()
+
+    def write_value(self, stream: Stream, address: int, value: int) -> None:
+        if not self.leaves_out():
+            recording, written = self.recording, Written(self, address, value, self.called)
+            recorded = recording is not None and stream in recording
+            self.launch(written if recorded else functools.partial(written.run, stream), stream)
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        if not self.leaves_out():
+            self.launch(Awaited(self, address, value), stream)
+
     def branches(self, count: int) -> list[Stream]:
         """Streams for replays."""
         while len(self._branches) < count:
@@ -352,7 +421,7 @@ class Machine:
 
     # ---------------------------------------------------------------- time
 
-    def launch(self, operation: Callable[[], Any], stream: Stream | None = None) -> None:
+    def launch(self, operation: Any, stream: Stream | None = None) -> None:
         """A stream, by default the current one, or its recording gets an operation."""
         stream, recording = stream or self.current(), self.recording
         with self.lock:
@@ -375,10 +444,10 @@ class Machine:
         """Some time passes."""
         if self._until == 0:
             self._until = self._random.randint(1, self._random.choice(LENGTHS))
-            for stream in self._streams:
+            for stream in self.streams:
                 stream.mood = self._random.choice(MOODS)
         self._until -= 1
-        for stream in self._random.sample(self._streams, len(self._streams)):
+        for stream in self._random.sample(self.streams, len(self.streams)):
             while self._random.random() < stream.mood and stream.ready():
                 stream.step()
 
@@ -387,7 +456,7 @@ class Machine:
         self.outside_of_recordings()
         with self.lock:
             while not done():
-                ready = [stream for stream in self._streams if stream.ready()]
+                ready = [stream for stream in self.streams if stream.ready()]
                 if not ready:  # waits that were over are no longer in the queues
                     assert done(), "the host waits for what never happens"
                     return
@@ -663,6 +732,9 @@ def deferred(seed: int, without: str | None = None) -> Iterator[Machine]:
         patch.setitem(streams.KINDS, DEFERRED.type, lambda _: machine)
         patch.setattr(wanted, "_NAME", re.compile(f"{wanted._NAME.pattern}|{DEFERRED.type}"))
         patch.setattr(GridExecutor, "__call__", _launched(GridExecutor.__call__))
+        # The streams work when the host looks. A trial need not be long.
+        for name, value in (("LOOK", 0.0), ("EXCHANGES", 3), ("OPERATIONS", 2)):
+            patch.setattr(flags, name, value)
         for module, name, like in KERNELS:
             patch.setattr(module, name, kernel(getattr(module, name), like))
         streams.streams_of.cache_clear()

@@ -32,7 +32,8 @@ from test_sparse import packed, side_by_side  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
-from powerinfer.devices.link import Link  # noqa: E402
+from powerinfer.devices.flags import Flags  # noqa: E402
+from powerinfer.devices.link import Link, Way  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
@@ -197,6 +198,49 @@ def test_a_stream_calls_the_host_in_its_order(recorded: bool, waits: str) -> Non
         assert (seen(run) == {(30,)}) == (not waits)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stream_waits_for_a_number_of_the_host(recorded: bool, waits: bool) -> None:
+    """Launched or replayed; what it writes comes behind what it has done before."""
+
+    def run(machine: Machine) -> np.ndarray:
+        numbers, here, back = (machine.pinned(2, torch.int32) for _ in range(3))
+        x, address = torch.ones(2, dtype=torch.int32, device=DEFERRED), machine.address(numbers)
+
+        def step() -> None:
+            here.copy_(x, non_blocking=True)
+            machine.write_value(machine.current(), address, 2)
+            if waits:
+                machine.wait_value(machine.current(), address + 4, 2)
+            x.add_(back.to(DEFERRED, non_blocking=True))
+
+        again = machine.recorder()(step) if recorded else step
+        for _ in range(2):
+            numbers.zero_()
+            back.zero_()
+            again()
+            while numbers[0] != 2:
+                assert not waits or not machine.current().query()
+                machine.current().query()
+            back[:] = 10 * here
+            numbers[1] = 2
+            machine.finish()
+        return x.cpu().numpy()
+
+    assert (seen(run) == {(121, 121)}) == waits
+
+
+def test_a_host_that_waits_for_a_stream_that_waits_for_it() -> None:
+    with deferred(0) as machine:
+        numbers = machine.pinned(1, torch.int32)
+        machine.wait_value(machine.current(), machine.address(numbers), 1)
+        with pytest.raises(RuntimeError, match="never happens"):
+            while not machine.current().query():
+                pass
+        numbers[0] = 1
+        machine.finish()
+
+
 def test_a_recording_waits_for_nothing_outside_of_it() -> None:
     with deferred(0) as machine:
         event, x = machine.event(), on_device(1)
@@ -257,13 +301,14 @@ def saved(name: str, folder: Path) -> Path:
     return packed(Truth(case_named(name), half=True, **few), own)
 
 
-def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False) -> list[np.ndarray]:
-    """Of a prompt, decoding and a batch, first without recordings, then with them, and traced."""
+def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False, way: Way = "flags") -> list[np.ndarray]:
+    """Of a prompt, decoding and a batch, first without recordings, then with them, and traced. way: in which both
+    devices exchange in recordings, or the next one that they can."""
     tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 51).astype(np.int32)
     pages = families.scattered_pages(executor, 2)
     found = [families.run_chunks(executor, tokens[:43], [40, 1, 2], pages[0])]
     found.append(executor.hidden_states(np.array([1, 0], np.int32)).copy())
-    executor.gpu.record(recorder_of(executor.gpu.device))
+    executor.gpu.record(recorder_of(executor.gpu.device), way)
     found.append(families.run_chunks(executor, tokens, [44, 1, 1, 1, 2, 2], pages[1]))
     found += side_by_side(executor, [tokens[:4], tokens[4:8]])
     with executor.traced():
@@ -320,6 +365,7 @@ def of_neurons(
     predicted: bool = False,
     streams: bool = False,
     swaps: bool = False,
+    way: Way = "flags",
 ) -> list[np.ndarray]:
     path = saved(name, folder)
     config = open_checkpoint(path).config
@@ -331,7 +377,7 @@ def of_neurons(
         stage.least = 33
     predictors = neurons.predictor_of(config) if predicted else None
     with neurons.split(path, 0.5, predictors=predictors, stage=stage) as (executor, ffns):
-        return answers(executor, ffns, swaps)
+        return answers(executor, ffns, swaps, way)
 
 
 def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
@@ -359,6 +405,7 @@ def of_experts(
     streams: bool = False,
     policy: str | None = None,
     swaps: bool = False,
+    way: Way = "flags",
 ) -> list[np.ndarray]:
     path = saved(name, folder)
     checkpoint = open_checkpoint(path)
@@ -372,7 +419,7 @@ def of_experts(
     resolved = Resolved(checkpoint, engine_of(), **on_gpu(config.n_layers, head=True))
     executor = load_split(resolved, parts)
     try:
-        return answers(executor, parts.ffns, swaps)
+        return answers(executor, parts.ffns, swaps, way)
     finally:
         executor.close()
 
@@ -397,12 +444,16 @@ SCENES: dict[str, Scene] = {
     "neurons": functools.partial(of_neurons, "tiny"),
     "predicted neurons, which are swapped": functools.partial(of_neurons, "tiny", predicted=True, swaps=True),
     "neurons, after a step that failed": of_neurons_after_a_failure,
+    "neurons beside attention, by functions": functools.partial(
+        of_neurons, "falcon-40b", predicted=True, way="calls"
+    ),
     "neurons beside attention": functools.partial(of_neurons, "falcon-40b", predicted=True),
     "neurons whose sum is normalised": functools.partial(of_neurons, "opt-post-norm"),
     "neurons that stream": functools.partial(of_neurons, "tiny", streams=True),
     "memory that was in use": of_a_stage,
     "experts, which are swapped": functools.partial(of_experts, "mixtral", swaps=True),
     "experts selected before attention": functools.partial(of_experts, "smallthinker"),
+    "experts selected before attention, by functions": functools.partial(of_experts, "smallthinker", way="calls"),
     "experts that stream": functools.partial(of_experts, "qwen2-moe", streams=True),
     "experts that a policy exchanges": functools.partial(of_experts, "gpt-oss", policy="lru"),
     "latents": functools.partial(of_experts, "deepseek-v2-lite"),
@@ -453,6 +504,11 @@ def test_the_kernels_of_a_gpu(fused: bool, folder: Path, monkeypatch: pytest.Mon
 
 # ---- What would be wrong without a wait ------------------------------------------------------------------------------
 
+BY_FUNCTIONS = (
+    "neurons beside attention, by functions",
+    "experts selected before attention, by functions",
+)
+
 # Lines that several scenes go through have two of them each, in turn: the line is the same in all.
 LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it
@@ -460,10 +516,16 @@ LEFT_OUT = {
     "self._came.synchronize()": ("neurons beside attention", "experts, which are swapped"),
     "self._selection_known.record()": ("experts selected before attention",),
     "self._selection_known.synchronize()": ("experts selected before attention",),
-    "sent.record()": ("neurons", "experts, which are swapped"),
-    "self._beside.wait_event(sent)": ("neurons beside attention", "experts selected before attention"),
-    "self._computed.record(self._beside)": ("neurons", "experts selected before attention"),
-    "self._streams.current().wait_event(self._computed)": ("neurons beside attention", "experts, which are swapped"),
+    "sent.record()": BY_FUNCTIONS,
+    "self._beside.wait_event(sent)": BY_FUNCTIONS,
+    "self._computed.record(self._beside)": BY_FUNCTIONS,
+    "self._streams.current().wait_event(self._computed)": BY_FUNCTIONS,
+    # flags.py: the same in a recording
+    "self._streams.write_value(self._streams.current(), self._asked, number)": ("neurons",),
+    "self._streams.wait_value(self._streams.current(), self._answered, number)": (
+        "neurons beside attention",
+        "experts selected before attention",
+    ),
     # gpu.py: a step that was broken off
     "self._streams.finish()": ("whole layers", "neurons, after a step that failed"),
     # step_buffers.py: the result of a step
@@ -486,7 +548,8 @@ LEFT_OUT = {
 """By line of source: what is wrong without it."""
 
 CALLS = re.compile(
-    r"^ +([^#\n]+\.(?:record|synchronize|wait_event)\(.*?\)|self\._streams\.finish\(\))(?:  #.*)?$", re.MULTILINE
+    r"^ +([^#\n]+\.(?:record|synchronize|wait_\w+|write_value)\(.*?\)|self\._streams\.finish\(\))(?:  #.*)?$",
+    re.MULTILINE,
 )
 
 
@@ -575,7 +638,9 @@ def test_every_line_that_waits_is_there() -> None:
 def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:
     try:
         with pytest.MonkeyPatch.context() as patch, deferred(seed, without=line):
-            patch.setattr(Link, "try_call", lambda _: None)  # which would see some of them, and do without calls
+            # Trials would see some of them, and do without.
+            patch.setattr(Link, "try_call", lambda _: None)
+            patch.setattr(Flags, "trial", lambda *_: None)
             found = SCENES[name](folder)
     except (IndexError, RuntimeError, PowerInferError):  # of numbers that are no indices, and of recordings
         return True

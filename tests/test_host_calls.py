@@ -32,6 +32,8 @@ from powerinfer.hybrid import step_trial  # noqa: E402
 from powerinfer.hybrid.parts import CpuNeurons  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 
+NO_FLAGS = "no flags: torch's CPU device is done when the host goes on"
+
 
 def failing_part() -> _native.NeuronSum:
     """A sum that says so: neurons in banks have no bundles alone."""
@@ -176,18 +178,18 @@ def test_the_faster_way_is_kept(slow: str, tmp_path: Path, monkeypatch: pytest.M
     """By a clock that one of the two moves; recordings are launched anew here, so that it does."""
     now = [0.0]
     plain = getattr(Link, slow)
-    monkeypatch.setattr(Link, slow, lambda link: (now.__setitem__(0, now[0] + 0.001), plain(link)))
+    monkeypatch.setattr(Link, slow, lambda *given: (now.__setitem__(0, now[0] + 0.001), plain(*given)))
     monkeypatch.setattr("powerinfer.devices.gpu.time.perf_counter", lambda: now[0])
     path = give_bundles(tiny_llama(tmp_path / "tiny.gguf"))
     with split(path, 0.5) as (executor, ffns):
-        assert executor.choices.steps is None and not executor.gpu.calls, "nothing is recorded"
+        assert executor.choices.steps is None and executor.gpu.way == "waits", "nothing is recorded"
         executor.gpu.record(lambda run, _: run)
         step_trial.use(executor, step_trial.measured(executor), "just now")
-        times = f"{len(ffns)} ms a step with calls, 0 if the host waits"
+        times = f"ms a step: {len(ffns)} with calls, 0 if the host waits"
         if slow == "wait":
-            times = f"0 ms a step with calls, {len(ffns)} if the host waits"
+            times = f"ms a step: 0 with calls, {len(ffns)} if the host waits"
         who = "the host waits for the GPU" if slow == "join" else "the GPU calls the CPU"
-        assert str(executor.choices.steps) == f"{who} ({times}), just now"
+        assert str(executor.choices.steps) == f"{who} ({times}; {NO_FLAGS}), just now"
         before = executor.gpu.link.calls.made
         split_calls(executor, 3)
         assert (executor.gpu.link.calls.made > before) == (slow == "wait")
@@ -200,12 +202,12 @@ def test_the_faster_way_is_timed_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("powerinfer.devices.gpu.recorder_of", lambda _: counting_recorder([]))
     monkeypatch.setattr("powerinfer.devices.gpu.gpu.which", lambda _: "triton")
     path = give_profile(give_bundles(tiny_llama(tmp_path / "m.gguf")))
-    file, asked = Path(f"{path}.powerinfer") / "trials.json", list[bool]()
+    file, asked = Path(f"{path}.powerinfer") / "trials.json", list[str]()
     room = vram_for(path, machine(EngineConfig(threads=1, context=CONTEXT, gpu="cpu")), 2)
 
-    def step_seconds(_: GpuLayers, calls: bool, steps: int) -> float:
-        asked.append(calls)
-        return 2e-3 if calls else 1e-3
+    def step_seconds(_: GpuLayers, way: str, steps: int) -> float:
+        asked.append(way)
+        return 2e-3 if way == "calls" else 1e-3
 
     monkeypatch.setattr(GpuLayers, "step_seconds", step_seconds)
 
@@ -214,12 +216,13 @@ def test_the_faster_way_is_timed_once(tmp_path: Path, monkeypatch: pytest.Monkey
         with LLM(path, **options(**{"gpu": "cpu", "vram": room, "ram": 400 << 20} | more)) as llm:
             return llm.choices["steps"]
 
-    assert steps(trial=False) == "the GPU calls the CPU" and not asked and not saved_results(file, "steps")
-    times = "2 ms a step with calls, 1 if the host waits"
+    assert steps(trial=False) == f"the GPU calls the CPU ({NO_FLAGS})" and not asked
+    assert not saved_results(file, "steps")
+    times = f"ms a step: 2 with calls, 1 if the host waits; {NO_FLAGS}"
     said = steps(trial=True)
     assert said.startswith(f"the host waits for the GPU ({times}), measured in") and f"kept in {file}" in said
-    assert asked == [True, False, False, True] * (step_trial.ROUNDS // 2), "by turns"
-    assert saved_results(file, "steps") == [{"calls": False, "called": 2e-3, "waited": 1e-3}]
+    assert asked == ["calls", "waits", "waits", "calls"] * (step_trial.ROUNDS // 2), "by turns"
+    assert saved_results(file, "steps") == [{"way": "waits", "seconds": [["calls", 2e-3], ["waits", 1e-3]]}]
     for more in ({"trial": True}, {"trial": False}):
         assert steps(**more) == f"the host waits for the GPU ({times}), measured earlier ({file})" and not asked
     assert steps(trial=True, kv_type="q8_0") and asked and len(saved_results(file, "steps")) == 2
@@ -267,7 +270,7 @@ def test_the_host_sleeps_where_the_gpu_calls(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(ImmediateStreams, "event", event)
     with split(give_bundles(tiny_llama(tmp_path / "tiny.gguf")), 0.5) as (executor, _):
         for calls in (True, False, True):
-            executor.gpu.record(counting_recorder([]), calls=calls)
+            executor.gpu.record(counting_recorder([]), "calls" if calls else "waits")
             split_calls(executor, 3)
             assert made[id(executor.gpu.buffers._done)][1] == calls
         with executor.traced():

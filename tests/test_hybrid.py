@@ -419,7 +419,7 @@ def test_what_a_step_launches(
         plain = getattr(Link, name_of)
         monkeypatch.setattr(Link, name_of, lambda link, what=name_of, plain=plain: (done.append(what), plain(link)))
     with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, ffns):
-        executor.gpu.record(counting_recorder(made), calls=calls)
+        executor.gpu.record(counting_recorder(made), "flags" if calls else "waits")
         for ffn in ffns:
             ffn.clear()
         split_calls(executor, tokens)

@@ -131,7 +131,7 @@ def test_a_selection_is_sent_before_attention(tmp_path: Path, monkeypatch: pytes
             assert kinds == (begun + ends if share < 1 else ["router", *begun[3:6], ends[0]])
     with split(truth.path, 0.5) as (executor, ffns):
         link = executor.gpu.link
-        executor.gpu.record(executor.gpu._recorder, calls=False)
+        executor.gpu.record(executor.gpu._recorder, "waits")
 
         def arrived() -> bool:
             waits.append(len(waits))
@@ -215,7 +215,7 @@ def test_the_gpu_calls_the_cpu(name: str, each: int, tmp_path: Path, monkeypatch
     for calls in (True, False):
         made: list[int] = []
         with split(truth.path, 0.4) as (executor, ffns):
-            executor.gpu.record(counting_recorder(made), calls=calls)
+            executor.gpu.record(counting_recorder(made), "flags" if calls else "waits")
             before = executor.gpu.link.calls.made
             pages = families.scattered_pages(executor, 3)
             found = [families.run_chunks(executor, truth.texts[0][:15], [1] * 8 + [2] * 3 + [1], pages[0])]
@@ -677,7 +677,7 @@ def test_recordings_keep_what_a_predictor_has_made(experts: str, kind: str, tmp_
     path = with_predictors(tmp_path, experts, kind)
     with by_neuron(path, 0.5, selector="predicted") as (executor, _):
         eager = logits_of(executor, [1] * 6)
-        executor.gpu.record(lambda run, state: run, calls=False)
+        executor.gpu.record(lambda run, state: run, "waits")
         np.testing.assert_array_equal(logits_of(executor, [1] * 6), eager)
 
 
@@ -870,7 +870,7 @@ def test_one_replay_a_step_with_experts_that_are_exchanged(
     for calls in (True, False):
         made: list[int] = []
         with exchanged(truth.path, name) as (executor, ffns):
-            executor.gpu.record(counting_recorder(made), calls=calls)
+            executor.gpu.record(counting_recorder(made), "flags" if calls else "waits")
             pages = families.scattered_pages(executor, 1)[0]
             ours = families.run_chunks(executor, truth.texts[0], DECODED, pages)
             truth.check(ours, what=name)
@@ -1043,7 +1043,7 @@ def test_calls_of_the_cpu_select_neurons(
     static_where_emulated(monkeypatch)
     for calls in (True, False):
         with by_neuron(path, 0.5, selector="predicted") as (executor, ffns):
-            executor.gpu.record(counting_recorder([]), calls=calls)
+            executor.gpu.record(counting_recorder([]), "flags" if calls else "waits")
             before = executor.gpu.link.calls.made
             found = logits_of(executor, [1] * 4 + [3] * 2)
             assert (executor.gpu.link.calls.made > before) == calls

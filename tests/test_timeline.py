@@ -27,6 +27,7 @@ from truth import Truth  # noqa: E402
 
 from benchmarks.placement.compare import request  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
+from powerinfer.devices.link import WAYS, Way  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.replayed_spans import UNRECORDED  # noqa: E402
 from powerinfer.devices.step import Operator, Step  # noqa: E402
@@ -61,10 +62,10 @@ def timed(operator: Operator, machine: Machine, costs: Costs) -> Operator:
 
 
 def step_seconds(
-    name: str, folder: Path, costs: Costs, monkeypatch: pytest.MonkeyPatch, calls: bool = True, seed: int = 1
+    name: str, folder: Path, costs: Costs, monkeypatch: pytest.MonkeyPatch, way: Way = "flags", seed: int = 1
 ) -> float:
     """Of a step of one token that is replayed, of a small model with LAYERS layers whose neurons are half on either
-    side. calls: the GPU calls the CPU; else the host waits."""
+    side."""
     case = case_named(name)
     case = replace(case, settings=case.settings | {"num_hidden_layers": LAYERS})
     path = packed(Truth(case, half=True), folder)
@@ -74,7 +75,8 @@ def step_seconds(
         own = functools.cache(lambda operator: timed(operator, machine, costs))
         patch.setattr(GpuLayers, "operators", property(lambda layers: [own(one) for one in plain.fget(layers)]))
         with neurons.split(path, 0.5, predictors=predictors) as (executor, _):
-            executor.gpu.record(recorder_of(executor.gpu.device), calls=calls)
+            executor.gpu.record(recorder_of(executor.gpu.device), way)
+            assert executor.gpu.way == way
             tokens = families.prompt(case)[: UNRECORDED + 2]
             times = []
             pages = families.scattered_pages(executor, 1)[0]
@@ -98,10 +100,10 @@ def expected(costs: Costs, beside: bool) -> float:
     return total
 
 
-@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b"])
 def test_both_parts_of_a_layer_run_at_once(
-    name: str, calls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever takes longer; attention with them where it does not need their result. In every order of streams."""
     for seed in (1, 2, 3):
@@ -110,7 +112,7 @@ def test_both_parts_of_a_layer_run_at_once(
         costs["head", -1] = 2.0
         folder = tmp_path / str(seed)
         folder.mkdir()
-        taken = step_seconds(name, folder, costs, monkeypatch, calls, seed)
+        taken = step_seconds(name, folder, costs, monkeypatch, way, seed)
         assert taken == pytest.approx(expected(costs, name == "falcon-40b"), rel=1e-12)
 
 

@@ -6,7 +6,8 @@
 MODEL has bundles (`powerinfer pack`), and a predictor if one is to be asked (--selector predicted); or experts, which a
 policy may exchange. All of its layers go to the GPU, and of their neurons, or experts, a share chosen at random
 (--split). A step is run replayed, as the engine does it:
-the GPU calls the CPU, if it can; replayed, with the host waiting for the GPU; and launched one by one. Before that, the
+the GPU calls the CPU, if it can, by flags where it has them; with calls by functions then, too; replayed, with the host
+waiting for the GPU; and launched one by one. Before that, the
 logits of some steps are compared with those of the CPU alone: a wrong model is not timed. Of each way:
 
 - `operators` of a step: replays, calls of the CPU, and by kind those that are launched in every step; counted on any
@@ -39,6 +40,7 @@ from benchmarks.lib import machine
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.cpu import ExpertSum
+from powerinfer.devices.link import Way
 from powerinfer.devices.recording import Recorder, Run, State
 from powerinfer.devices.split import SplitExecutor
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -79,6 +81,10 @@ class Ways:
             return before if self.idle else recorded(before)
 
         return replay
+
+    def unless_idle(self, answer: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Answers nothing either where replays do nothing."""
+        return lambda calls: None if self.idle else answer(calls)
 
 
 class Clock:
@@ -203,15 +209,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         off = checked(executor, arguments)
         link, on_gpu, clock = executor.gpu.link, arguments.gpu != "cpu", Clock()
         assert link is not None
-        waits = (link, "wait"), (executor.gpu.buffers, "download")
+        ways, waits = Ways(executor.gpu._recorder), [(link, "wait"), (executor.gpu.buffers, "download")]
+        if link.flags is not None:
+            link.flags.answer = ways.unless_idle(link.flags.answer)  # type: ignore[method-assign]
+            waits.append((link.flags, "answer"))
         for thing, name in ((CpuNeurons, "sum"), (ExpertSum, "sum"), *waits):
             clock.within(thing, name)
-        ways = Ways(executor.gpu._recorder)
-        document: dict[str, Any] = {"how": executor.gpu.caller}
-        for name, recorder, calls in (
-            ("replayed", ways.record, True), ("the host waits", ways.record, False), ("one by one", None, False),
-        ):  # fmt: skip
-            executor.gpu.record(recorder, calls=calls)
+        caller = executor.gpu.caller
+        document: dict[str, Any] = {"how": None if caller is None else str(caller)}
+        tried: list[tuple[str, Recorder | None, Way]] = [("replayed", ways.record, executor.gpu.ways[0])]
+        if link.flags is not None:
+            tried.append(("by functions", ways.record, "calls"))
+        tried += [("the host waits", ways.record, "waits"), ("one by one", None, "waits")]
+        for name, recorder, exchange in tried:
+            executor.gpu.record(recorder, exchange)
             timed_steps(executor, requests, FIRST + 1, clock)
             whole, own = timed_steps(executor, requests, steps, clock)
             ways.replays = 0

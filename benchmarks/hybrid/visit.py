@@ -142,7 +142,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
 
     if arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
-        yield Step("host calls", tests(("test_host_calls",), "order"), 60)
+        yield Step("host calls", tests(("test_host_calls", "test_flags"), "order"), 90)
         if not trial:  # every later call needs it, so it comes before what may fail or take long
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 300)
         yield Step("kernel tests", tests(KERNEL_TESTS, "holds_the_values"), 200)

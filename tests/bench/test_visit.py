@@ -148,7 +148,7 @@ def test_every_test_of_gpu_code_is_part_of_a_visit() -> None:
     takes = re.compile(r"\bdevice: str|usefixtures\(.device.\)|gpu_device import")
     found = {path.stem for path in tests.glob("test_*.py") if takes.search(path.read_text())}
     beside = {"test_deferred"}  # has a device of its own
-    assert found - beside <= {*visit.KERNEL_TESTS, *visit.LAYER_TESTS, "test_host_calls"}
+    assert found - beside <= {*visit.KERNEL_TESTS, *visit.LAYER_TESTS, "test_host_calls", "test_flags"}
 
 
 def test_every_row_of_the_aims_has_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

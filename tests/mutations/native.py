@@ -138,4 +138,25 @@ MUTATIONS = [
         "std::fill(out_, out_ + (tokens_ - 1) * sum_->bundles->up.k, 0.0f);",
         "tests/test_host_calls.py -k writes_zeros",
     ),
+    Mutation(
+        "calls by flags are made when they are asked for, with the bits of calls by functions",
+        "src/powerinfer/csrc/host_calls.cpp",
+        "if (!flags_->wait(number, seconds)) return flags_->is_released();",
+        "if (!flags_->wait(number, seconds) && seconds < 0) return flags_->is_released();",
+        "tests/test_flags.py -k before",
+    ),
+    Mutation(
+        "calls by flags are made when they are asked for: a GPU that gets no answer does not wait for ever",
+        "src/powerinfer/csrc/host_flags.cpp",
+        "if (looks == LOOKS)",
+        "if (looks > LOOKS * 1000)",
+        "tests/test_flags.py -k releases",
+    ),
+    Mutation(
+        "calls by flags are made when they are asked for: an answer that is late does not make a GPU wait again",
+        "src/powerinfer/csrc/host_flags.cpp",
+        "while (before != RELEASED &&",
+        "while (",
+        "tests/test_flags.py -k releases",
+    ),
 ]

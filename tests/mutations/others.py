@@ -103,4 +103,27 @@ MUTATIONS = [
         "if len(tensor.shape) != len(shape):",
         "tests/test_fuzz_folders.py",
     ),
+    Mutation(
+        "calls by flags are made when they are asked for: a step that is broken off leaves no GPU that waits",
+        "src/powerinfer/devices/gpu.py",
+        """            if self.link is not None:
+                self.link.release()
+""",
+        "",
+        "tests/test_flags.py -k broken_off",
+    ),
+    Mutation(
+        "calls by flags are made when they are asked for: each step begins anew",
+        "src/powerinfer/devices/link.py",
+        "self.flags.begin()",
+        "pass",
+        "tests/test_flags.py -k same_bits",
+    ),
+    Mutation(
+        "calls by flags are made when they are asked for: where flags do not work they are not used",
+        "src/powerinfer/devices/flags.py",
+        "self._try(record, device, EXCHANGES)",
+        "pass",
+        "tests/test_flags.py -k without_flags",
+    ),
 ]

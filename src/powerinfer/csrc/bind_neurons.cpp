@@ -44,6 +44,14 @@ void make_neuron_call(NeuronCall* call, std::shared_ptr<HostCalls> calls, std::s
                         selected ? selected->data() : nullptr, out.data());
 }
 
+using Number = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void make_host_flags(HostFlags* flags, Number asked, Number answered, double patience) {
+  require(asked.shape(0) == 1 && answered.shape(0) == 1, "a flag is one number");
+  require(patience > 0, "a watchdog waits for some time");
+  new (flags) HostFlags(asked.data(), answered.data(), patience);
+}
+
 Counts sum_counts(const NeuronSum& sum) {
   nb::gil_scoped_release release;
   return counts_of(sum.stats());
@@ -181,6 +189,28 @@ void bind_host_calls(nb::module_& m) {
       .def("__init__", &make_neuron_call, "calls"_a, "sum"_a, "x"_a.noconvert(), "out"_a.noconvert(),
            "selected"_a.noconvert() = nb::none(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
            nb::keep_alive<1, 6>());
+  nb::class_<HostFlags>(
+      m, "HostFlags",
+      "Two numbers, uint32 [1] each, in memory that a GPU sees, too: the last call of the CPU that it asks\n"
+      "for in a step, and the last one that is answered. A watchdog releases a GPU that waits for an answer\n"
+      "for longer than `patience` seconds.")
+      .def("__init__", &make_host_flags, "asked"_a.noconvert(), "answered"_a.noconvert(), "patience"_a,
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def("begin", &HostFlags::begin, "A step begins; nothing of the last one is under way.")
+      .def("wait", &HostFlags::wait, nb::call_guard<nb::gil_scoped_release>(), "number"_a, "seconds"_a,
+           "Wait for the GPU to ask for a call, for so many seconds at most: whether it has.")
+      .def("answer", &HostFlags::answer, "number"_a, "That call's result is written.")
+      .def("release", &HostFlags::release, "Let the GPU go on without answers, to the end of a step that has failed.")
+      .def_prop_ro("released", &HostFlags::is_released, "Whether the GPU goes on without answers.")
+      .def("set_patience", &HostFlags::set_patience, "seconds"_a);
+  nb::class_<FlaggedCalls>(m, "FlaggedCalls", "The calls of a recording, in the order in which the GPU asks for them.")
+      .def(nb::init<std::shared_ptr<HostFlags>>(), "flags"_a)
+      .def("add", &FlaggedCalls::add, "number"_a, "call"_a, "One more, with a higher number than the last one.")
+      .def("begin", &FlaggedCalls::begin, "The recording is replayed.")
+      .def("answer", &FlaggedCalls::answer, nb::call_guard<nb::gil_scoped_release>(), "seconds"_a,
+           "Make and answer the calls that are left. False: the GPU has not asked for the next one for so many\n"
+           "seconds. Once the GPU is released, nothing is left.")
+      .def("__len__", &FlaggedCalls::size);
 }
 
 void bind_predictor(nb::module_& m) {

@@ -80,3 +80,20 @@ void ExpertCall::select() {
 void ExpertCall::write_zeros() noexcept {
   if (part_ != ORDER) std::fill(a_.out, a_.out + a_.tokens * op_->store().d_model, 0.0f);
 }
+
+void FlaggedCalls::add(uint32_t number, std::shared_ptr<HostCall> call) {
+  const uint32_t last = calls_.empty() ? 0 : calls_.back().first;
+  check(number > last && number < HostFlags::RELEASED, "calls have numbers that grow");
+  calls_.emplace_back(number, std::move(call));
+}
+
+bool FlaggedCalls::answer(double seconds) {
+  for (; next_ < calls_.size() && !flags_->is_released(); next_++) {
+    const auto& [number, call] = calls_[next_];
+    if (!flags_->wait(number, seconds)) return flags_->is_released();
+    if (flags_->is_released()) break;
+    HostCall::run(call.get());
+    flags_->answer(number);
+  }
+  return true;
+}

@@ -5,9 +5,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "experts.h"
+#include "host_flags.h"
 #include "neuron_sum.h"
 
 // What the calls of a GPU share. They run one at a time.
@@ -108,4 +110,24 @@ class ExpertCall : public HostCall {
   const Arguments a_;
   const Part part_;
   std::vector<int32_t> own_;  // `selected` with the CPU's numbers
+};
+
+// The calls of a recording, in the order in which the GPU asks for them.
+class FlaggedCalls {
+ public:
+  explicit FlaggedCalls(std::shared_ptr<HostFlags> flags) : flags_(std::move(flags)) {}
+
+  // One more; its number must be higher than the last one's.
+  void add(uint32_t number, std::shared_ptr<HostCall> call);
+  // The recording is replayed.
+  void begin() { next_ = 0; }
+  // Makes and answers the calls that are left. False: the GPU has not asked for the next one for so many seconds. Once the
+  // flags are released nothing is left.
+  bool answer(double seconds);
+  size_t size() const { return calls_.size(); }
+
+ private:
+  const std::shared_ptr<HostFlags> flags_;
+  std::vector<std::pair<uint32_t, std::shared_ptr<HostCall>>> calls_;
+  size_t next_ = 0;
 };

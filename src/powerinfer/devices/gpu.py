@@ -45,7 +45,7 @@ from powerinfer.devices.gpu_weights import (
     StoredMatrix,
     StreamedMatrices,
 )
-from powerinfer.devices.link import Link
+from powerinfer.devices.link import WAYS, Link, Way
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
 from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
@@ -70,6 +70,13 @@ else:
 GpuMatrix = StoredMatrix | PanelMatrix
 """A matrix as operators take it: one to be uploaded, or one that stays in RAM and streams to the device in every
 step."""
+
+
+_CALLERS: dict[Way, str] = {
+    "flags": "the GPU calls the CPU by flags",
+    "calls": "the GPU calls the CPU",
+    "waits": "the host waits for the GPU",
+}
 
 
 class CacheSize(NamedTuple):
@@ -163,11 +170,11 @@ class GpuLayers:
         changed = config.residual_scale != 1 or any(
             layer.norms in ("output", "both") or layer.ffn_factors[1] != 1 for layer in config.layers[:layers]
         )
-        self._caller_reason: str | None = None  # who acts in steps of few tokens
+        self.ways, self._no_way = WAYS[-1:], ""
         if self.link is not None:
             with current(device):
-                self._caller_reason = self.link.try_call()
-        self._calls = self._can_call = self.link is not None and self._caller_reason is None
+                self.ways, self._no_way = self.link.try_ways()
+        self._way, self._way_reason = self.ways[0], ""
         vectors = max_tokens, config.d_model, config.vocab_size
         self.buffers = StepBuffers(
             device,
@@ -839,6 +846,8 @@ class GpuLayers:
         try:
             yield
         except BaseException:
+            if self.link is not None:
+                self.link.release()
             with suppress(RuntimeError):
                 self._streams.finish()
             if self.observer is not None:
@@ -911,7 +920,7 @@ class GpuLayers:
         step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None, inputs)
         if self.link is not None:
             step.read = self.link.read(len(batch.tokens))
-            self.link.calls.begin()
+            self.link.begin_step()
         if self.has_head:
             step.greedy = batch.greedy
             self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
@@ -923,18 +932,18 @@ class GpuLayers:
         recorded."""
         if self._recorder is None or not self.shares:
             return None
-        caller = "the GPU calls the CPU" if self.calls else "the host waits for the GPU"
-        return Choice(caller, self._caller_reason or "")
+        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))))
 
     @property
-    def calls(self) -> bool:
-        """Whether the GPU calls the CPU in steps that are recorded."""
-        return self._recorder is not None and self._calls and any(one.called for one in self.operators)
+    def way(self) -> Way:
+        """The way in which both devices exchange in steps that are recorded."""
+        called = self._recorder is not None and any(one.called for one in self.operators)
+        return self._way if called else "waits"
 
-    def step_seconds(self, calls: bool, steps: int) -> float:
-        """Seconds of a step of one token, the median of so many that are replayed. calls: as `let_call`, until the
-        next time. The cache must be empty. PowerInferError when the device fails."""
-        self._calls, self._recordings = calls, None
+    def step_seconds(self, way: Way, steps: int) -> float:
+        """Seconds of a step of one token, the median of so many that are replayed. way: until the next time. The cache
+        must be empty. PowerInferError when the device fails."""
+        self._way, self._recordings = way, None
         times, rng = [], np.random.default_rng(0)
         for _ in range(UNRECORDED + steps):
             x = rng.standard_normal((1, self.d_model), np.float32)  # of zeros predictors select every neuron
@@ -943,16 +952,16 @@ class GpuLayers:
             times.append(time.perf_counter() - begin)
         return median(times[UNRECORDED:])
 
-    def let_call(self, calls: bool, reason: str) -> None:
-        """Let the GPU call the CPU from now on, which it can; else the host waits for it."""
-        self._calls = self._can_call = calls
-        self._recordings, self._caller_reason = None, reason
+    def exchange(self, way: Way, reason: str) -> None:
+        """Exchange in one of `ways` from now on, or in one behind it."""
+        self.ways = self.ways[self.ways.index(way) :]
+        self._way, self._recordings, self._way_reason = way, None, reason
 
-    def record(self, recorder: Recorder | None, *, calls: bool = True) -> None:
-        """Record steps of few tokens with `recorder` and replay them; None: launch every time. calls: the GPU calls the
-        CPU where it can; else the host waits for it, between recordings."""
+    def record(self, recorder: Recorder | None, way: Way = WAYS[0]) -> None:
+        """Record steps of few tokens with `recorder` and replay them; None: launch every time. way: in which both
+        devices exchange, or the next one that they can."""
         self._recorder, self._recordings = recorder, None
-        self._calls = calls and self._can_call
+        self._way = next(one for one in self.ways if WAYS.index(one) >= WAYS.index(way))
 
     @contextmanager
     def launched(self) -> Iterator[None]:
@@ -966,13 +975,16 @@ class GpuLayers:
     def _recorded(self, recorder: Recorder) -> Recordings:
         operators = self.operators
         if self._recordings is None or self._recorded_at != self.buffers.addresses:
-            calls = self._calls and self.trace is None and any(one.called for one in operators)
+            way = self.way if self.trace is None else "waits"
             if self.trace is not None:
                 spans = ReplayedSpans(recorder, self.trace)
                 operators, recorder = spans.marked(operators), spans.record
-            elif calls:
+            elif way != "waits":
                 operators = [operator.as_called() for operator in operators]
-            self.buffers.sleep(calls)  # the thread that makes the calls needs a core
+            if way == "flags":
+                assert self.link is not None and self.link.flags is not None
+                recorder = self.link.flags.answering(recorder)
+            self.buffers.sleep(way == "calls")  # the driver's thread that makes the calls needs a core
             self._recordings = Recordings(operators, recorder, self._shapes)
             self._recorded_at = self.buffers.addresses
         return self._recordings

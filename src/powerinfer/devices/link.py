@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig, ModelConfig
+from powerinfer.devices.flags import PATIENCE, Flags
 from powerinfer.devices.streams import Event, streams_of
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
@@ -16,6 +17,12 @@ from powerinfer.kernels.cpu import NEURON_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor, device
+
+Way = Literal["flags", "calls", "waits"]
+"""Exchange of both devices in steps of few tokens: the GPU calls the CPU by flags, or by functions, or the host
+waits for the GPU."""
+
+WAYS: tuple[Way, ...] = ("flags", "calls", "waits")
 
 EXPERT_BYTES = 8
 """Bytes of a token's expert in a selection: its number and its weight."""
@@ -66,6 +73,7 @@ class Link:
         self.calls = _native.HostCalls()
         self._streams, self._beside = streams, streams.stream()
         self._computed: Event | None = None
+        self.flags: Flags | None = None  # None: the GPU calls by functions alone
         self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
     @property
@@ -145,9 +153,13 @@ class Link:
         x, selected, out = self.views(tokens, cold)
         return _native.NeuronCall(self.calls, neurons, x, out, selected)
 
-    def begin(self, call: _native.HostCall) -> None:
+    def begin(self, call: _native.HostCall, number: int) -> None:
         """The GPU calls the CPU once all that was sent has arrived, and goes on meanwhile with what it is given until
-        `join`."""
+        `join`: by flags in a recording of theirs, else by a function. number: of the call in its step, as of
+        `Flags`."""
+        if self.flags is not None and self.flags.recording:
+            self.flags.ask(number, call)
+            return
         # New events, since one of a recording means nothing outside of it.
         sent, self._computed = self._streams.event(), self._streams.event()
         sent.record()
@@ -155,8 +167,11 @@ class Link:
         self._streams.call(self._beside, call.function, call.data)
         self._computed.record(self._beside)
 
-    def join(self) -> None:
-        """Let what the GPU is given from now on begin once the last call has returned."""
+    def join(self, number: int) -> None:
+        """Let what the GPU is given from now on begin once the last call has returned, which has that number."""
+        if self.flags is not None and self.flags.recording:
+            self.flags.wait(number)
+            return
         assert self._computed is not None
         self._streams.current().wait_event(self._computed)
 
@@ -166,8 +181,8 @@ class Link:
         self._trial = trial  # a call must outlive what may still be under way
 
         def run() -> None:
-            self.begin(trial)
-            self.join()
+            self.begin(trial, 1)
+            self.join(1)
 
         try:
             record = streams.recorder()
@@ -180,9 +195,42 @@ class Link:
         calls, *_ = trial.take()
         return None if calls == 2 else f"it made {calls} of 2 calls"
 
+    def try_ways(self) -> tuple[tuple[Way, ...], str]:
+        """The ways that both devices can exchange in, by trials, the one that should be the fastest first; and why
+        these are not all."""
+        if (reason := self.try_call()) is not None:
+            return WAYS[2:], reason
+        if (reason := self.try_flags()) is not None:
+            return WAYS[1:], f"no flags: {reason}"
+        return WAYS, ""
+
+    def try_flags(self) -> str | None:
+        """The reason why the GPU cannot call the CPU by flags; None: it does from now on, by recorders of `flags`."""
+        try:
+            flags = Flags(self._streams)
+        except RuntimeError as error:
+            return str(error)
+        reason = flags.trial(self._on_device.device)
+        self.flags = flags if reason is None else None
+        return reason
+
+    def begin_step(self) -> None:
+        """A step begins, and what failed in earlier ones is void; nothing of them is under way."""
+        self.calls.begin()
+        if self.flags is not None:
+            self.flags.begin()
+
+    def release(self) -> None:
+        """A step is broken off: the GPU waits for no answer any more."""
+        if self.flags is not None:
+            self.flags.release()
+
     def check(self) -> None:
-        """PowerInferError if a call failed since the last time."""
-        if failure := self.calls.take_failure():
+        """PowerInferError if a call of this step failed, or was not answered in time."""
+        failure = self.calls.take_failure()
+        if not failure and self.flags is not None and self.flags.released:
+            failure = f"it did not answer for {PATIENCE:.0f} s; stop what keeps it from its cores"
+        if failure:
             raise PowerInferError(f"the CPU's part of a step failed: {failure}")
 
     # ---------------------------------------------------------------- on the CPU, between what the GPU does

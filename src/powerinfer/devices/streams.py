@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, device, dtype
 
-_PORTABLE = 1  # for all contexts
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for all contexts
+_FENCED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what was written before it is visible first
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 class Event(Protocol):
@@ -45,6 +47,10 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any) -> None:
         """Let what the stream is given from now on begin once the event is reached."""
+        ...
+
+    def query(self) -> bool:
+        """Whether all that the stream was given is done. RuntimeError after an error of the device."""
         ...
 
 
@@ -93,6 +99,20 @@ class Streams(Protocol):
         """A stream calls a function of C, void (*)(void*), with its argument, in its order and on any thread; what
         follows in the stream waits for its return. In a recording it is called in each replay. It must neither throw,
         nor use the device, nor wait for a thread that waits for the device. RuntimeError where the device cannot."""
+        ...
+
+    def address(self, memory: Tensor) -> int:
+        """The address of `pinned` memory for `write_value` and `wait_value`. RuntimeError where the device has none."""
+        ...
+
+    def write_value(self, stream: Any, address: int, value: int) -> None:
+        """A stream writes a number of 32 bits, in its order: whoever sees it sees what came before it in the stream. In
+        a recording it does in each replay. RuntimeError where the device cannot."""
+        ...
+
+    def wait_value(self, stream: Any, address: int, value: int) -> None:
+        """Let what a stream is given from now on begin once the number there is at least as high, and differs by less
+        than 2^31; likewise. The device waits for ever for one that nobody writes."""
         ...
 
     def recorder(self) -> Callable[[Callable[[], None]], Recorded] | None:
@@ -150,6 +170,24 @@ class CudaStreams:
         if status:
             raise RuntimeError(f"CUDA error {status}: a stream was to call a function of the host")
 
+    def address(self, memory: Tensor) -> int:
+        pointer = ctypes.c_uint64()
+        with self.active():
+            status = _memory_operations().address(ctypes.byref(pointer), memory.data_ptr(), 0)
+        if status:
+            raise RuntimeError(f"CUDA error {status}: the device has no address for memory of the host")
+        return pointer.value
+
+    def write_value(self, stream: Any, address: int, value: int) -> None:
+        status = _memory_operations().write(stream.cuda_stream, address, value, _FENCED)
+        if status:
+            raise RuntimeError(f"CUDA error {status}: a stream was to write a number")
+
+    def wait_value(self, stream: Any, address: int, value: int) -> None:
+        status = _memory_operations().wait(stream.cuda_stream, address, value, _AT_LEAST)
+        if status:
+            raise RuntimeError(f"CUDA error {status}: a stream was to wait for a number")
+
     def recorder(self) -> Callable[[Callable[[], None]], Recorded]:
         cuda = self._cuda
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
@@ -178,6 +216,30 @@ def _cuda_launch() -> Callable[[int, int, int], int]:
         raise RuntimeError(f"the CUDA driver has no cuLaunchHostFunc: {error}") from None
     launch.argtypes, launch.restype = [ctypes.c_void_p] * 3, ctypes.c_int
     return launch
+
+
+class _MemoryOperations(NamedTuple):
+    """cuMemHostGetDevicePointer, cuStreamWriteValue32 and cuStreamWaitValue32 of the driver."""
+
+    address: Callable[[Any, int, int], int]
+    write: Callable[[int, int, int, int], int]
+    wait: Callable[[int, int, int, int], int]
+
+
+@cache
+def _memory_operations() -> _MemoryOperations:
+    """Their second versions, which need no option of the kernel's module. RuntimeError where there are none."""
+    names = "cuMemHostGetDevicePointer_v2", "cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        address, write, wait = (getattr(driver, name) for name in names)
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"the CUDA driver has no stream memory operations: {error}") from None
+    address.argtypes, address.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint], ctypes.c_int
+    for operation in (write, wait):  # stream, address, number, flags
+        operation.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        operation.restype = ctypes.c_int
+    return _MemoryOperations(address, write, wait)
 
 
 @cache
@@ -230,6 +292,9 @@ class _Immediate:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class ImmediateStreams:
     """The streams of torch's CPU device."""
@@ -265,6 +330,15 @@ class ImmediateStreams:
 
     def call(self, stream: Any, function: int, data: int) -> None:
         call_now(function, data)
+
+    def address(self, memory: Tensor) -> int:
+        raise RuntimeError("torch's CPU device is done when the host goes on")
+
+    def write_value(self, stream: Any, address: int, value: int) -> None:
+        raise NotImplementedError
+
+    def wait_value(self, stream: Any, address: int, value: int) -> None:
+        raise NotImplementedError
 
     def recorder(self) -> None:
         return None

@@ -513,8 +513,8 @@ class _Sample:
             return []
         link = self._link
         send = Operator("copy out", self.layer, lambda step: link.send(len(step.x), 0))
-        call = link.empty_call()
-        call_operator = Operator("mark", self.layer, lambda _: link.mark(), False, lambda _: link.begin(call))
+        call, number = link.empty_call(), self.layer + 1
+        call_operator = Operator("mark", self.layer, lambda _: link.mark(), False, lambda _: link.begin(call, number))
         return [send, call_operator]
 
     def finish(self) -> list[Operator]:
@@ -522,8 +522,8 @@ class _Sample:
         hot = Operator("hot neurons", self.layer, self._add)
         if not self.exchange:
             return [hot]
-        link = self._link
-        wait = Operator("wait", self.layer, lambda _: link.wait(), False, lambda _: link.join())
+        link, number = self._link, self.layer + 1
+        wait = Operator("wait", self.layer, lambda _: link.wait(), False, lambda _: link.join(number))
         return [hot, wait, Operator("add", self.layer, lambda step: link.add_back(step.target))]
 
     @property

@@ -459,7 +459,7 @@ class HybridExperts(HybridTerms):
         return self._cpu_part.calls(self._link, tokens, places, self.tally, ahead=ahead)
 
     def _begin_ahead(self, step: Step) -> None:
-        self._link.begin(self._step_calls(step)[0])
+        self._link.begin(self._step_calls(step)[0], self._number - 1)
 
     def _begin_cold(self, step: Step) -> None:
         self._check()

@@ -1,4 +1,5 @@
-"""The trial of who acts in steps of few tokens: the GPU calls the CPU, or the host waits for the GPU."""
+"""The trial of how both devices exchange in steps of few tokens: the GPU calls the CPU, by flags or by functions, or
+the host waits for the GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
+from powerinfer.devices.link import Way
 from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.trials import hot_counts, settled, split_trial
 from powerinfer.sparsity.trials import TrialSubject, fastest, take_turns
@@ -18,50 +20,53 @@ if TYPE_CHECKING:
 
 ROUNDS = 4
 STEPS = 3
-"""Steps of either way in a round."""
+"""Steps of each way in a round."""
 
 GAIN = 0.97
-"""The host must take less than this share of the time of a step with calls."""
+"""Another way must take less than this share of the time of the first one."""
+
+_NAMES: dict[Way, str] = {"flags": "with flags", "calls": "with calls", "waits": "if the host waits"}
 
 
 @dataclass(frozen=True)
-class Caller:
-    """calls: the GPU calls the CPU. called, waited: medians of seconds of a step, with calls and if the host waits."""
+class StepExchange:
+    """way: the one to take; seconds: medians of a step, by way, as they were tried."""
 
-    calls: bool
-    called: Annotated[float, Between(0, 1e6)]
-    waited: Annotated[float, Between(0, 1e6)]
+    way: Way
+    seconds: tuple[tuple[Way, Annotated[float, Between(0, 1e6)]], ...]
 
 
-CALLERS = TrialSubject("steps", Caller)
+EXCHANGES = TrialSubject("steps", StepExchange)
 
 
 def settle(executor: SplitExecutor, split: NeuronSplit | ExpertSplit, resolved: Resolved, copies: bool = False) -> None:
-    """Choose who acts, by an earlier trial or now, where the GPU can call the CPU; the cache must be empty. copies:
+    """Choose a way, by an earlier trial or now, where the GPU can call the CPU; the cache must be empty. copies:
     experts are copied beside steps. PowerInferError when the device fails."""
-    if not executor.gpu.calls:
+    if executor.gpu.way == "waits":
         return
     facts = {
         "layers": f"{resolved.placement.layers} {resolved.placement.head}",
         "hot": hot_counts(split.ffns),
         "copies": copies,
         "kv_type": resolved.engine.kv_type,
+        "ways": " ".join(executor.gpu.ways),
     }
-    outcome = settled(split_trial(CALLERS, resolved, facts), resolved, lambda: measured(executor), "steps")
-    if outcome is not None:
+    outcome = settled(split_trial(EXCHANGES, resolved, facts), resolved, lambda: measured(executor), "steps")
+    if outcome is not None and outcome.result.way in executor.gpu.ways:  # a saved result may be anyone's
         use(executor, outcome.result, outcome.origin)
 
 
-def measured(executor: SplitExecutor) -> Caller:
-    """Time steps of a token both ways, by turns."""
+def measured(executor: SplitExecutor) -> StepExchange:
+    """Time steps of a token in every way, by turns."""
+    ways = executor.gpu.ways
     with executor.cpu.awake():
-        seconds = take_turns((True, False), ROUNDS, lambda calls, _: executor.gpu.step_seconds(calls, STEPS))
-    return Caller(fastest(seconds, True, GAIN), *(median(seconds[calls]) for calls in (True, False)))
+        seconds = take_turns(ways, ROUNDS, lambda way, _: executor.gpu.step_seconds(way, STEPS))
+    return StepExchange(fastest(seconds, ways[0], GAIN), tuple((way, median(seconds[way])) for way in ways))
 
 
-def use(executor: SplitExecutor, caller: Caller, origin: str) -> None:
+def use(executor: SplitExecutor, exchange: StepExchange, origin: str) -> None:
     """Let steps be run so from now on, and note it in the executor's choices. origin: of that result."""
-    times = f"{1e3 * caller.called:.3g} ms a step with calls, {1e3 * caller.waited:.3g} if the host waits"
-    executor.gpu.let_call(caller.calls, times)
+    times = [f"{1e3 * seconds:.3g} {_NAMES[way]}" for way, seconds in exchange.seconds]
+    executor.gpu.exchange(exchange.way, f"ms a step: {', '.join(times)}")
     steps = executor.gpu.caller
     executor.choices.steps = None if steps is None else steps.add(f", {origin}")

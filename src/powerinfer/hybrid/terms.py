@@ -170,11 +170,16 @@ class HybridTerms(ABC):
             self._calls[key] = self._make_calls(*key)
         return self._calls[key]
 
+    @property
+    def _number(self) -> int:
+        """Number in a step of the layer's last call; that of a call before it is one less."""
+        return 2 * self.layer + 2
+
     def _begin_cold(self, step: Step) -> None:
-        self._link.begin(self._step_calls(step)[-1])
+        self._link.begin(self._step_calls(step)[-1], self._number)
 
     def _join_cold(self, _: Step) -> None:
-        self._link.join()
+        self._link.join(self._number)
 
     def _taken_calls(self) -> Iterator[tuple[int, int, int, float, float]]:
         """The work of the GPU's calls since the last time: (tokens of each, calls, jobs, seconds waited, worked)."""

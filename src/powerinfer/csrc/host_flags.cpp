@@ -1,0 +1,90 @@
+#include "host_flags.h"
+
+#include <sched.h>
+
+#include <chrono>
+
+#include "pool.h"
+
+namespace {
+
+// The watchdog counts its looks rather than seconds: a process that was stopped for a while has looked once meanwhile.
+constexpr int LOOKS = 16;
+// About a millisecond on any CPU; then other programs may have the core between two looks.
+constexpr int64_t SPINS_BEFORE_YIELDING = 20000, SPINS_PER_CLOCK = 256;
+
+uint32_t load(const uint32_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+void store(uint32_t* p, uint32_t value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
+// As a GPU compares.
+bool reaches(uint32_t value, uint32_t number) { return (int32_t)(value - number) >= 0; }
+
+}  // namespace
+
+HostFlags::HostFlags(uint32_t* asked, uint32_t* answered, double patience)
+    : asked_(asked), answered_(answered), patience_(patience) {
+  begin();
+  watchdog_ = std::thread([this] { watch(); });
+}
+
+HostFlags::~HostFlags() {
+  {
+    std::lock_guard<std::mutex> one(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+  watchdog_.join();
+}
+
+void HostFlags::begin() {
+  std::lock_guard<std::mutex> one(mutex_);
+  steps_++;
+  store(asked_, 0);
+  store(answered_, 0);
+}
+
+bool HostFlags::wait(uint32_t number, double seconds) const {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  for (int64_t spins = 0; !reaches(load(asked_), number); spins++) {
+    if (spins % SPINS_PER_CLOCK == 0 && std::chrono::duration<double>(Clock::now() - begin).count() >= seconds)
+      return false;
+    if (spins < SPINS_BEFORE_YIELDING) cpu_relax();
+    else sched_yield();
+  }
+  return true;
+}
+
+void HostFlags::answer(uint32_t number) {
+  uint32_t before = load(answered_);
+  while (before != RELEASED &&
+         !__atomic_compare_exchange_n(answered_, &before, number, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE)) {}
+}
+
+void HostFlags::release() { store(answered_, RELEASED); }
+
+bool HostFlags::is_released() const { return load(answered_) == RELEASED; }
+
+void HostFlags::set_patience(double seconds) {
+  {
+    std::lock_guard<std::mutex> one(mutex_);
+    patience_ = seconds;
+  }
+  changed_.notify_all();
+}
+
+void HostFlags::watch() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  uint64_t step = 0;
+  uint32_t seen = 0;
+  int looks = 0;
+  while (!ends_) {
+    changed_.wait_for(lock, std::chrono::duration<double>(patience_ / LOOKS));
+    uint32_t answered = load(answered_);
+    const bool pending = !reaches(answered, load(asked_));
+    looks = pending && step == steps_ && seen == answered ? looks + 1 : 0;
+    step = steps_;
+    seen = answered;
+    if (looks == LOOKS)  // unless the answer has come just now
+      __atomic_compare_exchange_n(answered_, &answered, RELEASED, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE);
+  }
+}

@@ -1,0 +1,414 @@
+"""Flags in memory by which a GPU calls the CPU: a thread in its place, the device of deferred.py, and CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from deferred import Machine, deferred  # noqa: E402
+from gpu_device import device_name, torch_device  # noqa: E402
+from sparse_models import give_bundles, tiny_llama  # noqa: E402
+from test_bundled_ffn import NEURONS, K, part_of, some, tokens  # noqa: E402
+from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
+from test_host_calls import failing_part, split_calls  # noqa: E402
+from test_hybrid import split  # noqa: E402
+from test_neuron_kernels import make_layer  # noqa: E402
+
+from powerinfer import _native  # noqa: E402
+from powerinfer.devices import flags as flags_module  # noqa: E402
+from powerinfer.devices.flags import Flags  # noqa: E402
+from powerinfer.devices.link import WAYS  # noqa: E402
+from powerinfer.devices.recording import recorder_of  # noqa: E402
+from powerinfer.devices.streams import streams_of  # noqa: E402
+from powerinfer.devices.torch_device import current  # noqa: E402
+from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.hybrid import step_trial  # noqa: E402
+
+LONG = 20.0
+"""Seconds for what should take none, on a machine that does other things."""
+
+ASKED, ANSWERED = 0, 32
+RELEASED = 0x7FFFFFFF
+
+
+def flags_of(patience: float = LONG) -> tuple[_native.HostFlags, np.ndarray]:
+    """Flags, and the memory that they are in."""
+    memory = np.full(64, 7, np.uint32)
+    flags = _native.HostFlags(memory[ASKED : ASKED + 1], memory[ANSWERED : ANSWERED + 1], patience)
+    assert memory[ASKED] == memory[ANSWERED] == 0
+    return flags, memory
+
+
+def until(good: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + LONG
+    while not good():
+        assert time.monotonic() < give_up
+        time.sleep(0)
+
+
+# ---- The CPU's part, and a thread in place of a GPU ------------------------------------------------------------------
+
+NUMBERS = (2, 3, 8)
+"""Of the calls of a step."""
+
+STEPS = 30
+
+
+def calls_of(flags: _native.HostFlags, part: _native.NeuronSum) -> tuple[Any, np.ndarray, np.ndarray, Any]:
+    """Calls that all have the same input and result: those, both arrays, and what calls share."""
+    x, out, shared = tokens(2), np.full((2, K), np.nan, np.float32), _native.HostCalls()
+    calls = _native.FlaggedCalls(flags)
+    for number in NUMBERS:
+        calls.add(number, _native.NeuronCall(shared, part, x, out))
+    assert len(calls) == len(NUMBERS)
+    return calls, x, out, shared
+
+
+def test_each_call_is_made_once_it_is_asked_for() -> None:
+    """A thread asks, as a GPU does, goes on, and waits for the answer, whose result is there then."""
+    flags, memory = flags_of()
+    part = part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5))
+    calls, x, out, shared = calls_of(flags, part)
+    rng, begun, ended = np.random.default_rng(1), threading.Semaphore(0), threading.Semaphore(0)
+    inputs: list[np.ndarray] = []
+    results: list[np.ndarray] = []
+
+    def play() -> None:
+        for _ in range(STEPS):
+            begun.acquire()
+            for number in NUMBERS:
+                x[:] = rng.standard_normal(x.shape)
+                inputs.append(x.copy())
+                memory[ASKED] = number
+                until(lambda least=number: memory[ANSWERED] >= least)
+                results.append(out.copy())
+                out[:] = np.nan
+            ended.release()
+
+    gpu = threading.Thread(target=play)
+    gpu.start()
+    for _ in range(STEPS):
+        flags.begin()
+        begun.release()
+        calls.begin()
+        while not calls.answer(0.01):
+            assert gpu.is_alive()
+        assert memory[ANSWERED] == NUMBERS[-1] and not flags.released
+        ended.acquire()
+    gpu.join()
+    wanted = np.empty_like(out)
+    for given, found in zip(inputs, results, strict=True):
+        part.sum(given, wanted)
+        np.testing.assert_array_equal(found, wanted)
+    assert len(results) == shared.made == STEPS * len(NUMBERS) and shared.take_failure() == ""
+
+
+def test_no_call_is_made_before() -> None:
+    flags, memory = flags_of()
+    calls, _, out, shared = calls_of(flags, part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5)))
+    for asked, made in ((0, 0), (1, 0), (2, 1), (2, 1), (7, 2), (8, 3)):
+        memory[ASKED] = asked
+        assert calls.answer(0.0) == (made == 3)
+        assert shared.made == made and memory[ANSWERED] == (0, *NUMBERS)[made]
+        assert np.isnan(out).all() == (made == 0)
+    assert calls.answer(0.0) and shared.made == 3
+    flags.begin()
+    calls.begin()
+    assert not calls.answer(0.0) and memory[ASKED] == memory[ANSWERED] == 0, "a step begins anew"
+    begin = time.monotonic()
+    assert not calls.answer(0.05) and time.monotonic() - begin >= 0.05
+
+
+def test_a_call_that_fails_is_answered() -> None:
+    """With zeros: the GPU goes on, and the step is told of it."""
+    flags, memory = flags_of()
+    calls, shared, out = _native.FlaggedCalls(flags), _native.HostCalls(), np.full((2, K), np.nan, np.float32)
+    calls.add(1, _native.NeuronCall(shared, failing_part(), tokens(2), out))
+    memory[ASKED] = 1
+    assert calls.answer(0.0) and memory[ANSWERED] == 1 and not out.any() and "topk" in shared.take_failure()
+
+
+def test_numbers_grow() -> None:
+    flags, _ = flags_of()
+    calls, call = _native.FlaggedCalls(flags), _native.HostCall(_native.HostCalls())
+    calls.add(3, call)
+    for wrong in (3, 1, 0, RELEASED):
+        with pytest.raises((RuntimeError, ValueError), match="numbers that grow"):
+            calls.add(wrong, call)
+    with pytest.raises((RuntimeError, ValueError), match="one number"):
+        _native.HostFlags(np.zeros(2, np.uint32), np.zeros(1, np.uint32), 1.0)
+
+
+def test_the_watchdog_releases_a_gpu_that_is_not_answered() -> None:
+    """Not before its time, and for the rest of the step; the next one begins anew."""
+    flags, memory = flags_of(0.1)
+    calls, *_, shared = calls_of(flags, part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5)))
+    time.sleep(0.2)
+    assert not flags.released, "nobody waits"
+    begin = time.monotonic()
+    memory[ASKED] = NUMBERS[0]
+    until(lambda: bool(memory[ANSWERED] == RELEASED))
+    assert time.monotonic() - begin >= 0.08 and flags.released
+    flags.answer(NUMBERS[0])
+    assert memory[ANSWERED] == RELEASED and calls.answer(LONG) and shared.made == 0, "nobody waits any more"
+    flags.begin()
+    calls.begin()
+    memory[ASKED] = NUMBERS[-1]
+    assert not flags.released and calls.answer(0.0) and shared.made == len(NUMBERS)
+
+
+def test_the_watchdog_leaves_a_cpu_alone_that_answers() -> None:
+    flags, memory = flags_of(0.5)
+    for number in range(1, 21):
+        memory[ASKED] = number
+        time.sleep(0.05)
+        assert memory[ANSWERED] == number - 1
+        flags.answer(number)
+    assert not flags.released
+
+
+def test_who_has_broken_off_a_step_releases_its_gpu() -> None:
+    flags, memory = flags_of()
+    flags.release()
+    flags.answer(1)
+    assert flags.released and memory[ANSWERED] == RELEASED
+    flags.begin()
+    assert not flags.released
+
+
+# ---- Models on a device that works later -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return give_bundles(tiny_llama(tmp_path / "tiny.gguf"))
+
+
+def recorded(executor: Any, way: Any = WAYS[0]) -> np.ndarray:
+    """Logits of steps that are launched, recorded, and replayed."""
+    executor.gpu.record(recorder_of(executor.gpu.device), way)
+    return split_calls(executor, 5)
+
+
+@contextmanager
+def working_by_itself(machine: Machine) -> Iterator[None]:
+    """A thread runs what the streams have, as a GPU does, without the host."""
+    ends = threading.Event()
+
+    def run() -> None:
+        while not ends.is_set():
+            with machine.lock:
+                machine.tick()
+            time.sleep(0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_every_way_gives_the_same_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By flags of a GPU that works when the host looks, and of one that works by itself."""
+    found = []
+    for way in (*WAYS, "by itself"):
+        with deferred(3) as machine, split(model, 0.5) as (executor, ffns):
+            assert executor.gpu.ways == WAYS
+            if way != "by itself":
+                found.append(recorded(executor, way))
+                assert executor.gpu.way == way and (executor.gpu.link.calls.made > 2) == (way != "waits")
+                continue
+            with working_by_itself(machine), monkeypatch.context() as patch:
+                patch.setattr(flags_module, "LOOK", LONG)
+                found.append(recorded(executor))
+        assert machine.replays > 3 and ffns
+    for one in found[1:]:
+        np.testing.assert_array_equal(one, found[0])
+
+
+def test_a_step_that_is_broken_off_before_it_is_answered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing hangs, and the next step is right."""
+    plain, failures = Flags.answer, [KeyboardInterrupt(), PowerInferError("broken")]
+
+    def failing(own: Flags, calls: Any) -> None:
+        if failures:
+            raise failures.pop()
+        plain(own, calls)
+
+    for seed in range(3):
+        with deferred(seed), split(model, 0.5) as (executor, _):
+            right = recorded(executor)
+            with monkeypatch.context() as patch:
+                patch.setattr(Flags, "answer", failing)
+                for error in (PowerInferError, KeyboardInterrupt) if failures else ():
+                    with pytest.raises(error):
+                        split_calls(executor, 5)
+            np.testing.assert_array_equal(split_calls(executor, 5), right)
+
+
+def test_a_cpu_that_does_not_answer_fails_its_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(own: Flags, _: Any) -> None:
+        while not own._host.wait(2, 0.0):  # the number of the first layer's call
+            streams_of(torch_device()).current().query()
+        until(lambda: own.released)
+
+    with deferred(1), split(model, 0.5) as (executor, _):
+        right = recorded(executor)
+        executor.gpu.link.flags._host.set_patience(0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(Flags, "answer", hanging)
+            with pytest.raises(PowerInferError, match=r"^the CPU's part of a step failed: it did not answer for 30 s"):
+                split_calls(executor, 5)
+        executor.gpu.link.flags._host.set_patience(LONG)
+        np.testing.assert_array_equal(split_calls(executor, 5), right)
+
+
+def test_a_gpu_that_ends_without_asking_fails_its_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with deferred(1), split(model, 0.5) as (executor, _):
+        monkeypatch.setattr(Machine, "write_value", lambda *_: None)
+        monkeypatch.setattr(Machine, "wait_value", lambda *_: None)
+        with pytest.raises(PowerInferError, match=r"^the GPU did not ask for the CPU's part of a step"):
+            recorded(executor)
+
+
+def refuses(*_: Any) -> None:
+    raise RuntimeError("CUDA error 801: not supported\nand more")
+
+
+def blocking(plain: Any) -> Callable[[Machine], Any]:
+    """Replays return when all is done."""
+
+    def recorder(machine: Machine) -> Any:
+        record = plain(machine)
+
+        def recording(run: Any) -> Any:
+            replay = record(run)
+
+            def blocked() -> None:
+                replay()
+                while machine.current().queue:
+                    machine.tick()
+                    time.sleep(0)
+
+            return blocked
+
+        return recording
+
+    return recorder
+
+
+def early(_: Machine, __: Any, address: int, value: int) -> None:
+    """Written when it is given, not in the stream's order."""
+    ctypes.c_uint32.from_address(address).value = value
+
+
+FAULTS: dict[str, tuple[str, Any]] = {
+    "CUDA error 801: not supported": ("write_value", refuses),
+    "the GPU does not wait for a number": ("wait_value", lambda *_: None),
+    "the GPU writes a number before its turn": ("write_value", early),
+    "the host waits for what never happens": ("write_value", lambda *_: None),
+    "the host waits for the GPU when it replays a recording": ("recorder", blocking(Machine.recorder)),
+}
+"""What a device does wrong, by what is said of it."""
+
+
+@pytest.mark.parametrize("reason", FAULTS)
+def test_a_device_without_flags_calls_functions(
+    reason: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says why, and the bits are the same."""
+    name, fault = FAULTS[reason]
+    with deferred(1), split(model, 0.5) as (executor, _):
+        right = recorded(executor)
+        assert str(executor.gpu.caller) == "the GPU calls the CPU by flags"
+    with deferred(1), monkeypatch.context() as patch:
+        patch.setattr(flags_module, "TRIAL_PATIENCE", 0.1)
+        patch.setattr(Machine, name, fault)
+        with split(model, 0.5) as (executor, _):
+            assert executor.gpu.ways == WAYS[1:] and executor.gpu.link.flags is None
+            found = recorded(executor)
+            assert str(executor.gpu.caller) == f"the GPU calls the CPU (no flags: {reason})"
+    np.testing.assert_array_equal(found, right)
+
+
+@pytest.mark.parametrize("fastest", WAYS)
+def test_the_fastest_way_is_kept(fastest: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with deferred(1), split(model, 0.5) as (executor, _):
+        right = recorded(executor)
+        monkeypatch.setattr(executor.gpu, "step_seconds", lambda way, _: 1e-3 if way == fastest else 2e-3)
+        step_trial.use(executor, step_trial.measured(executor), "just now")
+        names = {"flags": "with flags", "calls": "with calls", "waits": "if the host waits"}
+        times = ", ".join(f"{1 if way == fastest else 2} {names[way]}" for way in WAYS)
+        who = {"flags": "the GPU calls the CPU by flags", "calls": "the GPU calls the CPU"}
+        said = f"{who.get(fastest, 'the host waits for the GPU')} (ms a step: {times}), just now"
+        assert str(executor.choices.steps) == said and executor.gpu.way == fastest
+        np.testing.assert_array_equal(recorded(executor), right)
+        assert executor.gpu.way == fastest, "a way that is slower is not taken again"
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("device")
+def test_each_way_of_a_device_gives_the_same_bits_in_order(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA by flags, where its driver has them; torch's CPU device has none."""
+    static_where_emulated(monkeypatch)
+    answers = []
+    with split(model, 0.5) as (executor, _):
+        ways = executor.gpu.ways
+        if device_name() == "cpu":
+            no_flags = "no flags: torch's CPU device is done when the host goes on"
+            assert ways == WAYS[1:] and executor.gpu.link.try_ways() == (ways, no_flags)
+        elif ways != WAYS:
+            pytest.skip(executor.gpu._no_way)
+        for way in ways:
+            executor.gpu.record(counting_recorder([]), way)
+            answers.append(split_calls(executor, 5))
+            assert executor.gpu.way == way
+    for one in answers[1:]:
+        np.testing.assert_array_equal(one, answers[0])
+
+
+@pytest.mark.usefixtures("device")
+def test_a_device_that_is_released_goes_on_in_order() -> None:
+    """It waits for an answer, launched and replayed, until the watchdog ends that."""
+    device = torch_device()
+    streams = streams_of(device)
+    with current(device):
+        try:
+            flags = Flags(streams)
+        except RuntimeError as error:
+            assert device_name() == "cpu" and "is done when the host goes on" in str(error)
+            return
+        if (reason := flags.trial(device)) is not None:
+            pytest.skip(reason)
+        flags._host.set_patience(0.5)
+        x = torch.zeros(1, device=device)
+
+        def run() -> None:
+            flags._write(1)
+            flags.wait(1)
+            x.add_(1)
+
+        record = streams.recorder()
+        assert record is not None
+        for again in (run, record(run)):
+            flags.begin()
+            x.zero_()
+            begin = time.monotonic()
+            again()
+            until(lambda: streams.current().query())
+            assert time.monotonic() - begin > 0.4 and flags.released and x.item() == 1
