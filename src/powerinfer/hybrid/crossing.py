@@ -154,10 +154,11 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms],
             return (finished(device) - begin) / _CALLS
 
         sizes = [size for size in SIZES if size < executor.max_tokens]
+        stage.registered.active = True
         try:
             return find([*sizes, executor.max_tokens], seconds)
         finally:
-            stage.least = None
+            stage.least, stage.registered.active = None, False
 
 
 def measured_layers(executor: SplitExecutor) -> Crossing:
@@ -187,8 +188,12 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
         run()
         return run()
 
-    most = min(executor.max_tokens, executor.n_pages * executor.page_size)
-    return find([*(size for size in SIZES if size < most), most], seconds)
+    most, registered = min(executor.max_tokens, executor.n_pages * executor.page_size), streamed.stage.registered
+    registered.active = True
+    try:
+        return find([*(size for size in SIZES if size < most), most], seconds)
+    finally:
+        registered.active = False
 
 
 def _inputs(executor: SplitExecutor, ffn: HybridTerms, sample: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from powerinfer.devices.cpu import CpuExecutor, ExpertSum
 from powerinfer.devices.cpu_experts import shared_place
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
+from powerinfer.devices.registered import lines_bytes
 from powerinfer.devices.stage import Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
@@ -42,7 +43,7 @@ from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
-from powerinfer.hybrid.copier import Copier
+from powerinfer.hybrid.copier import Copier, Send
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
@@ -84,6 +85,7 @@ class HybridExperts(HybridTerms):
         self._inside = split.inside.get(layer)  # int32 [experts, some]
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
+            copier.use(layers.device, split.stage)
             hot = copier.policy.resident(layer).copy()
         self._swapped, self._suspended, self._hot_whole = True, False, split.hot_whole
         # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens of steps of few tokens
@@ -109,7 +111,7 @@ class HybridExperts(HybridTerms):
             )
         if self._tensors is None:
             self.stage = None
-        self._register()
+        self._sent_panels = self._note_panels()
         self.clear()
         if copier is not None:
             copier.add(self)
@@ -199,7 +201,7 @@ class HybridExperts(HybridTerms):
         if self._copier is None:
             self._slots = torch.arange(n, dtype=torch.int32, device=device)
         else:
-            self._slots, self._table = self._copier.table(self.layer, device)
+            self._slots, self._table = self._copier.table(self.layer)
         self._publish()
         return views
 
@@ -338,8 +340,20 @@ class HybridExperts(HybridTerms):
         if expert >= 0:
             self._move(expert, -1)
 
-    def write(self, slot: int, expert: int) -> None:
+    @property
+    def sent_bytes(self) -> int:
+        if not self._sent_panels:
+            return 0
+        matrices = [one.data.shape[1] for one in self._sent_panels]
+        return lines_bytes([*matrices, *(4 * bias.shape[1] for bias in self._biases if bias is not None)])
+
+    def write(self, slot: int, expert: int, send: Send) -> None:
         assert self._gpu_part is not None
+        if self._sent_panels:
+            matrices = [one.data[self._place_of[expert]] for one in self._sent_panels]
+            biases = [bias[expert].astype(np.float32) for bias in self._biases if bias is not None]
+            gpu_experts.put_panels(self._gpu_part, slot, self._sent_panels, send([*matrices, *biases]))
+            return
         predictor = None if self._gpu_part.predictor is None else self._predictor()
         outer = None if predictor is None else predictor[2].matrix(expert)
         gpu_experts.replace(self._gpu_part, slot, self._stored(expert), expert, self._biases, outer)
@@ -591,11 +605,18 @@ class HybridExperts(HybridTerms):
         self._check_files()
         self._add_some(step, self._sent_experts())
 
-    def _register(self) -> None:
-        """Let the GPU read what streams by itself."""
-        if self.stage is not None:
-            for matrix in self._panels() or ():
-                self.stage.register(matrix.data.reshape(-1))
+    def _note_panels(self) -> Sequence[ExpertPanels]:
+        """Note what streams, for the GPU to read it by itself. Returns panels that a policy's experts are sent from:
+        none where the GPU has other bits of the file."""
+        panels, part = self._panels() or (), self._gpu_part
+        registered = None if self._copier is None else self._copier.registered
+        registered = registered if self.stage is None else self.stage.registered
+        if registered is not None:
+            for matrix in panels:
+                registered.note(matrix.data.reshape(-1))
+        if self._copier is None or part is None or self._tensors is None or not panels:
+            return ()
+        return panels if gpu_experts.takes_panels(part, self._tensors, panels) else ()
 
     def _panels(self) -> list[ExpertPanels] | None:
         """The CPU's matrices, if they stream as they are: not with rows beside those of the file."""

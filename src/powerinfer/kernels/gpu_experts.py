@@ -136,15 +136,38 @@ def replace(
     if experts.by_neuron:
         *matrices, down = matrices
         _put_down(experts, slot, down)
-    gated = experts.gate is not None
     own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
     for weight, tensor in zip(own, matrices, strict=not experts.by_neuron):
         gpu.overwrite(weight, slot * tensor.shape[0], tensor)
-    held = [experts.gate_bias] * gated + [experts.up_bias, experts.down_bias]
-    for to, bias in zip(held, biases, strict=False):
+    for to, bias in zip(_held_biases(experts), biases, strict=False):
         if to is not None and bias is not None:
             rows = bias.shape[1]
             to[slot * rows : (slot + 1) * rows] = torch.from_numpy(bias[expert].astype(np.float32)).to(to.device)
+
+
+def _held_biases(experts: Experts) -> list[Tensor | None]:
+    """Those of its matrices, in the order of `ExpertsConfig.matrices`."""
+    return [experts.gate_bias] * (experts.gate is not None) + [experts.up_bias, experts.down_bias]
+
+
+def takes_panels(experts: Experts, tensors: Sequence[RawTensor], panels: Sequence[ExpertPanels]) -> bool:
+    """Whether rows from the CPU's panels are, to the bit, those that `resident` makes of the file's tensors."""
+    same = (one.type == tensor.type for one, tensor in zip(panels, tensors, strict=True))
+    return not experts.by_neuron and all(same) and all(one.type in gpu_panels.SAME_BITS for one in panels)
+
+
+def put_panels(experts: Experts, slot: int, panels: Sequence[ExpertPanels], parts: Sequence[Tensor]) -> None:
+    """Put another expert in a slot, of its panels on the device. parts: uint8, of each matrix, and behind these,
+    float32 in bytes, of each bias that there is. On the stream of this thread."""
+    import torch
+
+    own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
+    for weight, one, part in zip(own, panels, parts, strict=False):
+        gpu_panels.put(weight, slot * one.rows, one.type, one.k, part.view(one.rows // LANES, -1))
+    held = [bias for bias in _held_biases(experts) if bias is not None]
+    for to, part in zip(held, parts[len(own) :], strict=True):
+        rows = len(to) // experts.slots
+        to[slot * rows : (slot + 1) * rows].copy_(part.view(torch.float32))
 
 
 def from_rows(

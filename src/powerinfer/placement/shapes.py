@@ -152,6 +152,10 @@ class Model:
             panels += outer.panels * size // neurons
         return stored + biases, panels + biases
 
+    def sent_expert(self, layers: int) -> int:
+        """Bytes of the buffers through which experts of the first layers are sent to a GPU, one at a time, each."""
+        return max((self.expert_bytes(layer)[1] for layer in range(layers)), default=0)
+
     def hot_bytes(self, layer: int, hot: int) -> tuple[int, int]:
         """Bytes of all of a layer's experts on a GPU that has `hot` neurons of each, whole groups, and in RAM, which
         has all: with their rows of a predictor, each on one side. 0: what the groups of neurons share."""
