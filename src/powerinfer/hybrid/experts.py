@@ -69,7 +69,7 @@ class HybridExperts(HybridTerms):
     _freed = (
         "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
         "_slots", "_table", "_biases",
-        "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
+        "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
     )  # fmt: skip
 
     def __init__(
@@ -500,9 +500,8 @@ class HybridExperts(HybridTerms):
             part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, hidden=hidden)
             step.add_part(behind(part))
 
-    def _add_some(self, step: Step, parts: Iterable[tuple[Experts, Tensor, Tensor]]) -> None:
-        """Add the sums of some experts of a long step after others: each with the slots of all of the layer's, and the
-        expert of each slot."""
+    def _add_some(self, step: Step, parts: Iterable[gpu_experts.Part]) -> None:
+        """Add the sums of some experts of a long step after others."""
         import torch
 
         assert step.read is not None
@@ -511,9 +510,7 @@ class HybridExperts(HybridTerms):
             selected = self._link.experts(len(step.x), self.top_k)
             step.routed = gpu_experts.Routed(x, *selected, self.config.n_experts)
         target = step.target if self._latents is None else torch.zeros_like(step.routed.x)
-        for part, slots, members in parts:
-            gpu_experts.add_some(part, step.routed, slots, members, target)
-            del part  # the next one reuses its memory
+        gpu_experts.add_some(parts, step.routed, target)
         if self._latents is None:
             step.normed = None
         else:
@@ -625,8 +622,8 @@ class HybridExperts(HybridTerms):
         panels, rows = self._cpu_part.panels(), [tensor.shape[1] for tensor in self._tensors]
         return None if panels is None or [one.rows for one in panels] != rows else panels
 
-    def _sent_experts(self) -> Iterator[tuple[Experts, Tensor, Tensor]]:
-        """Experts of the CPU on the GPU, some at a time, until the next ones are asked for; as of `_add_some`."""
+    def _sent_experts(self) -> Iterator[gpu_experts.Part]:
+        """Experts of the CPU on the GPU, some at a time, until the next ones are asked for."""
         import torch
 
         assert self.stage is not None and self._tensors is not None

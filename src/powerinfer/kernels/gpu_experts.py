@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def replace(
 
 
 def _held_biases(experts: Experts) -> list[Tensor | None]:
-    """Those of its matrices, in the order of `ExpertsConfig.matrices`."""
+    """Biases on the device, in the order of `ExpertsConfig.matrices`."""
     return [experts.gate_bias] * (experts.gate is not None) + [experts.up_bias, experts.down_bias]
 
 
@@ -161,11 +161,11 @@ def put_panels(experts: Experts, slot: int, panels: Sequence[ExpertPanels], part
     float32 in bytes, of each bias that there is. On the stream of this thread."""
     import torch
 
-    own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
-    for weight, one, part in zip(own, panels, parts, strict=False):
+    weights = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
+    for weight, one, part in zip(weights, panels, parts, strict=False):
         gpu_panels.put(weight, slot * one.rows, one.type, one.k, part.view(one.rows // LANES, -1))
-    held = [bias for bias in _held_biases(experts) if bias is not None]
-    for to, part in zip(held, parts[len(own) :], strict=True):
+    biases = [bias for bias in _held_biases(experts) if bias is not None]
+    for to, part in zip(biases, parts[len(weights) :], strict=True):
         rows = len(to) // experts.slots
         to[slot * rows : (slot + 1) * rows].copy_(part.view(torch.float32))
 
@@ -294,15 +294,22 @@ def members(table: Tensor, slots: int) -> Tensor:
     return torch.full((slots + 1,), -1, dtype=torch.int32, device=table.device).scatter_(0, places, numbers)[:slots]
 
 
-def add_some(experts: Experts, routed: Routed, table: Tensor, of_slots: Tensor, into: Tensor) -> None:
-    """Add the weighted sums of those of the tokens' experts that are here, each token's in the order of the experts, to
-    float32 [T, d_model]. table: as of `expert_sum`; of_slots: int32, the expert of each slot, -1: none."""
+Part: TypeAlias = "tuple[Experts, Tensor, Tensor]"
+"""Some of a layer's experts; the slot of each of all, as of `expert_sum`; and int32, the expert of each slot, -1:
+none."""
+
+
+def add_some(parts: Iterable[Part], routed: Routed, into: Tensor) -> None:
+    """Add the weighted sums of the tokens' experts in some parts, no expert in two of them, to float32 [T, d_model]. A
+    part is used until the next one is asked for."""
     if gpu.which(into) == "triton" and len(into) > gpu.FEW:
         from powerinfer.kernels import triton_prompt_experts
 
-        triton_prompt_experts.add_experts(experts, routed.blocks(), table, of_slots, into)
-    else:
+        triton_prompt_experts.add_experts(parts, routed.blocks(), into)
+        return
+    for experts, table, _ in parts:
         expert_sum(experts, routed.x, routed.experts, routed.weights, table, into)
+        del experts  # the next one reuses its memory
 
 
 def expert_sum(
@@ -332,7 +339,7 @@ def expert_sum(
         blocks = Routed(x, slots, weights, experts.slots if table is None else len(table)).blocks()
         into = torch.zeros_like(x) if into is None else into
         of_slots = None if table is None else members(table, experts.slots)
-        triton_prompt_experts.add_experts(experts, blocks, table, of_slots, into)
+        triton_prompt_experts.add_experts([(experts, table, of_slots)], blocks, into)
         return into
     slots = slots if table is None else table[slots.long()]
     out = torch.zeros((*slots.shape, x.shape[1]), dtype=torch.float32, device=x.device)
