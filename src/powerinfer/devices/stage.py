@@ -15,8 +15,8 @@ Memory that is registered with the GPU (registered.py) is read by it directly, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
 from powerinfer.devices.registered import RegisteredMemory, lines_bytes
+from powerinfer.devices.sharing import Sharing
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import MemoryShare
 from powerinfer.formats.bundle_file import n_groups
@@ -98,7 +99,8 @@ def expert_buffer(matrices: Sequence[int], experts: int) -> int:
 class Stage:
     """Two buffers in RAM and two on the GPU, for the layers in turn.
 
-    least: the number of tokens of a step from which on the GPU computes the cold neurons too; None: never.
+    least: the number of tokens of a step from which on the GPU computes the cold neurons too; None: never. sharing:
+    of experts, the CPU's part in such steps; None: it has none.
     """
 
     def __init__(self, to: device, nbytes: int) -> None:
@@ -106,6 +108,8 @@ class Stage:
         import torch
 
         self.least: int | None = None
+        self.sharing: Sharing | None = None
+        self._beside = ThreadPoolExecutor(1)
         self._to = to
         self._size = nbytes
         self._streams = streams_of(to)
@@ -161,8 +165,13 @@ class Stage:
         self.registered.close()
         self._host, self._on_device = [], []
         self._share.end()
+        self._beside.shutdown()
         if self._pool is not None:
             self._pool.shutdown()
+
+    def run_beside(self, compute: Callable[[], object]) -> Future[object]:
+        """Let the CPU compute beside what streams; its result is to be waited for before the step ends."""
+        return self._beside.submit(compute)
 
     def takes(self, tokens: int) -> bool:
         """Whether a step of that number of tokens is long enough; those of up to `gpu.FEW` are recorded, and replayed
