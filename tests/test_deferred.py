@@ -35,11 +35,12 @@ from powerinfer import devices, hybrid  # noqa: E402
 from powerinfer.devices.flags import Flags  # noqa: E402
 from powerinfer.devices.link import Link, Way  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
+from powerinfer.devices.sharing import Sharing  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.hybrid.copier import Copier  # noqa: E402
+from powerinfer.hybrid.copier import Copier, Send  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
@@ -403,6 +404,7 @@ def of_experts(
     folder: Path,
     *,
     streams: bool = False,
+    shares: bool = False,
     policy: str | None = None,
     swaps: bool = False,
     way: Way = "flags",
@@ -414,8 +416,8 @@ def of_experts(
     if streams:
         about = next(iter(config.experts.values()))
         stage = Stage(torch_device(), expert_buffer([4 * about.size * config.d_model] * len(about.matrices), 2))
-        stage.least = 33
-    parts = ExpertSplit(experts.some(config, 0.5), swaps, stage, copier)
+        stage.least, stage.sharing = 33, Sharing(33, 1 << 20, 1.0, 0.3, 0.01) if shares else None
+    parts = ExpertSplit(experts.some(config, 0.0 if shares else 0.5), swaps, stage, copier)
     resolved = Resolved(checkpoint, engine_of(), **on_gpu(config.n_layers, head=True))
     executor = load_split(resolved, parts)
     try:
@@ -455,6 +457,7 @@ SCENES: dict[str, Scene] = {
     "experts selected before attention": functools.partial(of_experts, "smallthinker"),
     "experts selected before attention, by functions": functools.partial(of_experts, "smallthinker", way="calls"),
     "experts that stream": functools.partial(of_experts, "qwen2-moe", streams=True),
+    "experts that stream, but for the rarest": functools.partial(of_experts, "mixtral", streams=True, shares=True),
     "experts that a policy exchanges": functools.partial(of_experts, "gpt-oss", policy="lru"),
     "latents": functools.partial(of_experts, "deepseek-v2-lite"),
     "states": functools.partial(of_experts, "qwen35-moe"),
@@ -542,6 +545,8 @@ LEFT_OUT = {
     "self._came[slot].record()": ("layers that stream",),
     "self._came[slot].synchronize()": ("layers that stream",),
     # copier.py: experts that are exchanged beside steps
+    "self._read.synchronize()": ("experts that a policy exchanges",),
+    "self._read.record(self._streams.current())": ("experts that a policy exchanges",),
     "done.record(side)": ("experts that a policy exchanges",),
     "self._streams.current().wait_event(done)": ("experts that a policy exchanges",),
 }
@@ -556,7 +561,8 @@ CALLS = re.compile(
 def closed_stage(machine: Machine, memory: np.ndarray, copies: int) -> None:
     """A stage that has memory registered, copies it so many times, and is closed at once."""
     stage = Stage(torch_device(), 1 << 17)
-    stage.register(memory)
+    stage.registered.note(memory)
+    stage.registered.register()
     assert machine.registered
     for _ in range(copies):
         with stage.sent([memory]):
@@ -566,7 +572,7 @@ def closed_stage(machine: Machine, memory: np.ndarray, copies: int) -> None:
 
 def test_memory_is_registered_until_its_copies_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not longer: a stage that follows may register it, whether or not anything was copied."""
-    monkeypatch.setattr("powerinfer.devices.stage._LEAST_SHARE", 1 << 12)
+    monkeypatch.setattr("powerinfer.devices.registered.LEAST_BYTES", 1 << 12)
     memory = np.arange(3 << 14, dtype=np.int64).view(np.uint8)[: 1 << 16]
     for seed in SEEDS:
         with deferred(seed) as machine:
@@ -586,7 +592,7 @@ def test_memory_is_registered_until_its_copies_end(monkeypatch: pytest.MonkeyPat
 class OneSlot:
     """A layer of one slot, for which `Copier` copies by operations of the device. whole: a copy has ended there."""
 
-    layer, expert_bytes, whole = 0, 1, False
+    layer, expert_bytes, sent_bytes, whole = 0, 1, 0, False
 
     def __init__(self, machine: Machine) -> None:
         self.tally, self.in_slot = np.zeros(5, np.int64), [-1]
@@ -595,7 +601,7 @@ class OneSlot:
     def vacate(self, slot: int) -> None:
         self.in_slot[slot] = -1
 
-    def write(self, slot: int, expert: int) -> None:
+    def write(self, slot: int, expert: int, send: Send) -> None:
         self._machine.launch(lambda: setattr(self, "whole", True))
 
     def occupy(self, slot: int, expert: int) -> None:
@@ -605,7 +611,8 @@ class OneSlot:
 def closed_copier(machine: Machine) -> bool:
     """Whether a copy has ended once a copier that began it is closed."""
     copier, layer = Copier(Policy("lru", {0: 1}, {0: 4})), OneSlot(machine)
-    copier.table(0, torch_device())
+    copier.use(torch_device(), None)
+    copier.table(0)
     copier.add(layer)
     layer.tally[2] += 1
     copier.end(1)

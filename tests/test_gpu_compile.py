@@ -163,7 +163,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         RouterConfig,
         ShortConvConfig,
     )
-    from powerinfer.formats.weight_types import FLOAT_TYPES
+    from powerinfer.formats.weight_types import FLOAT_TYPES, WEIGHT_TYPES
     from powerinfer.kernels import (
         cpu,
         gpu,
@@ -171,6 +171,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_experts,
         gpu_latent,
         gpu_mamba,
+        gpu_panels,
         gpu_short_conv,
         gpu_states,
         triton_kernels,
@@ -328,7 +329,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         own = gpu_experts.Experts(4, 512, *[weight(kind, 2048, 512) for _ in range(3)], "silu", 0.0)
         table = torch.zeros(8, dtype=torch.int32)
         routed = gpu_experts.Routed(torch.empty(512, d_model), torch.zeros(512, 2).int(), torch.empty(512, 2), 8)
-        gpu_experts.add_some(own, routed, table, table[:4], torch.empty(512, d_model))
+        gpu_experts.add_some([(own, table, table[:4])], routed, torch.empty(512, d_model))
+    for kind in gpu_panels.SAME_BITS if EVERY else ("F16", "Q5_0", "Q5_K", "Q6_K") if whole else ("Q4_0", "Q4_K"):
+        panel_bytes = (WEIGHT_TYPES[kind].codes + WEIGHT_TYPES[kind].panel_scales) * 16
+        panels = torch.empty((2, d_model // WEIGHT_TYPES[kind].block * panel_bytes), dtype=torch.uint8)
+        gpu_panels.put(weight(gpu_panels.device_type(kind), 48), 16, kind, d_model, panels)
     bundles = (("F16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
     for kind, down in bundles if whole else ():
         gate_bytes, (down_bytes, shared_bytes) = (
@@ -432,7 +437,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    names = 53 if capability == 90 else 32
+    names = 55 if capability == 90 else 34
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
@@ -444,7 +449,8 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     assert most["shared"] <= SHARED[capability] << 10, most
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")
     scans = ("_convolve_kernel", "_convolve_few_kernel", "_scan_kernel", "_pairs_kernel", "_chunked_scan_kernel")
-    prompts = ("_prompt_hidden_kernel", "_prompt_down_kernel", "_narrow_kernel")
+    prompts = ("_prompt_hidden_kernel", "_prompt_down_kernel", "_narrow_kernel", "_narrow_pairs_kernel")
+    prompts += ("_panel_rows_kernel",)
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):

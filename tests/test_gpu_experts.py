@@ -198,7 +198,7 @@ def test_prompts_are_as_exact_as_dense_ones(
     there = table[selected] >= 0
     routed = gpu_experts.Routed(on_device(x), on_device(selected), on_device(weights), N)
     total = torch.zeros_like(routed.x)
-    gpu_experts.add_some(experts, routed, on_device(table), on_device(members), total)
+    gpu_experts.add_some([(experts, on_device(table), on_device(members))], routed, total)
     exact, _ = exact_sum(about, tensors, x, np.where(there, selected, -1), weights, [None] * 3)
     dense = np.zeros_like(exact)
     for expert in index:
@@ -223,21 +223,26 @@ def test_pairs_are_ordered_once(kernels: str, monkeypatch: pytest.MonkeyPatch) -
     x, weights = on_device(floats(6, tokens, d)), on_device(np.abs(floats(7, tokens, TOP)))
     selected = np.sort(np.argsort(floats(8, tokens, N), axis=1)[:, :TOP], axis=1).astype(np.int32)
     routed = gpu_experts.Routed(x, on_device(selected), weights, N)
-    totals = []
-    for pieces in ([np.arange(N)], [np.arange(7), np.arange(7, N)]):
+    totals, two = list[torch.Tensor](), [np.arange(7), np.arange(7, N)]
+    for pieces, blocks in (([np.arange(N)], 2), (two, 2), (two, 0)):  # merged at the end, and one by one
+        monkeypatch.setattr(triton_prompt_experts, "KEPT_BLOCKS", blocks)
         totals.append(torch.zeros_like(x))
+        parts = []
         for piece in pieces:
             index = piece.astype(np.int32)
             experts = gpu_experts.resident(tensors, index, about, device_name())
             table = np.full(N, -1, np.int32)
             table[index] = np.arange(len(index))
             given = on_device(table), on_device(index)
-            gpu_experts.add_some(experts, routed, *given, totals[-1])
+            parts.append((experts, *given))
             assert torch.equal(gpu_experts.members(given[0], len(index)), given[1])
+        gpu_experts.add_some(iter(parts), routed, totals[-1])
     exact, most = exact_sum(about, tensors, x.cpu().numpy(), selected, weights.cpu().numpy(), [None] * 3)
     for total in totals:
         assert np.abs(total.cpu().numpy() - exact).max() <= 40 * (d + size) * EPS * most
     assert len(ordered) == (kernels == "triton")
+    if kernels == "triton":
+        assert torch.equal(totals[0], totals[1]), "a token's experts are added in their order, whatever the pieces"
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

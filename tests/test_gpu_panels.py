@@ -9,9 +9,11 @@ torch = pytest.importorskip("torch")
 
 from gpu_device import torch_device  # noqa: E402
 from stored_weights import stored  # noqa: E402
+from test_gpu_kernels import kernels  # noqa: E402, F401
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.formats.quant import block_type, dequantize  # noqa: E402
+from powerinfer.formats.tensors import RawTensor  # noqa: E402
 from powerinfer.formats.weight_types import NATIVE_TYPES  # noqa: E402
 from powerinfer.kernels import gpu, gpu_panels  # noqa: E402
 
@@ -45,3 +47,31 @@ def test_the_values_of_every_type(kind: str, per_row: int) -> None:
         assert (got[:rows] != wanted).any()
     else:
         np.testing.assert_array_equal(got[:rows], wanted)
+
+
+@pytest.mark.parametrize("per_row", [1, 3])
+@pytest.mark.parametrize("kind", gpu_panels.SAME_BITS)
+def test_rows_have_the_bits_that_a_file_gives(
+    kind: str, per_row: int, kernels: str, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """Written between others, by plain torch and by the kernel: several programs of words and of blocks."""
+    if kernels == "triton":
+        from powerinfer.kernels import triton_panels
+
+        monkeypatch.setattr(triton_panels, "WORDS", 16)
+        monkeypatch.setattr(triton_panels, "BLOCKS", 2)
+    rows, k = 48, max(per_row * block_type(kind).block, 34 * per_row if block_type(kind).block == 1 else 0)
+    data = stored(kind, rows, k, np.random.default_rng(6))
+    panels = _native.pack_matrix(_native.Pool(2), _native.Arena(), kind, rows, k, data, None, None).panels
+    assert panels is not None
+    wanted = gpu.upload(RawTensor(kind, (rows, k), data.reshape(-1)), torch_device())
+    weight = gpu.empty(gpu_panels.device_type(kind), rows + 32, k, torch_device())
+    for part in (weight.data, weight.scales):
+        if part is not None:
+            part.view(torch.uint8).fill_(85)
+    gpu_panels.put(weight, 16, kind, k, torch.from_numpy(panels.copy()).to(torch_device()))
+    assert weight.type == wanted.type
+    for part, own in ((weight.data, wanted.data), (weight.scales, wanted.scales)):
+        if part is not None and own is not None:
+            assert torch.equal(part[16:-16].view(torch.uint8), own.view(torch.uint8))
+            assert (part[:16].view(torch.uint8) == 85).all() and (part[-16:].view(torch.uint8) == 85).all()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,12 +34,13 @@ from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig  # noqa: E402
 from powerinfer.devices.choices import Choice  # noqa: E402
 from powerinfer.devices.link import link_bytes  # noqa: E402
+from powerinfer.devices.sharing import Sharing  # noqa: E402
 from powerinfer.devices.stage import Stage, expert_buffer  # noqa: E402
 from powerinfer.errors import ChangedError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.expert_files import open_expert_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
-from powerinfer.hybrid.copier import Copier  # noqa: E402
+from powerinfer.hybrid.copier import Copier, Pace  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
@@ -353,6 +354,28 @@ def test_a_prompt_streams_cold_experts(name: str, count: int, tmp_path: Path) ->
             assert jobs - before == (3 if least is None else 2) * len(ffns)
         again = [families.run_chunks(executor, truth.texts[0], [TOTAL], page) for page in pages]
         np.testing.assert_array_equal(*again)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "smallthinker", "nemotron-h-latents"])
+@pytest.mark.usefixtures("device")
+def test_the_cpu_takes_the_rarest_experts_of_what_streams(name: str, tmp_path: Path) -> None:
+    """The answer is the same within its rounding, and has the same bits again; a short step is not shared."""
+    truth = Truth(case_named(name), "gguf", tmp_path)
+    about = next(one.ffn for one in open_checkpoint(truth.path).config.layers if isinstance(one.ffn, ExpertsConfig))
+    each = [4 * about.size * truth.config.hidden_size] * len(about.matrices)
+    stage = Stage(torch_device(), expert_buffer(each, 2))
+    with split(truth.path, 0.0, stage=stage) as (executor, ffns):
+        stage.least, pages, answers = 33, families.scattered_pages(executor, 3), []
+        sparsity = ExpertSparsity(executor, ffns)
+        for sharing, page in zip((None, *[Sharing(34, 1 << 20, 1.0, 0.3, 0.01)] * 2), pages, strict=True):
+            stage.sharing = sharing
+            sparsity.clear()
+            answers.append(families.run_chunks(executor, truth.texts[0], [TOTAL - 36, 33, 1, 2], page))
+            truth.check(answers[-1], what=f"{sharing}")
+            beside = sparsity.report()["beside"]
+            assert beside is None if sharing is None else 0 < beside < 0.8
+        np.testing.assert_array_equal(answers[1], answers[2])
+        assert (answers[0] != answers[1]).any(), "the CPU rounds otherwise"
 
 
 def test_what_is_no_view_of_the_file_is_neither_streamed_nor_swapped(tmp_path: Path) -> None:
@@ -1002,6 +1025,54 @@ def test_a_copy_after_which_nothing_can_run_fails_the_step(
         with pytest.raises(PowerInferError, match=message):
             families.run_chunks(executor, truth.texts[0], [1] * TOTAL, pages)
         assert not told
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("kind", ["Q4_0", "BF16", "F32 with biases"])
+def test_exchanged_experts_are_sent_from_panels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of those that are read from the file; by the GPU itself once that memory is registered."""
+    monkeypatch.setattr("powerinfer.devices.registered.LEAST_BYTES", 1 << 12)
+    biased, read, runs = kind not in gpu.GPU_TYPES, list[int](), list[np.ndarray]()
+    path = Truth(case_named("gpt-oss"), "gguf", tmp_path).path if biased else neurons_inside.model(tmp_path, kind)
+    stored = HybridExperts._stored
+    monkeypatch.setattr(HybridExperts, "_stored", lambda ffn, expert: (read.append(expert), stored(ffn, expert))[1])
+    for panels in (True, False):
+        if not panels:
+            monkeypatch.setattr(gpu_experts, "takes_panels", lambda *_: False)
+        with exchanged(path, "lru") as (executor, ffns):
+            copier, before = executor.gpu.observer, [list(ffn.in_slot) for ffn in ffns]
+            assert not copier.registered.nbytes, "it is not known yet whether experts are exchanged"
+            copier.start()
+            copier.rehearse()
+            assert [ffn.in_slot for ffn in ffns] == before
+            assert bool(copier.gpu_bytes) == bool(copier.registered.nbytes) == panels
+            runs.append(logits_of(executor, [1] * 24))
+            copier.settle()
+            assert sum(ffn.collect()["copied"] for ffn in ffns) > len(ffns) and bool(read) != panels
+    np.testing.assert_array_equal(*runs)
+
+
+def test_copies_end_within_half_a_step() -> None:
+    """By the rate of the link, or of a thread that reads the file."""
+
+    class Layer:
+        tally, in_slot, expert_bytes = np.zeros(5, np.int64), [-1], 1 << 20
+
+        def __init__(self, layer: int, sent_bytes: int) -> None:
+            self.layer, self.sent_bytes = layer, sent_bytes
+
+    def limit(seconds: float, rate: float, *sent: int) -> int:
+        sizes = {layer: 4 for layer in range(len(sent))}
+        copier = Copier(Policy("lru", dict.fromkeys(sizes, 1), sizes), Pace(seconds, rate))
+        for layer, sent_bytes in enumerate(sent):
+            copier.add(cast("Any", Layer(layer, sent_bytes)))
+        copier.close()
+        return copier._limit
+
+    assert limit(0.01, 1 << 30, 1 << 20) == 5
+    assert limit(1.0, 1 << 40, 1 << 20) == 32  # MiB
+    assert limit(0.01, 1e12, 1 << 20, 0) == 9  # 2 GB/s
+    assert limit(1e-6, 1e9, 1 << 20) == 1
 
 
 @pytest.mark.usefixtures("device")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from truth import Truth  # noqa: E402
 
 from powerinfer import LLM, SamplingParams  # noqa: E402
 from powerinfer.devices import stage as staging  # noqa: E402
+from powerinfer.devices.sharing import Sharing, cpu_rates  # noqa: E402
 from powerinfer.devices.stage import BESIDE, Stage, buffer_bytes  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.bundle_memory import gather, pieces  # noqa: E402
@@ -191,15 +194,15 @@ def test_what_several_threads_copy_is_sent(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("device")
 def test_registered_memory_is_not_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """But what lies outside of its whole pages; nor where a system refuses, or once it is released."""
-    monkeypatch.setattr(staging, "_LEAST_SHARE", 1 << 12)
+    monkeypatch.setattr("powerinfer.devices.registered.LEAST_BYTES", 1 << 12)
     rng, stage, staged = np.random.default_rng(5), Stage(torch_device(), 1 << 17), []
     copy = Stage._copy
     monkeypatch.setattr(
-        Stage, "_copy", lambda self, outs, parts: (staged.append(sum(map(len, parts))), copy(self, outs, parts))[1]
+        Stage, "_copy", lambda self, copied: (staged.append(sum(len(one) for _, one in copied)), copy(self, copied))[1]
     )
     memory = rng.integers(0, 256, 3 << 16, np.uint8)
     memory.flags.writeable = False
-    page, first = staging.PAGESIZE, -memory.ctypes.data % staging.PAGESIZE
+    page, first = PAGESIZE, -memory.ctypes.data % PAGESIZE
     other = rng.integers(0, 256, 777, np.uint8)
 
     def sent(begin: int, end: int) -> int:
@@ -211,17 +214,24 @@ def test_registered_memory_is_not_copied_first(monkeypatch: pytest.MonkeyPatch) 
                 np.testing.assert_array_equal(part.cpu().numpy(), other)
         return staged.pop() - 2 * len(other)
 
-    assert sent(0, 1 << 16) == 1 << 16
-    stage.register(memory)
+    stage.registered.note(memory)
+    assert sent(0, 1 << 16) == 1 << 16 and not stage.registered.nbytes, "it is not known yet whether steps stream"
+    stage.registered.active = True
+    assert sent(first, first + page) == 0 and stage.registered.nbytes
+    stage.settle()  # they do not
+    assert sent(0, 1 << 16) == 1 << 16 and not stage.registered.nbytes
+    stage.least = 33
+    stage.settle()
+    assert stage.registered.nbytes == (len(memory) - first) // page * page
     last = first + (len(memory) - first) // page * page
     assert sent(first, first + 5 * page + 9) == 0 and sent(0, first + page) == first
     assert sent(last - page, len(memory)) == len(memory) - last
     assert sent(first + 7, first + 1000) == 0
-    stage.register(np.empty(100, np.uint8))  # less than a page
-    stage.release(memory)
+    stage.registered.note(np.empty(100, np.uint8))  # less than a page
+    stage.registered.release(memory)
     assert sent(0, 1 << 16) == 1 << 16
     monkeypatch.setattr(type(stage._streams), "register", lambda *_: None)
-    stage.register(memory)
+    stage.registered.note(memory)
     assert sent(0, 1 << 16) == 1 << 16
     stage.close()
 
@@ -256,7 +266,7 @@ def test_a_prompt_is_the_dense_answer_whoever_computes_it(name: str, tmp_path: P
 @pytest.mark.usefixtures("device")
 def test_neurons_that_are_swapped_stay_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are placed in the memory of others; what takes more memory is registered anew."""
-    monkeypatch.setattr(staging, "_LEAST_SHARE", 1 << 12)
+    monkeypatch.setattr("powerinfer.devices.registered.LEAST_BYTES", 1 << 12)
     truth, registered = Truth(case_named("llama-relu"), half=True), list[int]()
     stage = Stage(torch_device(), 1 << 15)
     kind = type(stage._streams)
@@ -268,16 +278,20 @@ def test_neurons_that_are_swapped_stay_registered(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(kind, "register", noted)
     with split(packed(truth, tmp_path), 0.5, stage=stage) as (executor, ffns):
-        stage.least, layers = 33, len(registered)
-        assert layers == len(ffns) == len(stage._registered)
+        assert not registered
+        stage.least = 33
+        stage.settle()
+        layers, nbytes = len(registered), stage.registered.nbytes
+        assert layers == len(ffns) and nbytes == sum(registered)
         ffns[0].swap(ffns[0].hot[:1], ffns[0].cold[:1])
-        assert len(registered) == layers
+        assert len(registered) == layers and stage.registered.nbytes == nbytes
         ffns[0].place(ffns[0].hot[:0])
-        assert len(registered) == layers + 1 and len(stage._registered) == layers
+        assert len(registered) == layers and stage.registered.nbytes < nbytes
         pages = families.scattered_pages(executor, 1)[0]
         tokens = families.prompt(case_named("llama-relu"))
         ours = families.run_chunks(executor, tokens, [len(tokens)], pages)
         assert families.rms(ours - truth.logits[0]) <= truth.allowed()
+        assert len(registered) == layers + 1 and stage.registered.nbytes > nbytes, "when it is sent first"
 
 
 PASSED = [case for case in RELU if case.kind not in ("qwen3_5_text", "plm")]  # the CPU has states, and latents
@@ -338,6 +352,45 @@ def test_the_crossing_is_where_the_lines_cross() -> None:
         ]
     assert crossing.find(sizes, lines(1.0, 20.0)).least == gpu.FEW + 1
     assert crossing.find(sizes, lines(1.0, 1000.0)).least is None
+
+
+def test_the_rarest_experts_are_shared() -> None:
+    """As many as the CPU has computed when the last of the others has come; what nobody needs is no work."""
+    even = Sharing(33, 100, 1.0, 0.5, 0.25)
+    assert even.takes(33) and even.takes(100) and not even.takes(32) and not even.takes(101)
+    for counts, streamed, wanted in (
+        ([4, 0, 2, 8, 1, 0], 0, [1, 2, 4, 5]),  # 0.75 + 1.0 of 2, then 1.5 more of 1
+        ([4, 0, 2, 8, 1, 0], 3, [0, 1, 2, 4, 5]),
+        ([0, 0, 0], 2, [0, 1, 2]),
+        ([60, 60], 1, []),
+        ([], 4, []),
+    ):
+        assert even.choose(np.array(counts, np.int64), streamed).tolist() == wanted, counts
+    assert cpu_rates((10 * 0.5 + 40 * 0.25, 10, 40), (12 * 0.5 + 80 * 0.25, 12, 80)) == pytest.approx((0.5, 0.25))
+    assert cpu_rates((1.0, 10, 40), (4.0, 10, 80)) == (0.0, 0.05), "no expert takes less than no time"
+
+
+def test_the_division_of_experts_is_kept_where_it_is_faster() -> None:
+    found = Crossing(150, ((64, 1.0, 3.0), (128, 2.0, 3.0), (256, 4.0, 3.0)))
+    rates, sizes = Sharing(33, 1 << 40, 0.1, 0.1, 0.1), (64, 128, 256, 512, 1024)
+
+    def shared(gains: set[int]) -> Crossing:
+        def seconds(tokens: int, on: bool) -> float:
+            return 0.5 if on and tokens in gains else 3.0
+
+        return crossing.find_sharing(found, sizes, rates, seconds)
+
+    for gains, wanted in (
+        ({128, 256, 512}, (128, 512)), ({256}, (256, 256)), ({64, 128, 256, 512, 1024}, (64, 1024)), ({128, 512}, None),
+        (set(), None), ({64, 256}, (256, 256)),
+    ):  # fmt: skip
+        result = shared(gains)
+        if wanted is None:
+            assert result.sharing is None and result.streams_from == 150
+        else:
+            assert result.sharing == replace(rates, first=wanted[0], last=wanted[1])
+            assert result.streams_from == min(150, wanted[0])
+            assert f"up to {wanted[1]} but for the rarest" in str(result.choice("experts"))
 
 
 PROMPT, SHORT = [5, 9, 2] * 23, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -40,9 +40,9 @@ TORCH_US = 7.0
 FOUND_US = 5.9
 """The same for what a launch of Triton's takes before the driver, where it finds what was compiled
 (`kernels/triton_launch.py`): the larger of two that tests/test_triton_launch.py measured without a GPU."""
-PIECE_LAUNCHES = {"panels": (1, 16), "experts": (0, 25)}
+PIECE_LAUNCHES = {"panels": (2, 9), "experts": (3, 9)}
 """Triton's launches and torch's for a piece that streams, of panels of a dense matrix with its product, and of whole
-experts without theirs: what is sent, and becomes the GPU's order of bytes."""
+experts without theirs: what is sent, and becomes the GPU's order of bytes. Of types that a kernel makes of panels."""
 PRODUCT_LAUNCHES = (1, 4)
 """The same for a dense product with many tokens, of `PIECE` weights at most."""
 EXPERT_LAUNCHES = (4, 6)

@@ -8,8 +8,9 @@ What only a CPU has streams through two buffers where that is faster than comput
     GPU       the products of what it has, and of what arrives
 
 Products with a layer's own matrices are FP16 after a conversion, which reads and writes them; those of experts are FP16
-after one in registers, with the rows of all pairs narrowed for each piece. Experts lie in memory that is registered
-with the GPU, layers in RAM as a whole do not. States and convolutions are counted as their matrices alone.
+after one in registers. Experts lie in memory that is registered with the GPU, layers in RAM as a whole do not. Where
+that is faster the CPU computes some of a layer's experts while the others stream (`devices/sharing.py`). States and
+convolutions are counted as their matrices alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from powerinfer.config import AttentionConfig, AttentionKind
 from powerinfer.devices.stage import MOST_THREADS, PIECE
 from powerinfer.formats.quant import block_type
 from powerinfer.hardware import cards
+from powerinfer.hybrid.crossing import GAIN
 from powerinfer.kernels import gpu_types
 from powerinfer.models.inventory import Matrix
 from powerinfer.placement.plan import Plan
@@ -132,12 +134,17 @@ class _Chunk:
         """Blocks of tokens whose experts are summed at a time."""
         return -(-self.tokens // gpu_types.EXPERT_TOKENS)
 
-    def _passes(self, layer: int, pieces: float) -> float:
-        """Seconds in which a GPU narrows the hidden rows of all pairs, and adds to all tokens, for so many pieces."""
+    def _passes(self, layer: int, share: float, pieces: float) -> float:
+        """Seconds in which a GPU narrows the hidden rows of the pairs of that share of the experts, and adds them to
+        their tokens: of many blocks for each of so many pieces."""
         config = self.plan.request.model.config
         ffn = config.experts[layer]
-        row = ffn.router.top_k * ffn.size * (4 + 2) + 2 * 4 * config.d_model
-        return pieces * self.tokens * row / self._bandwidth
+        if self._blocks <= gpu_types.KEPT_BLOCKS:
+            added = min(1.0, pieces)
+        else:  # tokens of which a piece has an expert
+            added = pieces * (1 - (1 - share / max(1.0, pieces)) ** ffn.router.top_k)
+        row = share * ffn.router.top_k * ffn.size * (4 + 2) + added * 2 * 4 * config.d_model
+        return self.tokens * row / self._bandwidth
 
     def layer(self, layer: int) -> tuple[dict[str, float], float]:
         """Seconds of a layer by what takes them, of which the largest counts, and the bytes that stream."""
@@ -153,7 +160,7 @@ class _Chunk:
         hot = (claims.slots or model.n_experts)[layer] / model.n_experts[layer]
         beside = (*attention, *model.beside[layer])
         gpu, launched = flops + self._dense(beside), self._launched + self._multiplied(beside)
-        gpu += self._experts(layer, hot) + self._passes(layer, float(hot > 0))
+        gpu += self._experts(layer, hot) + self._passes(layer, hot, float(hot > 0))
         launched += self._host(assumptions.ORDER_LAUNCHES, self._blocks)
         launched += self._host(assumptions.EXPERT_LAUNCHES, self._blocks) if hot else 0.0
         cold = 1 - hot
@@ -161,17 +168,27 @@ class _Chunk:
             return {"GPU": gpu, "host": launched}, 0.0
         ffn, own = model.config.experts[layer], model.experts[layer]
         pairs = self.tokens * ffn.router.top_k * cold
-        computed = gpu + 2 * pairs * elements(own) / ffn.n_experts / self._cpu_flops
-        nbytes = cold * stored(own)
-        pieces = max(1.0, nbytes / max(1, self._staging))
-        host = launched + self._host(assumptions.PIECE_LAUNCHES["experts"], pieces)
-        host += self._host(assumptions.EXPERT_LAUNCHES, pieces * self._blocks)
-        streams = {
-            "GPU": gpu + self._experts(layer, cold) + self._passes(layer, pieces),
-            "host": host,
-            "bus": nbytes / (1e9 * plan.request.hardware.copy_gb_s),
-        }
-        return self._faster({"CPU": computed, "host": launched}, streams, nbytes, self._staging > 0)
+        computed = 2 * pairs * elements(own) / ffn.n_experts / self._cpu_flops
+
+        def streamed(share: float) -> dict[str, float]:
+            """With that share of the layer's experts streamed, while the CPU computes the other cold ones."""
+            nbytes = share * stored(own)
+            pieces = max(1.0, nbytes / max(1, self._staging))
+            host = launched + self._host(assumptions.PIECE_LAUNCHES["experts"], pieces)
+            host += self._host(assumptions.EXPERT_LAUNCHES, pieces * self._blocks)
+            streams = {
+                "GPU": gpu + self._experts(layer, share) + self._passes(layer, share, pieces),
+                "host": host,
+                "bus": nbytes / (1e9 * plan.request.hardware.copy_gb_s),
+            }
+            return streams | ({"CPU": (1 - share / cold) * computed} if share < cold else {})
+
+        alone = max(streamed(cold).values())
+        divided = streamed(cold * computed / (alone + computed))
+        if not self._staging or max(divided.values()) >= GAIN * min(alone, gpu + computed):
+            on_cpu = {"CPU": gpu + computed, "host": launched}
+            return self._faster(on_cpu, streamed(cold), cold * stored(own), self._staging > 0)
+        return divided, cold * computed / (alone + computed) * stored(own)
 
     @property
     def _launched(self) -> float:

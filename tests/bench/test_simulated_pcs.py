@@ -61,19 +61,21 @@ def test_prompts_stream_what_the_gpu_does_not_have(split: Plan) -> None:
     held = short.claims.slots
     assert split.request.chunk > 1024 and held is not None
     once = prompt(split, 1024)
-    assert once.streamed == pytest.approx(cold), "chunks are long where experts stream"
+    assert 0.5 * cold < once.streamed <= cold, "chunks are long where experts stream"
     kept = sum(
         (1 - held[layer] / n) * sum(one.stored for one in model.experts[layer])
         for layer, n in enumerate(model.n_experts)
     )
     made = prompt(short, 1024)
-    assert made.streamed == pytest.approx(2 * kept) and kept < cold
+    assert once.streamed < made.streamed < 2 * kept and kept < cold, "of short chunks the CPU takes more"
     assert sum(made.bound.values()) < made.seconds
     assert once.seconds < made.seconds
     assert prompt(short, 1024, 0.08).seconds > made.seconds
     slow = make_plan(estimate_request("qwen3-30b-a3b", "q4_0", machine("RTX 4060", bus=(3, 4))))
-    alone = prompt(slow, 1024)
-    assert alone.seconds > made.seconds and alone.bound.keys() == {"CPU"} and not alone.streamed, "the CPU is faster"
+    divided = prompt(slow, 1024)
+    assert divided.seconds > made.seconds and 0 < divided.streamed < 0.6 * made.streamed, "the CPU takes more of them"
+    alone = prompt(replace(slow, claims=slow.claims.without_buffers()), 1024)
+    assert alone.seconds > divided.seconds and alone.bound.keys() == {"CPU"} and not alone.streamed
     assert elements(model.experts[0]) == 3 * 128 * 768 * 2048
 
 

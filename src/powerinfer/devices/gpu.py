@@ -100,6 +100,15 @@ class OutputMatrix(NamedTuple):
 class StepObserver(Protocol):
     """An observer of steps, which changes between them what they read."""
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes on the device that it keeps."""
+        ...
+
+    def rehearse(self) -> None:
+        """Do once what it does beside a step."""
+        ...
+
     def end(self, tokens: int) -> None:
         """A step of that many tokens has ended, and its result is there."""
         ...
@@ -996,7 +1005,7 @@ class GpuLayers:
         the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others'.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
-        link = 0 if self.link is None else self.link.gpu_bytes
+        link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
         streams = 0 if self.streams is None else self.streams.nbytes
         parts["scratch"] = self.buffers.nbytes + link + streams + self._passed + self._recorded_bytes
         if self._cuda:
@@ -1037,6 +1046,8 @@ class GpuLayers:
         if self._cuda:
             self._passed = torch.cuda.max_memory_allocated(self.device) - allocated
             torch.cuda.empty_cache()
+        if self.observer is not None:
+            self._passed += self._rehearse_observer(self.observer)
         if self._recorder is None:
             return self._passed
         before, per_shape = self._memory_taken(), 0
@@ -1073,6 +1084,18 @@ class GpuLayers:
         streamed = [operator for layer in range(self.layers, len(self._layers)) for operator in self.streamed(layer)]
         if tokens > gpu.FEW and streamed:
             self.run_streamed(batch, x, streamed)
+
+    def _rehearse_observer(self, observer: StepObserver) -> int:
+        """Bytes of temporaries beside steps; 0 in emulation."""
+        cuda = import_torch().cuda
+        if self._cuda:
+            cuda.reset_peak_memory_stats(self.device)
+        with gpu_failures("exchanging experts", "give less --vram"), current(self.device):
+            observer.rehearse()
+            self._streams.finish()
+        if not self._cuda:
+            return 0
+        return int(cuda.max_memory_allocated(self.device)) - int(cuda.memory_allocated(self.device))
 
     def _memory_taken(self) -> tuple[int, int]:
         """Bytes of the device that torch has taken, and all others."""

@@ -10,27 +10,23 @@ two on the GPU on a separate stream, and is converted to the GPU's byte order an
 A buffer is reused only when its reader is done: the copy from a pinned one, the sum of one on the GPU. The CPU waits
 for nothing else, so it copies the next layer's first piece while the GPU still computes the last one.
 
-Memory that is registered with the GPU is read by it directly, and the CPU copies nothing: a copy reads and writes RAM
-before the GPU reads it, and two channels of RAM are then slower than the bus. Registering takes time at load, and some
-systems refuse it.
+Memory that is registered with the GPU (registered.py) is read by it directly, and the CPU copies nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
-import warnings
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
-from mmap import PAGESIZE
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.config import FfnConfig
+from powerinfer.devices.registered import RegisteredMemory, lines_bytes
+from powerinfer.devices.sharing import Sharing
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import MemoryShare
 from powerinfer.formats.bundle_file import n_groups
@@ -96,38 +92,15 @@ def expert_buffer(matrices: Sequence[int], experts: int) -> int:
     """Bytes of a buffer for whole experts of layers that have that number: half a layer at most. matrices: bytes of
     each of an expert's."""
     count = max(1, min(PIECE // sum(matrices), -(-experts // 2)))
-    size = _table_bytes(experts) + count * _lines(matrices)
+    size = lines_bytes([8 * experts]) + count * lines_bytes(matrices)
     return -(-size // _SEGMENT) * _SEGMENT if size >= _SEGMENT else size
-
-
-def _lines(matrices: Sequence[int]) -> int:
-    """Bytes of an expert whose matrices begin at lines."""
-    return sum(-(-one // LINE) * LINE for one in matrices)
-
-
-def _table_bytes(experts: int) -> int:
-    """Bytes of a table of each expert's place, and of the expert in each, int32, in whole lines."""
-    return -(-8 * experts // LINE) * LINE
-
-
-class _Registered(NamedTuple):
-    """Pages of `memory`, uint8 of the host, that the GPU reads by itself until `release` is called: so long the memory
-    is not freed."""
-
-    address: int
-    pages: Tensor
-    memory: Bytes
-    release: Callable[[], None]
-
-
-def _address(pages: _Registered) -> int:
-    return pages.address
 
 
 class Stage:
     """Two buffers in RAM and two on the GPU, for the layers in turn.
 
-    least: the number of tokens of a step from which on the GPU computes the cold neurons too; None: never.
+    least: the number of tokens of a step from which on the GPU computes the cold neurons too; None: never. sharing:
+    of experts, the CPU's part in such steps; None: it has none.
     """
 
     def __init__(self, to: device, nbytes: int) -> None:
@@ -135,6 +108,8 @@ class Stage:
         import torch
 
         self.least: int | None = None
+        self.sharing: Sharing | None = None
+        self._beside = ThreadPoolExecutor(1)
         self._to = to
         self._size = nbytes
         self._streams = streams_of(to)
@@ -151,8 +126,7 @@ class Stage:
         self._copied, self._summed = ([self._streams.event() for _ in range(BUFFERS)] for _ in range(2))
         for event in self._summed:  # earlier contents of this memory may still be read
             event.record(self._streams.current())
-        self._registered: list[_Registered] = []  # by address
-        self._refused = False
+        self.registered = RegisteredMemory(self._streams)
         self._threads = min(MOST_THREADS, usable_cores()[0])
         self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
 
@@ -168,7 +142,7 @@ class Stage:
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
         """The number of experts that a buffer holds beside the table of their places; arguments as of
         `expert_buffer`."""
-        return (self._size - _table_bytes(experts)) // _lines(matrices)
+        return (self._size - lines_bytes([8 * experts])) // lines_bytes(matrices)
 
     def panels_at_once(self, kind: str, k: int, nbytes: int) -> int:
         """The number of panels of k columns, of `nbytes` each, that a buffer holds as they are and converted; at least
@@ -188,11 +162,16 @@ class Stage:
         """Free the buffers and end the threads that copy; no step follows. May be called twice. Warns of memory that
         stays registered."""
         self.least = None
-        self._unregister_all()
+        self.registered.close()
         self._host, self._on_device = [], []
         self._share.end()
+        self._beside.shutdown()
         if self._pool is not None:
             self._pool.shutdown()
+
+    def run_beside(self, compute: Callable[[], object]) -> Future[object]:
+        """Let the CPU compute beside what streams; its result is to be waited for before the step ends."""
+        return self._beside.submit(compute)
 
     def takes(self, tokens: int) -> bool:
         """Whether a step of that number of tokens is long enough; those of up to `gpu.FEW` are recorded, and replayed
@@ -235,13 +214,9 @@ class Stage:
         """Arrays, one after another in a buffer on the GPU, each at a line: their bytes there, within the context."""
         slot, self._turn = self._turn, (self._turn + 1) % BUFFERS
         self._copied[slot].synchronize()
-        at, places = 0, []
-        for part in parts:
-            size = 0 if part is None else part.nbytes
-            places.append(slice(at, at + size))
-            at += -(-size // LINE) * LINE
-        pinned, sent = self._host[slot], self._on_device[slot][:at]
-        runs = self._runs(pinned, at, places, parts)
+        places, runs, copied = self.registered.arranged(parts, self._host[slot])
+        self._copy(copied)
+        sent = self._on_device[slot]
         main = self._streams.current()
         self._side.wait_event(self._summed[slot])
         with self._streams.on(self._side):
@@ -254,93 +229,26 @@ class Stage:
         finally:
             self._summed[slot].record(main)
 
-    def register(self, memory: Bytes) -> None:
-        """Let the GPU read memory by itself that passes through the buffers, and stays where it is until `close`: its
-        whole pages; memory that is registered stays so. Where a system refuses that, it is copied into pinned buffers
-        first, as everything else is."""
-        import torch
-
-        begin, end = -(-memory.ctypes.data // PAGESIZE), (memory.ctypes.data + memory.nbytes) // PAGESIZE
-        address, nbytes = begin * PAGESIZE, (end - begin) * PAGESIZE
-        if nbytes < _LEAST_SHARE or self._refused or any(one.memory is memory for one in self._registered):
-            return
-        release = self._streams.register(address, nbytes)
-        if release is None:
-            self._refused = True
-            return
-        pages = (ctypes.c_uint8 * nbytes).from_address(address)
-        tensor = torch.from_numpy(np.ctypeslib.as_array(pages))
-        insort(self._registered, _Registered(address, tensor, memory, release), key=_address)
+    def settle(self) -> None:
+        """Let the GPU read by itself what passes through the buffers, if steps stream, which is known now; else let go
+        of what was registered to measure that."""
+        self.registered.unregister() if self.least is None else self.registered.register()
 
     def finish(self) -> None:
-        """Wait for copies, before registered memory is written to. RuntimeError if the device fails."""
+        """Wait for copies, before memory that passes through the buffers is written to. RuntimeError if the device
+        fails."""
         self._streams.finish()
 
-    def release(self, memory: Bytes) -> None:
-        """Let memory be freed, or used for something else, that was registered; once no step runs. RuntimeError if the
-        device fails."""
-        self._streams.finish()
-        for one in [one for one in self._registered if one.memory is memory]:
-            one.release()
-            self._registered.remove(one)
-
-    def _unregister_all(self) -> None:
-        if not self._registered:
-            return
-        # Copies end, and CUDA gets to know this thread, which may never have run a step.
-        with suppress(RuntimeError):  # of a device that has failed
-            self._streams.finish()
-        failures = list[RuntimeError]()
-        for one in self._registered:
-            try:
-                one.release()
-            except RuntimeError as error:
-                failures.append(error)
-        self._registered.clear()
-        if failures:
-            warnings.warn(str(failures[0]), RuntimeWarning, stacklevel=3)
-
-    def _read_by_gpu(self, part: Bytes) -> tuple[int, Tensor | None]:
-        """The bytes of a part that the GPU reads by itself, and where they begin in it."""
-        first = part.ctypes.data
-        number = bisect_left(self._registered, first + part.nbytes, key=_address) - 1
-        if number < 0:
-            return 0, None
-        address, pages, *_ = self._registered[number]
-        begin, end = max(first, address), min(first + part.nbytes, address + len(pages))
-        return (begin - first, pages[begin - address : end - address]) if begin < end else (0, None)
-
-    def _runs(
-        self, pinned: Tensor, nbytes: int, places: Sequence[slice], parts: Sequence[NDArray[Any] | None]
-    ) -> list[tuple[int, Tensor]]:
-        """Bytes of the host, each with its place in a buffer of that size, that make it those of the parts: registered
-        ones, and between them what is copied to the pinned buffer now."""
-        runs: list[tuple[int, Tensor]] = []
-        host, staged = pinned.numpy(), 0
-        outs, copied = list[Bytes](), list[Bytes]()
-        for place, part in zip(places, parts, strict=True):
-            if part is None:
-                continue
-            data = part.view(np.uint8)
-            begin, direct = self._read_by_gpu(data)
-            end = begin if direct is None else begin + len(direct)
-            if direct is not None:
-                runs += [(staged, pinned[staged : place.start + begin]), (place.start + begin, direct)]
-                staged = place.start + end
-            for span in (slice(0, begin), slice(end, len(data))):
-                outs.append(host[place][span])
-                copied.append(data[span])
-        self._copy(outs, copied)
-        return [run for run in [*runs, (staged, pinned[staged:nbytes])] if len(run[1])]
-
-    def _copy(self, outs: Sequence[Bytes], parts: Sequence[Bytes]) -> None:
-        """Copy each part, the bytes of all shared out among the threads: numpy copies without Python's lock."""
+    def _copy(self, copied: Sequence[tuple[Bytes, Bytes]]) -> None:
+        """Copy each part, (to, from), the bytes of all shared out among the threads: numpy copies without Python's
+        lock."""
 
         def copy(share: Sequence[Span]) -> None:
             for number, begin, end in share:
-                np.copyto(outs[number][begin:end], parts[number][begin:end])
+                to, part = copied[number]
+                np.copyto(to[begin:end], part[begin:end])
 
-        sizes = [len(part) for part in parts]
+        sizes = [len(part) for _, part in copied]
         first, *further = shared_out(sizes, min(self._threads, max(1, sum(sizes) // _LEAST_SHARE)))
         copying = [] if self._pool is None else [self._pool.submit(copy, share) for share in further]
         copy(first)

@@ -95,7 +95,7 @@ class _StreamedNeurons:
         counts = np.zeros(len(groups), np.int32)
         counts[:full] = BUNDLE_GROUP
         index = np.arange(config.size, dtype=np.int32)
-        stage.register(groups.reshape(-1))
+        stage.registered.note(groups.reshape(-1))
         self._parts = [SomeBundles(index[: full * BUNDLE_GROUP], counts, groups[:full].reshape(1, -1))]
         if config.size % BUNDLE_GROUP:  # of the last group, which has fewer, a copy without gaps
             self._parts.append(gather(layout, groups, index[full * BUNDLE_GROUP :]))
@@ -321,7 +321,7 @@ class StreamedLayers:
         for matrix in matrices:
             native, panels = matrix.cpu, matrix.cpu.panels
             assert panels is not None, "a matrix on disk does not stream"
-            self.stage.register(panels.reshape(-1))
+            self.stage.registered.note(panels.reshape(-1))
             rows = native.rows if matrix.rows_kept is None else len(matrix.rows_kept)
             streaming.append(PanelMatrix(self.stage, native.type, rows, native.k, panels, matrix.rows_kept))
         return streaming

@@ -12,8 +12,11 @@ behind it on: a replay reads tables that change only between steps, and which ex
 depend on how long a copy takes. For that the step behind waits until the copies have ended. What has no slot the CPU
 computes.
 
-One thread reads experts from the model's file, splits their codes from their scales, and copies them from memory that
-is not pinned: slower than the link, and under Python's lock for much of it.
+One thread gives them to a stream of their own, beside that of the steps. They are sent from the CPU's panels, which the
+GPU reads by itself where the driver registers them (devices/registered.py), through a buffer of one expert on the GPU.
+Where experts are not in panels, or the GPU has other bits of them (types that it lacks, neurons told apart, experts on
+disk), that thread reads them from the model's file, splits codes from scales, and copies from memory that is not
+pinned: slower than the link, and under Python's lock for much of it.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.devices.registered import RegisteredMemory
 from powerinfer.devices.streams import Event, Stream, Streams, streams_of
 from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.errors import ChangedError, GpuMemoryError, ModelError, PowerInferError
@@ -36,12 +40,33 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from powerinfer.devices.stage import Stage
+
 COPIED_BYTES = 32 << 20
-"""Bytes that are copied for a step, at most, but at least an expert. A thread that copies 2 to 4 GB/s, by estimate, has
-them in 8 to 16 ms: the step behind waits for what is left of that."""
+"""Bytes that are copied for a step, at most, but at least an expert: the CPU reads its own beside them."""
+
+BESIDE = 0.5
+"""Share of a step within which its copies end, by the rates: the step behind waits for what is left of them."""
+
+FILE_RATE = 2e9
+"""Bytes a second of experts from the file, by estimate."""
 
 _LINE = 32
 """Numbers of a table begin at a multiple of these: each at a line of memory."""
+
+
+Send = Callable[[Sequence[NDArray[Any]]], Sequence[Any]]
+"""Sends arrays to the device: their bytes there, uint8 tensors, until it is called again."""
+
+
+class Pace(NamedTuple):
+    """The time for copies. seconds: of a step, as it is planned; rate: bytes a second of the link."""
+
+    seconds: float
+    rate: float
+
+
+UNKNOWN = Pace(np.inf, np.inf)
 
 
 class Exchanging(Protocol):
@@ -61,8 +86,13 @@ class Exchanging(Protocol):
         """The slot has no expert any more; not while a step runs."""
         ...
 
-    def write(self, slot: int, expert: int) -> None:
-        """Copy an expert into a slot that has none, with this thread's stream."""
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of an expert that is sent from panels; 0: it is read from the file."""
+        ...
+
+    def write(self, slot: int, expert: int, send: Send) -> None:
+        """Copy an expert into a slot that no step reads, with this thread's stream."""
         ...
 
     def occupy(self, slot: int, expert: int) -> None:
@@ -78,6 +108,32 @@ class _Copies(NamedTuple):
     thread: Future[None]
 
 
+class _Sender:
+    """Sends experts, one at a time, through a buffer on the device and one of pinned memory, with a stream."""
+
+    def __init__(self, streams: Streams, registered: RegisteredMemory, device: torch.device, nbytes: int) -> None:
+        """nbytes: of the largest."""
+        import torch
+
+        self._streams, self._registered = streams, registered
+        self._pinned = streams.pinned(nbytes, torch.uint8)
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._read = streams.event(sleeps=True)  # the pinned buffer was
+
+    def send(self, parts: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Send arrays as `Send` says, behind all that the current stream has."""
+        places, runs, copied = self._registered.arranged(parts, self._pinned)
+        if copied:
+            self._read.synchronize()
+        for to, part in copied:
+            np.copyto(to, part)
+        for begin, source in runs:
+            self._buffer[begin : begin + len(source)].copy_(source, non_blocking=True)
+        if copied:
+            self._read.record(self._streams.current())
+        return [self._buffer[place] for place in places]
+
+
 class Copier:
     """Exchanges experts as a policy says; `GpuLayers` tells it when steps end.
 
@@ -86,9 +142,14 @@ class Copier:
     failure is raised, as others are.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, pace: Pace = UNKNOWN) -> None:
         self.policy = policy
         self.on = True
+        self.registered: RegisteredMemory | None = None  # the stage's, or of its own
+        self._shares_memory = False
+        self._pace = pace
+        self._device: torch.device | None = None
+        self._sender: _Sender | None = None
         self.tell: Callable[[PowerInferError], None] | None = None
         self._ffns: dict[int, Exchanging] = {}
         self._limit = 0
@@ -99,18 +160,32 @@ class Copier:
         self._streams: Streams | None = None
         self._side: Stream | None = None
 
-    def table(self, layer: int, device: torch.device) -> tuple[Tensor, NDArray[np.int32]]:
+    def use(self, device: torch.device, stage: Stage | None) -> None:
+        """Exchange experts on a device. stage: what streams to it passes through that, so both read the same memory."""
+        if self._streams is None:
+            self._device, self._streams = device, streams_of(device)
+            self._side, self._shares_memory = self._streams.stream(), stage is not None
+            self.registered = RegisteredMemory(self._streams) if stage is None else stage.registered
+
+    def start(self) -> None:
+        """Begin to exchange experts: what is sent is registered now."""
+        assert self.registered is not None
+        self.on = True
+        if any(ffn.sent_bytes for ffn in self._ffns.values()):
+            self.registered.register()
+
+    def table(self, layer: int) -> tuple[Tensor, NDArray[np.int32]]:
         """The slot of each expert of a layer, int32 [experts]: as the device reads it, and as the host writes it."""
         import torch
 
         if self._tables is None:
-            self._streams, at = streams_of(device), 0
-            self._side = self._streams.stream()
+            assert self._streams is not None
+            at = 0
             for number, experts in self.policy.sizes.items():
                 self._places[number] = slice(at, at + experts)
                 at += -(-experts // _LINE) * _LINE
             host = self._streams.pinned(at, torch.int32)
-            self._tables = torch.zeros(at, dtype=torch.int32, device=device), host
+            self._tables = torch.zeros(at, dtype=torch.int32, device=self._device), host
         on_device, host = self._tables
         place = self._places[layer]
         return on_device[place], host[place].numpy()
@@ -118,8 +193,29 @@ class Copier:
     def add(self, ffn: Exchanging) -> None:
         """Exchange experts of a layer, too; its slots have those of the policy."""
         self._ffns[ffn.layer] = ffn
-        self._limit = max(1, COPIED_BYTES // max(one.expert_bytes for one in self._ffns.values()))
+        ffns = self._ffns.values()
+        rate = self._pace.rate if all(one.sent_bytes for one in ffns) else min(self._pace.rate, FILE_RATE)
+        copied = min(COPIED_BYTES, BESIDE * self._pace.seconds * rate)
+        self._limit = max(1, int(copied / max(1, *(one.expert_bytes for one in ffns))))
         self.policy.watch(ffn.layer, ffn.tally)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes on the device beside the experts."""
+        return max((ffn.sent_bytes for ffn in self._ffns.values()), default=0)
+
+    def _send(self, parts: Sequence[NDArray[Any]]) -> Sequence[Tensor]:
+        if self._sender is None:
+            assert self._streams is not None and self.registered is not None and self._device is not None
+            self._sender = _Sender(self._streams, self.registered, self._device, self.gpu_bytes)
+        return self._sender.send(parts)
+
+    def rehearse(self) -> None:
+        """Copy an expert of each layer to where it is: what copies take beside a step has its memory then, and kernels
+        are compiled. No step runs."""
+        swaps = [(layer, 0, ffn.in_slot[0]) for layer, ffn in self._ffns.items() if ffn.in_slot[0] >= 0]
+        self._begin(swaps)
+        self.settle()
 
     # ---------------------------------------------------------------- between steps
 
@@ -174,7 +270,7 @@ class Copier:
             with streams.active(), streams.on(side):
                 try:
                     for layer, slot, expert in swaps:
-                        ffns[layer].write(slot, expert)
+                        ffns[layer].write(slot, expert, self._send)
                         written.append((layer, slot, expert))
                 finally:
                     done.record(side)
@@ -223,5 +319,7 @@ class Copier:
             with suppress(RuntimeError):  # of a device that has failed
                 self._streams.finish()
         self._pool.shutdown()
-        self._copying = self._tables = None
+        if self.registered is not None and not self._shares_memory:
+            self.registered.close()
+        self._copying = self._tables = self._sender = None
         self._ffns.clear()

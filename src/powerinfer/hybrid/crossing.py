@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice
+from powerinfer.devices.sharing import Sharing, cpu_rates
 from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current
 from powerinfer.formats.json_file import Between
@@ -50,16 +51,30 @@ Seconds = Callable[[int, bool], float]
 class Crossing:
     """least: the number of tokens from which on streaming is faster, None: never.
 
-    tried: (tokens, seconds of a layer with the CPU, streamed).
+    tried: (tokens, seconds of a layer with the CPU, streamed). sharing: of experts, where that is faster than either;
+    shared: (tokens, seconds so).
     """
 
     least: Annotated[int, Between(FEW + 1, 1 << 40)] | None
     tried: tuple[tuple[int, float, float], ...]
+    sharing: Sharing | None = None
+    shared: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def streams_from(self) -> int | None:
+        """The number of tokens from which on experts, or neurons, stream, all of them or some."""
+        numbers = [self.least, None if self.sharing is None else self.sharing.first]
+        return min((number for number in numbers if number is not None), default=None)
 
     def choice(self, cold: str) -> Choice[str]:
         """The choice of a device for long prompts, with its reason. cold: what is in RAM, for people."""
         times = ", ".join(f"{tokens}: {1e3 * cpu:.3g} and {1e3 * gpu:.3g} ms" for tokens, cpu, gpu in self.tried)
-        value = f"the CPU computes {cold}" if self.least is None else f"{cold} stream from {self.least} tokens"
+        least, sharing = self.streams_from, self.sharing
+        value = f"the CPU computes {cold}" if least is None else f"{cold} stream from {least} tokens"
+        if sharing is not None:
+            value += f", up to {sharing.last} but for the rarest, which the CPU computes meanwhile"
+        if self.shared:
+            times += "; divided, " + ", ".join(f"{tokens}: {1e3 * taken:.3g} ms" for tokens, taken in self.shared)
         return Choice(value, f"a layer with the CPU and streamed, by tokens: {times}")
 
 
@@ -77,6 +92,28 @@ def find(sizes: Sequence[int], seconds: Seconds) -> Crossing:
             share = won[0] / (won[0] - won[1]) if len(tried) > 1 else 0.0
             return Crossing(max(FEW + 1, before + math.ceil(share * (tokens - before))), tuple(tried))
     return Crossing(None, tuple(tried))
+
+
+def find_sharing(crossing: Crossing, sizes: Sequence[int], trial: Sharing, shared: Seconds) -> Crossing:
+    """The crossing with the division of experts between CPU and link, if that is faster than either where they take
+    about as long: from the first size on, of those tried, up to the last of `sizes`, ascending, for which it is.
+
+    trial: the rates; shared: seconds of a step of so many tokens, divided, or else streamed.
+    """
+    first, last, times = None, 0, list[tuple[int, float]]()
+    for tokens, cpu, streamed in reversed(crossing.tried):
+        times.insert(0, (tokens, shared(tokens, True)))
+        if times[0][1] >= GAIN * min(cpu, streamed):
+            break
+        first, last = tokens, last or tokens
+    for tokens in sizes if first is not None else ():
+        if tokens > last:
+            times.append((tokens, shared(tokens, True)))
+            if times[-1][1] >= GAIN * shared(tokens, False):
+                break
+            last = tokens
+    sharing = None if first is None else replace(trial, first=max(FEW + 1, first), last=last)
+    return replace(crossing, sharing=sharing, shared=tuple(times))
 
 
 def settle(
@@ -120,7 +157,7 @@ def _settle(
     if outcome is None:
         executor.choices.prefill = Choice(f"the CPU computes {cold}", "--no-trial: nothing was measured")
         return
-    stage.least = outcome.result.least
+    stage.least, stage.sharing = outcome.result.streams_from, outcome.result.sharing
     executor.choices.prefill = outcome.result.choice(cold).add(f", {outcome.origin}")
 
 
@@ -135,8 +172,10 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms],
         inputs = _inputs(executor, ffn, sample)
         operators = [*ffn.ahead(), *ffn.begin(), *ffn.finish()]
 
-        def seconds(tokens: int, streamed: bool) -> float:
-            stage.least = 0 if streamed else None
+        loads = dict[int, tuple[int, int] | None]()
+
+        def seconds(tokens: int, streamed: bool, sharing: Sharing | None = None) -> float:
+            stage.least, stage.sharing = 0 if streamed else None, sharing
             assert executor.gpu.link is not None
             rows = torch.arange(tokens, device=device) % len(inputs[0])
             x, read = inputs[0][rows], executor.gpu.link.read(tokens)
@@ -151,13 +190,36 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms],
             begin = finished(device)
             for _ in range(_CALLS):
                 run()
-            return (finished(device) - begin) / _CALLS
+            step_seconds = (finished(device) - begin) / _CALLS
+            if not streamed:
+                loads[tokens] = ffn.cold_load(tokens)
+            return step_seconds
 
-        sizes = [size for size in SIZES if size < executor.max_tokens]
+        sizes = [*(size for size in SIZES if size < executor.max_tokens), executor.max_tokens]
+        stage.registered.active = True
         try:
-            return find([*sizes, executor.max_tokens], seconds)
+            crossing = find(sizes, seconds)
+            rates = _rates(crossing, loads, len(ffn.cold))
+            if rates is None:
+                return crossing
+            return find_sharing(crossing, sizes, rates, lambda tokens, on: seconds(tokens, True, rates if on else None))
         finally:
-            stage.least = None
+            stage.least = stage.sharing = None
+            stage.registered.active = False
+
+
+def _rates(crossing: Crossing, loads: Mapping[int, tuple[int, int] | None], cold: int) -> Sharing | None:
+    """Rates of the link and the CPU by the last two sizes that were tried, for any number of tokens; None: the CPU has
+    no part in what streams, or there is one size. loads: of each size, as of `HybridTerms.cold_load`; cold: experts."""
+    if len(crossing.tried) < 2 or cold < 2:
+        return None
+    steps = []
+    for tokens, cpu, _ in crossing.tried[-2:]:
+        load = loads[tokens]
+        if load is None:
+            return None
+        steps.append((cpu, *load))
+    return Sharing(FEW + 1, 1 << 40, crossing.tried[-1][2] / cold, *cpu_rates(*steps))
 
 
 def measured_layers(executor: SplitExecutor) -> Crossing:
@@ -187,8 +249,12 @@ def measured_layers(executor: SplitExecutor) -> Crossing:
         run()
         return run()
 
-    most = min(executor.max_tokens, executor.n_pages * executor.page_size)
-    return find([*(size for size in SIZES if size < most), most], seconds)
+    most, registered = min(executor.max_tokens, executor.n_pages * executor.page_size), streamed.stage.registered
+    registered.active = True
+    try:
+        return find([*(size for size in SIZES if size < most), most], seconds)
+    finally:
+        registered.active = False
 
 
 def _inputs(executor: SplitExecutor, ffn: HybridTerms, sample: Sequence[int]) -> tuple[Tensor, Tensor]:

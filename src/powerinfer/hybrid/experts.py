@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +36,15 @@ from powerinfer.devices.cpu import CpuExecutor, ExpertSum
 from powerinfer.devices.cpu_experts import shared_place
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.devices.link import EXPERT_BYTES
-from powerinfer.devices.stage import Stage
+from powerinfer.devices.registered import lines_bytes
+from powerinfer.devices.stage import BUFFERS, Stage
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import span
 from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
-from powerinfer.hybrid.copier import Copier
+from powerinfer.hybrid.copier import Copier, Send
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
@@ -68,7 +70,7 @@ class HybridExperts(HybridTerms):
     _freed = (
         "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
         "_slots", "_table", "_biases",
-        "_tensors", "_disk", "_inner", "_predictors", "_shared_part",
+        "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
     )  # fmt: skip
 
     def __init__(
@@ -84,8 +86,10 @@ class HybridExperts(HybridTerms):
         self._inside = split.inside.get(layer)  # int32 [experts, some]
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
+            copier.use(layers.device, split.stage)
             hot = copier.policy.resident(layer).copy()
         self._swapped, self._suspended, self._hot_whole = True, False, split.hot_whole
+        self._beside: Future[object] | None = None  # what the CPU computes beside what streams
         # For calls: of each expert its place on the CPU, -1 where it is on the GPU; what tokens of steps of few tokens
         # select, as of `calls`, which only grows, and what of it was collected.
         self._call_places = np.full(config.n_experts, -1, np.int32)
@@ -109,7 +113,7 @@ class HybridExperts(HybridTerms):
             )
         if self._tensors is None:
             self.stage = None
-        self._register()
+        self._sent_panels = self._note_panels()
         self.clear()
         if copier is not None:
             copier.add(self)
@@ -199,7 +203,7 @@ class HybridExperts(HybridTerms):
         if self._copier is None:
             self._slots = torch.arange(n, dtype=torch.int32, device=device)
         else:
-            self._slots, self._table = self._copier.table(self.layer, device)
+            self._slots, self._table = self._copier.table(self.layer)
         self._publish()
         return views
 
@@ -338,8 +342,20 @@ class HybridExperts(HybridTerms):
         if expert >= 0:
             self._move(expert, -1)
 
-    def write(self, slot: int, expert: int) -> None:
+    @property
+    def sent_bytes(self) -> int:
+        if not self._sent_panels:
+            return 0
+        matrices = [one.data.shape[1] for one in self._sent_panels]
+        return lines_bytes([*matrices, *(4 * bias.shape[1] for bias in self._biases if bias is not None)])
+
+    def write(self, slot: int, expert: int, send: Send) -> None:
         assert self._gpu_part is not None
+        if self._sent_panels:
+            matrices = [one.data[self._place_of[expert]] for one in self._sent_panels]
+            biases = [bias[expert].astype(np.float32) for bias in self._biases if bias is not None]
+            gpu_experts.put_panels(self._gpu_part, slot, self._sent_panels, send([*matrices, *biases]))
+            return
         predictor = None if self._gpu_part.predictor is None else self._predictor()
         outer = None if predictor is None else predictor[2].matrix(expert)
         gpu_experts.replace(self._gpu_part, slot, self._stored(expert), expert, self._biases, outer)
@@ -428,7 +444,7 @@ class HybridExperts(HybridTerms):
         step.hidden = gpu.hide(self._inner, step.x) if few else None
 
     def _send(self, step: Step) -> None:
-        if (self._latents is None and not self._predicted) or self._streams(step):
+        if (self._latents is None and not self._predicted) or not self._cpu_has_part(step):
             super()._send(step)
             return
         assert step.read is not None
@@ -439,11 +455,11 @@ class HybridExperts(HybridTerms):
             self._link.send_experts(len(step.x), self.top_k)
 
     def _send_experts(self, step: Step) -> None:
-        if not self._streams(step):
+        if self._cpu_has_part(step):
             self._link.send_experts(len(step.x), self.top_k)
 
     def _mark_experts(self, step: Step) -> None:
-        if not self._streams(step):
+        if self._cpu_has_part(step):
             self._link.mark_experts()
 
     def _sent_bytes(self, tokens: int) -> int:
@@ -486,9 +502,8 @@ class HybridExperts(HybridTerms):
             part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, hidden=hidden)
             step.add_part(behind(part))
 
-    def _add_some(self, step: Step, parts: Iterable[tuple[Experts, Tensor, Tensor]]) -> None:
-        """Add the sums of some experts of a long step after others: each with the slots of all of the layer's, and the
-        expert of each slot."""
+    def _add_some(self, step: Step, parts: Iterable[gpu_experts.Part]) -> None:
+        """Add the sums of some experts of a long step after others."""
         import torch
 
         assert step.read is not None
@@ -497,9 +512,7 @@ class HybridExperts(HybridTerms):
             selected = self._link.experts(len(step.x), self.top_k)
             step.routed = gpu_experts.Routed(x, *selected, self.config.n_experts)
         target = step.target if self._latents is None else torch.zeros_like(step.routed.x)
-        for part, slots, members in parts:
-            gpu_experts.add_some(part, step.routed, slots, members, target)
-            del part  # the next one reuses its memory
+        gpu_experts.add_some(parts, step.routed, target)
         if self._latents is None:
             step.normed = None
         else:
@@ -578,8 +591,12 @@ class HybridExperts(HybridTerms):
         self._count_steps(tokens, 1, job)
 
     def _add_cold(self, step: Step) -> None:
-        if self._latents is None or self._streams(step):
-            super()._add_cold(step)
+        beside, self._beside = self._beside, None
+        if beside is None and self._streams(step):
+            step.normed = None
+        elif self._latents is None:
+            self._link.add_back(step.target)
+            step.normed = None
         else:
             step.add_part(self._latents[1](self._link.sums(len(step.x), self.config.latents)))
 
@@ -587,15 +604,60 @@ class HybridExperts(HybridTerms):
         """The places of experts on the CPU; -1 for those on the GPU."""
         return np.where(self._slot[experts] < 0, self._place_of[experts], np.int32(-1))
 
+    def _shares(self, step: Step) -> bool:
+        """Whether the CPU takes some of the experts that stream."""
+        sharing = None if self.stage is None else self.stage.sharing
+        return sharing is not None and sharing.takes(len(step.x)) and not self._layers.rehearses
+
+    def _cpu_has_part(self, step: Step) -> bool:
+        return super()._cpu_has_part(step) or self._shares(step)
+
     def _stream_cold(self, step: Step) -> None:
         self._check_files()
-        self._add_some(step, self._sent_experts())
+        self._beside = None
+        try:
+            self._add_some(step, self._sent_experts(step))
+        finally:
+            self._wait_beside()
 
-    def _register(self) -> None:
-        """Let the GPU read what streams by itself."""
-        if self.stage is not None:
-            for matrix in self._panels() or ():
-                self.stage.register(matrix.data.reshape(-1))
+    def _wait_beside(self) -> None:
+        """Wait for what the CPU computes beside what streams."""
+        if self._beside is not None:
+            self._beside.result()
+
+    def _divide(self, step: Step, rest: Indices, streamed: int) -> Indices:
+        """Let the CPU compute some of the experts of a step that shares them; the others. streamed: how many stream
+        before these."""
+        assert self.stage is not None and self.stage.sharing is not None and self._cpu_part is not None
+        cpu, tokens = self._cpu_part, len(step.x)
+        x, experts, weights, out = self._link.received_experts(tokens, self.top_k, self.config.latents)
+        self._wait()
+        counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)
+        chosen = self.stage.sharing.choose(counts[rest], streamed)
+        places = np.full(self.config.n_experts, -1, np.int32)
+        places[rest[chosen]] = self._place_of[rest[chosen]]
+        self._sums.update(shared=int(counts[self.cold].sum()), beside=int(counts[rest[chosen]].sum()))
+        if counts[rest[chosen]].any():
+            self._beside = self.stage.run_beside(lambda: cpu.sum(x, places[experts], weights, out))
+        return np.delete(rest, chosen)
+
+    def cold_load(self, tokens: int) -> tuple[int, int]:
+        _, experts, _, _ = self._link.received_experts(tokens, self.top_k, self.config.latents)
+        counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)[self.cold]
+        return int((counts > 0).sum()), int(counts.sum())
+
+    def _note_panels(self) -> Sequence[ExpertPanels]:
+        """Note what streams, for the GPU to read it by itself. Returns panels that a policy's experts are sent from:
+        none where the GPU has other bits of the file."""
+        panels, part = self._panels() or (), self._gpu_part
+        registered = None if self._copier is None else self._copier.registered
+        registered = registered if self.stage is None else self.stage.registered
+        if registered is not None:
+            for matrix in panels:
+                registered.note(matrix.data.reshape(-1))
+        if self._copier is None or part is None or self._tensors is None or not panels:
+            return ()
+        return panels if gpu_experts.takes_panels(part, self._tensors, panels) else ()
 
     def _panels(self) -> list[ExpertPanels] | None:
         """The CPU's matrices, if they stream as they are: not with rows beside those of the file."""
@@ -604,8 +666,19 @@ class HybridExperts(HybridTerms):
         panels, rows = self._cpu_part.panels(), [tensor.shape[1] for tensor in self._tensors]
         return None if panels is None or [one.rows for one in panels] != rows else panels
 
-    def _sent_experts(self) -> Iterator[tuple[Experts, Tensor, Tensor]]:
-        """Experts of the CPU on the GPU, some at a time, until the next ones are asked for; as of `_add_some`."""
+    def _pieces(self, step: Step, count: int) -> Iterator[Indices]:
+        """The cold experts that stream, so many at a time, as they lie in memory. Where the CPU takes some of them, the
+        buffers are filled before the host waits for the selection."""
+        cold = self.cold[np.argsort(self._place_of[self.cold])]
+        if self._layers.rehearses:  # one piece takes as much memory as all
+            cold = cold[:count]
+        first = BUFFERS * count if self._shares(step) else len(cold)
+        yield from _pieces_of(cold[:first], count)
+        if len(cold) > first:
+            yield from _pieces_of(self._divide(step, cold[first:], first), count)
+
+    def _sent_experts(self, step: Step) -> Iterator[gpu_experts.Part]:
+        """Experts of the CPU on the GPU, some at a time, until the next ones are asked for."""
         import torch
 
         assert self.stage is not None and self._tensors is not None
@@ -618,10 +691,7 @@ class HybridExperts(HybridTerms):
         if not count:
             panels = None
             count = self.stage.experts_at_once([tensor.matrix(0).nbytes for tensor in self._tensors], n)
-        cold = self.cold[np.argsort(self._place_of[self.cold])]  # as they lie in memory
-        most = count if self._layers.rehearses else len(self.cold)  # one piece takes as much memory as all
-        for first in range(0, min(most, len(cold)), count):
-            piece = cold[first : first + count]
+        for piece in self._pieces(step, count):
             table = np.full(2 * n, -1, np.int32)  # the slot of each expert, and the expert of each slot
             table[piece], table[n : n + len(piece)] = np.arange(len(piece)), piece
             parts = [np.asarray(table.view(np.uint8))]
@@ -665,7 +735,8 @@ class HybridExperts(HybridTerms):
         self.recent_tokens += tokens
 
     def collect(self) -> Counter[str]:
-        """Sums as of `HybridTerms`, and copied: experts copied to the GPU beside steps."""
+        """Sums as of `HybridTerms`, and copied: experts copied to the GPU beside steps; of steps whose cold experts
+        stream but for some, shared: selections of cold ones, and beside: of those that the CPU took."""
         tokens = steps = jobs = 0
         for each, calls, had, *_ in self._taken_calls():
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had
@@ -711,6 +782,11 @@ def is_mapped(tensor: RawTensor) -> bool:
     while isinstance(data, np.ndarray):
         data = data.base
     return data is not None
+
+
+def _pieces_of(experts: Indices, count: int) -> Iterator[Indices]:
+    """Some experts at a time, `count` at most."""
+    return (experts[first : first + count] for first in range(0, len(experts), count))
 
 
 def _runs(panels: Bytes, places: Indices) -> list[Bytes]:
@@ -793,7 +869,8 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
         """Report as `SplitSparsity` does. gpu_share: None of a layer without cold experts, of divided ones that of
         their neurons; active_fraction: of the neurons that the CPU has, None where all are computed;
         candidate_fraction, recall: of a predictor among these, on sampled steps; policy: decides which experts the GPU
-        has; copied: experts copied there beside steps."""
+        has; copied: experts copied there beside steps; beside: of the selections of cold experts in prompts whose
+        experts stream but for some, the share that the CPU took, None: there were none."""
         layers, totals = self._collect()
         tokens = max((layer["tokens"] for layer in layers), default=0)
         totals["hot"] += tokens * sum(ffn.top_k for ffn in self.ffns if not len(ffn.cold))  # which nobody counts
@@ -802,4 +879,6 @@ class ExpertSparsity(SplitSparsity[HybridExperts]):
             "candidate_fraction": totals["candidates"] / neurons if neurons else None,
             "recall": totals["sampled_found"] / fired if fired else None,
         }
-        return {**self._report(layers, totals), **predicted, "policy": self.policy, "copied": totals["copied"]}
+        beside = totals["beside"] / totals["shared"] if totals["shared"] else None
+        more = {"policy": self.policy, "copied": totals["copied"], "beside": beside}
+        return {**self._report(layers, totals), **predicted, **more}

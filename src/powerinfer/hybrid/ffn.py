@@ -129,10 +129,11 @@ class HybridFfn(HybridTerms):
         stage, memory = self.stage, self._cpu_part.memory
         if stage is not None and memory is not None:
             with self._failures():
-                stage.finish() if self._cpu_part.reuses(len(self.cold), len(groups)) else stage.release(memory)
+                same = self._cpu_part.reuses(len(self.cold), len(groups))
+                stage.finish() if same else stage.registered.release(memory)
         self._cpu_part.place(groups, self.cold)
         if stage is not None and self._cpu_part.memory is not None:
-            stage.register(self._cpu_part.memory)
+            stage.registered.note(self._cpu_part.memory)
         self._layers.changed(self.layer)
         self._bundles.file.release(groups)
 

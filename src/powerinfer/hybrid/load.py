@@ -30,7 +30,7 @@ from powerinfer.topology import read_nodes
 if TYPE_CHECKING:
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
-    from powerinfer.hybrid.copier import Copier
+    from powerinfer.hybrid.copier import Copier, Pace
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.models.blocks import SplitFfns
@@ -264,6 +264,8 @@ def _load_beside_gpu(
     try:
         settle = partial(_settle_layers, executor, resolved, loading.progress)
         hold_budget(executor, resolved, executor.streamed, settle=settle)
+        if executor.streamed is not None:
+            executor.streamed.stage.settle()
     except BaseException:
         executor.close()
         raise
@@ -332,6 +334,8 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
         settle_steps(executor, split, resolved)
         for ffn in split.ffns:
             ffn.fill()
+        if split.stage is not None:
+            split.stage.settle()
         sparsity = HybridSparsity(resolved.selection.selector, executor, split.ffns)
         sparsity.clear()  # counts of the measurements
     except BaseException:
@@ -362,7 +366,7 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
         resolved = replace(resolved, policy=_tried_policies(resolved, loading))
     name = resolved.policy.name
     assert name is not None
-    copier = None if name == "static" else Copier(_policy(resolved, name))
+    copier = None if name == "static" else Copier(_policy(resolved, name), _pace(resolved))
     executor, split, used = _split_of_experts(resolved, copier, loading)
     scratch = resolved.placement.scratch
     try:
@@ -381,8 +385,11 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
         executor.close()
         other = with_other_experts(resolved, working)
         return other if isinstance(other, Resolved) else resolved.placed(scratch=estimated_scratch(resolved))
+    if split.stage is not None:
+        split.stage.settle()
     if copier is not None:
-        copier.on, copier.tell = True, sparsity.end_policy
+        copier.start()
+        copier.tell = sparsity.end_policy
     executor.choices.experts = Choice(name, resolved.policy.reason)
     executor.choices.selector = Choice(sparsity.selector, "experts on both devices", _expert_selector(resolved))
     return executor, sparsity
@@ -452,7 +459,7 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
     if earlier is not None:
         return UsedPolicy(*chosen(earlier))
     make = partial(_policy, resolved)
-    copier = Copier(make("static"))
+    copier = Copier(make("static"), _pace(resolved))
     executor, _, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
     try:
         sample, progress = loading.sample(), loading.progress
@@ -473,6 +480,15 @@ def _policy(resolved: Resolved, name: str) -> Policy:
         layer: np.full(n, routed[layer].router.top_k / n) for layer, n in sizes.items()
     }
     return make_policy(name, slots, sizes, {layer: frequencies[layer] for layer in slots})
+
+
+def _pace(resolved: Resolved) -> Pace:
+    """The time for copies of experts beside a step, by the plan and the rates that were measured."""
+    from powerinfer.hybrid.copier import Pace
+
+    plan = resolved.placement.plan
+    assert plan is not None
+    return Pace(plan.choice.seconds, 1e9 * plan.request.hardware.copy_gb_s)
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:

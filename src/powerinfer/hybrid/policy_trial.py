@@ -82,7 +82,7 @@ def measured(
         copier.settle()
         return (finished(device) - begin) / size
 
-    copier.on = True
+    copier.start()
     try:
         with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
             seconds = take_turns(get_args(Name), ROUNDS, block, WARM_UP)

@@ -149,19 +149,28 @@ class HybridTerms(ABC):
         """An operator in which the host acts, unless the GPU can call it."""
         return Operator(kind, self.layer, run, False, called if self._callable else None)
 
+    def cold_load(self, tokens: int) -> tuple[int, int] | None:
+        """Experts on the CPU that the last step, of so many tokens, selected, and pairs of one of them and a token.
+        None: the CPU has no part in steps that stream."""
+        return None
+
     def _streams(self, step: Step) -> bool:
         """Whether the GPU computes the cold terms too."""
         return self.stage is not None and self.stage.takes(len(step.x))
 
+    def _cpu_has_part(self, step: Step) -> bool:
+        """Whether the CPU gets the input of a step."""
+        return not self._streams(step)
+
     def _send(self, step: Step) -> None:
-        if not self._streams(step):
+        if self._cpu_has_part(step):
             self._link.send(len(step.x), self._sent_bytes(len(step.x)))
 
     def _mark(self, step: Step) -> None:
         if self.on_input is not None:
             assert step.read is not None
             self.on_input(step.x, step.read)
-        if not self._streams(step):
+        if self._cpu_has_part(step):
             self._link.mark()
 
     def _step_calls(self, step: Step) -> Sequence[_native.NeuronCall | _native.ExpertCall]:

@@ -374,7 +374,7 @@ def linear(
     return out if into is None else into.add_(out)
 
 
-def _narrow(w: Weight) -> bool:
+def multiplies_narrow(w: Weight) -> bool:
     """Whether a device multiplies many tokens with a weight in float16 or bfloat16."""
     return w.data.device.type in _NARROW and w.type != "F32"
 
@@ -384,14 +384,14 @@ def taken_by_many(w: Weight, activations: Activations) -> tuple[Tensor, Tensor |
     products is multiplied by, None: by nothing."""
     import torch
 
-    if not _narrow(w):
+    if not multiplies_narrow(w):
         return activations.x, None
     return activations.narrowed(torch.bfloat16 if w.type == "BF16" else torch.float16)
 
 
 def operand(w: Weight, begin: int, end: int, neurons: Neurons | None = None) -> Tensor:
     """Rows of a weight in the type in which a device multiplies many tokens with them. neurons: whose down w is."""
-    if _narrow(w):
+    if multiplies_narrow(w):
         if w.type in FLOAT_TYPES:
             return w.data[begin:end]
         if _triton(w.data):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -136,15 +136,38 @@ def replace(
     if experts.by_neuron:
         *matrices, down = matrices
         _put_down(experts, slot, down)
-    gated = experts.gate is not None
     own = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
     for weight, tensor in zip(own, matrices, strict=not experts.by_neuron):
         gpu.overwrite(weight, slot * tensor.shape[0], tensor)
-    held = [experts.gate_bias] * gated + [experts.up_bias, experts.down_bias]
-    for to, bias in zip(held, biases, strict=False):
+    for to, bias in zip(_held_biases(experts), biases, strict=False):
         if to is not None and bias is not None:
             rows = bias.shape[1]
             to[slot * rows : (slot + 1) * rows] = torch.from_numpy(bias[expert].astype(np.float32)).to(to.device)
+
+
+def _held_biases(experts: Experts) -> list[Tensor | None]:
+    """Biases on the device, in the order of `ExpertsConfig.matrices`."""
+    return [experts.gate_bias] * (experts.gate is not None) + [experts.up_bias, experts.down_bias]
+
+
+def takes_panels(experts: Experts, tensors: Sequence[RawTensor], panels: Sequence[ExpertPanels]) -> bool:
+    """Whether rows from the CPU's panels are, to the bit, those that `resident` makes of the file's tensors."""
+    same = (one.type == tensor.type for one, tensor in zip(panels, tensors, strict=True))
+    return not experts.by_neuron and all(same) and all(one.type in gpu_panels.SAME_BITS for one in panels)
+
+
+def put_panels(experts: Experts, slot: int, panels: Sequence[ExpertPanels], parts: Sequence[Tensor]) -> None:
+    """Put another expert in a slot, of its panels on the device. parts: uint8, of each matrix, and behind these,
+    float32 in bytes, of each bias that there is. On the stream of this thread."""
+    import torch
+
+    weights = [weight for weight in (experts.gate, experts.up, experts.down) if weight is not None]
+    for weight, one, part in zip(weights, panels, parts, strict=False):
+        gpu_panels.put(weight, slot * one.rows, one.type, one.k, part.view(one.rows // LANES, -1))
+    biases = [bias for bias in _held_biases(experts) if bias is not None]
+    for to, part in zip(biases, parts[len(weights) :], strict=True):
+        rows = len(to) // experts.slots
+        to[slot * rows : (slot + 1) * rows].copy_(part.view(torch.float32))
 
 
 def from_rows(
@@ -271,15 +294,22 @@ def members(table: Tensor, slots: int) -> Tensor:
     return torch.full((slots + 1,), -1, dtype=torch.int32, device=table.device).scatter_(0, places, numbers)[:slots]
 
 
-def add_some(experts: Experts, routed: Routed, table: Tensor, of_slots: Tensor, into: Tensor) -> None:
-    """Add the weighted sums of those of the tokens' experts that are here, each token's in the order of the experts, to
-    float32 [T, d_model]. table: as of `expert_sum`; of_slots: int32, the expert of each slot, -1: none."""
+Part: TypeAlias = "tuple[Experts, Tensor, Tensor]"
+"""Some of a layer's experts; the slot of each of all, as of `expert_sum`; and int32, the expert of each slot, -1:
+none."""
+
+
+def add_some(parts: Iterable[Part], routed: Routed, into: Tensor) -> None:
+    """Add the weighted sums of the tokens' experts in some parts, no expert in two of them, to float32 [T, d_model]. A
+    part is used until the next one is asked for."""
     if gpu.which(into) == "triton" and len(into) > gpu.FEW:
         from powerinfer.kernels import triton_prompt_experts
 
-        triton_prompt_experts.add_experts(experts, routed.blocks(), table, of_slots, into)
-    else:
+        triton_prompt_experts.add_experts(parts, routed.blocks(), into)
+        return
+    for experts, table, _ in parts:
         expert_sum(experts, routed.x, routed.experts, routed.weights, table, into)
+        del experts  # the next one reuses its memory
 
 
 def expert_sum(
@@ -309,7 +339,7 @@ def expert_sum(
         blocks = Routed(x, slots, weights, experts.slots if table is None else len(table)).blocks()
         into = torch.zeros_like(x) if into is None else into
         of_slots = None if table is None else members(table, experts.slots)
-        triton_prompt_experts.add_experts(experts, blocks, table, of_slots, into)
+        triton_prompt_experts.add_experts([(experts, table, of_slots)], blocks, into)
         return into
     slots = slots if table is None else table[slots.long()]
     out = torch.zeros((*slots.shape, x.shape[1]), dtype=torch.float32, device=x.device)

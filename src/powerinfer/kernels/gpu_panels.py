@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import WEIGHT_TYPES
-from powerinfer.kernels import gpu_grids
+from powerinfer.kernels import gpu, gpu_grids
 from powerinfer.kernels.cpu import LANES
 from powerinfer.kernels.gpu_types import FLOAT16_MAX, K_CODES, UNPACKED, Weight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SAME_BITS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "MXFP4", *K_CODES)
+"""Types of which rows from panels are, to the bit, those that a device gets from a file."""
 
 _FLIP = 0x88  # codes with an offset of 8 become two's complement
 _SAME_VALUES = {"Q3_K": "Q6_K", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}
@@ -36,6 +39,34 @@ def panel_bytes(kind: str, k: int) -> int:
 def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     """Rows of a matrix [rows, k] from panels of it, uint8 [panels, bytes of a panel] on the device; zeros where the
     last panel has no row. The weight has memory of its own."""
+    if not _has_kernel(kind, k, panels):
+        return _from_panels(kind, k, panels)
+    weight = gpu.empty(device_type(kind), LANES * len(panels), k, panels.device)
+    put(weight, 0, kind, k, panels)
+    return weight
+
+
+def put(weight: Weight, at: int, kind: str, k: int, panels: Tensor) -> None:
+    """Rows of a weight [.., k], of the type that `device_type` gives, from `at` on become those of panels as of
+    `from_panels`. On the stream of this thread."""
+    if _has_kernel(kind, k, panels):
+        from powerinfer.kernels import triton_panels
+
+        triton_panels.put(weight, at, kind, k, panels)
+        return
+    rows = _from_panels(kind, k, panels)
+    assert rows.type == weight.type
+    weight.data[at : at + rows.rows].copy_(rows.data)
+    if weight.scales is not None and rows.scales is not None:
+        weight.scales[at : at + rows.rows].copy_(rows.scales)
+
+
+def _has_kernel(kind: str, k: int, panels: Tensor) -> bool:
+    return gpu.which(panels) == "triton" and kind in SAME_BITS and (kind != "BF16" or k % 2 == 0)
+
+
+def _from_panels(kind: str, k: int, panels: Tensor) -> Weight:
+    """`from_panels` in plain torch."""
     import torch
 
     rows, n = LANES * len(panels), k // block_type(kind).block

@@ -33,6 +33,10 @@ EXPERT_TOKENS = 1024
 """Tokens of a prompt whose experts are summed at a time: the rows of all pairs of a token and an expert take memory,
 and are indexed with 32 bits."""
 
+KEPT_BLOCKS = 2
+"""Most of these blocks that keep the rows of their pairs while parts of a layer's experts come, as is planned; of more
+blocks each part's are added by themselves."""
+
 _KINDS = [WEIGHT_TYPES[name] for name in GPU_TYPES if name not in FLOAT_TYPES]
 
 UNPACKED = {

@@ -652,15 +652,17 @@ def grouped_across_kernel(
 def merge_kernel(
     rows, row_of, slots, table, out, top_k, d, TABLE: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """C elements of a token's sum, its experts in their order; with ADD out grows by it. TABLE: as of `_slot`."""
+    """C elements of a token's sum, its experts in their order; with ADD out grows by it, if there are any. TABLE: as of
+    `_slot`."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * C + tl.arange(0, C)
-    total = tl.zeros((C,), tl.float32)
+    total, count = tl.zeros((C,), tl.float32), 0
     for j in range(top_k):
         if _slot(slots + t * top_k, table, j, TABLE) >= 0:
             row = tl.load(row_of + t * top_k + j).to(tl.int64)
             total += tl.load(rows + row * d + c, mask=c < d, other=0)
-    put(out + t * d + c, total, c < d, ADD)
+            count += 1
+    put(out + t * d + c, total, (c < d) & (count > 0) if ADD else c < d, ADD)
 
 
 def expert_sum(

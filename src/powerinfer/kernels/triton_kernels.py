@@ -287,7 +287,12 @@ def halves(x: Tensor, length: Tensor | None = None) -> Tensor:
 @triton.jit
 def _narrow_kernel(x, out, scales, k, BLOCK: tl.constexpr):
     """A row of x [rows, k] as float16, see `Activations.narrowed`."""
-    t = tl.program_id(0).to(tl.int64)
+    narrow_row(x, out, scales, tl.program_id(0).to(tl.int64), k, BLOCK)
+
+
+@triton.jit
+def narrow_row(x, out, scales, t, k, BLOCK: tl.constexpr):
+    """Row t of x [rows, k] as float16, see `Activations.narrowed`."""
     most = tl.zeros((BLOCK,), tl.float32)
     for i0 in range(0, k, BLOCK):
         i = i0 + tl.arange(0, BLOCK)

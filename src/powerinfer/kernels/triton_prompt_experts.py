@@ -8,6 +8,7 @@ computed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import EXPERT_TOKENS as TOKENS
+from powerinfer.kernels.gpu_types import KEPT_BLOCKS
 from powerinfer.kernels.triton_experts import (
     ACROSS,
     COLUMNS,
@@ -28,14 +30,28 @@ from powerinfer.kernels.triton_experts import (
     weighted,
     weights_of,
 )
-from powerinfer.kernels.triton_kernels import WIDE, Tile, add_bias, either, precision, row_dots, scales_of
+from powerinfer.kernels.triton_kernels import (
+    HALVED,
+    WIDE,
+    Tile,
+    add_bias,
+    either,
+    narrow_row,
+    precision,
+    row_dots,
+    scales_of,
+)
 from powerinfer.kernels.triton_launch import launched
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.kernels.activations import Activations
-    from powerinfer.kernels.gpu_types import Experts
+    from powerinfer.kernels.gpu_experts import Part
+    from powerinfer.kernels.gpu_types import Experts, Weight
+
+ROWS = 4
+"""Rows that a program makes float16 one after another, on average."""
 
 TILES = {**WIDE, "MXFP4": Tile(32, 32, 4)}  # of more rows it would spill registers before Hopper
 
@@ -101,6 +117,15 @@ def _prompt_down_kernel(
         put_rows(out, y, at, count, rows, element, T)
 
 
+@launched
+@triton.jit
+def _narrow_pairs_kernel(h, out, scales, begin, members, size, MEMBERS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of h [pairs, size] of the expert in a slot as float16, see `Activations.narrowed`."""
+    first, last = rows_of(begin, members, tl.program_id(0), MEMBERS)
+    for row in range(first + tl.program_id(1), last, tl.num_programs(1)):
+        narrow_row(h, out, scales, row, size, BLOCK)
+
+
 class TokenBlock(NamedTuple):
     """Some tokens of a prompt, from number `first` on. experts: int32 [T, top_k]; token_of, weight_of, row_of, begin:
     as of `order`; columns: of a tile of an expert's pairs; tiles: that hold these, on average."""
@@ -130,22 +155,43 @@ def blocks(x: Tensor, experts: Tensor, weights: Tensor, n: int) -> list[TokenBlo
     return result
 
 
-def add_experts(
-    experts: Experts, blocks: list[TokenBlock], table: Tensor | None, members: Tensor | None, into: Tensor
-) -> None:
-    """`gpu_experts.add_some`, of tokens in blocks."""
-    for block in blocks:
-        rows = _rows(experts, block, members)
-        tokens, d = block.activations.x.shape
-        to, top_k = into[block.first : block.first + tokens], block.experts.shape[1]
-        merge_kernel[(tokens, triton.cdiv(d, COLUMNS))](
-            rows, block.row_of, block.experts, either(table, block.experts), to, top_k, d, TABLE=table is not None,
-            ADD=True, C=COLUMNS, num_warps=4,
-        )  # fmt: skip
+def add_experts(parts: Iterable[Part], blocks: list[TokenBlock], into: Tensor) -> None:
+    """`gpu_experts.add_some`, of tokens in blocks. Rows of all pairs are kept until the last part where there are few
+    blocks; else each part's are added by themselves."""
+    if len(blocks) > KEPT_BLOCKS:
+        for experts, table, members in parts:
+            for block in blocks:
+                rows = torch.empty((len(block.token_of), into.shape[1]), dtype=torch.float32, device=into.device)
+                _put_rows(experts, block, members, rows)
+                _merge(block, table, rows, into)
+            del experts  # the next one reuses its memory
+        return
+    all_rows = [
+        torch.empty((len(block.token_of), into.shape[1]), dtype=torch.float32, device=into.device) for block in blocks
+    ]
+    came: Tensor | None = None  # the slot of each expert of some part
+    for experts, table, members in parts:
+        for block, rows in zip(blocks, all_rows, strict=True):
+            _put_rows(experts, block, members, rows)
+        if table is not None:  # which may pass, as its part does
+            came = table.clone() if came is None else torch.maximum(came, table)
+        del experts
+    for block, rows in zip(blocks, all_rows, strict=True):
+        _merge(block, came, rows, into)
 
 
-def _rows(experts: Experts, block: TokenBlock, members: Tensor | None) -> Tensor:
-    """The addend of each pair of these experts to its token, float32 [pairs, d]; of others undefined."""
+def _merge(block: TokenBlock, table: Tensor | None, rows: Tensor, into: Tensor) -> None:
+    """Add a block's rows to its tokens, of experts that have a slot."""
+    (tokens, d), top_k = block.activations.x.shape, block.experts.shape[1]
+    to = into[block.first : block.first + tokens]
+    merge_kernel[(tokens, triton.cdiv(d, COLUMNS))](
+        rows, block.row_of, block.experts, either(table, block.experts), to, top_k, d, TABLE=table is not None,
+        ADD=True, C=COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def _put_rows(experts: Experts, block: TokenBlock, members: Tensor | None, rows: Tensor) -> None:
+    """Write the addend of each pair of these experts to its token to rows, float32 [pairs, d]."""
     x, up, size, pairs = block.activations.x, experts.up, experts.size, len(block.token_of)
     d, exact, first = x.shape[1], precision(x), up if experts.gate is None else experts.gate
     h = torch.empty((pairs, size), dtype=torch.float32, device=x.device)
@@ -161,8 +207,7 @@ def _rows(experts: Experts, block: TokenBlock, members: Tensor | None) -> Tensor
         num_warps=tile.warps, **shape,
     )  # fmt: skip
     down = experts.down
-    narrow, scale = gpu.taken_by_many(down, gpu.activations_of(h))
-    rows = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
+    narrow, scale = _narrowed(h, down, experts.slots, block, members)
     if experts.by_neuron:
         tile = ACROSS[down.type]
         width = tile.columns * (2 if down.type == "Q4_0X32" else 1)
@@ -171,11 +216,26 @@ def _rows(experts: Experts, block: TokenBlock, members: Tensor | None) -> Tensor
             either(scale, h), rows, d, size, TYPE=down.type, GROUPS=experts.group is not None, R=tile.rows,
             C=tile.columns, SCALED=scale is not None, num_warps=tile.warps, **shape,
         )  # fmt: skip
-        return rows
+        return
     tile = TILES[down.type]
     _prompt_down_kernel[(triton.cdiv(d, tile.rows), experts.slots, block.tiles)](
         narrow, either(scale, h), down.data, scales_of(down), either(experts.down_bias, h), block.begin, numbers,
         block.weight_of, rows, d, size, BIAS=bias, SCALED=scale is not None, TYPE=down.type, R=tile.rows,
         C=tile.columns, num_warps=tile.warps, **shape,
     )  # fmt: skip
-    return rows
+
+
+def _narrowed(
+    h: Tensor, down: Weight, slots: int, block: TokenBlock, members: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`gpu.taken_by_many` of h, of whose rows only those of experts in slots are made; others are undefined."""
+    if down.type == "BF16" or not gpu.multiplies_narrow(down):
+        return gpu.taken_by_many(down, gpu.activations_of(h))
+    pairs, size = h.shape
+    narrow = torch.empty((pairs, size), dtype=torch.float16, device=h.device)
+    scales = torch.empty((pairs, 1), dtype=torch.float32, device=h.device)
+    _narrow_pairs_kernel[(slots, triton.cdiv(block.columns * block.tiles, ROWS))](
+        h, narrow, scales, block.begin, either(members, block.begin), size, MEMBERS=members is not None,
+        BLOCK=min(HALVED, triton.next_power_of_2(size)), num_warps=4,
+    )  # fmt: skip
+    return narrow, scales

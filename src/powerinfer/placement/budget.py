@@ -245,6 +245,8 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
         "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers))
         + model.gpu_state_bytes(work.requests, slice(layers), work.undo_tokens),
     }
+    if division.cached and work.scratch is None:
+        held["scratch"] += model.sent_expert(layers)
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
     elif slots is not None and any(map(model.expert_predictor, range(layers))):
@@ -275,7 +277,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     scratch = model.scratch_bytes(work.tokens, _logit_rows(model, work))
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
-        scratch += 2 * 8 * sum(config.ffn_sizes[:layers])
+        scratch += 2 * 8 * sum(config.ffn_sizes[:layers]) + division.cached * model.sent_expert(layers)
     held = {
         "runtime": RUNTIME_BYTES + (division.host_bytes if layers else 0),
         "scratch": scratch,

@@ -152,6 +152,10 @@ class Model:
             panels += outer.panels * size // neurons
         return stored + biases, panels + biases
 
+    def sent_expert(self, layers: int) -> int:
+        """Bytes of the buffers through which experts of the first layers are sent to a GPU, one at a time, each."""
+        return max((self.expert_bytes(layer)[1] for layer in range(layers)), default=0)
+
     def hot_bytes(self, layer: int, hot: int) -> tuple[int, int]:
         """Bytes of all of a layer's experts on a GPU that has `hot` neurons of each, whole groups, and in RAM, which
         has all: with their rows of a predictor, each on one side. 0: what the groups of neurons share."""
@@ -422,7 +426,8 @@ class Model:
         heads = max(map(_gpu_row, every))
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-        pairs = max((one.router.top_k * (2 * config.d_model + one.size) for one in experts), default=0)
+        rows = ((one.router.top_k, 2 * config.d_model + 3 * one.size // 2) for one in experts)
+        pairs = max((top_k * row for top_k, row in rows), default=0)
         piece = min(max(heads, *(first * size for first, size in ffns)), PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
         streams = 0 if config.altup is None else 3 * config.altup.streams * config.d_model  # kept, mixed, made
