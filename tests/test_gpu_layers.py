@@ -33,7 +33,7 @@ from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig, FfnConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
-from powerinfer.devices.batch import StoppedError  # noqa: E402
+from powerinfer.devices.batch import Needs, StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
@@ -48,6 +48,7 @@ from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.kernels.gpu_candidates import ERROR, LIKELIEST  # noqa: E402
 from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
@@ -288,42 +289,56 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.usefixtures("device")
-def test_the_tokens_of_the_largest_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found on the device, launched and replayed, of one row and of several; the logits stay there."""
+def test_what_is_needed_of_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the largest ones, or candidates, chosen on the device, launched and replayed, of one row and of
+    several; all logits stay there, but where they are asked for afterwards."""
     truth = Truth(case_named("qwen3"), "gguf", tmp_path)
     static_where_emulated(monkeypatch)
 
-    def step(executor: SplitExecutor, at: int, count: int, greedy: bool) -> np.ndarray:
+    def batch_of(executor: SplitExecutor, at: int, count: int, needs: Needs) -> Batch:
         places = np.arange(count, dtype=np.int32)
         numbers = truth.texts[0][at : at + count].astype(np.int32), at + places, np.zeros(count, np.int32)
         pages = np.arange(executor.n_pages, dtype=np.int32)[None]
-        return executor.forward(Batch(*numbers, pages, places, greedy=greedy)).copy()
+        cold = 1 / (1 + places).astype(np.float32)
+        return Batch(*numbers, pages, places, needs=needs, inverse_temperatures=cold)
+
+    def step(executor: SplitExecutor, at: int, count: int, needs: Needs) -> np.ndarray:
+        return executor.forward(batch_of(executor, at, count, needs)).copy()
 
     with opened(truth.path, all_of(truth)) as executor:
         executor.gpu.record(counting_recorder([]))
         at = 0
         for count in (1, 1, 1, 3, 3, 3, 40):
-            logits = step(executor, at, count, False)
+            logits = step(executor, at, count, Needs.LOGITS)
             executor.gpu.buffers.logits(count)[:] = 7.0
-            found = step(executor, at, count, True)
-            assert found.dtype == np.int32 and found.tolist() == logits.argmax(axis=1).tolist()
+            tokens = step(executor, at, count, Needs.LARGEST)
+            assert tokens.dtype == np.int32 and tokens.tolist() == logits.argmax(axis=1).tolist()
+            batch = batch_of(executor, at, count, Needs.CANDIDATES)
+            records = executor.forward(batch).copy()
             assert (executor.gpu.buffers.logits(count) == 7).all(), "they were not copied"
+            for place, (row, record) in enumerate(zip(logits, records, strict=True)):
+                n = record["count"]
+                np.testing.assert_array_equal(record["values"][:n], row[record["ids"][:n]])
+                assert row.argmax() in record["ids"][:n] and n >= min(LIKELIEST, len(row))
+                total = np.exp((row - row.max()).astype(np.float64) / (1 + place)).sum()
+                assert record["total"] == pytest.approx(total, rel=ERROR)
+            assert batch.logits is not None
+            for _ in range(2):
+                np.testing.assert_array_equal(batch.logits(), logits)
             at += count
-        assert step(executor, at, 1, False).shape == (1, executor.vocab_size)
+        assert step(executor, at, 1, Needs.LOGITS).shape == (1, executor.vocab_size)
         *operators, head = executor.gpu.operators
         broken = replace(operators[-1], run=lambda own: own.x.fill_(torch.nan))
         executor.gpu._operators = [*operators, broken, head]
         executor.gpu.record(None)
-        assert step(executor, at, 1, True).tolist() == [-1]
+        assert step(executor, at, 1, Needs.LARGEST).tolist() == [-1]
         for value, number in ((torch.inf, -2), (-torch.inf, -3), (0.5, 7)):
 
             def end(_: Step, value: float = value) -> None:
-                for to, what in zip(executor.gpu.buffers.largest(1), (value, 7), strict=True):
-                    to.fill_(what)
+                executor.gpu.buffers._values[:1], executor.gpu.buffers._tokens[:1] = value, 7
 
             executor.gpu._operators = [*operators, replace(head, run=end)]
-            assert step(executor, at, 1, True).tolist() == [number]
+            assert step(executor, at, 1, Needs.LARGEST).tolist() == [number]
 
 
 def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
