@@ -20,6 +20,7 @@ from toy_model import (
     BOS,
     EOS,
     VOCAB,
+    Asked,
     ToyExecutor,
     ToyTokenizer,
     ask,
@@ -601,6 +602,37 @@ def test_tokens_in_place_of_logits() -> None:
     with pytest.raises(PowerInferError, match="may be damaged"):
         llm.generate("hello", GREEDY)
     executor.damaged = False
+    usable(llm)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_events_are_delivered_while_a_device_computes(overlaps: bool) -> None:
+    """Where the executor says so, and calls for it; else before the step. None is lost where a step fails first."""
+
+    class Device(ToyExecutor):
+        def forward(self, batch: Batch) -> np.ndarray:
+            logits = super().forward(batch)
+            assert (batch.meanwhile is not None) == overlaps
+            batch.overlap()
+            return logits
+
+    executor, begun = Device(), list[int]()
+    executor.overlaps = overlaps  # type: ignore[attr-defined]
+    llm = toy_llm(executor)
+    asked = Asked(llm, ids("hello"), replace(GREEDY, max_tokens=4))
+
+    def note(event: Any) -> None:
+        begun.append(executor.begun)
+        asked.events.put(event)
+
+    asked.request.deliver = note
+    llm._runner.submit([asked.request])
+    assert [event.token_id for event in asked.rest() if event] == reference_greedy(ids("hello"), 4)
+    assert begun == ([2, 3, 4, 4] if overlaps else [1, 2, 3, 4])
+    executor.fail_at[executor.begun + 1] = PowerInferError("broken")
+    failing = ask(llm, ids("hello"), GREEDY)
+    first, last = failing.rest()
+    assert first is not None and last is None and str(failing.request.error) == "broken"
     usable(llm)
 
 

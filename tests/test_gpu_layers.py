@@ -306,16 +306,21 @@ def test_what_is_needed_of_the_logits(tmp_path: Path, monkeypatch: pytest.Monkey
         return executor.forward(batch_of(executor, at, count, needs)).copy()
 
     with opened(truth.path, all_of(truth)) as executor:
-        executor.gpu.record(counting_recorder([]))
+        made: list[int] = []
+        executor.gpu.record(counting_recorder(made))
         at = 0
         for count in (1, 1, 1, 3, 3, 3, 40):
             logits = step(executor, at, count, Needs.LOGITS)
-            executor.gpu.buffers.logits(count)[:] = 7.0
+            executor.gpu.buffers._host_logits[:count] = 7.0
             tokens = step(executor, at, count, Needs.LARGEST)
             assert tokens.dtype == np.int32 and tokens.tolist() == logits.argmax(axis=1).tolist()
-            batch = batch_of(executor, at, count, Needs.CANDIDATES)
+            batch, replays = batch_of(executor, at, count, Needs.CANDIDATES), list[int]()
+            before = sum(made)
+            batch.meanwhile = lambda replays=replays: replays.append(sum(made))
             records = executor.forward(batch).copy()
-            assert (executor.gpu.buffers.logits(count) == 7).all(), "they were not copied"
+            assert replays == [sum(made)] and batch.meanwhile is None, "once, when all that is replayed was launched"
+            assert sum(made) > before or count == 40 or at in (0, 1, 3, 6)
+            assert (executor.gpu.buffers._host_logits[:count] == 7).all(), "they were not copied"
             for place, (row, record) in enumerate(zip(logits, records, strict=True)):
                 n = record["count"]
                 np.testing.assert_array_equal(record["values"][:n], row[record["ids"][:n]])

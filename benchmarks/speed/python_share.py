@@ -7,7 +7,7 @@ request to the text (scheduling, sampling, detokenising), is Python's share. Gre
 
 With --gpu, of a model that a GPU has as a whole: `host_us`, CPU time of the engine's thread for a token outside of the
 native program, greedy and sampled. What was recorded is not replayed, so torch's CPU device (`cpu`) tells it too, but
-for the driver's own time; the answers mean nothing. `calls`: of Python's functions, and of others by these, for a token.
+for the driver's own time; the answers mean nothing. `calls`: of Python's functions, and of others by these, a token.
 """
 
 from __future__ import annotations

@@ -64,5 +64,13 @@ class Batch:
     needs: Needs = field(default=Needs.LOGITS, kw_only=True)
     # [R] 1 / temperature at which candidates of each row are weighed; None: 1.
     inverse_temperatures: Float32 | None = field(default=None, kw_only=True)
+    # Called once by an executor that `overlaps`, while a device computes where that is possible, else before the step.
+    meanwhile: Callable[[], None] | None = field(default=None, kw_only=True)
     # Set by an executor that returns candidates: makes the logits [R, vocab_size] of that call, until the next one.
     logits: Callable[[], Float32] | None = field(default=None, kw_only=True)
+
+    def overlap(self) -> None:
+        """Call `meanwhile`, if that has not happened."""
+        if self.meanwhile is not None:
+            call, self.meanwhile = self.meanwhile, None
+            call()

@@ -156,6 +156,7 @@ class GpuLayers:
         self._output: OutputMatrix | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
+        self._shares: bool | None = None
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
@@ -763,14 +764,16 @@ class GpuLayers:
     @property
     def shares(self) -> bool:
         """Whether the CPU has a part in steps of few tokens."""
-        return not all(one.static for one in self.operators)
+        if self._shares is None:  # asked in every step
+            self._shares = not all(one.static for one in self.operators)
+        return self._shares
 
     def _rewired(self) -> None:
-        self._operators = self._recordings = None
+        self._operators = self._recordings = self._shares = None
 
     def changed(self, layer: int) -> None:
         """A layer's FFN parts have other neurons, or run another way: record their launches again."""
-        before, self._operators = self._operators, None
+        before, self._operators, self._shares = self._operators, None, None
         if self._recordings is not None and self.operators == before:
             self._recordings.forget(layer)
         else:
@@ -817,11 +820,17 @@ class GpuLayers:
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots, inputs)
+                recordings = None
+                if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
+                    recordings = self._recorded(self._recorder)
+                if recordings is None or not recordings.whole:  # the host acts in the step
+                    batch.overlap()
                 with torch.inference_mode():
-                    if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
-                        self._recorded(self._recorder).run(step)
-                    else:
+                    if recordings is None:
                         self._launch(step, self.operators, batch)
+                    else:
+                        recordings.run(step)
+                batch.overlap()
                 result = self.buffers.download(step, logits=self.has_head)
                 if self.link is not None:
                     self.link.check()
@@ -930,7 +939,7 @@ class GpuLayers:
             self.link.calls.begin()
         if self.has_head:
             step.needs = batch.needs
-            self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
+            self.buffers.make_room(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
     @property

@@ -107,15 +107,13 @@ class StepBuffers:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
         return self._last.index_select(0, rows)
 
-    def logits(self, rows: int) -> Tensor:
-        """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
+    def make_room(self, rows: int) -> None:
+        """Make room for the logits of a step, or what it needs of them."""
         if rows > self._host_logits.shape[0]:
             self._make_logits(1 << (rows - 1).bit_length())
-        return self._host_logits[:rows]
 
     def give(self, step: Step, logits: Tensor) -> None:
-        """Bring what a step needs of its logits, float32 [rows, vocab_size], to the host; at most as many rows as
-        `logits` was called with."""
+        """Bring what a step needs of its logits, float32 [rows, vocab_size], to the host, where there is room."""
         rows = len(logits)
         if step.needs == Needs.LARGEST:
             import_torch().max(logits, dim=1, out=(self._largest_logits[:rows], self._largest_tokens[:rows]))
@@ -253,7 +251,8 @@ class _Description:
         """Upload a step; x: None: that is elsewhere. Returns where it is then."""
         positions, rows, table = batch.positions, batch.rows, batch.page_table
         # The columns that are in use, as a power of two: shapes hardly change from step to step.
-        width = min(table.shape[1], 1 << int(int(positions.max()) // cpu.PAGE).bit_length())
+        last = int(positions[0] if len(positions) == 1 else positions.max())
+        width = min(table.shape[1], 1 << (last // cpu.PAGE).bit_length())
         narrow = [] if states is None else states.narrow
         undoable = states is not None and states.input_places is not None
         shape = len(positions), len(batch.logit_rows), len(table), width, undoable, x is not None, *map(len, narrow)

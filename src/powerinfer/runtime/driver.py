@@ -1,8 +1,9 @@
 """The engine's thread: it computes the steps of all requests, and everything else that must not happen during a step.
 
 Other threads put commands into one queue, which the thread reads between steps; it sleeps when there is nothing to do.
-What a step brings is delivered just before the next one is computed: those who wait for it then run while the native
-module computes without the interpreter lock, and each is woken once a step at most.
+What a step brings is delivered just before the next one is computed, or once a GPU computes it: those who wait for it
+then run while the native module, or the wait for the GPU, is without the interpreter lock, and each is woken once a
+step at most.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Driver:
         self.open_commands = 0  # commands under way that must not meet idle work
         self.idle_work: Callable[[], bool] | None = None
         self._executor = executor
+        self._overlaps = bool(getattr(executor, "overlaps", False))  # a device computes while events are delivered
         self._spell = spell
         self._load_s = load_s
         self._max_queue = max_queue
@@ -341,13 +343,15 @@ class Driver:
             for request in self.scheduler.put_back:
                 self._speculation.forget(request)
         self._refuse_excess()
-        self._deliver()
+        if batch is None or not self._overlaps:
+            self._deliver()
         if batch is None:
             assert self.open_commands or not self.live, "a checked request can always be started"
             return False
         for request in self.scheduler.started:
             self._prompt_tokens += request.n_prompt
             self._cached_tokens += request.cached
+        batch.meanwhile = self._deliver if self._overlaps else None
         planned = self.scheduler.planned
         result = self._rows(lambda: self.compute(batch, planned), planned)
         if result is not None:
