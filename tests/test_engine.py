@@ -34,11 +34,11 @@ from toy_model import (
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
-from powerinfer.devices.batch import Needs
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.evaluate import Perplexity, perplexity
-from powerinfer.kernels.gpu_candidates import CANDIDATES, LIKELIEST
+from powerinfer.kernels.candidates import CANDIDATES, LIKELIEST
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -565,16 +565,16 @@ class Brief(ToyExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.needs: list[Needs] = []
+        self.needs: list[LogitsNeed] = []
         self.again = 0
         self.damaged = False
 
     def forward(self, batch: Batch) -> np.ndarray:
         logits = super().forward(batch)
         self.needs.append(batch.needs)
-        if batch.needs == Needs.LARGEST:
+        if batch.needs == LogitsNeed.LARGEST:
             return np.full(len(logits), -1, np.int32) if self.damaged else logits.argmax(axis=1).astype(np.int32)
-        if batch.needs == Needs.CANDIDATES:
+        if batch.needs == LogitsNeed.CANDIDATES:
             batch.logits = partial(self.give, logits)
             return candidates_of(batch, logits)
         return logits
@@ -595,7 +595,7 @@ def test_tokens_in_place_of_logits() -> None:
         prompts, params = ["hello", "and a longer one" * 8], [GREEDY, replace(GREEDY, **{"seed": 7, name: value})]
         wanted = toy_llm().generate(prompts, params)
         assert [one.token_ids for one in llm.generate(prompts, params)] == [one.token_ids for one in wanted]
-        needs = {"seed": Needs.LARGEST, "temperature": Needs.CANDIDATES}.get(name, Needs.LOGITS)
+        needs = {"seed": LogitsNeed.LARGEST, "temperature": LogitsNeed.CANDIDATES}.get(name, LogitsNeed.LOGITS)
         assert executor.needs[0] == needs, f"{name} looks at all logits"
     assert not executor.again
     executor.damaged = True
@@ -648,8 +648,8 @@ def test_all_logits_where_candidates_do_not_suffice() -> None:
         prompts = ["hello", "hello"]
         wanted = toy_llm().generate(prompts, params)
         assert [one.token_ids for one in llm.generate(prompts, params)] == [one.token_ids for one in wanted]
-        assert executor.needs[0] == Needs.CANDIDATES and (executor.again > 0) == (params is not narrow)
-        assert (executor.needs[-1] == Needs.LOGITS) == (params is not narrow)
+        assert executor.needs[0] == LogitsNeed.CANDIDATES and (executor.again > 0) == (params is not narrow)
+        assert (executor.needs[-1] == LogitsNeed.LOGITS) == (params is not narrow)
     usable(llm)
 
 

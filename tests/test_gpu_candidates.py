@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gpu_kernels import kernels, on_device  # noqa: F401
 
-from powerinfer.devices.batch import Needs
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.errors import PowerInferError
 from powerinfer.kernels import gpu_candidates
-from powerinfer.kernels.gpu_candidates import CANDIDATES, ERROR, LIKELIEST, MOST, WORDS
+from powerinfer.kernels.candidates import CANDIDATES, ERROR, LIKELIEST, MOST, WORDS
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.sampling import Sampler, largest
 
@@ -38,7 +38,7 @@ def small_tiles(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa:
     if kernels == "triton" and not CUDA:
         from powerinfer.kernels import triton_candidates
 
-        for name, value in {"PARTS": 512, "COLUMNS": 128, "DEPTH": 2, "SEEN": 512}.items():
+        for name, value in {"PARTS": 512, "COLUMNS": 128, "DEPTH": 2, "PLACES": 512}.items():
             monkeypatch.setattr(triton_candidates, name, value)
 
 
@@ -120,7 +120,7 @@ def test_what_is_drawn(name: str) -> None:
     rows[::4] = np.round(16 * rows[::4]) / 16
     records = selected(rows, params.temperature)
     ours, wanted = Sampler(params, 3000), Sampler(params, 3000)
-    assert ours.needs == Needs.CANDIDATES
+    assert ours.needs == LogitsNeed.CANDIDATES
     missed = 0
     for logits, record in zip(rows, records, strict=True):
         token = ours.draw(record)
@@ -129,7 +129,7 @@ def test_what_is_drawn(name: str) -> None:
             token = ours.sample(logits)
         assert token == wanted.sample(logits)
     assert missed == 12 if name == "a large nucleus" else missed <= (6 if name in ("min_p", "both", "top_p") else 0)
-    assert (ours.needs == Needs.LOGITS) == (missed > 1 + 12 / 4), "it takes all where that is often so"
+    assert (ours.needs == LogitsNeed.LOGITS) == (missed > 1 + 12 / 4), "it takes all where that is often so"
 
 
 @settings(max_examples=80, deadline=None)
@@ -156,11 +156,12 @@ def test_no_error_of_the_total_changes_a_token(seed: int, top_p: float, min_p: f
 
 
 def test_who_needs_what() -> None:
-    def needs(**options: Any) -> Needs:
+    def needs(**options: Any) -> LogitsNeed:
         return Sampler(SamplingParams(**(OFF | options)), 1000).needs
 
-    assert needs(temperature=0) == Needs.LARGEST
-    assert needs(top_k=LIKELIEST) == needs(top_p=0.9) == needs(min_p=0.1) == Needs.CANDIDATES
-    assert needs() == needs(top_k=LIKELIEST + 1) == needs(top_p=0.9, temperature=1e6) == Needs.LOGITS
-    assert needs(top_k=1000, top_p=0.9) == Needs.CANDIDATES and needs(top_k=1000) == Needs.LOGITS, "that is no limit"
-    assert needs(top_k=5, presence_penalty=0.5) == needs(top_k=5, logit_bias={3: 1.0}) == Needs.LOGITS
+    assert needs(temperature=0) == LogitsNeed.LARGEST
+    assert needs(top_k=LIKELIEST) == needs(top_p=0.9) == needs(min_p=0.1) == LogitsNeed.CANDIDATES
+    assert needs() == needs(top_k=LIKELIEST + 1) == needs(top_p=0.9, temperature=1e6) == LogitsNeed.LOGITS
+    assert needs(top_k=1000, top_p=0.9) == LogitsNeed.CANDIDATES, "that is no limit"
+    assert needs(top_k=1000) == LogitsNeed.LOGITS
+    assert needs(top_k=5, presence_penalty=0.5) == needs(top_k=5, logit_bias={3: 1.0}) == LogitsNeed.LOGITS

@@ -165,6 +165,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     )
     from powerinfer.formats.weight_types import FLOAT_TYPES
     from powerinfer.kernels import (
+        candidates,
         cpu,
         gpu,
         gpu_candidates,
@@ -294,7 +295,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
         about = RouterConfig(2, "sparsemixer", normalise=False, nearness=0.01)
         gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
-        records = torch.empty(tokens, gpu_candidates.WORDS, dtype=torch.int32)
+        records = torch.empty(tokens, candidates.WORDS, dtype=torch.int32)
         gpu_candidates.select(torch.empty(tokens, 151936), torch.empty(tokens), records)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
@@ -449,13 +450,13 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     scans = ("_convolve_kernel", "_convolve_few_kernel", "_scan_kernel", "_pairs_kernel", "_chunked_scan_kernel")
     prompts = ("_prompt_hidden_kernel", "_prompt_down_kernel", "_narrow_kernel")
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
-    candidates = ("_maxima_kernel", "_candidates_kernel")
+    choosing = ("_maxima_kernel", "_candidates_kernel")
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
             alone = kernel["name"] in neurons and not kernel["tokens"]
             assert kernel["stack"] <= (0 if alone else SPILT), kernel
         assert kernel["name"] not in scans or not kernel["stack"], kernel
-        assert kernel["name"] not in (*prompts, *candidates) or not kernel["stack"], kernel
+        assert kernel["name"] not in (*prompts, *choosing) or not kernel["stack"], kernel
         if kernel["name"] in experts and capability == 90:
             assert kernel["stack"] <= SPILT_BY_EXPERTS, kernel
     for kernel in made:  # as many as the launches are made for

@@ -52,7 +52,7 @@ class Executor(Protocol):
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
         Of a batch that `needs` no more it may be tokens, int32 [R], those of the largest logits, of equals the first,
-        with a number of `NOT_FINITE` where that is none; or records of `gpu_candidates.CANDIDATES`, [R], behind which
+        with a number of `NOT_FINITE` where that is none; or records of `candidates.CANDIDATES`, [R], behind which
         `batch.logits` makes the logits. The result is a view that stays valid until the next call. StoppedError: of a
         batch that was stopped.
         """

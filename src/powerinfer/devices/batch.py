@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     Float32 = NDArray[np.float32]
 
 
-class Needs(IntEnum):
-    """What is needed of each row of logits: its largest one alone, those of the most likely tokens, or all."""
+class LogitsNeed(IntEnum):
+    """Need for logits: of each row the largest one alone, those of the most likely tokens, or all."""
 
     LARGEST = 0
     CANDIDATES = 1
@@ -61,7 +61,7 @@ class Batch:
     # those of a request, and drafts that follow it.
     alone: bool = field(default=False, kw_only=True)
     # Of each row of logits: an executor may return, in place of logits, tokens of the largest or `CANDIDATES`.
-    needs: Needs = field(default=Needs.LOGITS, kw_only=True)
+    needs: LogitsNeed = field(default=LogitsNeed.LOGITS, kw_only=True)
     # [R] 1 / temperature at which candidates of each row are weighed; None: 1.
     inverse_temperatures: Float32 | None = field(default=None, kw_only=True)
     # Called once by an executor that `overlaps`, while a device computes where that is possible, else before the step.

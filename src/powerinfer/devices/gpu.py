@@ -32,7 +32,7 @@ from powerinfer.config import (
     RopeConfig,
     ShortConvConfig,
 )
-from powerinfer.devices.batch import Batch, Needs, StoppedError
+from powerinfer.devices.batch import Batch, LogitsNeed, StoppedError
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
@@ -823,7 +823,7 @@ class GpuLayers:
                 recordings = None
                 if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
                     recordings = self._recorded(self._recorder)
-                if recordings is None or not recordings.whole:  # the host acts in the step
+                if recordings is None or not recordings.static:  # the host acts in the step
                     batch.overlap()
                 with torch.inference_mode():
                     if recordings is None:
@@ -835,7 +835,7 @@ class GpuLayers:
                 if self.link is not None:
                     self.link.check()
         self._latest_logits = None
-        if step.needs == Needs.CANDIDATES:
+        if step.needs == LogitsNeed.CANDIDATES:
             batch.logits = partial(self._logits_of, step)
         if len(batch.tokens) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(batch.tokens)
@@ -907,7 +907,7 @@ class GpuLayers:
         again, the same bits. PowerInferError when the device fails."""
         if self._latest_logits is None:
             assert self._head is not None
-            again = replace(step, needs=Needs.LOGITS)
+            again = replace(step, needs=LogitsNeed.LOGITS)
             failures = gpu_failures("computing the logits of a step again", "lower --max-batch or --vram")
             with failures, current(self.device), self._finished_after_failure(), import_torch().inference_mode():
                 self._head.run(again)
@@ -1045,7 +1045,7 @@ class GpuLayers:
             self._rehearse(min(tokens, largest), logit_rows)
         self._rehearse(largest, logit_rows)
         varies = self.has_head and not self._first  # a draft head's logits are always needed
-        recorded = [(tokens, needs) for tokens in few for needs in (Needs if varies else [Needs.LOGITS])]
+        recorded = [(tokens, needs) for tokens in few for needs in (LogitsNeed if varies else [LogitsNeed.LOGITS])]
         for tokens, needs in recorded:
             self._rehearse(tokens, logit_rows, needs=needs)
         if self._states and self._undo_tokens:
@@ -1074,7 +1074,7 @@ class GpuLayers:
         first: int = 0,
         x: Float32 | None = None,
         replayed: int = 0,
-        needs: Needs = Needs.LOGITS,
+        needs: LogitsNeed = LogitsNeed.LOGITS,
     ) -> None:
         """x: of the tokens, by default zeros; replayed: tokens before them."""
         self.rehearses = True
@@ -1084,7 +1084,7 @@ class GpuLayers:
             self.rehearses = False
 
     def _rehearse_once(
-        self, tokens: int, logit_rows: int, first: int, x: Float32 | None, replayed: int, needs: Needs
+        self, tokens: int, logit_rows: int, first: int, x: Float32 | None, replayed: int, needs: LogitsNeed
     ) -> None:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
         pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]

@@ -44,7 +44,7 @@ class Recordings:
         self._runs: dict[tuple[int, ...], dict[int, Run | None]] = {}
 
     @property
-    def whole(self) -> bool:
+    def static(self) -> bool:
         """Whether all operators are static, so that the host goes on at once."""
         return all(static for static, _ in self._parts)
 

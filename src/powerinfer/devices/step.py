@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from powerinfer.devices.batch import Needs
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.kernels import gpu
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Step:
     inputs: Tensor | None = None  # float32 [T, layers * numbers], what layers get of tokens beside x
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
     inverse_temperatures: Tensor | None = None  # float32 [R], as of `Batch`
-    needs: Needs = Needs.LOGITS  # likewise
+    needs: LogitsNeed = LogitsNeed.LOGITS  # likewise
 
     @property
     def contexts(self) -> gpu.Contexts:

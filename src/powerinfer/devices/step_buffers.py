@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.batch import NOT_FINITE, Batch, Needs
+from powerinfer.devices.batch import NOT_FINITE, Batch, LogitsNeed
 from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
 from powerinfer.devices.streams import Streams, streams_of
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
-from powerinfer.kernels import cpu, gpu_candidates
+from powerinfer.kernels import candidates, cpu, gpu_candidates
 from powerinfer.kernels.gpu_types import FEW, Replay, tensor_bytes
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ class StepBuffers:
     def give(self, step: Step, logits: Tensor) -> None:
         """Bring what a step needs of its logits, float32 [rows, vocab_size], to the host, where there is room."""
         rows = len(logits)
-        if step.needs == Needs.LARGEST:
+        if step.needs == LogitsNeed.LARGEST:
             import_torch().max(logits, dim=1, out=(self._largest_logits[:rows], self._largest_tokens[:rows]))
             self._host_largest.copy_(self._largest, non_blocking=True)
-        elif step.needs == Needs.CANDIDATES:
+        elif step.needs == LogitsNeed.CANDIDATES:
             assert step.inverse_temperatures is not None
             gpu_candidates.select(logits, step.inverse_temperatures, self._candidates[:rows])
             self._host_candidates[:rows].copy_(self._candidates[:rows], non_blocking=True)
@@ -137,13 +137,13 @@ class StepBuffers:
         in_host = self._host_largest.numpy()
         self._tokens: NDArray[np.int64] = in_host[: 8 * rows].view(np.int64)
         self._values: Float32 = in_host[8 * rows :].view(np.float32)
-        shape = rows, gpu_candidates.WORDS
+        shape = rows, candidates.WORDS
         self._candidates = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._host_candidates = self._streams.pinned(shape, torch.int32)
-        self._records: NDArray[Any] = self._host_candidates.numpy().view(gpu_candidates.CANDIDATES)[:, 0]
+        self._records: NDArray[Any] = self._host_candidates.numpy().view(candidates.CANDIDATES)[:, 0]
 
     def download(self, step: Step, logits: bool) -> NDArray[Any]:
-        """What a step needs of its logits, or its residual stream, once the device is done with it."""
+        """Result of a step, what it needs of its logits or its residual stream, once the device is done with it."""
         if not logits:
             self._host_x[: step.x.shape[0]].copy_(step.x, non_blocking=True)
         self._done.record()
@@ -152,9 +152,9 @@ class StepBuffers:
         if not logits:
             values: Float32 = self._host_rows[: step.x.shape[0]]
             return values
-        if step.needs == Needs.LARGEST:
+        if step.needs == LogitsNeed.LARGEST:
             return self._numbers(rows)
-        if step.needs == Needs.CANDIDATES:
+        if step.needs == LogitsNeed.CANDIDATES:
             return self._records[:rows]
         values = self._host_logits[:rows].numpy()
         return values
@@ -265,7 +265,7 @@ class _Description:
             place[...] = part
         if states is not None and states.input_places is not None:
             places.input_places[...] = states.input_places
-        if batch.needs == Needs.CANDIDATES:
+        if batch.needs == LogitsNeed.CANDIDATES:
             places.inverse_temperatures[...] = 1 if batch.inverse_temperatures is None else batch.inverse_temperatures
         if places.x is not None:
             places.x[...] = x

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_candidates import LARGE, LIKELIEST, MOST, WORDS
+from powerinfer.kernels.candidates import LARGE, LIKELIEST, MOST, WORDS
 from powerinfer.kernels.triton_kernels import early, follow
 from powerinfer.kernels.triton_launch import launched
 
@@ -24,7 +24,7 @@ PARTS = 2048  # of a row
 COLUMNS = 32  # parts of a program
 DEPTH = 32  # logits of a part that a program reads at a time
 LISTED = 128  # parts that may reach the bound
-SEEN = 2048  # logits of these that are looked at at a time
+PLACES = 2048  # logits of these that are looked at at a time
 
 _LEAST = tl.constexpr(-(2**31))
 _LARGE = tl.constexpr(LARGE)
@@ -32,7 +32,7 @@ _NOT_SIGN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _turned(bits):
+def _reorder(bits):
     """Integers in the order of floats with these bits, and back."""
     return bits ^ ((bits >> 31) & _NOT_SIGN)
 
@@ -41,7 +41,7 @@ def _turned(bits):
 def _key(value):
     """An integer in the order of floats, of which NaN is the largest."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return tl.where(value != value, _NOT_SIGN, _turned(bits))
+    return tl.where(value != value, _NOT_SIGN, _reorder(bits))
 
 
 @launched
@@ -63,7 +63,7 @@ def _maxima_kernel(
         largest = tl.maximum(largest, _key(value))
     of_parts = tl.max(largest, 0)
     tl.store(maxima + row * P + column, of_parts)
-    top = _turned(tl.max(of_parts, 0)).to(tl.float32, bitcast=True)
+    top = _reorder(tl.max(of_parts, 0)).to(tl.float32, bitcast=True)
     top = tl.minimum(tl.maximum(top, -_LARGE), _LARGE)
     sharpness = tl.load(inverse_temperatures + row)
     total = tl.zeros((D, C), tl.float32)
@@ -80,7 +80,7 @@ def _maxima_kernel(
 @triton.jit(do_not_specialize_on_alignment=["inverse_temperatures"])
 def _candidates_kernel(
     logits, inverse_temperatures, maxima, tops, sums, parts, out, vocab, depth,
-    P: tl.constexpr, PROGRAMS: tl.constexpr, LIKELIEST: tl.constexpr, LISTED: tl.constexpr, SEEN: tl.constexpr,
+    P: tl.constexpr, PROGRAMS: tl.constexpr, LIKELIEST: tl.constexpr, LISTED: tl.constexpr, PLACES: tl.constexpr,
     MOST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a row. parts: int32 [R, LISTED], for this kernel alone."""
@@ -102,15 +102,15 @@ def _candidates_kernel(
     place, listed = tl.cumsum(reaches, 0) - reaches, tl.sum(reaches, 0)
     tl.store(parts + place, part, mask=(reaches != 0) & (place < LISTED))
     tl.debug_barrier()  # what other threads of the program listed
-    entry = tl.arange(0, SEEN) % LISTED
+    entry = tl.arange(0, PLACES) % LISTED
     of_entry = tl.load(parts + entry, mask=entry < listed, other=0)
-    level = tl.arange(0, SEEN) // LISTED
+    level = tl.arange(0, PLACES) // LISTED
     count = tl.full((), 0, tl.int32)
-    for begin in range(0, depth, SEEN // LISTED):
+    for begin in range(0, depth, PLACES // LISTED):
         token = (begin + level) * P + of_entry
-        here = (entry < listed) & (token < vocab)
-        value = tl.load(logits + token, mask=here, other=float("-inf"))
-        reaches = (here & (_key(value).to(tl.int64) - _LEAST >= bound)).to(tl.int32)
+        valid = (entry < listed) & (token < vocab)
+        value = tl.load(logits + token, mask=valid, other=float("-inf"))
+        reaches = (valid & (_key(value).to(tl.int64) - _LEAST >= bound)).to(tl.int32)
         place = count + tl.cumsum(reaches, 0) - reaches
         fits = (reaches != 0) & (place < MOST)
         tl.store(out + 2 + place, value.to(tl.int32, bitcast=True), mask=fits)
@@ -136,6 +136,6 @@ def select(logits: Tensor, inverse_temperatures: Tensor, out: Tensor) -> None:
     )
     _candidates_kernel[(rows,)](
         logits, inverse_temperatures, maxima, tops, sums, parts, out, vocab, depth,
-        P=PARTS, PROGRAMS=programs, LIKELIEST=LIKELIEST, LISTED=LISTED, SEEN=SEEN, MOST=MOST, WORDS=WORDS,
+        P=PARTS, PROGRAMS=programs, LIKELIEST=LIKELIEST, LISTED=LISTED, PLACES=PLACES, MOST=MOST, WORDS=WORDS,
         **(options | {"num_warps": 8}),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
-from powerinfer.devices.batch import Needs, StoppedError
+from powerinfer.devices.batch import LogitsNeed, StoppedError
 from powerinfer.errors import (
     CLOSED,
     ChangedError,
@@ -375,7 +375,7 @@ class Driver:
         `requests`, if there are any, are aborted."""
         step = _Step(requests, np.zeros(1, np.int32))
         batch.stop = step.stop
-        batch.needs = max(map(_needs, requests), default=Needs.LOGITS)
+        batch.needs = max(map(_needs, requests), default=LogitsNeed.LOGITS)
         self._step_now = step
         try:
             if step.unwanted or self._stopping:  # before it could be seen that it is computed
@@ -566,10 +566,10 @@ class Driver:
                 self._outbox.append((request, None))
 
 
-def _needs(request: Request) -> Needs:
-    """What a request needs of its rows of logits."""
+def _needs(request: Request) -> LogitsNeed:
+    """Need of a request for its rows of logits."""
     if not isinstance(request, AnswerRequest) or request.params.logprobs is not None:
-        return Needs.LOGITS
+        return LogitsNeed.LOGITS
     return request.sampler.needs
 
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from powerinfer.devices.batch import NOT_FINITE, Needs
+from powerinfer.devices.batch import NOT_FINITE, LogitsNeed
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.kernels.gpu_candidates import ERROR, HOTTEST, LIKELIEST, MOST
+from powerinfer.kernels.candidates import ERROR, HOTTEST, LIKELIEST, MOST
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
@@ -121,19 +121,19 @@ class Sampler:
         self._needs = self._least_needs()
         self._drawn = self._missed = 0  # tokens, and those for which candidates did not suffice
 
-    def _least_needs(self) -> Needs:
+    def _least_needs(self) -> LogitsNeed:
         params = self._params
         if self._edits is not None or self._mask is not None:
-            return Needs.LOGITS
+            return LogitsNeed.LOGITS
         if self._greedy:
-            return Needs.LARGEST
+            return LogitsNeed.LARGEST
         few = params.top_k <= LIKELIEST if self._limited else params.top_p < 1.0 or params.min_p > 0.0
-        return Needs.CANDIDATES if few and params.temperature <= HOTTEST else Needs.LOGITS
+        return LogitsNeed.CANDIDATES if few and params.temperature <= HOTTEST else LogitsNeed.LOGITS
 
     @property
-    def needs(self) -> Needs:
-        """What it needs of the next row of logits."""
-        return Needs.LOGITS if self._missed > 1 + _MISSED * self._drawn else self._needs
+    def needs(self) -> LogitsNeed:
+        """Need for the next row of logits."""
+        return LogitsNeed.LOGITS if self._missed > 1 + _MISSED * self._drawn else self._needs
 
     def take(self, token: int) -> int:
         """The next token, of the largest logit, or a number of `NOT_FINITE`. Of samplers that need no other."""
@@ -143,7 +143,7 @@ class Sampler:
 
     def draw(self, candidates: Any) -> int | None:
         """The next token, the same as by all logits; None: it takes these. candidates: a record of
-        `gpu_candidates.CANDIDATES`. Of samplers that need no other."""
+        `candidates.CANDIDATES`. Of samplers that need no other."""
         self._drawn += 1
         token = None
         if candidates["count"] <= MOST:
