@@ -47,7 +47,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from triton.runtime.interpreter import GridExecutor
 
 from powerinfer.devices import flags, streams, wanted
-from powerinfer.kernels import gpu, gpu_delta, gpu_experts, gpu_latent, gpu_mamba
+from powerinfer.kernels import gpu, gpu_candidates, gpu_delta, gpu_experts, gpu_latent, gpu_mamba
 
 aten = torch.ops.aten
 
@@ -707,6 +707,7 @@ KERNELS: list[tuple[Any, str, Callable[..., torch.Tensor] | None]] = [
     (gpu_experts, "expert_sum", _like_second),
     (gpu_delta, "delta_net", _of_net),
     (gpu_mamba, "mamba", _of_net),
+    (gpu_candidates, "select", None),
 ]
 
 

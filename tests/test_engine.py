@@ -20,6 +20,7 @@ from toy_model import (
     BOS,
     EOS,
     VOCAB,
+    Asked,
     ToyExecutor,
     ToyTokenizer,
     ask,
@@ -33,9 +34,11 @@ from toy_model import (
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.evaluate import Perplexity, perplexity
+from powerinfer.kernels.candidates import CANDIDATES, LIKELIEST
 from powerinfer.runtime.engine import LLM
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.request import Completion
@@ -546,36 +549,107 @@ def test_damaged_weights_are_named() -> None:
         perplexity(llm, "x" * 400, context=100)
 
 
-def test_tokens_in_place_of_logits() -> None:
-    """An executor may return them where every request of a step looks at the largest logit alone."""
+def candidates_of(batch: Batch, logits: np.ndarray) -> np.ndarray:
+    """Records of the 64 largest logits of each row."""
+    assert batch.inverse_temperatures is not None
+    records = np.zeros(len(logits), CANDIDATES)
+    for record, row, cold in zip(records, logits, batch.inverse_temperatures, strict=True):
+        best = np.argsort(-row, kind="stable")[:LIKELIEST]
+        record["count"], record["total"] = len(best), np.exp((row - row.max()).astype(np.float64) * cold).sum()
+        record["values"][: len(best)], record["ids"][: len(best)] = row[best], best
+    return records
 
-    class Brief(ToyExecutor):
-        def __init__(self) -> None:
-            super().__init__()
-            self.greedy: list[bool] = []
-            self.damaged = False
 
-        def forward(self, batch: Batch) -> np.ndarray:
-            logits = super().forward(batch)
-            self.greedy.append(batch.greedy)
-            if not batch.greedy:
-                return logits
+class Brief(ToyExecutor):
+    """Returns what is needed and no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs: list[LogitsNeed] = []
+        self.again = 0
+        self.damaged = False
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        logits = super().forward(batch)
+        self.needs.append(batch.needs)
+        if batch.needs == LogitsNeed.LARGEST:
             return np.full(len(logits), -1, np.int32) if self.damaged else logits.argmax(axis=1).astype(np.int32)
+        if batch.needs == LogitsNeed.CANDIDATES:
+            batch.logits = partial(self.give, logits)
+            return candidates_of(batch, logits)
+        return logits
 
+    def give(self, logits: np.ndarray) -> np.ndarray:
+        self.again += 1
+        return logits
+
+
+def test_tokens_in_place_of_logits() -> None:
+    """An executor may return them, or candidates, where no request of a step needs more."""
     executor = Brief()
     llm = toy_llm(executor)
     others: dict[str, Any] = {"logprobs": 2, "repetition_penalty": 1.3, "logit_bias": {65: 3.0}, "temperature": 0.7}
     others["seed"] = 1
     for name, value in others.items():
-        executor.greedy.clear()
+        executor.needs.clear()
         prompts, params = ["hello", "and a longer one" * 8], [GREEDY, replace(GREEDY, **{"seed": 7, name: value})]
         wanted = toy_llm().generate(prompts, params)
         assert [one.token_ids for one in llm.generate(prompts, params)] == [one.token_ids for one in wanted]
-        assert executor.greedy[0] == (name == "seed"), f"{name} looks at all logits"
+        needs = {"seed": LogitsNeed.LARGEST, "temperature": LogitsNeed.CANDIDATES}.get(name, LogitsNeed.LOGITS)
+        assert executor.needs[0] == needs, f"{name} looks at all logits"
+    assert not executor.again
     executor.damaged = True
     with pytest.raises(PowerInferError, match="may be damaged"):
         llm.generate("hello", GREEDY)
     executor.damaged = False
+    usable(llm)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_events_are_delivered_while_a_device_computes(overlaps: bool) -> None:
+    """Where the executor says so, and calls for it; else before the step. None is lost where a step fails first."""
+
+    class Device(ToyExecutor):
+        def forward(self, batch: Batch) -> np.ndarray:
+            logits = super().forward(batch)
+            assert (batch.meanwhile is not None) == overlaps
+            batch.overlap()
+            return logits
+
+    executor, begun = Device(), list[int]()
+    executor.overlaps = overlaps  # type: ignore[attr-defined]
+    llm = toy_llm(executor)
+    asked = Asked(llm, ids("hello"), replace(GREEDY, max_tokens=4))
+
+    def note(event: Any) -> None:
+        begun.append(executor.begun)
+        asked.events.put(event)
+
+    asked.request.deliver = note
+    llm._runner.submit([asked.request])
+    assert [event.token_id for event in asked.rest() if event] == reference_greedy(ids("hello"), 4)
+    assert begun == ([2, 3, 4, 4] if overlaps else [1, 2, 3, 4])
+    executor.fail_at[executor.begun + 1] = PowerInferError("broken")
+    failing = ask(llm, ids("hello"), GREEDY)
+    first, last = failing.rest()
+    assert first is not None and last is None and str(failing.request.error) == "broken"
+    usable(llm)
+
+
+def test_all_logits_where_candidates_do_not_suffice() -> None:
+    """They are asked for then, and always once that is often so."""
+    executor = Brief()
+    llm = toy_llm(executor)
+    wide = SamplingParams(temperature=50.0, top_k=0, top_p=0.9, min_p=0.0, seed=5, max_tokens=30, ignore_eos=True)
+    narrow = replace(wide, temperature=0.5)
+    for params in (wide, narrow, [wide, narrow]):
+        executor.needs.clear()
+        executor.again = 0
+        prompts = ["hello", "hello"]
+        wanted = toy_llm().generate(prompts, params)
+        assert [one.token_ids for one in llm.generate(prompts, params)] == [one.token_ids for one in wanted]
+        assert executor.needs[0] == LogitsNeed.CANDIDATES and (executor.again > 0) == (params is not narrow)
+        assert (executor.needs[-1] == LogitsNeed.LOGITS) == (params is not narrow)
     usable(llm)
 
 

@@ -165,8 +165,10 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
     )
     from powerinfer.formats.weight_types import FLOAT_TYPES, WEIGHT_TYPES
     from powerinfer.kernels import (
+        candidates,
         cpu,
         gpu,
+        gpu_candidates,
         gpu_delta,
         gpu_experts,
         gpu_latent,
@@ -294,6 +296,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
         about = RouterConfig(2, "sparsemixer", normalise=False, nearness=0.01)
         gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
+        records = torch.empty(tokens, candidates.WORDS, dtype=torch.int32)
+        gpu_candidates.select(torch.empty(tokens, 151936), torch.empty(tokens), records)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
             triton_kernels.values(weight(kind), 0, 8, None, None)
@@ -437,7 +441,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    names = 55 if capability == 90 else 34
+    names = 57 if capability == 90 else 34
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
@@ -452,12 +456,13 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     prompts = ("_prompt_hidden_kernel", "_prompt_down_kernel", "_narrow_kernel", "_narrow_pairs_kernel")
     prompts += ("_panel_rows_kernel",)
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
+    choosing = ("_maxima_kernel", "_candidates_kernel")
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
             alone = kernel["name"] in neurons and not kernel["tokens"]
             assert kernel["stack"] <= (0 if alone else SPILT), kernel
         assert kernel["name"] not in scans or not kernel["stack"], kernel
-        assert kernel["name"] not in prompts or not kernel["stack"], kernel
+        assert kernel["name"] not in (*prompts, *choosing) or not kernel["stack"], kernel
         if kernel["name"] in experts and capability == 90:
             assert kernel["stack"] <= SPILT_BY_EXPERTS, kernel
     for kernel in made:  # as many as the launches are made for

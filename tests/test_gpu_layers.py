@@ -33,7 +33,7 @@ from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig, FfnConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
-from powerinfer.devices.batch import StoppedError  # noqa: E402
+from powerinfer.devices.batch import LogitsNeed, StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
@@ -48,10 +48,12 @@ from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.kernels.candidates import ERROR, LIKELIEST  # noqa: E402
 from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
+from powerinfer.runtime.sampling import Sampler  # noqa: E402
 from powerinfer.text.model_text import tokenizer_of  # noqa: E402
 
 LAYERS = families.SIZES["num_hidden_layers"]
@@ -288,42 +290,81 @@ def test_replayed_steps_give_the_same_bits(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.usefixtures("device")
-def test_the_tokens_of_the_largest_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found on the device, launched and replayed, of one row and of several; the logits stay there."""
+def test_what_is_needed_of_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the largest ones, or candidates, chosen on the device, launched and replayed, of one row and of
+    several; all logits stay there, but where they are asked for afterwards."""
     truth = Truth(case_named("qwen3"), "gguf", tmp_path)
     static_where_emulated(monkeypatch)
 
-    def step(executor: SplitExecutor, at: int, count: int, greedy: bool) -> np.ndarray:
+    def batch_of(executor: SplitExecutor, at: int, count: int, needs: LogitsNeed) -> Batch:
         places = np.arange(count, dtype=np.int32)
         numbers = truth.texts[0][at : at + count].astype(np.int32), at + places, np.zeros(count, np.int32)
         pages = np.arange(executor.n_pages, dtype=np.int32)[None]
-        return executor.forward(Batch(*numbers, pages, places, greedy=greedy)).copy()
+        cold = 1 / (1 + places).astype(np.float32)
+        return Batch(*numbers, pages, places, needs=needs, inverse_temperatures=cold)
+
+    def step(executor: SplitExecutor, at: int, count: int, needs: LogitsNeed) -> np.ndarray:
+        return executor.forward(batch_of(executor, at, count, needs)).copy()
 
     with opened(truth.path, all_of(truth)) as executor:
-        executor.gpu.record(counting_recorder([]))
+        made: list[int] = []
+        executor.gpu.record(counting_recorder(made))
         at = 0
         for count in (1, 1, 1, 3, 3, 3, 40):
-            logits = step(executor, at, count, False)
-            executor.gpu.buffers.logits(count)[:] = 7.0
-            found = step(executor, at, count, True)
-            assert found.dtype == np.int32 and found.tolist() == logits.argmax(axis=1).tolist()
-            assert (executor.gpu.buffers.logits(count) == 7).all(), "they were not copied"
+            logits = step(executor, at, count, LogitsNeed.LOGITS)
+            executor.gpu.buffers._host_logits[:count] = 7.0
+            tokens = step(executor, at, count, LogitsNeed.LARGEST)
+            assert tokens.dtype == np.int32 and tokens.tolist() == logits.argmax(axis=1).tolist()
+            batch, replays = batch_of(executor, at, count, LogitsNeed.CANDIDATES), list[int]()
+            before = sum(made)
+            batch.meanwhile = lambda replays=replays: replays.append(sum(made))
+            records = executor.forward(batch).copy()
+            assert replays == [sum(made)] and batch.meanwhile is None, "once, when all that is replayed was launched"
+            assert sum(made) > before or count == 40 or at in (0, 1, 3, 6)
+            assert (executor.gpu.buffers._host_logits[:count] == 7).all(), "they were not copied"
+            for place, (row, record) in enumerate(zip(logits, records, strict=True)):
+                n = record["count"]
+                np.testing.assert_array_equal(record["values"][:n], row[record["ids"][:n]])
+                assert row.argmax() in record["ids"][:n] and n >= min(LIKELIEST, len(row))
+                total = np.exp((row - row.max()).astype(np.float64) / (1 + place)).sum()
+                assert record["total"] == pytest.approx(total, rel=ERROR)
+            assert batch.logits is not None
+            for _ in range(2):
+                np.testing.assert_array_equal(batch.logits(), logits)
             at += count
-        assert step(executor, at, 1, False).shape == (1, executor.vocab_size)
+        assert step(executor, at, 1, LogitsNeed.LOGITS).shape == (1, executor.vocab_size)
         *operators, head = executor.gpu.operators
         broken = replace(operators[-1], run=lambda own: own.x.fill_(torch.nan))
         executor.gpu._operators = [*operators, broken, head]
         executor.gpu.record(None)
-        assert step(executor, at, 1, True).tolist() == [-1]
+        assert step(executor, at, 1, LogitsNeed.LARGEST).tolist() == [-1]
         for value, number in ((torch.inf, -2), (-torch.inf, -3), (0.5, 7)):
 
             def end(_: Step, value: float = value) -> None:
-                for to, what in zip(executor.gpu.buffers.largest(1), (value, 7), strict=True):
-                    to.fill_(what)
+                executor.gpu.buffers._values[:1], executor.gpu.buffers._tokens[:1] = value, 7
 
             executor.gpu._operators = [*operators, replace(head, run=end)]
-            assert step(executor, at, 1, True).tolist() == [number]
+            assert step(executor, at, 1, LogitsNeed.LARGEST).tolist() == [number]
+
+
+@pytest.mark.usefixtures("device")
+def test_sampled_answers_need_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same seed they are those of all logits."""
+    path, engine = tiny_llama(tmp_path / "m.gguf"), engine_of(context=64)
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 1.0}, {"top_k": 0}]
+    same = {"temperature": 9.0, "min_p": 0.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+    params = [SamplingParams(**(same | one)) for one in settings]
+    checkpoint, answers, asked = open_checkpoint(path), [], list[int]()
+    logits_of = GpuLayers._logits_of
+    monkeypatch.setattr(GpuLayers, "_logits_of", lambda *given: asked.append(1) or logits_of(*given))
+    for needs in (Sampler.needs, property(lambda _: LogitsNeed.LOGITS)):
+        monkeypatch.setattr(Sampler, "needs", needs)
+        executor = load_split(Resolved(checkpoint, engine, **on_gpu(2, head=True)))
+        with LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine) as llm:
+            for some in (params[:3], params[3:]):
+                answers.append([answer.token_ids for answer in llm.generate(["a cab"] * len(some), some)])
+                assert not asked or len(answers) > 1, "these are among the candidates"
+    assert answers[:2] == answers[2:] and len(set(map(tuple, answers[0]))) == 3
 
 
 def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

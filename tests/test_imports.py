@@ -32,7 +32,7 @@ LAZY = {
 # Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
 # derived, at the top.
 KERNELS = (
-    "bundles", "delta", "experts", "fused", "kernels", "latent", "launch", "mamba", "neurons", "panels",
+    "bundles", "candidates", "delta", "experts", "fused", "kernels", "latent", "launch", "mamba", "neurons", "panels",
     "prompt_experts", "short_conv", "states", "words",
 )  # fmt: skip
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {

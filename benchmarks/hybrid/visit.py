@@ -49,6 +49,7 @@ LEFT = 5.0  # seconds of a call that remain for writing down
 KERNEL_TESTS = (
     "test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta", "test_gpu_mamba",
     "test_gpu_short_conv", "test_gpu_panels", "test_gpu_pages", "test_gpu_words", "test_gpu_undone_states",
+    "test_gpu_candidates",
 )  # fmt: skip
 LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_streamed", "test_hybrid_experts",

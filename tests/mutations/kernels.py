@@ -20,6 +20,13 @@ MUTATIONS = [
         "tests/test_gpu_words.py -k 'products and IQ2_XXS'",
     ),
     Mutation(
+        "the token drawn from candidates that a GPU brings is the one drawn from all logits",
+        "src/powerinfer/runtime/sampling.py",
+        "if left > len(ids) or left != self._left(weights, cumulative, high):",
+        "if left > len(ids):",
+        "tests/test_gpu_candidates.py -k no_error",
+    ),
+    Mutation(
         "what a step uploads is its batch's, whatever shapes came before",
         "src/powerinfer/devices/step_buffers.py",
         "within = positions % cpu.PAGE",

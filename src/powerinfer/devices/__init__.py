@@ -51,9 +51,10 @@ class Executor(Protocol):
     def forward(self, batch: Batch) -> NDArray[Any]:
         """Write the keys and values of the batch's tokens and return logits, float32 [R, vocab_size].
 
-        Of a batch that is `greedy` it may be tokens, int32 [R], those of the largest logits, of equals the first; a
-        number of `NOT_FINITE` where that is none. The result is a view that stays valid until the next call.
-        StoppedError: of a batch that was stopped.
+        Of a batch that `needs` no more it may be tokens, int32 [R], those of the largest logits, of equals the first,
+        with a number of `NOT_FINITE` where that is none; or records of `candidates.CANDIDATES`, [R], behind which
+        `batch.logits` makes the logits. The result is a view that stays valid until the next call. StoppedError: of a
+        batch that was stopped.
         """
         ...
 

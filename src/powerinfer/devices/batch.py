@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
@@ -10,6 +12,15 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
     from numpy.typing import NDArray
 
     Int32 = NDArray[np.int32]
+    Float32 = NDArray[np.float32]
+
+
+class LogitsNeed(IntEnum):
+    """Need for logits: of each row the largest one alone, those of the most likely tokens, or all."""
+
+    LARGEST = 0
+    CANDIDATES = 1
+    LOGITS = 2
 
 
 NOT_FINITE = {-1: float("nan"), -2: float("inf"), -3: float("-inf")}
@@ -49,5 +60,17 @@ class Batch:
     # Where layers leave neurons out on the CPU, each token has the bits of a step of it alone, of up to NEURON_TOKENS:
     # those of a request, and drafts that follow it.
     alone: bool = field(default=False, kw_only=True)
-    # Of each row of logits the caller needs the largest one alone: an executor may return its token in their place.
-    greedy: bool = field(default=False, kw_only=True)
+    # Of each row of logits: an executor may return, in place of logits, tokens of the largest or `CANDIDATES`.
+    needs: LogitsNeed = field(default=LogitsNeed.LOGITS, kw_only=True)
+    # [R] 1 / temperature at which candidates of each row are weighed; None: 1.
+    inverse_temperatures: Float32 | None = field(default=None, kw_only=True)
+    # Called once by an executor that `overlaps`, while a device computes where that is possible, else before the step.
+    meanwhile: Callable[[], None] | None = field(default=None, kw_only=True)
+    # Set by an executor that returns candidates: makes the logits [R, vocab_size] of that call, until the next one.
+    logits: Callable[[], Float32] | None = field(default=None, kw_only=True)
+
+    def overlap(self) -> None:
+        """Call `meanwhile`, if that has not happened."""
+        if self.meanwhile is not None:
+            call, self.meanwhile = self.meanwhile, None
+            call()

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -31,7 +32,7 @@ from powerinfer.config import (
     RopeConfig,
     ShortConvConfig,
 )
-from powerinfer.devices.batch import Batch, StoppedError
+from powerinfer.devices.batch import Batch, LogitsNeed, StoppedError
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
@@ -171,6 +172,7 @@ class GpuLayers:
         self._output: OutputMatrix | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
+        self._shares: bool | None = None
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
@@ -198,6 +200,7 @@ class GpuLayers:
         self._recorded_at = self.buffers.addresses
         self._shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
+        self._latest_logits: Float32 | None = None  # of a step that brought candidates, once they were asked for
 
     def _make_caches(self, states: int, undo_tokens: int) -> None:
         """Caches, and states, of these layers, empty."""
@@ -728,12 +731,7 @@ class GpuLayers:
             if not len(step.logit_rows):
                 return
             x = step.x.index_select(0, step.logit_rows)
-            logits = output.make(x if norm is None else norm(x, for_codes=output.for_codes))
-            if step.greedy:
-                for to, found in zip(self.buffers.largest(len(logits)), logits.max(dim=1), strict=True):
-                    to.copy_(found, non_blocking=True)
-            else:
-                self.buffers.logits(len(logits)).copy_(logits, non_blocking=True)
+            self.buffers.give(step, output.make(x if norm is None else norm(x, for_codes=output.for_codes)))
 
         self._head, self._final_norm, self._output = Operator("head", -1, run), norm, output
         self._rewired()
@@ -782,14 +780,16 @@ class GpuLayers:
     @property
     def shares(self) -> bool:
         """Whether the CPU has a part in steps of few tokens."""
-        return not all(one.static for one in self.operators)
+        if self._shares is None:  # asked in every step
+            self._shares = not all(one.static for one in self.operators)
+        return self._shares
 
     def _rewired(self) -> None:
-        self._operators = self._recordings = None
+        self._operators = self._recordings = self._shares = None
 
     def changed(self, layer: int) -> None:
         """A layer's FFN parts have other neurons, or run another way: record their launches again."""
-        before, self._operators = self._operators, None
+        before, self._operators, self._shares = self._operators, None, None
         if self._recordings is not None and self.operators == before:
             self._recordings.forget(layer)
         else:
@@ -836,14 +836,23 @@ class GpuLayers:
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
                 step = self._begin(batch, x, slots, inputs)
+                recordings = None
+                if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
+                    recordings = self._recorded(self._recorder)
+                if recordings is None or not recordings.static:  # the host acts in the step
+                    batch.overlap()
                 with torch.inference_mode():
-                    if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
-                        self._recorded(self._recorder).run(step)
-                    else:
+                    if recordings is None:
                         self._launch(step, self.operators, batch)
+                    else:
+                        recordings.run(step)
+                batch.overlap()
                 result = self.buffers.download(step, logits=self.has_head)
                 if self.link is not None:
                     self.link.check()
+        self._latest_logits = None
+        if step.needs == LogitsNeed.CANDIDATES:
+            batch.logits = partial(self._logits_of, step)
         if len(batch.tokens) <= cpu.NEURON_TOKENS:
             self.few_tokens += len(batch.tokens)
             self.few_steps += 1
@@ -911,6 +920,18 @@ class GpuLayers:
             values: Float32 = _normalised(self._final_norm, x).cpu().numpy()
         return values
 
+    def _logits_of(self, step: Step) -> Float32:
+        """Logits of the last step, float32 [R, vocab_size], which brought candidates alone: the head computes them
+        again, the same bits. PowerInferError when the device fails."""
+        if self._latest_logits is None:
+            assert self._head is not None
+            again = replace(step, needs=LogitsNeed.LOGITS)
+            failures = gpu_failures("computing the logits of a step again", "lower --max-batch or --vram")
+            with failures, current(self.device), self._finished_after_failure(), import_torch().inference_mode():
+                self._head.run(again)
+                self._latest_logits = self.buffers.download(again, logits=True)
+        return self._latest_logits
+
     def logits(self, hidden: Float32) -> Float32:
         """Logits, float32 [R, vocab_size], in memory of their own, of hidden states [R, d_model] as of `hidden_states`;
         of layers that have the head. PowerInferError when the device fails."""
@@ -925,14 +946,18 @@ class GpuLayers:
 
     def _begin(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None = None) -> Step:
         """Upload a step."""
-        numbers = np.arange(len(batch.page_table), dtype=np.int32)
-        step = self.buffers.upload(batch, x, (slots or (numbers, numbers)) if self._states else None, inputs)
+        if not self._states:
+            slots = None
+        elif slots is None:
+            numbers = np.arange(len(batch.page_table), dtype=np.int32)
+            slots = numbers, numbers
+        step = self.buffers.upload(batch, x, slots, inputs)
         if self.link is not None:
             step.read = self.link.read(len(batch.tokens))
             self.link.begin_step()
         if self.has_head:
-            step.greedy = batch.greedy
-            self.buffers.logits(len(batch.logit_rows))  # may reallocate, so before the step is recorded
+            step.needs = batch.needs
+            self.buffers.make_room(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
 
     @property
@@ -1039,8 +1064,11 @@ class GpuLayers:
             sizes = [1 << power for power in reversed(range(gpu.FEW.bit_length(), largest.bit_length()))] + sizes
         for tokens in sizes:
             self._rehearse(min(tokens, largest), logit_rows)
-        for tokens in (largest, *few):
-            self._rehearse(tokens, logit_rows)
+        self._rehearse(largest, logit_rows)
+        varies = self.has_head and not self._first  # a draft head's logits are always needed
+        recorded = [(tokens, needs) for tokens in few for needs in (LogitsNeed if varies else [LogitsNeed.LOGITS])]
+        for tokens, needs in recorded:
+            self._rehearse(tokens, logit_rows, needs=needs)
         if self._states and self._undo_tokens:
             self._rehearse(1, logit_rows, 1, replayed=1)
         if self._cuda:
@@ -1051,8 +1079,8 @@ class GpuLayers:
         if self._recorder is None:
             return self._passed
         before, per_shape = self._memory_taken(), 0
-        for tokens in few:  # recording takes memory of torch, for all shapes, and of the driver
-            self._rehearse(tokens, logit_rows)
+        for tokens, needs in recorded:  # recording takes memory of torch, for all shapes, and of the driver
+            self._rehearse(tokens, logit_rows, needs=needs)
             after = self._memory_taken()
             self._passed += max(0, after[0] - before[0])
             before, per_shape = after, max(per_shape, after[1] - before[1])
@@ -1063,22 +1091,31 @@ class GpuLayers:
         return self._passed
 
     def _rehearse(
-        self, tokens: int, logit_rows: int, first: int = 0, x: Float32 | None = None, replayed: int = 0
+        self,
+        tokens: int,
+        logit_rows: int,
+        first: int = 0,
+        x: Float32 | None = None,
+        replayed: int = 0,
+        needs: LogitsNeed = LogitsNeed.LOGITS,
     ) -> None:
         """x: of the tokens, by default zeros; replayed: tokens before them."""
         self.rehearses = True
         try:
-            self._rehearse_once(tokens, logit_rows, first, x, replayed)
+            self._rehearse_once(tokens, logit_rows, first, x, replayed, needs)
         finally:
             self.rehearses = False
 
-    def _rehearse_once(self, tokens: int, logit_rows: int, first: int, x: Float32 | None, replayed: int) -> None:
+    def _rehearse_once(
+        self, tokens: int, logit_rows: int, first: int, x: Float32 | None, replayed: int, needs: LogitsNeed
+    ) -> None:
         places, rows = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.int32)
         pages = np.arange(-(-(first + tokens) // self.page_size), dtype=np.int32)[None]
         zero = np.zeros(1, np.int32)
         batch = Batch(
-            rows, first + places, rows, pages, places[:logit_rows], replayed=zero + replayed, undo_states=zero
-        )
+            rows, first + places, rows, pages, places[:logit_rows], replayed=zero + replayed, undo_states=zero,
+            needs=needs,
+        )  # fmt: skip
         x = np.zeros((tokens, self.d_model), np.float32) if x is None else x
         self.run(batch, x)
         streamed = [operator for layer in range(self.layers, len(self._layers)) for operator in self.streamed(layer)]

@@ -43,6 +43,11 @@ class Recordings:
         self._shapes = shapes
         self._runs: dict[tuple[int, ...], dict[int, Run | None]] = {}
 
+    @property
+    def static(self) -> bool:
+        """Whether all operators are static, so that the host goes on at once."""
+        return all(static for static, _ in self._parts)
+
     def run(self, step: Step) -> None:
         """All operators on the step."""
         key = step.key

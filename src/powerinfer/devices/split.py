@@ -34,6 +34,8 @@ class SplitExecutor:
     The result for a token is the same on every run. Its rounding may depend on the number of tokens in the call.
     """
 
+    overlaps = True  # it calls `Batch.meanwhile`
+
     def __init__(
         self,
         cpu: CpuExecutor,

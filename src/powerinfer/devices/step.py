@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.kernels import gpu
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Step:
     input_places: Tensor | None = None  # int64 [T], as of the function; None: no inputs are kept
     inputs: Tensor | None = None  # float32 [T, layers * numbers], what layers get of tokens beside x
     normed: tuple[Norm, Tensor] | None = None  # a norm and its result, until x changes
-    greedy: bool = False  # of the logits only the largest ones are needed
+    inverse_temperatures: Tensor | None = None  # float32 [R], as of `Batch`
+    needs: LogitsNeed = LogitsNeed.LOGITS  # likewise
 
     @property
     def contexts(self) -> gpu.Contexts:
@@ -50,7 +52,7 @@ class Step:
     @property
     def key(self) -> tuple[int, ...]:
         """Steps with the same key have their tensors at the same addresses."""
-        flags = self.replay is not None, self.input_places is not None, self.greedy
+        flags = self.replay is not None, self.input_places is not None, self.needs
         # Not len(), which is a function of Python's, of tensors.
         return self.x.shape[0], self.logit_rows.shape[0], *self.page_table.shape, *flags
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.batch import NOT_FINITE, Batch
+from powerinfer.devices.batch import NOT_FINITE, Batch, LogitsNeed
 from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
 from powerinfer.devices.streams import Streams, streams_of
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
-from powerinfer.kernels import cpu
-from powerinfer.kernels.gpu_types import Replay, tensor_bytes
+from powerinfer.kernels import candidates, cpu, gpu_candidates
+from powerinfer.kernels.gpu_types import FEW, Replay, tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -51,8 +51,10 @@ class StepBuffers:
         self._total = torch.zeros_like(self._x) if totals else None
         self._inputs = torch.zeros((max_tokens, inputs), device=to) if inputs else None
         self._host_inputs = self._streams.pinned((max_tokens, inputs), torch.float32) if inputs else None
+        self._device = to
         self._make_logits(1)
-        self._description = _Description(to, self._streams)
+        self._description = _Description(to, self._streams, min(max_tokens, FEW) * d_model, d_model)
+        self._last = self._x
         self._done = self._streams.event()
 
     @property
@@ -67,7 +69,8 @@ class StepBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return tensor_bytes(self._x, self._total, self._inputs) + self._description.nbytes
+        tensors = self._x, self._total, self._inputs, self._largest, self._candidates
+        return tensor_bytes(*tensors) + self._description.nbytes
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -77,15 +80,20 @@ class StepBuffers:
     def upload(
         self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> Step:
-        """A step on the device: its description, its residual stream and what layers get of its tokens, one transfer
-        each; nothing of the last one is under way. slots: of states, if layers have them; inputs: None: zeros."""
+        """A step on the device; nothing of the last one is under way. Its description, with the residual stream of few
+        tokens, is one transfer, that of many tokens another one, and so is what layers get of its tokens. slots: of
+        states, if layers have them; inputs: None: zeros."""
         tokens = len(batch.tokens)
         assert 0 < tokens <= self._x.shape[0] and x.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
-        (positions, rows, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
-        self._host_rows[:tokens] = x
-        on_device = self._x[:tokens]
-        on_device.copy_(self._host_x[:tokens], non_blocking=True)
+        places = self._description.upload(batch, states, x if tokens <= FEW else None)
+        if places.on_device_x is None:
+            self._host_rows[:tokens] = x
+            on_device = self._x[:tokens]
+            on_device.copy_(self._host_x[:tokens], non_blocking=True)
+        else:
+            on_device = places.on_device_x
+        self._last = on_device
         total = None if self._total is None else self._total[:tokens]
         on_layers = None if self._inputs is None else self._inputs[:tokens]
         if on_layers is not None and inputs is None:
@@ -93,54 +101,81 @@ class StepBuffers:
         elif on_layers is not None and self._host_inputs is not None:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
-        more: dict[str, Any] = {"total": total, "inputs": on_layers} | on_states
-        return Step(on_device, positions, rows, places, page_table, logit_rows, **more)
+        return Step(on_device, *places.on_device, total=total, inputs=on_layers, **places.on_states)
 
     def residual(self, rows: Tensor) -> Tensor:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
-        return self._x.index_select(0, rows)
+        return self._last.index_select(0, rows)
 
-    def logits(self, rows: int) -> Tensor:
-        """The buffer for that number of rows of logits, float32 [rows, vocab_size]."""
+    def make_room(self, rows: int) -> None:
+        """Make room for the logits of a step, or what it needs of them."""
         if rows > self._host_logits.shape[0]:
             self._make_logits(1 << (rows - 1).bit_length())
-        return self._host_logits[:rows]
 
-    def largest(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Buffers for the largest of each row of logits, float32 [rows], and its token, int64 [rows]; at most as many
-        as `logits` was called with."""
-        return self._host_largest[:rows], self._host_tokens[:rows]
+    def give(self, step: Step, logits: Tensor) -> None:
+        """Bring what a step needs of its logits, float32 [rows, vocab_size], to the host, where there is room."""
+        rows = len(logits)
+        if step.needs == LogitsNeed.LARGEST:
+            import_torch().max(logits, dim=1, out=(self._largest_logits[:rows], self._largest_tokens[:rows]))
+            self._host_largest.copy_(self._largest, non_blocking=True)
+        elif step.needs == LogitsNeed.CANDIDATES:
+            assert step.inverse_temperatures is not None
+            gpu_candidates.select(logits, step.inverse_temperatures, self._candidates[:rows])
+            self._host_candidates[:rows].copy_(self._candidates[:rows], non_blocking=True)
+        else:
+            self._host_logits[:rows].copy_(logits, non_blocking=True)
 
     def _make_logits(self, rows: int) -> None:
         torch = import_torch()
         self._host_logits = self._streams.pinned((rows, self._vocab_size), torch.float32)
-        self._host_largest = self._streams.pinned(rows, torch.float32)
-        self._host_tokens = self._streams.pinned(rows, torch.int64)
+        # Tokens of the largest logits, int64 [rows], then these logits.
+        nbytes = 12 * rows
+        self._largest = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._largest_tokens = self._largest[: 8 * rows].view(torch.int64)
+        self._largest_logits = self._largest[8 * rows :].view(torch.float32)
+        self._host_largest = self._streams.pinned(nbytes, torch.uint8)
+        in_host = self._host_largest.numpy()
+        self._tokens: NDArray[np.int64] = in_host[: 8 * rows].view(np.int64)
+        self._values: Float32 = in_host[8 * rows :].view(np.float32)
+        shape = rows, candidates.WORDS
+        self._candidates = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._host_candidates = self._streams.pinned(shape, torch.int32)
+        self._records: NDArray[Any] = self._host_candidates.numpy().view(candidates.CANDIDATES)[:, 0]
 
     def download(self, step: Step, logits: bool) -> NDArray[Any]:
-        """The logits of a step, or of one that is greedy their tokens, or its residual stream, once the device is done
-        with it."""
-        rows, greedy = step.logit_rows.shape[0], logits and step.greedy
-        out = self.logits(rows) if logits else self._host_x[: step.x.shape[0]]
+        """Result of a step, what it needs of its logits or its residual stream, once the device is done with it."""
         if not logits:
-            out.copy_(step.x, non_blocking=True)
+            self._host_x[: step.x.shape[0]].copy_(step.x, non_blocking=True)
         self._done.record()
         self._done.synchronize()
-        if greedy:
-            largest, tokens = (each.numpy() for each in self.largest(rows))
-            numbers: NDArray[np.int32] = tokens.astype(np.int32)
-            wrong = ~np.isfinite(largest)
-            if wrong.any():
-                numbers[wrong] = [_NUMBERS.get(float(value), -1) for value in largest[wrong]]
-            return numbers
-        values: Float32 = out.numpy()
+        rows = step.logit_rows.shape[0]
+        if not logits:
+            values: Float32 = self._host_rows[: step.x.shape[0]]
+            return values
+        if step.needs == LogitsNeed.LARGEST:
+            return self._numbers(rows)
+        if step.needs == LogitsNeed.CANDIDATES:
+            return self._records[:rows]
+        values = self._host_logits[:rows].numpy()
         return values
+
+    def _numbers(self, rows: int) -> NDArray[np.int32]:
+        """Tokens of the largest logits, or numbers of `NOT_FINITE`."""
+        largest = self._values[:rows]
+        numbers: NDArray[np.int32] = self._tokens[:rows].astype(np.int32)
+        finite = np.isfinite(largest)
+        if not finite.all():
+            numbers[~finite] = [_NUMBERS.get(float(value), -1) for value in largest[~finite]]
+        return numbers
 
 
 _NUMBERS = {value: number for number, value in NOT_FINITE.items()}  # not of NaN, which nothing is equal to
 
 _MOST_SHAPES = 64
 """Shapes whose places are kept."""
+
+_ALIGNED = 64
+"""Numbers in whose multiples a residual stream ends."""
 
 
 @dataclass(frozen=True)
@@ -173,24 +208,33 @@ class _Places:
     slots: NDArray[np.int64]
     input_places: NDArray[np.int64]
     numbers: tuple[NDArray[np.int32], ...]  # positions, rows, logit_rows, page_table, and those of states
+    inverse_temperatures: Float32
+    x: Float32 | None
     pinned: Tensor
     uploaded: Tensor
     on_device: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # positions, rows, slots, page_table, logit_rows
-    on_states: dict[str, Any]  # of a `Step`
+    on_device_x: Tensor | None
+    on_states: dict[str, Any]  # of a `Step`, and its inverse temperatures
 
 
 class _Description:
-    """The numbers of a batch, uploaded in one transfer from memory at a fixed address."""
+    """The numbers of a batch, and the residual stream of few tokens, uploaded in one transfer from memory at a fixed
+    address."""
 
-    def __init__(self, to: device, streams: Streams) -> None:
+    def __init__(self, to: device, streams: Streams, most: int, d_model: int) -> None:
+        """most: numbers of a residual stream at most."""
         self._device = to
         self._streams = streams
+        self._most = -(-most // _ALIGNED) * _ALIGNED
+        self._d_model = d_model
         self._allocate(1 << 12)
 
     def _allocate(self, nbytes: int) -> None:
+        """Make room for so many bytes of numbers."""
         torch = import_torch()
-        self._pinned = self._streams.pinned(nbytes, torch.uint8)
-        self._uploaded = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._room = nbytes
+        self._pinned = self._streams.pinned(4 * self._most + nbytes, torch.uint8)
+        self._uploaded = torch.zeros(4 * self._most + nbytes, dtype=torch.uint8, device=self._device)
         self._places: dict[tuple[int, ...], _Places] = {}
 
     @property
@@ -203,16 +247,15 @@ class _Description:
         """Their address on the device."""
         return int(self._uploaded.data_ptr())
 
-    def upload(
-        self, batch: Batch, states: _StateNumbers | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], dict[str, Any]]:
-        """positions, rows, slots, page_table and logit_rows of a `Step`, and its tensors for states."""
+    def upload(self, batch: Batch, states: _StateNumbers | None, x: Float32 | None) -> _Places:
+        """Upload a step; x: None: that is elsewhere. Returns where it is then."""
         positions, rows, table = batch.positions, batch.rows, batch.page_table
         # The columns that are in use, as a power of two: shapes hardly change from step to step.
-        width = min(table.shape[1], 1 << int(int(positions.max()) // cpu.PAGE).bit_length())
+        last = int(positions[0] if len(positions) == 1 else positions.max())
+        width = min(table.shape[1], 1 << (last // cpu.PAGE).bit_length())
         narrow = [] if states is None else states.narrow
         undoable = states is not None and states.input_places is not None
-        shape = len(positions), len(batch.logit_rows), len(table), width, undoable, *map(len, narrow)
+        shape = len(positions), len(batch.logit_rows), len(table), width, undoable, x is not None, *map(len, narrow)
         places = self._places.get(shape) or self._make_places(*shape)
         within = positions % cpu.PAGE
         np.multiply(table[rows, positions // cpu.PAGE], cpu.PAGE, out=places.slots, dtype=np.int64)
@@ -222,34 +265,49 @@ class _Description:
             place[...] = part
         if states is not None and states.input_places is not None:
             places.input_places[...] = states.input_places
+        if batch.needs == LogitsNeed.CANDIDATES:
+            places.inverse_temperatures[...] = 1 if batch.inverse_temperatures is None else batch.inverse_temperatures
+        if places.x is not None:
+            places.x[...] = x
         places.uploaded.copy_(places.pinned, non_blocking=True)
-        return places.on_device, places.on_states
+        return places
 
     def _make_places(
-        self, tokens: int, logit_rows: int, sequences: int, width: int, undoable: bool, *narrow: int
+        self, tokens: int, logit_rows: int, sequences: int, width: int, undoable: bool, with_x: bool, *narrow: int
     ) -> _Places:
         """undoable: inputs are kept; narrow: lengths of `_StateNumbers.narrow`."""
         torch = import_torch()
-        # First what is int64; what states need last, so that the other places do not depend on it.
-        sizes = [2 * tokens, 2 * tokens * undoable, tokens, tokens, logit_rows, sequences * width, *narrow]
+        # First x, whose rows are read in whole lines, then what is int64; what states need last, so that the other
+        # places do not depend on it.
+        x_words = -(-tokens * self._d_model // _ALIGNED) * _ALIGNED * with_x
+        sizes = [x_words, 2 * tokens, 2 * tokens * undoable, tokens, tokens, logit_rows, sequences * width, logit_rows]
+        sizes += narrow
         nbytes = 4 * sum(sizes)
-        if nbytes > len(self._pinned):
-            self._allocate(1 << (nbytes - 1).bit_length())
+        if nbytes - 4 * x_words > self._room:
+            self._allocate(1 << (nbytes - 4 * x_words - 1).bit_length())
         pinned, uploaded = self._pinned[:nbytes], self._uploaded[:nbytes]
-        slots, inputs, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
-        wide, wide_inputs, positions, rows, logits, table, *more = uploaded.view(torch.int32).split(sizes)
-        on_device = positions, rows, wide.view(torch.int64), table.view(sequences, width), logits
+        host_x, slots, inputs, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
         numbers[3] = numbers[3].reshape(sequences, width)
-        on_states: dict[str, Any] = {}
+        inverse = numbers.pop(4)
+        device_x, wide, wide_inputs, *more = uploaded.view(torch.int32).split(sizes)
+        positions, rows, logits, table, device_inverse, *more = more
+        on_device = positions, rows, wide.view(torch.int64), table.view(sequences, width), logits
+        on_states: dict[str, Any] = {"inverse_temperatures": device_inverse.view(torch.float32)}
         if more:
             on_states["runs"] = more[0].view(-1, 4)
         if more[1:]:
             on_states["replay"] = Replay(more[1].view(-1, 4), *more[2:])
         if undoable:
             on_states["input_places"] = wide_inputs.view(torch.int64)
-        wide_numbers = slots.view(np.int64), inputs.view(np.int64)
-        places = _Places(*wide_numbers, tuple(numbers), pinned, uploaded, on_device, on_states)
+        host_rows = on_device_x = None
+        if with_x:
+            host_rows = host_x.view(np.float32)[: tokens * self._d_model].reshape(tokens, self._d_model)
+            on_device_x = device_x.view(torch.float32)[: tokens * self._d_model].view(tokens, self._d_model)
+        places = _Places(
+            slots.view(np.int64), inputs.view(np.int64), tuple(numbers), inverse.view(np.float32), host_rows, pinned,
+            uploaded, on_device, on_device_x, on_states,
+        )  # fmt: skip
         if len(self._places) == _MOST_SHAPES:
             del self._places[next(iter(self._places))]
-        self._places[tokens, logit_rows, sequences, width, undoable, *narrow] = places
+        self._places[tokens, logit_rows, sequences, width, undoable, with_x, *narrow] = places
         return places

@@ -1,8 +1,9 @@
 """The engine's thread: it computes the steps of all requests, and everything else that must not happen during a step.
 
 Other threads put commands into one queue, which the thread reads between steps; it sleeps when there is nothing to do.
-What a step brings is delivered just before the next one is computed: those who wait for it then run while the native
-module computes without the interpreter lock, and each is woken once a step at most.
+What a step brings is delivered just before the next one is computed, or once a GPU computes it: those who wait for it
+then run while the native module, or the wait for the GPU, is without the interpreter lock, and each is woken once a
+step at most.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
-from powerinfer.devices.batch import StoppedError
+from powerinfer.devices.batch import LogitsNeed, StoppedError
 from powerinfer.errors import (
     CLOSED,
     ChangedError,
@@ -117,6 +118,7 @@ class Driver:
         self.open_commands = 0  # commands under way that must not meet idle work
         self.idle_work: Callable[[], bool] | None = None
         self._executor = executor
+        self._overlaps = bool(getattr(executor, "overlaps", False))  # a device computes while events are delivered
         self._spell = spell
         self._load_s = load_s
         self._max_queue = max_queue
@@ -341,19 +343,21 @@ class Driver:
             for request in self.scheduler.put_back:
                 self._speculation.forget(request)
         self._refuse_excess()
-        self._deliver()
+        if batch is None or not self._overlaps:
+            self._deliver()
         if batch is None:
             assert self.open_commands or not self.live, "a checked request can always be started"
             return False
         for request in self.scheduler.started:
             self._prompt_tokens += request.n_prompt
             self._cached_tokens += request.cached
+        batch.meanwhile = self._deliver if self._overlaps else None
         planned = self.scheduler.planned
-        logits = self._rows(lambda: self.compute(batch, planned), planned)
-        if logits is not None:
+        result = self._rows(lambda: self.compute(batch, planned), planned)
+        if result is not None:
             row, answered = 0, self._answer_tokens
             for request in self.scheduler.commit():
-                row += self._accept(request, logits[row:])
+                row += self._accept(request, batch, result[row:], row)
             parts = self.scheduler.settle()
             self._embed()
             if self._speculation is not None:
@@ -371,7 +375,7 @@ class Driver:
         `requests`, if there are any, are aborted."""
         step = _Step(requests, np.zeros(1, np.int32))
         batch.stop = step.stop
-        batch.greedy = bool(requests) and all(map(_needs_largest, requests))
+        batch.needs = max(map(_needs, requests), default=LogitsNeed.LOGITS)
         self._step_now = step
         try:
             if step.unwanted or self._stopping:  # before it could be seen that it is computed
@@ -420,28 +424,39 @@ class Driver:
                 if request.ended:
                     self._leave(request, None)
 
-    def _accept(self, request: AnswerRequest, rows: NDArray[Any]) -> int:
+    def _accept(self, request: AnswerRequest, batch: Batch, rows: NDArray[Any], first: int) -> int:
         """Sample what follows a request's tokens, and its drafts while they are what was sampled; the number of rows
-        that it has. rows: from its first one on, logits or, of a greedy batch, their tokens."""
+        that it has. rows: of the executor's result, from its first one on, which is row `first` of the batch."""
         drafts, place = request.drafts, 0
         guessing = None if self._speculation is None else self._speculation.guessing(request)  # it may end with them
         request.drafted += len(drafts)
         try:
-            self._sample(request, rows[0])
+            self._sample(request, batch, rows[0], first)
             while place < len(drafts) and not request.ended and request.tokens[-1] == drafts[place]:
                 place += 1
                 request.accepted += 1
                 self.scheduler.accept(request)
-                self._sample(request, rows[place])
+                self._sample(request, batch, rows[place], first + place)
         except PowerInferError as error:  # this request failed: the others continue
             self._fail(request, error)
         if self._speculation is not None and guessing is not None and drafts:
             self._speculation.verified(guessing, len(drafts), place)
         return 1 + len(drafts)
 
-    def _sample(self, request: AnswerRequest, logits: NDArray[Any]) -> None:
-        """Sample the next token of a request, and end the request if it was the last. logits: or their token."""
-        token = request.sampler.sample(logits) if logits.ndim else request.sampler.take(int(logits))
+    def _sample(self, request: AnswerRequest, batch: Batch, logits: NDArray[Any], row: int) -> None:
+        """Sample the next token of a request, and end the request if it was the last. logits: of that row of the batch,
+        or what an executor returns in their place."""
+        sampler = request.sampler
+        if logits.ndim:
+            token = sampler.sample(logits)
+        elif logits.dtype.names is None:
+            token = sampler.take(int(logits))
+        else:
+            drawn = sampler.draw(logits)
+            if drawn is None:
+                assert batch.logits is not None
+                drawn = sampler.sample(batch.logits()[row])
+            token = drawn
         count = request.params.logprobs
         logprobs = None
         if count is not None:
@@ -452,7 +467,7 @@ class Driver:
             request.first_token_time = request.last_token_time
         request.tokens.append(token)
         self._answer_tokens += 1
-        ends = request.sampler.ends_with(token)
+        ends = sampler.ends_with(token)
         text, reason = "", None
         if token in request.stop_ids:
             text, reason = request.text.flush(), "stop"
@@ -551,11 +566,11 @@ class Driver:
                 self._outbox.append((request, None))
 
 
-def _needs_largest(request: Request) -> bool:
-    """Whether of each row of logits the request needs the largest alone."""
-    if not isinstance(request, AnswerRequest):
-        return False
-    return request.params.logprobs is None and request.sampler.needs_largest
+def _needs(request: Request) -> LogitsNeed:
+    """Need of a request for its rows of logits."""
+    if not isinstance(request, AnswerRequest) or request.params.logprobs is not None:
+        return LogitsNeed.LOGITS
+    return request.sampler.needs
 
 
 def _closed() -> PowerInferError:

@@ -15,19 +15,21 @@ temperature last:
 
 and one of the rest is drawn. If a `TokenMask` forbids it, the tokens that the mask forbids are removed between 2 and 3,
 and another one is drawn: without 4 to 6, with the probabilities of the allowed tokens. Each request has its own random
-generator, so its tokens do not depend on other requests. The whole vocabulary is never sorted.
+generator, so its tokens do not depend on other requests. The whole vocabulary is never sorted: where 4 to 6 leave some
+of the most likely tokens, these are enough, and a device may bring them alone (`Sampler.draw`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from powerinfer.devices.batch import NOT_FINITE
+from powerinfer.devices.batch import NOT_FINITE, LogitsNeed
 from powerinfer.errors import PowerInferError, RequestError
+from powerinfer.kernels.candidates import ERROR, HOTTEST, LIKELIEST, MOST
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
@@ -39,7 +41,7 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
 MAX_FACTOR = 1e20  # of a logit: beyond it, and below its inverse, a float32 has no room for the product
-_CONFIDENT = 64  # the top-p set of a confident model is seldom larger
+_MISSED = 0.25  # share of a request's tokens for which candidates may not suffice, before it takes all logits
 _FEW = 32  # below this part of the vocabulary the logits of the allowed tokens are gathered
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
 
@@ -109,22 +111,58 @@ class Sampler:
             self._penalties = np.where(bits, np.float32(0), np.float32(-np.inf))  # [256, 8]
         self._edits = _Edits(params, prompt, self._edited) if _has_edits(params) else None
         self._greedy = params.temperature < GREEDY_BELOW
+        self._limited = 0 < params.top_k < vocab_size
         self._uniform: Callable[[], float] = float
         if not self._greedy:
             from random import Random  # its numbers are the same on every platform and version
 
             self._uniform = Random(params.seed).random
+        self.inverse_temperature = 1.0 if self._greedy else 1.0 / params.temperature
+        self._needs = self._least_needs()
+        self._drawn = self._missed = 0  # tokens, and those for which candidates did not suffice
+
+    def _least_needs(self) -> LogitsNeed:
+        params = self._params
+        if self._edits is not None or self._mask is not None:
+            return LogitsNeed.LOGITS
+        if self._greedy:
+            return LogitsNeed.LARGEST
+        few = params.top_k <= LIKELIEST if self._limited else params.top_p < 1.0 or params.min_p > 0.0
+        return LogitsNeed.CANDIDATES if few and params.temperature <= HOTTEST else LogitsNeed.LOGITS
 
     @property
-    def needs_largest(self) -> bool:
-        """Whether it looks at the largest logit alone."""
-        return self._greedy and self._edits is None and self._mask is None
+    def needs(self) -> LogitsNeed:
+        """Need for the next row of logits."""
+        return LogitsNeed.LOGITS if self._missed > 1 + _MISSED * self._drawn else self._needs
 
     def take(self, token: int) -> int:
         """The next token, of the largest logit, or a number of `NOT_FINITE`. Of samplers that need no other."""
         if token < 0:
             self._refuse(NOT_FINITE[token])
         return token
+
+    def draw(self, candidates: Any) -> int | None:
+        """The next token, the same as by all logits; None: it takes these. candidates: a record of
+        `candidates.CANDIDATES`. Of samplers that need no other."""
+        self._drawn += 1
+        token = None
+        if candidates["count"] <= MOST:
+            values, ids = candidates["values"][: candidates["count"]], candidates["ids"][: candidates["count"]]
+            self._check(float(values.max()))
+            order = np.lexsort((ids, -values))[:LIKELIEST]
+            token = self._draw_sorted(ids[order], values[order], float(candidates["total"]))
+        self._missed += token is None
+        return token
+
+    def _draw_sorted(self, ids: Ids, logits: Float32, total: float) -> int | None:
+        """`draw` from candidates, most likely first."""
+        if self._greedy:
+            return int(ids[0])
+        if self._limited:
+            return self._draw_limited(ids[: self._params.top_k], logits[: self._params.top_k])
+        if not 1 - ERROR <= total < np.inf:  # of no logits that a model has
+            return None
+        return self._draw_likeliest(ids, logits, (1 - 2 * ERROR) * total, (1 + 2 * ERROR) * total)
 
     def sample(self, logits: Float32) -> int:
         """The next token."""
@@ -145,10 +183,12 @@ class Sampler:
         if not self._greedy:
             return self._draw(logits)
         token = int(logits.argmax())
-        value = logits[token]
-        if not -np.inf < value < np.inf:
-            self._refuse(float(value))
+        self._check(float(logits[token]))
         return token
+
+    def _check(self, highest: float) -> None:
+        if not -np.inf < highest < np.inf:
+            self._refuse(highest)
 
     def _refuse(self, highest: float) -> None:
         if highest == -np.inf and self._edits is not None:
@@ -187,45 +227,69 @@ class Sampler:
     def _draw(self, logits: Float32) -> int:
         params = self._params
         highest = logits.max()
-        if not -np.inf < highest < np.inf:
-            self._refuse(float(highest))
+        self._check(float(highest))
         if 0 < params.top_k < len(logits):
             ids = largest(logits, params.top_k)
-            weights = np.exp((logits[ids].astype(np.float64) - highest) / params.temperature)
-            return self._draw_sorted(ids, weights, float(weights.sum()))
+            return self._draw_limited(ids, logits[ids])
         weights = np.subtract(logits, highest, out=self._scratch[: len(logits)])
         weights *= np.float32(1.0 / params.temperature)
         np.exp(weights, out=weights)
-        if params.top_p == 1.0:
-            weights[weights < params.min_p] = 0.0
-            return _Wheel(weights).turn(self._uniform())
-        return self._draw_nucleus(logits, weights)
-
-    def _draw_sorted(self, ids: Ids, weights: Float64, total: float) -> int:
-        """Draw by top_p and min_p from the most likely tokens, most likely first; `total` is the sum of all weights."""
-        params = self._params
-        keep = len(ids)
-        cumulative = weights.cumsum()
-        if params.top_p < 1.0:
-            keep = min(keep, int(cumulative.searchsorted(params.top_p * total)) + 1)
-        if params.min_p > 0.0:  # weights are descending, and the first is 1
-            keep = max(1, min(keep, int(np.count_nonzero(weights >= params.min_p))))
-        chosen = cumulative[:keep].searchsorted(self._uniform() * cumulative[keep - 1], side="right")
-        return int(ids[min(int(chosen), keep - 1)])
-
-    def _draw_nucleus(self, logits: Float32, weights: Float32) -> int:
-        """Draw by top_p and min_p from all tokens. Overwrites `weights`."""
-        params = self._params
         total = float(weights.sum(dtype=np.float64))
-        ids = largest(logits, _CONFIDENT)
-        best = weights[ids].astype(np.float64)
-        if best.sum() >= params.top_p * total:
-            return self._draw_sorted(ids, best, total)
+        if params.top_p < 1.0 or params.min_p > 0.0:
+            ids = largest(logits, LIKELIEST)
+            token = self._draw_likeliest(ids, logits[ids], total, total)
+            if token is not None:
+                return token
+        return self._draw_from_all(weights, total)
+
+    def _draw_limited(self, ids: Ids, logits: Float32) -> int:
+        """Draw by top_p and min_p from the tokens that top_k leaves, most likely first."""
+        weights = self._weights(logits)
+        cumulative = weights.cumsum()
+        left = self._left(weights, cumulative, float(weights.sum()))
+        return self._pick(ids, cumulative, min(left, len(ids)))
+
+    def _draw_likeliest(self, ids: Ids, logits: Float32, low: float, high: float) -> int | None:
+        """Draw by top_p and min_p from the most likely tokens, most likely first; None: these may leave others, too.
+        low, high: the weights of all tokens add up to a number between them."""
+        weights = self._weights(logits)
+        cumulative = weights.cumsum()
+        left = self._left(weights, cumulative, low)
+        if left > len(ids) or left != self._left(weights, cumulative, high):
+            return None
+        return self._pick(ids, cumulative, left)
+
+    def _weights(self, logits: Float32) -> Float64:
+        """Weights of tokens, most likely first: probabilities, as multiples of the first one."""
+        return np.exp((logits.astype(np.float64) - float(logits[0])) / self._params.temperature)
+
+    def _pick(self, ids: Ids, cumulative: Float64, left: int) -> int:
+        """One of the first `left` tokens."""
+        chosen = cumulative[:left].searchsorted(self._uniform() * cumulative[left - 1], side="right")
+        return int(ids[min(int(chosen), left - 1)])
+
+    def _left(self, weights: Float64, cumulative: Float64, total: float) -> int:
+        """Number of these tokens that top_p and min_p leave; one more than there are: all, and perhaps others. weights:
+        descending, the first is 1; total: of all tokens."""
+        params, left = self._params, len(weights) + 1
+        if params.top_p < 1.0:
+            left = int(cumulative.searchsorted(params.top_p * total)) + 1
+        if params.min_p > 0.0:
+            likely = int(np.count_nonzero(weights >= params.min_p))
+            if likely < len(weights):
+                left = max(1, min(left, likely))
+        return left
+
+    def _draw_from_all(self, weights: Float32, total: float) -> int:
+        """Draw by top_p and min_p from all tokens. total: the sum of the weights, which are overwritten."""
+        params = self._params
+        weights[weights < params.min_p] = 0.0  # tokens more likely than a remaining one are kept
+        wheel = _Wheel(weights)
+        if params.top_p == 1.0:
+            return wheel.turn(self._uniform())
         # The nucleus is large. Instead of sorting, draw from all tokens until one is in it, that is, until the more
         # likely ones hold less than top_p (ties: the lower id first). A try succeeds with a probability of at least
         # top_p.
-        weights[weights < params.min_p] = 0.0  # tokens more likely than a remaining one are kept
-        wheel = _Wheel(weights)
         while True:
             token = wheel.turn(self._uniform())
             before = weights[:token]

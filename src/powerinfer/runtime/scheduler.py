@@ -114,10 +114,12 @@ class Scheduler:
         self._positions = np.zeros(max_tokens, np.int32)
         self._row_of = np.zeros(max_tokens, np.int32)
         self._logit_rows = np.zeros(max_tokens, np.int32)
+        self._inverse_temperatures = np.ones(max_tokens, np.float32)
         self._page_table = np.full((max_batch, -(-context // page_size)), -1, np.int32)
         self._read_states, self._states, self._replayed, self._undo_states = np.zeros((4, max_batch), np.int32)
         self._batch = Batch(self._tokens[:0], self._positions[:0], self._row_of[:0], self._page_table[:0],
-                            self._logit_rows[:0], *self._slots_of(0))  # fmt: skip
+                            self._logit_rows[:0], *self._slots_of(0),
+                            inverse_temperatures=self._inverse_temperatures[:0])  # fmt: skip
 
     def submit(self, request: Request) -> None:
         """Queue a request. All its tokens, including those to generate, must fit the context and the cache."""
@@ -360,13 +362,15 @@ class Scheduler:
             at += count
             n_rows = max(n_rows, request.row + 1)
             if start + count == len(request.tokens) + drafts and isinstance(request, AnswerRequest):
-                logit_rows[n_logits : n_logits + 1 + drafts] = np.arange(at - 1 - drafts, at)
+                rows = slice(n_logits, n_logits + 1 + drafts)
+                logit_rows[rows] = np.arange(at - 1 - drafts, at)
+                self._inverse_temperatures[rows] = request.sampler.inverse_temperature
                 n_logits += 1 + drafts
         batch = self._batch
         if (len(batch.tokens), len(batch.logit_rows), len(batch.page_table)) != (at, n_logits, n_rows):
             batch = self._batch = Batch(
                 tokens[:at], positions[:at], row_of[:at], self._page_table[:n_rows], logit_rows[:n_logits],
-                *self._slots_of(n_rows),
+                *self._slots_of(n_rows), inverse_temperatures=self._inverse_temperatures[:n_logits],
             )  # fmt: skip
         batch.alone = len(self._work) == 1 and len(self._work[0][0].drafts) > 0
         return batch

@@ -1,0 +1,38 @@
+"""Records of candidates: the largest logits of a row, for samplers that draw among the most likely tokens.
+
+A device that has the logits makes them (`gpu_candidates`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LIKELIEST = 64
+"""Tokens of a row that are always among its candidates, unless these are more than MOST."""
+
+MOST = 128
+"""Candidates of a row at most."""
+
+CANDIDATES = np.dtype([("count", "<i4"), ("total", "<f4"), ("values", "<f4", MOST), ("ids", "<i4", MOST)])
+"""Candidates of a row of logits: every token whose logit is at least some bound, in any order.
+
+count: of these, at least LIKELIEST, or all tokens where there are fewer; more than MOST: the row's values and ids are
+incomplete. total: the sum of exp((logit - largest logit) / temperature) over all tokens of the row, within ERROR of it
+where the largest logit is between -LARGE and LARGE, and elsewhere less than 1, infinite or NaN. values, ids: of the
+first `count` places, logits and tokens; NaN is the largest.
+"""
+
+ERROR = 2.0**-16
+"""Largest relative error of `total`, where a temperature is at least 1e-5 and at most HOTTEST.
+
+An exponential of x <= 0 in float32 is off by a part of 2**-22, and by 2**-22 |x| more as x is rounded twice and
+multiplied by log2(e). Weighted by what they add to the sum, |x| is at most the entropy's limit on average, ln(tokens):
+14 for a million tokens. A sum in float32 of rows of partial sums adds less than 40 roundings.
+"""
+
+HOTTEST = 1e5
+"""Highest temperature for which `total` is made."""
+
+LARGE = 1e30
+
+WORDS = CANDIDATES.itemsize // 4
