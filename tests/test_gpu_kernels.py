@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-import interpreted  # noqa: F401
+import interpreted
 import numpy as np
 import pytest
 import reference
@@ -1004,6 +1004,27 @@ def test_each_neuron_has_its_threshold(activation: str, gated: bool, kernels: st
     assert torch.isnan(total[0]).all() and torch.isfinite(total[1]).all()
 
 
+def test_rows_that_share_scales_lie_in_any_order(kernels: str) -> None:
+    """And scales of a group none of whose neurons counts are not read."""
+    if kernels == "torch":
+        pytest.skip("a neuron's scales are its own there")
+    bundles, index = make_bundles(160, 96, ("Q4_0", "Q4_0X32")), np.arange(0, 96, 4, dtype=np.int32)
+    x, named = floats(39, 1, 160), np.ones((1, len(index)), np.uint8)
+    named[0, index >= 64] = 0
+    want, bound, _, _ = expected(bundles, index, x, named)
+    mixed = np.random.default_rng(40).permutation(len(index)).astype(np.int32)
+    ours = all_of(bundles, index)
+    assert ours.gate is not None and ours.shared is not None and ours.group is not None
+    ours.shared[ours.group[-1]] = torch.nan
+    for weight in (ours.gate, ours.up, ours.down):
+        gpu.rearrange(weight, mixed)
+    ours.group.copy_(ours.group[on_device(mixed).long()])
+    for fused in (False, True):
+        total, fired = run(ours, x, named[:, mixed], fused=fused)
+        assert_close(total, want, bound)
+        assert fired.any()
+
+
 def test_no_neuron_and_none_named(kernels: str) -> None:
     bundles = make_bundles(64, 70, ("Q8_0", "Q8_0"))
     none = np.array([], np.int32)
@@ -1037,27 +1058,17 @@ def test_the_same_bits_every_time(kernels: str) -> None:
 
 
 @pytest.mark.skipif(not TRITON or CUDA, reason="Triton's interpreter is not at hand")
-def test_a_fused_kernel_and_a_sum_in_place_of_a_kernel_for_each_stage(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_kernel_and_a_sum_in_place_of_a_kernel_for_each_stage(kernels: str) -> None:
     if kernels == "torch":
         pytest.skip("kernels are Triton's")
-    from triton.runtime.interpreter import GridExecutor
-
-    launches: list[str] = []
-    call = GridExecutor.__call__
-    monkeypatch.setattr(
-        GridExecutor, "__call__", lambda grid, *a, **b: (launches.append(grid.fn.__name__), call(grid, *a, **b))[1]
-    )
     bundles = make_bundles(96, 200, ("F16", "F16"))
     neurons, x = all_of(bundles, np.arange(200, dtype=np.int32)), on_device(floats(34, 1, 96))
     named, to = on_device(np.ones((1, 200), np.uint8)), torch.zeros_like(x)
     counted = {}
     for given in (None, named):
         for fused in (False, True):
-            launches.clear()
-            gpu.neuron_sum(neurons, x, given, 0.0, to, fused=fused)
-            counted[given is None, fused] = list(launches)
+            with interpreted.launches() as counted[given is None, fused]:
+                gpu.neuron_sum(neurons, x, given, 0.0, to, fused=fused)
     fused = ["_fused_kernel", "_sum_kernel"]
     assert counted[False, True] == counted[True, True] == fused
     assert counted[False, False] == ["_list_kernel", "_products_kernel", "_add_kernel", "_sum_kernel"]
