@@ -293,6 +293,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
         about = RouterConfig(2, "sparsemixer", normalise=False, nearness=0.01)
         gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
+        if tokens == 1:
+            counter = torch.zeros(1, dtype=torch.int32)
+            for about in (RouterConfig(8), about):
+                router = gpu_experts.Router(about, weight("F32", 128, 4 * d_model), None, None, counter)
+                gpu_experts.select(router, torch.empty(1, 4 * d_model), slots, weights)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
             triton_kernels.values(weight(kind), 0, 8, None, None)
@@ -432,11 +437,11 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    names = 53 if capability == 90 else 32
+    names = 54 if capability == 90 else 32
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
-        asks = ("_linear_kernel", "_outer_kernel", "_fused_kernel")
+        asks = ("_linear_kernel", "_outer_kernel", "_router_kernel", "_fused_kernel")
         wanted = kernel["name"] in asks and kernel["shared rows"] is None
         assert kernel["asks"] == (wanted and capability >= 90), kernel
     assert sum(kernel["shared rows"] is not None for kernel in made) == (3 if capability == 90 else 0)
@@ -463,6 +468,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
+            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS[capability == 90] // kernel["warps"],
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],
