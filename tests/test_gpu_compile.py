@@ -392,6 +392,10 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         growth = {"query_growth": 0.1, "query_interval": 8192} if normed else {}
         settings = AttentionConfig(heads, kv_heads, dim, scale=0.1, **growth)
         gpu.attention(q, (cache, cache), contexts, settings, sinks, for_codes=True)
+        if tokens == 4 and whole:
+            own = gpu.NewHeads(k[:1], k[:1], numbers[:1].long(), rotation, norms)
+            of_one = gpu.Contexts(contexts.pages[:1], numbers[:1], numbers[:1])
+            gpu.attend(q[:1], own, (cache, cache), of_one, settings, sinks, True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
     of_latent = LatentAttentionConfig(heads, latents, plain, n, plain, RopeConfig(dim=n), 0.1)
     of_latents = (4, "f16"), (4, "f32"), (4, "q8_0"), (1, "f16"), (64, "f16")

@@ -8,6 +8,7 @@ through the products.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -544,6 +545,45 @@ def test_heads_are_normalised_before_they_are_turned(pairs: int, kv_type: str, k
     assert_close(q, want[0], bound)
     step = np.abs(want[1]).max() * 2**0.5 / 127 if kv_type == "q8_0" else 0
     assert_close(on_device(held(caches[0])[slots]), want[1], bound + step * (0.5 + 2**-10))
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "normed", "position", "split"),
+    [("f16", True, 70, True), ("f32", False, 31, False), ("q8_0", True, 64, True), ("f16", False, -1, False)],
+)
+def test_one_token_turns_is_stored_and_attends_in_one_go(
+    kv_type: str, normed: bool, position: int, split: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as by two kernels, in the cache, too; -1: a token that stands for nothing."""
+    if kernels == "triton":
+        from powerinfer.kernels import triton_kernels
+
+        monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1 if split else 100)
+    heads, kv, dim, pairs = 6, 2, 64, 24
+    every, slot = floats(59, 1, heads + 2 * kv, dim), 7 * gpu.PAGE + position % gpu.PAGE if position >= 0 else -1
+    pages = on_device(np.array([[5, 2, 7] if position > 63 else [7, 2, 5]], np.int32))
+    contexts = gpu.Contexts(pages, on_device(np.zeros(1, np.int32)), on_device(np.array([position], np.int32)))
+    rotation = on_device((10000.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)), 1.0
+    norms = gpu.HeadNorms(on_device(floats(60, dim)), on_device(floats(61, dim)), 1e-5) if normed else None
+    settings, answers = AttentionConfig(heads, kv, dim), []
+    for together in (False, True):
+        own = on_device(every.copy())  # q turns in its place
+        q, k, v = own[:, :heads], own[:, heads : heads + kv], own[:, heads + kv :]
+        first, second = (cached(kv_type, on_device(floats(n, 8, gpu.PAGE, kv, dim))) for n in (62, 63))
+        slots = on_device(np.array([slot], np.int64))
+        with interpreted.launches() if by_interpreter() else nullcontext([]) as names:
+            if together:
+                new = gpu.NewHeads(k, v, slots, rotation, norms)
+                got = gpu.attend(q, new, (first, second), contexts, settings)
+            else:
+                gpu.rotate_and_store(q, k, v, contexts.positions, rotation, (first, second), slots, norms)
+                got = gpu.attention(q, (first, second), contexts, settings)
+        assert len(names) == (by_interpreter() and 1 + split + (not together))
+        answers.append((got, held(first), held(second)))
+    (apart, *before), (got, *after) = answers
+    torch.testing.assert_close(got, apart, rtol=0, atol=0 if not CUDA else 1e-5)
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def cached(kv_type: str, values: torch.Tensor) -> gpu.Cached:

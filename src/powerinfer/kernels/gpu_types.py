@@ -149,6 +149,17 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class NewHeads(NamedTuple):
+    """Keys and values of a step's tokens, float32 [T, kv_heads, head_dim], and where a cache gets them, int64 [T];
+    rotation: frequencies and factor, by which q and k turn; norms: of their heads, before that."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    rotation: tuple[Tensor, float]
+    norms: HeadNorms | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Neurons:
     """Neurons of a layer on a device.

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 PAIRS = 64  # that a program orders
 COMPARED = 256  # pairs at a time that they are compared with
 MOST_COLUMNS = 64  # pairs of an expert in a tile
-MOST_WARPS = 16  # of a program that has whole blocks of neurons
+MOST_WARPS = 8  # of a program that has whole blocks of neurons: a multiprocessor holds two, with any type
 COLUMNS = 256  # of d_model that a program adds up
 # Neurons, and columns of down, of experts by neuron.
 ACROSS = {**dict.fromkeys(("F16", "BF16", "Q8_0X32"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
@@ -358,8 +358,8 @@ def _of_one(
 
 
 def whole_blocks(tile: Tile) -> tuple[Tile, int]:
-    """A tile with so many more rows, and warps, that some of it, that many, have whole blocks of neurons: a thread has
-    as much of them on its way as with few rows, and all of an expert's are read at once, as then."""
+    """A tile with more rows, and warps, so that a thread has as much of them on its way as with few rows; and how many
+    of it have whole blocks of neurons."""
     more = max(1, min(32 // tile.rows, MOST_WARPS // tile.warps))
     tile = tile._replace(rows=tile.rows * more, warps=tile.warps * more)
     return tile, max(1, 32 // tile.rows)

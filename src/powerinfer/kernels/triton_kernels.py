@@ -12,7 +12,7 @@ waits.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import AttentionConfig, LatentAttentionConfig
-    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, Weight
+    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, NewHeads, Weight
 
 
 class Tile(NamedTuple):
@@ -1326,7 +1326,8 @@ def warps(elements: int, each: int) -> int:
 
 @triton.jit
 def turned_head(x, dim, position, frequencies, factor, pairs, dims, weight=None, eps=0.0):
-    """Elements dim of heads at x [heads, dims], turned by their position. weight: of the norm before that, [dims]."""
+    """Elements dim [BLOCK] of a head at x, or [1, BLOCK] of heads at x [heads, 1], turned by their position. weight: of
+    the norm before that, [dims]."""
     i = tl.where(dim < pairs, dim, dim - pairs)
     turns = dim < 2 * pairs
     angle = position.to(tl.float32) * tl.load(frequencies + i, mask=turns, other=0)
@@ -1336,7 +1337,11 @@ def turned_head(x, dim, position, frequencies, factor, pairs, dims, weight=None,
     own = tl.load(x + dim, mask=dim < dims, other=0)
     pair = tl.load(x + other, mask=turns, other=0)
     if weight is not None:
-        by = 1 / tl.sqrt_rn(tl.sum(own * own, 0) / dims + eps)
+        if len(own.shape) == 1:  # noqa: SIM108 - known when it is compiled
+            squares = tl.sum(own * own, 0)
+        else:
+            squares = tl.sum(own * own, 1)[:, None]
+        by = 1 / tl.sqrt_rn(squares / dims + eps)
         own = own * by * tl.load(weight + dim, mask=dim < dims, other=0)
         pair = pair * by * tl.load(weight + other, mask=turns, other=0)
     return own * c + tl.where(dim < pairs, -pair, pair) * s
@@ -1525,17 +1530,20 @@ def _tanh(x):
 
 
 @launched
-@triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
+@triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions", "slots"])
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
     dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks, cap,
-    CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
+    k, v, k_head, v_head, frequencies, factor, pairs, slots, q_norm, k_norm, eps,
+    TURNS: tl.constexpr, NORMS: tl.constexpr, CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
-    HALF: products of float16. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time.
+    HALF: products of float16. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time. TURNS: there
+    is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in each program, and the one
+    of k, which is stored, with that of v, in the program that has its place.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
@@ -1548,10 +1556,23 @@ def _attention_kernel(
     position = tl.load(positions + token, mask=live, other=-1)
     row = tl.load(rows + token, mask=live, other=0)
     real = (dim < dims)[None, :]
-    at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
     if GROWN:
         scale *= query_growth(position, growth, interval, offset)[:, None]
-    query = (tl.load(q + at, mask=live[:, None] & real, other=0) * scale).to(NARROW)
+    if TURNS:
+        at_place, to_slot = tl.load(positions), tl.load(slots)
+        of_q, of_k = q_norm if NORMS else None, k_norm if NORMS else None
+        heads_at = q + tl.where(live, head, 0)[:, None] * q_head
+        query = turned_head(heads_at, dim[None, :], at_place, frequencies, factor, pairs, dims, of_q, eps)
+        if (at_place >= split * per * 32) & (at_place < (split + 1) * per * 32):
+            y = turned_head(k + g * k_head, dim, at_place, frequencies, factor, pairs, dims, of_k, eps)
+            stored_head(cache_k, scales_k, to_slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
+            y = tl.load(v + g * v_head + dim, mask=dim < dims, other=0)
+            stored_head(cache_v, scales_v, to_slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
+            tl.debug_barrier()  # the program's other threads read it
+    else:
+        at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
+        query = tl.load(q + at, mask=live[:, None] & real, other=0)
+    query = (query * scale).to(NARROW)
     acc = tl.zeros((M, BLOCK), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -1637,11 +1658,22 @@ def growth_of(settings: AttentionConfig | LatentAttentionConfig) -> tuple[float,
     return settings.query_growth, settings.query_interval, settings.query_offset
 
 
+def _turning(new: NewHeads | None, q: Tensor, contexts: Contexts) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Arguments of the kernel of attention from k to eps, and what it is compiled for; None: nothing turns."""
+    if new is None:
+        return (q, q, 0, 0, q, 0.0, 0, contexts.rows, q, q, 0.0), {"TURNS": False, "NORMS": False}
+    assert len(q) == 1 and new.k.stride(2) == new.v.stride(2) == 1
+    frequencies, factor = new.rotation
+    of_heads = new.k, new.v, new.k.stride(1), new.v.stride(1), frequencies, factor, frequencies.shape[0], new.slots
+    norms = new.norms is not None
+    return (*of_heads, *(new.norms or (q, q, 0.0))), {"TURNS": True, "NORMS": norms}
+
+
 def attention(
     q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
-    sinks: Tensor | None = None, for_codes: bool = False,
+    sinks: Tensor | None = None, for_codes: bool = False, new: NewHeads | None = None,
 ) -> Tensor:  # fmt: skip
-    """`gpu.attention`; q may be a part of a larger tensor."""
+    """`gpu.attention`, with `new` of one token `gpu.attend`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
     kv_heads, pages = cache[0].data.shape[2], contexts.pages.shape[1]
     assert q.stride(2) == 1
@@ -1666,14 +1698,16 @@ def attention(
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
+    turned, turns = _turning(new, q, contexts)
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q), settings.score_cap or 0.0, CHUNKED=settings.chunked,
+        either(sinks, q), settings.score_cap or 0.0, *turned, **turns, CHUNKED=settings.chunked,
         GROWN=settings.query_growth != 0, SINKS=sinks is not None, CAPPED=settings.score_cap is not None,
         CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded),
         BLOCK=block, SPLIT=splits > 1, KIND=kind, HALF=half, PLACES=16 if wide else 32, PRECISION=precision(q),
-        num_warps=8 if wide else 4, enable_fp_fusion=made is None or splits > 1, launch_pdl=early(q),
+        num_warps=8 if wide else 4, launch_pdl=early(q),
+        enable_fp_fusion=(made is None or splits > 1) and (new is None or kind != "Q8_0"),
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)
