@@ -26,10 +26,11 @@ from powerinfer.kernels.triton_kernels import (
     precision,
     processors,
     row_width,
+    share,
     tile_columns,
 )
 from powerinfer.kernels.triton_launch import launched
-from powerinfer.kernels.triton_neurons import add_rows, product, product_operands, share
+from powerinfer.kernels.triton_neurons import add_rows, product, product_operands
 
 if TYPE_CHECKING:
     from torch import Tensor

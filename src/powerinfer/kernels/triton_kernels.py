@@ -123,6 +123,14 @@ def follow():
 
 
 @triton.jit
+def share(total):
+    """Of so many in turn those of this program, from .. to: shares differ by one at most."""
+    program, each, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int32)
+
+
+@triton.jit
 def ask_for(data, row, rows, k, TYPE: tl.constexpr, LINES: tl.constexpr):
     """Asks for the first LINES lines of rows [R] of a matrix of `rows` to be brought into the L2 cache. Before a kernel
     waits, for weights do not depend on the one before, whose end would otherwise leave the memory idle."""
@@ -993,16 +1001,19 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
             rows //= 2
         return Tile(rows, columns, warps)
     tile, width = for_rows(ONE[w.type], w.type, w.k), row_width(w.type, w.k)
-    held = HELD if tokens == 1 else HELD_TOGETHER
     if tokens > 1:
         tile = tile._replace(rows=max(1, tile.rows // 2))  # there are registers for so many
-    programs = min(held[w.type] // tile.warps, PROGRAMS)
-    tiles, slots = [tile], programs * multiprocessors
+    tiles, slots = [tile], held_programs(w.type, tokens, tile) * multiprocessors
     while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < 2 * slots):
         tile = Tile(tile.rows // 2, tile.columns * (2 if tile.columns < width else 1), tile.warps)
         tiles.append(tile)
     fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
     return next(tile for tile, fill in zip(tiles, fills, strict=True) if fill >= NEARLY * max(fills))
+
+
+def held_programs(kind: str, tokens: int, tile: Tile) -> int:
+    """Programs of products with tokens in turn that a multiprocessor holds."""
+    return min((HELD if tokens == 1 else HELD_TOGETHER)[kind] // tile.warps, PROGRAMS)
 
 
 def row_width(kind: str, k: int) -> int:
@@ -1730,14 +1741,16 @@ def _put_selection(chosen, first, others, t, row, here, n, split):
 
 
 @triton.jit
-def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, split, FLOOR: tl.constexpr):
-    """Store what some rows of the second matrix say of token t; see `_outer_kernel`."""
+def _put_guess(
+    y, threshold, z, first, others, counts, t, tokens, row, here, n, split, tile, tiles, FLOOR: tl.constexpr
+):  # fmt: skip
+    """Store what a tile of rows of the second matrix says of token t; see `_outer_kernel`."""
     chosen = here & ((y >= threshold) | (y != y))
     _put_selection(chosen, first, others, t, row, here, n, split)
     if FLOOR:
         tl.store(z + t * n + row, y, mask=here)
         own = tl.sum(chosen.to(tl.int32), 0)
-        tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
+        tl.store(counts + t * tiles + tile, own, mask=t < tokens)
 
 
 @launched
@@ -1745,53 +1758,58 @@ def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, 
 def _outer_kernel(
     x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
     FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr, ASKED_FOR: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """R rows of a predictor's second matrix, and which of them each token selects: those whose z reaches the threshold.
+    """Rows of a predictor's second matrix, R at a time, and which of them each token selects: those whose z reaches the
+    threshold. A program has an even share of them, ASKED_FOR rows at most, and asks for these before it waits.
 
     first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
-    [tokens, programs] how many a program selects.
+    [tokens, tiles] how many of each R rows are selected.
     """
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    live = row < n
-    ask_for(data, row, n, k, TYPE, LINES)
+    tiles = tl.cdiv(n, R)
+    begin, end = share(tiles)
+    ask_for(data, begin * R + tl.arange(0, ASKED_FOR), n, k, TYPE, LINES)
     follow()
-    if T > 1:
-        y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
-        t = tl.arange(0, T)
-        here = live[:, None] & (t < tokens)[None, :]
-        chosen = here & ((y >= threshold) | (y != y))
-        _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
-        if FLOOR:
-            tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
-            own = tl.sum(chosen.to(tl.int32), 0)
-            tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
-    else:
-        if of_integers(TYPE):
+    for tile in range(begin, end):
+        row = tile * R + tl.arange(0, R)
+        live = row < n
+        if T > 1:
+            y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+            t = tl.arange(0, T)
+            here = live[:, None] & (t < tokens)[None, :]
+            chosen = here & ((y >= threshold) | (y != y))
+            _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
+            if FLOOR:
+                tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
+                tl.store(counts + t * tiles + tile, tl.sum(chosen.to(tl.int32), 0), mask=t < tokens)
+        elif of_integers(TYPE):
             for t0 in range(0, tokens if T else 1, G):
                 own = x + t0 * taken_width(k, TYPE)
                 sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
                 for t in tl.static_range(G):
                     here = live & (t0 + t < tokens)
-                    _put_guess(sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, FLOOR)
+                    _put_guess(
+                        sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, tile, tiles,
+                        FLOOR,
+                    )  # fmt: skip
         else:
             y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, FLOOR)
+            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, tile, tiles, FLOOR)
 
 
 @launched
 @triton.jit
 def _floor_kernel(
-    z, numbers, counts, first, others, n, split, floor, programs, BLOCK: tl.constexpr, COUNTS: tl.constexpr
+    z, numbers, counts, first, others, n, split, floor, tiles, BLOCK: tl.constexpr, COUNTS: tl.constexpr
 ):  # fmt: skip
     """One token: if fewer than `floor` are selected, select the `floor` largest of z instead, of equal ones those of
     least number. Otherwise it only adds up the counts."""
     follow()
     t = tl.program_id(0)
     selected = tl.zeros((COUNTS,), tl.int32)
-    for c0 in range(0, programs, COUNTS):
+    for c0 in range(0, tiles, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
-        selected += tl.load(counts + t * programs + c, mask=c < programs, other=0)
+        selected += tl.load(counts + t * tiles + c, mask=c < tiles, other=0)
     if tl.sum(selected, 0) < floor:
         i = tl.arange(0, BLOCK)
         here = i < n
@@ -1827,21 +1845,23 @@ def predict(
     if not tokens or not n:
         return
     tile, two = fitting(outer, tokens, processors(x)), halved(outer.type, tokens)
-    programs = triton.cdiv(n, tile.rows)
+    tiles = triton.cdiv(n, tile.rows)
+    programs = min(tiles, held_programs(outer.type, tokens, tile) * processors(x)) if in_turn(outer.type, tokens) else tiles
+    asked = int(triton.next_power_of_2(tile.rows * triton.cdiv(tiles, programs)))
     z, counts = hidden, hidden
     if floor:
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
-        counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
+        counts = torch.empty((tokens, tiles), dtype=torch.int32, device=x.device)
     _outer_kernel[(programs,)](
         taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
-        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two,
-        LINES=asked_lines(outer, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
+        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two, ASKED_FOR=asked,
+        LINES=asked_lines(outer, asked), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)
         _floor_kernel[(tokens,)](
-            z, numbers, counts, *into, n, split, floor, programs, BLOCK=block, COUNTS=SUMMED,
+            z, numbers, counts, *into, n, split, floor, tiles, BLOCK=block, COUNTS=SUMMED,
             num_warps=warps(block, 16),
             launch_pdl=early(x),
         )  # fmt: skip

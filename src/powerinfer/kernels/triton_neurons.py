@@ -41,6 +41,7 @@ from powerinfer.kernels.triton_kernels import (
     put_codes,
     row_dots,
     row_width,
+    share,
     small_signed,
     taken,
     taken_width,
@@ -263,14 +264,6 @@ def product(
                 least = tl.load(product_limits + row, mask=live, other=0)
                 a = tl.where(tl.abs(a) <= (least[:, None] if T > 1 else least), 0.0, a)
     return a
-
-
-@triton.jit
-def share(total):
-    """Of so many in turn those of this program, from .. to: shares differ by one at most."""
-    program, each, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
-    begin = program * each + tl.minimum(program, more)
-    return begin, begin + each + (program < more).to(tl.int32)
 
 
 @launched
