@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -185,3 +187,22 @@ def _prepare() -> None:
 
 if find_spec("triton") is not None and not CUDA:
     _prepare()
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """The names of the kernels that are launched within this context, one after another."""
+    from triton.runtime.interpreter import GridExecutor
+
+    names: list[str] = []
+    plain = GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        names.append(self.fn.__name__)
+        plain(self, *args, **kwargs)
+
+    GridExecutor.__call__ = noted
+    try:
+        yield names
+    finally:
+        GridExecutor.__call__ = plain

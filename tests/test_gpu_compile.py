@@ -32,6 +32,8 @@ SHARED = {86: 99, 89: 99, 90: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
 SPILT = 24
 """Bytes a thread that kernels for several tokens keep in memory at most, since they have no registers left."""
+SINE = 32
+"""The same of the compiler's sine and cosine, of angles above 100,000."""
 SPILT_BY_EXPERTS = 96
 """The same of several tokens of an expert, and of heads with latents."""
 UNPACKED = ("Q3_K", "IQ2_XXS")
@@ -204,6 +206,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "together": constants.get("G"),
             "shared rows": constants.get("TILES"),
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
+            "turns": constants.get("TURNS", False),
             "shared": kernel.shared,
             "warps": kernel.warps,
             "registers": kernel.registers,
@@ -298,6 +301,11 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
         records = torch.empty(tokens, candidates.WORDS, dtype=torch.int32)
         gpu_candidates.select(torch.empty(tokens, 151936), torch.empty(tokens), records)
+        if tokens == 1:
+            counter = torch.zeros(1, dtype=torch.int32)
+            for about in (RouterConfig(8), about):
+                router = gpu_experts.Router(about, weight("F32", 128, 4 * d_model), None, None, counter)
+                gpu_experts.select(router, torch.empty(1, 4 * d_model), slots, weights)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
             triton_kernels.values(weight(kind), 0, 8, None, None)
@@ -396,6 +404,10 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         growth = {"query_growth": 0.1, "query_interval": 8192} if normed else {}
         settings = AttentionConfig(heads, kv_heads, dim, scale=0.1, **growth)
         gpu.attention(q, (cache, cache), contexts, settings, sinks, for_codes=True)
+        if tokens == 4 and whole:
+            own = gpu.NewHeads(k[:1], k[:1], numbers[:1].long(), rotation, norms)
+            of_one = gpu.Contexts(contexts.pages[:1], numbers[:1], numbers[:1])
+            gpu.attend(q[:1], own, (cache, cache), of_one, settings, sinks, True)
     heads, latents, n, plain = 16, 512, 64, 128  # DeepSeek-V2-Lite's
     of_latent = LatentAttentionConfig(heads, latents, plain, n, plain, RopeConfig(dim=n), 0.1)
     of_latents = (4, "f16"), (4, "f32"), (4, "q8_0"), (1, "f16"), (64, "f16")
@@ -441,11 +453,11 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    names = 57 if capability == 90 else 34
+    names = 58 if capability == 90 else 34
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
-        asks = ("_linear_kernel", "_outer_kernel", "_fused_kernel")
+        asks = ("_linear_kernel", "_outer_kernel", "_router_kernel", "_fused_kernel")
         wanted = kernel["name"] in asks and kernel["shared rows"] is None
         assert kernel["asks"] == (wanted and capability >= 90), kernel
     assert sum(kernel["shared rows"] is not None for kernel in made) == (3 if capability == 90 else 0)
@@ -460,7 +472,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
         if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
             alone = kernel["name"] in neurons and not kernel["tokens"]
-            assert kernel["stack"] <= (0 if alone else SPILT), kernel
+            assert kernel["stack"] <= (0 if alone else SINE if kernel["turns"] else SPILT), kernel
         assert kernel["name"] not in scans or not kernel["stack"], kernel
         assert kernel["name"] not in (*prompts, *choosing) or not kernel["stack"], kernel
         if kernel["name"] in experts and capability == 90:
@@ -474,6 +486,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
+            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS[capability == 90] // kernel["warps"],
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],

@@ -60,6 +60,26 @@ def test_the_router_is_that_of_the_cpu(kernels: str, about: RouterConfig) -> Non
 
 
 @pytest.mark.parametrize("about", ROUTERS.values(), ids=ROUTERS)
+def test_experts_of_one_token_are_selected_by_one_kernel(kernels: str, about: RouterConfig) -> None:  # noqa: F811
+    """Again and again, by whichever program finishes last; as from the router's logits."""
+    correction = floats(3, N) if about.correction else None
+    bias = floats(12, N) if about.groups > 1 else None
+    stored = RawTensor("F32", (N, 64), floats(10, N, 64).view(np.uint8).reshape(-1))
+    router = gpu_experts.upload_router(stored, bias, correction, about, device_name())
+    assert router.nbytes == 4 * (N * 64 + 1 + N * (bias is not None) + N * (correction is not None))
+    for seed in (13, 14):
+        x = on_device(floats(seed, 1, 64))
+        logits = gpu.linear(router.weight, x, router.bias).cpu().numpy()
+        expected, exact = routed(about, logits, correction)
+        experts = torch.full((1, about.top_k), -7, dtype=torch.int32, device=device_name())
+        weights = torch.empty((1, about.top_k), device=device_name())
+        gpu_experts.select(router, x, experts, weights)
+        np.testing.assert_array_equal(experts.cpu().numpy(), expected)
+        np.testing.assert_allclose(weights.cpu().numpy(), exact, rtol=1e-6)
+        assert not router.arrived.any()
+
+
+@pytest.mark.parametrize("about", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_whatever_the_logits_are_experts_are_valid(kernels: str, about: RouterConfig, number: float) -> None:  # noqa: F811

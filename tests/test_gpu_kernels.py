@@ -8,11 +8,12 @@ through the products.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-import interpreted  # noqa: F401
+import interpreted
 import numpy as np
 import pytest
 import reference
@@ -546,6 +547,45 @@ def test_heads_are_normalised_before_they_are_turned(pairs: int, kv_type: str, k
     assert_close(on_device(held(caches[0])[slots]), want[1], bound + step * (0.5 + 2**-10))
 
 
+@pytest.mark.parametrize(
+    ("kv_type", "normed", "position", "split"),
+    [("f16", True, 70, True), ("f32", False, 31, False), ("q8_0", True, 64, True), ("f16", False, -1, False)],
+)
+def test_one_token_turns_is_stored_and_attends_in_one_go(
+    kv_type: str, normed: bool, position: int, split: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as by two kernels, in the cache, too; -1: a token that stands for nothing."""
+    if kernels == "triton":
+        from powerinfer.kernels import triton_kernels
+
+        monkeypatch.setattr(triton_kernels, "ATTENTION_SPLIT_PAGES", 1 if split else 100)
+    heads, kv, dim, pairs = 6, 2, 64, 24
+    every, slot = floats(59, 1, heads + 2 * kv, dim), 7 * gpu.PAGE + position % gpu.PAGE if position >= 0 else -1
+    pages = on_device(np.array([[5, 2, 7] if position > 63 else [7, 2, 5]], np.int32))
+    contexts = gpu.Contexts(pages, on_device(np.zeros(1, np.int32)), on_device(np.array([position], np.int32)))
+    rotation = on_device((10000.0 ** -(np.arange(pairs) / pairs)).astype(np.float32)), 1.0
+    norms = gpu.HeadNorms(on_device(floats(60, dim)), on_device(floats(61, dim)), 1e-5) if normed else None
+    settings, answers = AttentionConfig(heads, kv, dim), []
+    for together in (False, True):
+        own = on_device(every.copy())  # q turns in its place
+        q, k, v = own[:, :heads], own[:, heads : heads + kv], own[:, heads + kv :]
+        first, second = (cached(kv_type, on_device(floats(n, 8, gpu.PAGE, kv, dim))) for n in (62, 63))
+        slots = on_device(np.array([slot], np.int64))
+        with interpreted.launches() if by_interpreter() else nullcontext([]) as names:
+            if together:
+                new = gpu.NewHeads(k, v, slots, rotation, norms)
+                got = gpu.attend(q, new, (first, second), contexts, settings)
+            else:
+                gpu.rotate_and_store(q, k, v, contexts.positions, rotation, (first, second), slots, norms)
+                got = gpu.attention(q, (first, second), contexts, settings)
+        assert len(names) == (by_interpreter() and 1 + split + (not together))
+        answers.append((got, held(first), held(second)))
+    (apart, *before), (got, *after) = answers
+    torch.testing.assert_close(got, apart, rtol=0, atol=0 if not CUDA else 1e-5)
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def cached(kv_type: str, values: torch.Tensor) -> gpu.Cached:
     """A cache that holds these, which it gives back as they are."""
     if kv_type == "q8_0":
@@ -1004,6 +1044,27 @@ def test_each_neuron_has_its_threshold(activation: str, gated: bool, kernels: st
     assert torch.isnan(total[0]).all() and torch.isfinite(total[1]).all()
 
 
+def test_rows_that_share_scales_lie_in_any_order(kernels: str) -> None:
+    """And scales of a group none of whose neurons counts are not read."""
+    if kernels == "torch":
+        pytest.skip("a neuron's scales are its own there")
+    bundles, index = make_bundles(160, 96, ("Q4_0", "Q4_0X32")), np.arange(0, 96, 4, dtype=np.int32)
+    x, named = floats(39, 1, 160), np.ones((1, len(index)), np.uint8)
+    named[0, index >= 64] = 0
+    want, bound, _, _ = expected(bundles, index, x, named)
+    mixed = np.random.default_rng(40).permutation(len(index)).astype(np.int32)
+    ours = all_of(bundles, index)
+    assert ours.gate is not None and ours.shared is not None and ours.group is not None
+    ours.shared[ours.group[-1]] = torch.nan
+    for weight in (ours.gate, ours.up, ours.down):
+        gpu.rearrange(weight, mixed)
+    ours.group.copy_(ours.group[on_device(mixed).long()])
+    for fused in (False, True):
+        total, fired = run(ours, x, named[:, mixed], fused=fused)
+        assert_close(total, want, bound)
+        assert fired.any()
+
+
 def test_no_neuron_and_none_named(kernels: str) -> None:
     bundles = make_bundles(64, 70, ("Q8_0", "Q8_0"))
     none = np.array([], np.int32)
@@ -1037,27 +1098,17 @@ def test_the_same_bits_every_time(kernels: str) -> None:
 
 
 @pytest.mark.skipif(not TRITON or CUDA, reason="Triton's interpreter is not at hand")
-def test_a_fused_kernel_and_a_sum_in_place_of_a_kernel_for_each_stage(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_kernel_and_a_sum_in_place_of_a_kernel_for_each_stage(kernels: str) -> None:
     if kernels == "torch":
         pytest.skip("kernels are Triton's")
-    from triton.runtime.interpreter import GridExecutor
-
-    launches: list[str] = []
-    call = GridExecutor.__call__
-    monkeypatch.setattr(
-        GridExecutor, "__call__", lambda grid, *a, **b: (launches.append(grid.fn.__name__), call(grid, *a, **b))[1]
-    )
     bundles = make_bundles(96, 200, ("F16", "F16"))
     neurons, x = all_of(bundles, np.arange(200, dtype=np.int32)), on_device(floats(34, 1, 96))
     named, to = on_device(np.ones((1, 200), np.uint8)), torch.zeros_like(x)
     counted = {}
     for given in (None, named):
         for fused in (False, True):
-            launches.clear()
-            gpu.neuron_sum(neurons, x, given, 0.0, to, fused=fused)
-            counted[given is None, fused] = list(launches)
+            with interpreted.launches() as counted[given is None, fused]:
+                gpu.neuron_sum(neurons, x, given, 0.0, to, fused=fused)
     fused = ["_fused_kernel", "_sum_kernel"]
     assert counted[False, True] == counted[True, True] == fused
     assert counted[False, False] == ["_list_kernel", "_products_kernel", "_add_kernel", "_sum_kernel"]

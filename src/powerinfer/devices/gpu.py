@@ -352,12 +352,13 @@ class GpuLayers:
                 q, k = (gpu.rotate(part, step.positions, *rotation) for part in (q, k))
             if together is None:
                 q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
+            attended = cache, step.contexts, settings, uploaded_sinks, layer in self._attended_for_codes
             if rotation is None or last:
                 gpu.store_kv(keys, values, k, v, step.slots)
+                step.attended = gpu.attention(q, *attended)
             else:
-                gpu.rotate_and_store(q, k, v, step.positions, rotation, cache, step.slots, together)
-            for_codes = layer in self._attended_for_codes
-            step.attended = gpu.attention(q, cache, step.contexts, settings, uploaded_sinks, for_codes)
+                new = gpu.NewHeads(k, v, step.slots, rotation, together)
+                step.attended = gpu.attend(q, new, *attended)
 
         self._add(layer, "attention", run)
 

@@ -68,7 +68,7 @@ class HybridExperts(HybridTerms):
     terms = "experts"
     most = 2
     _freed = (
-        "_router", "_router_bias", "_correction", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
+        "_router", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
         "_slots", "_table", "_biases",
         "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
     )  # fmt: skip
@@ -133,8 +133,9 @@ class HybridExperts(HybridTerms):
         def vector(values: NDArray[np.float32] | None) -> Tensor | None:
             return None if values is None else torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self._router, self._router_bias = gpu.upload(weights.router, device), vector(weights.router_bias)
-        self._correction, self._shared_weight = vector(weights.correction), vector(weights.shared_weight)
+        about, vectors = self.config.router, (weights.router_bias, weights.correction)
+        self._router = gpu_experts.upload_router(weights.router, *vectors, about, device)
+        self._shared_weight = vector(weights.shared_weight)
         self._factors, self._separate = vector(weights.factors), weights.separate
         self._biases = weights.biases
         around = [Matrices([StoredMatrix(tensor, None)], [None], device) for tensor in weights.latents]
@@ -388,7 +389,7 @@ class HybridExperts(HybridTerms):
         predictor), and what all experts share of this."""
         parts = [self._router.nbytes, *(one.nbytes for one in (*(self._shared or ()), *(self._latents or ())))]
         parts += [part.nbytes for part in (self._gpu_part, self._shared_part) if part is not None]
-        vectors = self._router_bias, self._correction, self._factors, self._shared_weight, self._slots
+        vectors = self._factors, self._shared_weight, self._slots
         inner = {} if self._inner is None else {"predictor": self._inner.nbytes}
         return {"ffn": sum(parts) + tensor_bytes(*vectors)} | inner
 
@@ -433,8 +434,7 @@ class HybridExperts(HybridTerms):
         step.routed = None  # of the layer before
         x = step.x if self.config.early_router else step.read
         x = x if self._separate is None else self._separate.router(step.x)
-        logits = gpu.linear(self._router, x, self._router_bias)
-        gpu_experts.route(logits, self.config.router, self._correction, experts, weights)
+        gpu_experts.select(self._router, x, experts, weights)
         if self._factors is not None:
             weights.mul_(self._factors[experts.long()])
 

@@ -45,6 +45,7 @@ from powerinfer.kernels.gpu_types import Contexts as Contexts
 from powerinfer.kernels.gpu_types import HeadNorms as HeadNorms
 from powerinfer.kernels.gpu_types import Limit as Limit
 from powerinfer.kernels.gpu_types import Neurons as Neurons
+from powerinfer.kernels.gpu_types import NewHeads as NewHeads
 from powerinfer.kernels.gpu_types import Weight as Weight
 from powerinfer.kernels.torch_attention import attend_pages
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
@@ -604,6 +605,17 @@ def attention(
     if _triton(q):
         return _kernels().attention(q, cache, contexts, settings, sinks, for_codes)
     return attend_pages(q, cache, contexts, settings, sinks)
+
+
+def attend(
+    q: Tensor, new: NewHeads, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
+    sinks: Tensor | None = None, for_codes: bool = False,
+) -> Tensor:  # fmt: skip
+    """`rotate_and_store`, then `attention`; of one token by one Triton kernel. q and new.k are undefined afterwards."""
+    if len(q) == 1 and _triton(q):
+        return cast("Tensor", _kernels().attention(q, cache, contexts, settings, sinks, for_codes, new))
+    rotate_and_store(q, new.k, new.v, contexts.positions, new.rotation, cache, new.slots, new.norms)
+    return attention(q, cache, contexts, settings, sinks, for_codes)
 
 
 def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:

@@ -15,7 +15,7 @@ from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_panels
 from powerinfer.kernels.cpu import LANES, ExpertPanels
-from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Weight
+from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Router, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
@@ -207,6 +207,27 @@ def _slots(tensor: RawTensor, index: Indices, device: Any, among: Indices | None
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The router
+
+
+def upload_router(
+    weight: RawTensor, bias: Float32 | None, correction: Float32 | None, about: RouterConfig, device: Any
+) -> Router:
+    """A router on a device; arguments as `Router` has them."""
+    import torch
+
+    vectors = [None if one is None else torch.from_numpy(np.array(one, np.float32)).to(device) for one in (bias, correction)]
+    return Router(about, gpu.upload(weight, device), *vectors, torch.zeros(1, dtype=torch.int32, device=device))
+
+
+def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """`route` by the router's logits of x, float32 [T, d_model]; of one token by one Triton kernel."""
+    if len(x) == 1 and gpu.which(x) == "triton":
+        from powerinfer.kernels import triton_experts
+
+        triton_experts.select(router, x, experts, weights)
+    else:
+        logits = gpu.linear(router.weight, x, router.bias)
+        route(logits, router.about, router.correction, experts, weights)
 
 
 def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:

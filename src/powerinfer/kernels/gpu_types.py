@@ -15,7 +15,7 @@ from powerinfer.formats.weight_types import FLOAT_TYPES, GPU_TYPES, WEIGHT_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
+    from powerinfer.config import DeltaNetConfig, Mamba2Config, RouterConfig, ShortConvConfig
 
 Limit: TypeAlias = float | tuple[float, ...]
 """Numbers of an activation that all neurons share: `FfnConfig.limit`."""
@@ -153,6 +153,17 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class NewHeads(NamedTuple):
+    """Keys and values of a step's tokens, float32 [T, kv_heads, head_dim], and where a cache gets them, int64 [T];
+    rotation: frequencies and factor, by which q and k turn; norms: of their heads, before that."""
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    rotation: tuple[Tensor, float]
+    norms: HeadNorms | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Neurons:
     """Neurons of a layer on a device.
@@ -190,6 +201,23 @@ class Neurons:
 
 NOT_A_NUMBER = -1e30
 """The score of an expert whose own is not a number: it is selected after all others."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """The router of a layer on a device. weight: [n, d_model]; bias: float32 [n] of its products; correction: float32
+    [n], added to the scores for the selection alone; arrived: int32 [1], zero but while a kernel counts by it."""
+
+    about: RouterConfig
+    weight: Weight
+    bias: Tensor | None
+    correction: Tensor | None
+    arrived: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.weight.nbytes + tensor_bytes(self.bias, self.correction, self.arrived)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ predictor the same programs multiply its rows first, and then read of gates, or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -25,16 +25,22 @@ from powerinfer.kernels.triton_kernels import (
     WIDE,
     Tile,
     add_bias,
+    ask_for,
+    asked_lines,
+    coded,
     codes,
     dot,
     early,
     either,
+    fitting,
     follow,
     for_rows,
     nibbles,
     of_integers,
     precision,
+    processors,
     put,
+    put_codes,
     row_dots,
     scales_of,
     small_signed,
@@ -48,11 +54,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import RouterConfig
-    from powerinfer.kernels.gpu_types import Experts, Weight
+    from powerinfer.kernels.gpu_types import Experts, Router, Weight
 
 PAIRS = 64  # that a program orders
 COMPARED = 256  # pairs at a time that they are compared with
 MOST_COLUMNS = 64  # pairs of an expert in a tile
+MOST_WARPS = 8  # of a program that has whole blocks of neurons: a multiprocessor holds two, with any type
 COLUMNS = 256  # of d_model that a program adds up
 # Neurons, and columns of down, of experts by neuron.
 ACROSS = {**dict.fromkeys(("F16", "BF16", "Q8_0X32"), Tile(32, 128, 4)), "Q4_0X32": Tile(32, 64, 4)}
@@ -67,18 +74,15 @@ def _best(x, place):
     return tl.min(tl.where(x == top, place, 1 << 30), 0)
 
 
-@launched
-@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
-def _route_kernel(
-    logits, correction, experts, weights, n, top_k, groups, top_groups, group_best, scale,
-    SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _select_best(
+    logits, correction, experts, weights, t, n, top_k, groups, top_groups, group_best, scale,
+    SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts."""
-    follow()
-    t = tl.program_id(0)
+    """The experts of token t. CACHE: how logits are loaded."""
     i = tl.arange(0, BLOCK)
     here = i < n
-    x = tl.load(logits + t * n + i, mask=here, other=0)
+    x = tl.load(logits + t * n + i, mask=here, other=0, cache_modifier=CACHE)
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-x))
     else:
@@ -120,15 +124,12 @@ def _route_kernel(
     tl.store(weights + at, scores, mask=chosen != 0)
 
 
-@launched
-@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
-def _mix_kernel(logits, experts, weights, n, top_k, near, BLOCK: tl.constexpr):
-    """A token's experts by sparsemixer. near: what logits near each other differ by at most, in parts."""
-    follow()
-    t = tl.program_id(0)
+@triton.jit
+def _select_mixed(logits, experts, weights, t, n, top_k, near, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+    """The same by sparsemixer. near: what logits near each other differ by at most, in parts."""
     i = tl.arange(0, BLOCK)
     here = i < n
-    x = tl.load(logits + t * n + i, mask=here, other=0)
+    x = tl.load(logits + t * n + i, mask=here, other=0, cache_modifier=CACHE)
     selectable = tl.where(here, tl.where(x >= _LEAST, x, _LEAST), -float("inf"))  # NaN, too
     chosen = tl.zeros((BLOCK,), tl.int32)
     shares = tl.zeros((BLOCK,), tl.float32)
@@ -145,21 +146,86 @@ def _mix_kernel(logits, experts, weights, n, top_k, near, BLOCK: tl.constexpr):
     tl.store(weights + at, shares, mask=chosen != 0)
 
 
+@launched
+@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
+def _route_kernel(
+    logits, correction, experts, weights, n, top_k, groups, top_groups, group_best, scale,
+    MIXES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's experts; MIXES: by sparsemixer, whose `near` is in the place of scale."""
+    follow()
+    t = tl.program_id(0)
+    if MIXES:
+        _select_mixed(logits, experts, weights, t, n, top_k, scale, BLOCK, "")
+    else:
+        _select_best(
+            logits, correction, experts, weights, t, n, top_k, groups, top_groups, group_best, scale, SIGMOID,
+            CORRECTION, NORMALISE, BLOCK, "",
+        )  # fmt: skip
+
+
+@launched
+@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
+def _router_kernel(
+    x, data, scales, bias, logits, arrived, correction, experts, weights, n, k, top_k, groups, top_groups, group_best,
+    scale,
+    TYPE: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LINES: tl.constexpr,
+    MIXES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """R logits of one token; the program that finishes last, by the counter `arrived`, which is zero before and behind,
+    selects the experts: from all logits, whichever it is."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    live = row < n
+    ask_for(data, row, n, k, TYPE, LINES)
+    follow()
+    y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, 0, R, C, "ieee")
+    tl.store(logits + row, add_bias(y, bias, row, live, BIAS, 0), mask=live)
+    tl.debug_barrier()  # all threads of the program have stored theirs
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        if MIXES:
+            _select_mixed(logits, experts, weights, 0, n, top_k, scale, BLOCK, ".cg")
+        else:
+            _select_best(
+                logits, correction, experts, weights, 0, n, top_k, groups, top_groups, group_best, scale, SIGMOID,
+                CORRECTION, NORMALISE, BLOCK, ".cg",
+            )  # fmt: skip
+
+
+def _routing(about: RouterConfig, n: int) -> tuple[tuple[int, int, int, int, float], dict[str, Any]]:
+    """Arguments of a kernel that selects, from top_k to scale, and what it is compiled for, but CORRECTION."""
+    mixes = about.scoring == "sparsemixer"
+    scale = 2 * about.nearness if mixes else about.scale
+    return (about.top_k, about.groups, about.top_groups, about.group_best, scale), {
+        "MIXES": mixes,
+        "SIGMOID": about.scoring == "sigmoid",
+        "NORMALISE": about.normalise,
+        "BLOCK": triton.next_power_of_2(n),
+    }
+
+
 def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     """`gpu_experts.route`."""
     tokens, n = logits.shape
-    if tokens and about.scoring == "sparsemixer":
-        _mix_kernel[(tokens,)](
-            logits.contiguous(), experts, weights, n, about.top_k, 2 * about.nearness,
-            BLOCK=triton.next_power_of_2(n), num_warps=4, launch_pdl=early(logits),
-        )  # fmt: skip
-    elif tokens:
+    if tokens:
+        numbers, flags = _routing(about, n)
         _route_kernel[(tokens,)](
-            logits.contiguous(), either(correction, logits), experts, weights, n, about.top_k, about.groups,
-            about.top_groups, about.group_best, about.scale, SIGMOID=about.scoring == "sigmoid",
-            CORRECTION=correction is not None, NORMALISE=about.normalise, BLOCK=triton.next_power_of_2(n), num_warps=4,
-            launch_pdl=early(logits),
+            logits.contiguous(), either(correction, logits), experts, weights, n, *numbers, **flags,
+            CORRECTION=correction is not None, num_warps=4, launch_pdl=early(logits),
         )  # fmt: skip
+
+
+def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """`gpu_experts.select` of one token."""
+    w, correction = router.weight, router.correction
+    tile, (numbers, flags) = fitting(w, 1, processors(x)), _routing(router.about, w.rows)
+    logits = torch.empty((1, w.rows), dtype=torch.float32, device=x.device)
+    _router_kernel[(triton.cdiv(w.rows, tile.rows),)](
+        taken(x, w.type), w.data, scales_of(w), either(router.bias, logits), logits, router.arrived,
+        either(correction, logits), experts, weights, w.rows, w.k, *numbers, TYPE=w.type, BIAS=router.bias is not None,
+        R=tile.rows, C=tile.columns, LINES=asked_lines(w, tile.rows), CORRECTION=correction is not None, **flags,
+        num_warps=tile.warps, launch_pdl=early(x),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,30 +252,37 @@ def weighted(a, u, weight, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 @launched
 @triton.jit
 def _hidden_kernel(
-    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, size, k, limit,
-    GATED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, ACTIVATION: tl.constexpr,
-    TYPE: tl.constexpr, UP_TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, made, size, k, limit,
+    GATED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, CODED: tl.constexpr,
+    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """h of R neurons of one of the token's experts, times its weight; SCALES: x is. x, x_up: x as gate and up take
-    it."""
+    """h of TILES * R neurons of one of the token's experts, times its weight; SCALES: x is. x, x_up: x as gate and up
+    take it. CODED: made are `codes` of each expert's h; these neurons are whole blocks."""
     follow()
     j = tl.program_id(1)
     slot = _slot(slots, table, j, TABLE)
-    if slot >= 0:
-        neuron = tl.program_id(0) * R + tl.arange(0, R)
-        live = neuron < size
-        row = slot.to(tl.int64) * size + neuron
-        u = row_dots(x_up, up, up_scales, row, live, 1, k, UP_TYPE, 0, R, C, "ieee")
-        u = add_bias(u, up_bias, row, live, BIAS, 0)
-        a = u
-        if GATED:
-            a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
-            a = add_bias(a, gate_bias, row, live, BIAS, 0)
-        a = weighted(a, u, tl.load(weights + j), limit, ACTIVATION, GATED, SCALES)
-        tl.store(h + j * size + neuron, a, mask=live)
-    else:  # else what down reads, and leaves out, is memory that nobody wrote
-        neuron = tl.program_id(0) * R + tl.arange(0, R)
-        tl.store(h + j * size + neuron, tl.zeros((R,), tl.float32), mask=neuron < size)
+    for tile in range(TILES):
+        neuron = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
+        a = tl.zeros((R,), tl.float32)  # without a slot: else what down reads, and leaves out, would be written by nobody
+        if slot >= 0:
+            live = neuron < size
+            row = slot.to(tl.int64) * size + neuron
+            u = row_dots(x_up, up, up_scales, row, live, 1, k, UP_TYPE, 0, R, C, "ieee")
+            u = add_bias(u, up_bias, row, live, BIAS, 0)
+            a = u
+            if GATED:
+                a = row_dots(x, gate, gate_scales, row, live, 1, k, TYPE, 0, R, C, "ieee")
+                a = add_bias(a, gate_bias, row, live, BIAS, 0)
+            a = weighted(a, u, tl.load(weights + j), limit, ACTIVATION, GATED, SCALES)
+        tl.store(h + j * size + neuron, a, mask=neuron < size)
+    if CODED:
+        B: tl.constexpr = TILES * R // 32
+        tl.debug_barrier()  # h of the program's other threads
+        b = tl.program_id(0) * B + tl.arange(0, B)
+        own = h + j * size + b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        here = b * 32 < size
+        put_codes(made, j.to(tl.int64), tl.load(own, mask=here[:, None], other=0), b, here, size, B)
 
 
 @triton.jit
@@ -258,27 +331,38 @@ def _down_kernel(
 def _of_one(
     experts: Experts, x: Tensor, slots: Tensor, weights: Tensor, table: Tensor | None, into: Tensor | None
 ) -> Tensor:
-    k, top_k = x.shape[1], slots.shape[1]
+    k, top_k, size = x.shape[1], slots.shape[1], experts.size
     first = experts.up if experts.gate is None else experts.gate
-    h = torch.empty((top_k, experts.size), dtype=torch.float32, device=x.device)
+    h = torch.empty((top_k, size), dtype=torch.float32, device=x.device)
     out = torch.empty((1, k), dtype=torch.float32, device=x.device) if into is None else into
-    tile, bias = _tile(first, experts.up), experts.up_bias is not None
-    _hidden_kernel[(triton.cdiv(experts.size, tile.rows), top_k)](
+    down, bias = experts.down, experts.up_bias is not None
+    made = coded(h, top_k, size, top_k) if down.type in INTEGERS else None
+    tile, tiles = _tile(first, experts.up), 1
+    if made is not None:
+        tile, tiles = whole_blocks(tile)
+    _hidden_kernel[(triton.cdiv(size, tiles * tile.rows), top_k)](
         *_taken(x, first, experts.up), first.data, scales_of(first), either(experts.gate_bias, h),
         experts.up.data, scales_of(experts.up), either(experts.up_bias, h), slots,
-        either(table, slots), weights, h, experts.size, k, experts.threshold, GATED=experts.gate is not None,
-        SCALES=experts.scales_input, BIAS=bias, TABLE=table is not None, ACTIVATION=experts.activation, TYPE=first.type,
-        UP_TYPE=experts.up.type, R=tile.rows, C=tile.columns, num_warps=tile.warps,
-        launch_pdl=early(x),
+        either(table, slots), weights, h, either(made, h), size, k, experts.threshold, GATED=experts.gate is not None,
+        SCALES=experts.scales_input, BIAS=bias, TABLE=table is not None, CODED=made is not None,
+        ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, TILES=tiles, R=tile.rows,
+        C=tile.columns, num_warps=tile.warps, enable_fp_fusion=made is None, launch_pdl=early(x),
     )  # fmt: skip
-    down, tile = experts.down, for_rows(ONE[experts.down.type], experts.down.type, experts.size)
-    own = codes(h) if down.type in INTEGERS else h
+    tile, own = for_rows(ONE[down.type], down.type, size), either(made, h)
     _down_kernel[(triton.cdiv(k, tile.rows),)](
         own, down.data, scales_of(down), either(experts.down_bias, h), slots, either(table, slots),
-        weights, out, k, experts.size, own.shape[1], TOP_K=top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
+        weights, out, k, size, own.shape[1], TOP_K=top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
         ADD=into is not None, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
     return out
+
+
+def whole_blocks(tile: Tile) -> tuple[Tile, int]:
+    """A tile with more rows, and warps, so that a thread has as much of them on its way as with few rows; and how many
+    of it have whole blocks of neurons."""
+    more = max(1, min(32 // tile.rows, MOST_WARPS // tile.warps))
+    tile = tile._replace(rows=tile.rows * more, warps=tile.warps * more)
+    return tile, max(1, 32 // tile.rows)
 
 
 def _tile(gate: Weight, up: Weight) -> Tile:

@@ -26,6 +26,7 @@ from powerinfer.kernels.triton_kernels import (
     precision,
     processors,
     row_width,
+    share,
     tile_columns,
 )
 from powerinfer.kernels.triton_launch import launched
@@ -48,7 +49,8 @@ PRODUCTS = {
 """Tiles of gate and up, see `for_rows`: of all programs of an H100 together 4 MB on their way."""
 DOWN = {
     **dict.fromkeys(("F32", "F16", "BF16", "Q8_0"), Tile(2, 4096, WARPS)),
-    **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(2, 2048, WARPS)),
+    "Q4_0": Tile(2, 2048, WARPS),
+    "Q4_0X32": Tile(4, 4096, WARPS),
 }
 """Tiles of down, narrower where a program has fewer warps."""
 LEAST_NEURONS = 4
@@ -74,14 +76,6 @@ def _selected_words(selected, n, first, W: tl.constexpr):
 
 
 @triton.jit
-def _share(total):
-    """Of so many in turn those of this program, from .. to: shares differ by one at most."""
-    program, each, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
-    begin = program * each + tl.minimum(program, more)
-    return begin, begin + each + (program < more).to(tl.int32)
-
-
-@triton.jit
 def _own_share(selected, listed, n, WORDS: tl.constexpr):
     """List the neurons of this program's share of the selected ones [n], at their places in listed: begin and end of
     these."""
@@ -89,7 +83,7 @@ def _own_share(selected, listed, n, WORDS: tl.constexpr):
     for first in range(0, words, 4 * WORDS):
         _ones, counts = _selected_words(selected, n, first, 4 * WORDS)
         total += tl.sum(counts, 0)
-    begin, end = _share(total)
+    begin, end = share(total)
     before = 0
     for first in range(0, words, WORDS):
         ones, counts = _selected_words(selected, n, first, WORDS)
@@ -124,7 +118,7 @@ def _fused_kernel(
         begin, end = _own_share(selected, listed, n, WORDS)
         tl.debug_barrier()  # what other threads of the program listed
     else:
-        begin, end = _share(n)
+        begin, end = share(n)
         ask_for(gate, begin + tl.arange(0, R), n, k, TYPE, LINES)
         follow()
     for i in range(begin, end, R):

@@ -12,7 +12,7 @@ waits.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import AttentionConfig, LatentAttentionConfig
-    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, Weight
+    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, NewHeads, Weight
 
 
 class Tile(NamedTuple):
@@ -120,6 +120,14 @@ def follow():
         if cuda_capability_geq(9, 0):
             gdc_launch_dependents()
             gdc_wait()
+
+
+@triton.jit
+def share(total):
+    """Of so many in turn those of this program, from .. to: shares differ by one at most."""
+    program, each, more = tl.program_id(0), total // tl.num_programs(0), total % tl.num_programs(0)
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int32)
 
 
 @triton.jit
@@ -998,16 +1006,19 @@ def fitting(w: Weight, tokens: int, multiprocessors: int) -> Tile:
             rows //= 2
         return Tile(rows, columns, warps)
     tile, width = for_rows(ONE[w.type], w.type, w.k), row_width(w.type, w.k)
-    held = HELD if tokens == 1 else HELD_TOGETHER
     if tokens > 1:
         tile = tile._replace(rows=max(1, tile.rows // 2))  # there are registers for so many
-    programs = min(held[w.type] // tile.warps, PROGRAMS)
-    tiles, slots = [tile], programs * multiprocessors
+    tiles, slots = [tile], held_programs(w.type, tokens, tile) * multiprocessors
     while tile.rows > 1 and (tile.columns < width or triton.cdiv(w.rows, tile.rows) < 2 * slots):
         tile = Tile(tile.rows // 2, tile.columns * (2 if tile.columns < width else 1), tile.warps)
         tiles.append(tile)
     fills = [filled(triton.cdiv(w.rows, tile.rows), slots) for tile in tiles]
     return next(tile for tile, fill in zip(tiles, fills, strict=True) if fill >= NEARLY * max(fills))
+
+
+def held_programs(kind: str, tokens: int, tile: Tile) -> int:
+    """Programs of products with tokens in turn that a multiprocessor holds."""
+    return min((HELD if tokens == 1 else HELD_TOGETHER)[kind] // tile.warps, PROGRAMS)
 
 
 def row_width(kind: str, k: int) -> int:
@@ -1236,6 +1247,11 @@ def precision(x: Tensor) -> str:
     return "tf32x3" if not x.is_cuda or _capability(x.device.index) >= 8 else "ieee"
 
 
+def hopper(x: Tensor) -> bool:
+    """Whether x's device is one, as the interpreter's is."""
+    return not x.is_cuda or _capability(x.device.index) == 9
+
+
 @cache
 def _capability(device: int) -> int:
     return int(torch.cuda.get_device_capability(device)[0])
@@ -1326,7 +1342,8 @@ def warps(elements: int, each: int) -> int:
 
 @triton.jit
 def turned_head(x, dim, position, frequencies, factor, pairs, dims, weight=None, eps=0.0):
-    """Elements dim of heads at x [heads, dims], turned by their position. weight: of the norm before that, [dims]."""
+    """Elements dim [BLOCK] of a head at x, or [1, BLOCK] of heads at x [heads, 1], turned by their position. weight: of
+    the norm before that, [dims]."""
     i = tl.where(dim < pairs, dim, dim - pairs)
     turns = dim < 2 * pairs
     angle = position.to(tl.float32) * tl.load(frequencies + i, mask=turns, other=0)
@@ -1336,7 +1353,11 @@ def turned_head(x, dim, position, frequencies, factor, pairs, dims, weight=None,
     own = tl.load(x + dim, mask=dim < dims, other=0)
     pair = tl.load(x + other, mask=turns, other=0)
     if weight is not None:
-        by = 1 / tl.sqrt_rn(tl.sum(own * own, 0) / dims + eps)
+        if len(own.shape) == 1:  # noqa: SIM108 - known when it is compiled
+            squares = tl.sum(own * own, 0)
+        else:
+            squares = tl.sum(own * own, 1)[:, None]
+        by = 1 / tl.sqrt_rn(squares / dims + eps)
         own = own * by * tl.load(weight + dim, mask=dim < dims, other=0)
         pair = pair * by * tl.load(weight + other, mask=turns, other=0)
     return own * c + tl.where(dim < pairs, -pair, pair) * s
@@ -1525,17 +1546,20 @@ def _tanh(x):
 
 
 @launched
-@triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions"])
+@triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions", "slots"])
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
     dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks, cap,
-    CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
+    k, v, k_head, v_head, frequencies, factor, pairs, slots, q_norm, k_norm, eps,
+    TURNS: tl.constexpr, NORMS: tl.constexpr, CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
-    HALF: products of float16. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time.
+    HALF: products of float16. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time. TURNS: there
+    is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in each program, and the one
+    of k, which is stored, with that of v, in the program that has its place.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
@@ -1548,10 +1572,23 @@ def _attention_kernel(
     position = tl.load(positions + token, mask=live, other=-1)
     row = tl.load(rows + token, mask=live, other=0)
     real = (dim < dims)[None, :]
-    at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
     if GROWN:
         scale *= query_growth(position, growth, interval, offset)[:, None]
-    query = (tl.load(q + at, mask=live[:, None] & real, other=0) * scale).to(NARROW)
+    if TURNS:
+        at_place, to_slot = tl.load(positions), tl.load(slots)
+        of_q, of_k = q_norm if NORMS else None, k_norm if NORMS else None
+        heads_at = q + tl.where(live, head, 0)[:, None] * q_head
+        query = turned_head(heads_at, dim[None, :], at_place, frequencies, factor, pairs, dims, of_q, eps)
+        if (at_place >= split * per * 32) & (at_place < (split + 1) * per * 32):
+            y = turned_head(k + g * k_head, dim, at_place, frequencies, factor, pairs, dims, of_k, eps)
+            stored_head(cache_k, scales_k, to_slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
+            y = tl.load(v + g * v_head + dim, mask=dim < dims, other=0)
+            stored_head(cache_v, scales_v, to_slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
+            tl.debug_barrier()  # the program's other threads read it
+    else:
+        at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
+        query = tl.load(q + at, mask=live[:, None] & real, other=0)
+    query = (query * scale).to(NARROW)
     acc = tl.zeros((M, BLOCK), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -1637,11 +1674,22 @@ def growth_of(settings: AttentionConfig | LatentAttentionConfig) -> tuple[float,
     return settings.query_growth, settings.query_interval, settings.query_offset
 
 
+def _turning(new: NewHeads | None, q: Tensor, contexts: Contexts) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Arguments of the kernel of attention from k to eps, and what it is compiled for; None: nothing turns."""
+    if new is None:
+        return (q, q, 0, 0, q, 0.0, 0, contexts.rows, q, q, 0.0), {"TURNS": False, "NORMS": False}
+    assert len(q) == 1 and new.k.stride(2) == new.v.stride(2) == 1
+    frequencies, factor = new.rotation
+    of_heads = new.k, new.v, new.k.stride(1), new.v.stride(1), frequencies, factor, frequencies.shape[0], new.slots
+    norms = new.norms is not None
+    return (*of_heads, *(new.norms or (q, q, 0.0))), {"TURNS": True, "NORMS": norms}
+
+
 def attention(
     q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
-    sinks: Tensor | None = None, for_codes: bool = False,
+    sinks: Tensor | None = None, for_codes: bool = False, new: NewHeads | None = None,
 ) -> Tensor:  # fmt: skip
-    """`gpu.attention`; q may be a part of a larger tensor."""
+    """`gpu.attention`, with `new` of one token `gpu.attend`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
     kv_heads, pages = cache[0].data.shape[2], contexts.pages.shape[1]
     assert q.stride(2) == 1
@@ -1666,14 +1714,16 @@ def attention(
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
+    turned, turns = _turning(new, q, contexts)
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q), settings.score_cap or 0.0, CHUNKED=settings.chunked,
+        either(sinks, q), settings.score_cap or 0.0, *turned, **turns, CHUNKED=settings.chunked,
         GROWN=settings.query_growth != 0, SINKS=sinks is not None, CAPPED=settings.score_cap is not None,
         CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded),
         BLOCK=block, SPLIT=splits > 1, KIND=kind, HALF=half, PLACES=16 if wide else 32, PRECISION=precision(q),
-        num_warps=8 if wide else 4, enable_fp_fusion=made is None or splits > 1, launch_pdl=early(q),
+        num_warps=8 if wide else 4, launch_pdl=early(q),
+        enable_fp_fusion=(made is None or splits > 1) and (new is None or kind != "Q8_0"),
     )  # fmt: skip
     if splits > 1:
         pad = triton.next_power_of_2(splits)
@@ -1696,14 +1746,16 @@ def _put_selection(chosen, first, others, t, row, here, n, split):
 
 
 @triton.jit
-def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, split, FLOOR: tl.constexpr):
-    """Store what some rows of the second matrix say of token t; see `_outer_kernel`."""
+def _put_guess(
+    y, threshold, z, first, others, counts, t, tokens, row, here, n, split, tile, tiles, FLOOR: tl.constexpr
+):  # fmt: skip
+    """Store what a tile of rows of the second matrix says of token t; see `_outer_kernel`."""
     chosen = here & ((y >= threshold) | (y != y))
     _put_selection(chosen, first, others, t, row, here, n, split)
     if FLOOR:
         tl.store(z + t * n + row, y, mask=here)
         own = tl.sum(chosen.to(tl.int32), 0)
-        tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
+        tl.store(counts + t * tiles + tile, own, mask=t < tokens)
 
 
 @launched
@@ -1711,53 +1763,58 @@ def _put_guess(y, threshold, z, first, others, counts, t, tokens, row, here, n, 
 def _outer_kernel(
     x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
     FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr, LINES: tl.constexpr,
+    PRECISION: tl.constexpr, HALVES: tl.constexpr, ASKED_FOR: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """R rows of a predictor's second matrix, and which of them each token selects: those whose z reaches the threshold.
+    """Rows of a predictor's second matrix, R at a time, and which of them each token selects: those whose z reaches the
+    threshold. A program has an even share of them, ASKED_FOR rows at most, and asks for these before it waits.
 
     first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
-    [tokens, programs] how many a program selects.
+    [tokens, tiles] how many of each R rows are selected.
     """
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    live = row < n
-    ask_for(data, row, n, k, TYPE, LINES)
+    tiles = tl.cdiv(n, R)
+    begin, end = share(tiles)
+    ask_for(data, begin * R + tl.arange(0, ASKED_FOR), n, k, TYPE, LINES)
     follow()
-    if T > 1:
-        y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
-        t = tl.arange(0, T)
-        here = live[:, None] & (t < tokens)[None, :]
-        chosen = here & ((y >= threshold) | (y != y))
-        _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
-        if FLOOR:
-            tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
-            own = tl.sum(chosen.to(tl.int32), 0)
-            tl.store(counts + t * tl.num_programs(0) + tl.program_id(0), own, mask=t < tokens)
-    else:
-        if of_integers(TYPE):
+    for tile in range(begin, end):
+        row = tile * R + tl.arange(0, R)
+        live = row < n
+        if T > 1:
+            y = row_dots(x, data, scales, row.to(tl.int64), live, tokens, k, TYPE, T, R, C, PRECISION, HALVES)
+            t = tl.arange(0, T)
+            here = live[:, None] & (t < tokens)[None, :]
+            chosen = here & ((y >= threshold) | (y != y))
+            _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
+            if FLOOR:
+                tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
+                tl.store(counts + t * tiles + tile, tl.sum(chosen.to(tl.int32), 0), mask=t < tokens)
+        elif of_integers(TYPE):
             for t0 in range(0, tokens if T else 1, G):
                 own = x + t0 * taken_width(k, TYPE)
                 sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
                 for t in tl.static_range(G):
                     here = live & (t0 + t < tokens)
-                    _put_guess(sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, FLOOR)
+                    _put_guess(
+                        sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, tile, tiles,
+                        FLOOR,
+                    )  # fmt: skip
         else:
             y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, FLOOR)
+            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, tile, tiles, FLOOR)
 
 
 @launched
 @triton.jit
 def _floor_kernel(
-    z, numbers, counts, first, others, n, split, floor, programs, BLOCK: tl.constexpr, COUNTS: tl.constexpr
+    z, numbers, counts, first, others, n, split, floor, tiles, BLOCK: tl.constexpr, COUNTS: tl.constexpr
 ):  # fmt: skip
     """One token: if fewer than `floor` are selected, select the `floor` largest of z instead, of equal ones those of
     least number. Otherwise it only adds up the counts."""
     follow()
     t = tl.program_id(0)
     selected = tl.zeros((COUNTS,), tl.int32)
-    for c0 in range(0, programs, COUNTS):
+    for c0 in range(0, tiles, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
-        selected += tl.load(counts + t * programs + c, mask=c < programs, other=0)
+        selected += tl.load(counts + t * tiles + c, mask=c < tiles, other=0)
     if tl.sum(selected, 0) < floor:
         i = tl.arange(0, BLOCK)
         here = i < n
@@ -1793,21 +1850,23 @@ def predict(
     if not tokens or not n:
         return
     tile, two = fitting(outer, tokens, processors(x)), halved(outer.type, tokens)
-    programs = triton.cdiv(n, tile.rows)
+    tiles = triton.cdiv(n, tile.rows)
+    programs = min(tiles, held_programs(outer.type, tokens, tile) * processors(x)) if in_turn(outer.type, tokens) else tiles
+    asked = int(triton.next_power_of_2(tile.rows * triton.cdiv(tiles, programs)))
     z, counts = hidden, hidden
     if floor:
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
-        counts = torch.empty((tokens, programs), dtype=torch.int32, device=x.device)
+        counts = torch.empty((tokens, tiles), dtype=torch.int32, device=x.device)
     _outer_kernel[(programs,)](
         taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, tokens, n,
         outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
-        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two,
-        LINES=asked_lines(outer, tile.rows), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
+        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two, ASKED_FOR=asked,
+        LINES=asked_lines(outer, asked), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)
         _floor_kernel[(tokens,)](
-            z, numbers, counts, *into, n, split, floor, programs, BLOCK=block, COUNTS=SUMMED,
+            z, numbers, counts, *into, n, split, floor, tiles, BLOCK=block, COUNTS=SUMMED,
             num_warps=warps(block, 16),
             launch_pdl=early(x),
         )  # fmt: skip

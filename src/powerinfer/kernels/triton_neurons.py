@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE
+from powerinfer.kernels.gpu_types import GELU_CUBIC, GELU_SCALE, OAI_LIMIT, OAI_SCALE, SHARING
 from powerinfer.kernels.triton_kernels import (
     CODED_BLOCKS,
     LOW,
@@ -32,6 +32,7 @@ from powerinfer.kernels.triton_kernels import (
     half_scales,
     halved,
     halves,
+    hopper,
     in_turn,
     lanes,
     nibbles,
@@ -40,6 +41,7 @@ from powerinfer.kernels.triton_kernels import (
     put_codes,
     row_dots,
     row_width,
+    share,
     small_signed,
     taken,
     taken_width,
@@ -47,6 +49,7 @@ from powerinfer.kernels.triton_kernels import (
     warps,
 )
 from powerinfer.kernels.triton_launch import launched
+from powerinfer.kernels.triton_words import half_float
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,20 +65,24 @@ DOT_ONE = {
 DOT_SEVERAL = {**dict.fromkeys(DOT_ONE, Tile(32, 32, 2)), "F16": Tile(32, 64, 4), "Q8_0": Tile(32, 64, 4)}
 # Sums of rows of down, likewise; rows: per iteration.
 ADD_ONE = {
-    **dict.fromkeys(("F32", "F16", "BF16", "Q8_0", "Q8_0X32"), Tile(16, 256, 4)),
-    **dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 128, 4)),
+    **dict.fromkeys(("F32", "BF16", "Q8_0"), Tile(16, 256, 4)),
+    "Q4_0": Tile(16, 128, 4),
     "F16": Tile(32, 64, 8),
+    **dict.fromkeys(("Q4_0X32", "Q8_0X32"), Tile(8, 512, 1)),  # sixteen bytes of each row for a thread
 }
 ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(32, 128, 4)}
 ADD_SEVERAL |= dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))
 # Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
-HELD_ONE = dict.fromkeys(ADD_ONE, 6)
+# HELD_PRODUCTS: warps of products with one token, which have even shares of their tiles; on Hopper, and elsewhere.
+HELD_ONE = dict.fromkeys(ADD_ONE, 6) | dict.fromkeys(("Q4_0X32", "Q8_0X32"), 8)
 HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
+HELD_PRODUCTS = {True: 20, False: 16}
 ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
 _LIMIT, _SCALE = tl.constexpr(OAI_LIMIT), tl.constexpr(OAI_SCALE)
+_SHARED = tuple(SHARING.values())
 LIST = 1024  # neurons that one program lists; a multiple of the rows of tiles
 READ = 8192  # bytes of a selection that it reads at a time
 
@@ -268,21 +275,23 @@ def _products_kernel(
     UP_BIAS: tl.constexpr, LIMITS: tl.constexpr, PRODUCT_LIMITS: tl.constexpr, THRESHOLD: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """h [tokens, n] at places of the list, of R neurons: rows of up are read only where gate is not zero.
+    """h [tokens, n] at places of the list, of R neurons at a time: rows of up are read only where gate is not zero.
 
-    fired, by neuron, grows by the tokens; counts: number of the R neurons that fire. Without GATED, the gate arguments
+    fired, by neuron, grows by the tokens; counts: of each R neurons, the number that fire. Without GATED, the gate arguments
     are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has one, too.
     """
     follow()
-    place = tl.program_id(0) * R + tl.arange(0, R)
-    many, neuron = n, place
+    many = n
     if LISTED:
         many = tl.load(length)
-        neuron = tl.load(listed + place, mask=place < many, other=0)
-    live = place < many
-    row = tl.where(live, neuron, 0).to(tl.int64)
-    count = 0
-    if tl.program_id(0) * R < many:
+    begin, end = share(tl.cdiv(many, R))
+    for tile in range(begin, end):
+        place = tile * R + tl.arange(0, R)
+        live = place < many
+        neuron = place
+        if LISTED:
+            neuron = tl.load(listed + place, mask=live, other=0)
+        row = tl.where(live, neuron, 0).to(tl.int64)
         fires = tl.zeros((R,), tl.int32)
         if T > 1:
             t = tl.arange(0, T)
@@ -312,8 +321,7 @@ def _products_kernel(
                 fires += _tokens_of(a, T)
         before = tl.load(fired + row, mask=live, other=0)
         tl.store(fired + row, before + fires.to(fired.dtype.element_ty), mask=live)
-        count = tl.sum((fires > 0).to(tl.int32), 0)
-    tl.store(counts + tl.program_id(0), count)
+        tl.store(counts + tile, tl.sum((fires > 0).to(tl.int32), 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,12 +345,25 @@ def _entries(
         by = tl.load(h + i, mask=live, other=0)
         live = by != 0
     of = row
-    if TYPE == "Q4_0X32" or TYPE == "Q8_0X32":
-        if group is None:  # noqa: SIM108 - known when it is compiled
-            of = row // 32
-        else:
-            of = tl.load(group + row, mask=live, other=0).to(tl.int64)
+    if shares(TYPE):
+        of = _group_of(group, row, live)
     return row, of, by, live
+
+
+@triton.constexpr_function
+def shares(kind):
+    """Whether rows of a type share their scales with others."""
+    return kind in _SHARED
+
+
+@triton.jit
+def _group_of(group, row, live):
+    """The row of the shared scales of a row of down."""
+    if group is None:  # noqa: SIM108 - known when it is compiled
+        of = row // 32
+    else:
+        of = tl.load(group + row, mask=live, other=0).to(tl.int64)
+    return of
 
 
 @triton.jit
@@ -385,9 +406,9 @@ def _add_floats(
 @triton.jit
 def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
     """Codes [R, B, E] times their scales and, for one token, times h [R]: the low and the high ones, of Q8_0 all twice.
-    Of four bits they are sixteen times as large for one token.
+    Of Q4_0 they are sixteen times as large for one token.
 
-    d: scales [R, B]; of Q4_0X32 and Q8_0X32 [R, B, E], and d_high those of the high codes.
+    d: scales [R, B]; of types that share scales, with several tokens, [R, B, E], and d_high those of the high codes.
     """
     if TYPE == "Q8_0" or TYPE == "Q8_0X32":
         low = small_signed(codes)
@@ -397,16 +418,9 @@ def _weighted(codes, d, d_high, by, TYPE: tl.constexpr, T: tl.constexpr):
         if T:
             low *= 0.0625
             high *= 0.0625
-    if TYPE == "Q4_0X32":
+    if shares(TYPE):
         low *= d.to(tl.float32)
         high *= d_high.to(tl.float32)
-        if not T:
-            low *= by[:, None, None]
-            high *= by[:, None, None]
-    elif TYPE == "Q8_0X32":
-        low *= d.to(tl.float32)
-        if not T:
-            low *= by[:, None, None]
     else:
         if not T:
             d *= by[:, None]
@@ -441,7 +455,7 @@ def _add_blocks(
         here = live[:, None] & (b < blocks)[None, :]
         codes_at = data + row[:, None, None] * (blocks * E) + (b[:, None] * E + j)[None]
         codes = tl.load(codes_at, mask=here[:, :, None], other=0)
-        if TYPE == "Q4_0X32" or TYPE == "Q8_0X32":
+        if shares(TYPE):
             d_at = shared + of[:, None, None] * k + first[None]
             d = tl.load(d_at, mask=here[:, :, None], other=0)
             d_high = tl.load(d_at + 16, mask=here[:, :, None], other=0) if PAIRS else d
@@ -475,6 +489,127 @@ def _add_blocks(
         tl.store(parts + first, low_sum, mask=(b < blocks)[:, None])
 
 
+@triton.constexpr_function
+def _code_bits(kind):
+    return 4 if kind == "Q4_0X32" else 8
+
+
+@triton.constexpr_function
+def _moved(kind, i):
+    """How far words are moved to the right for code number i of each, in the order of its columns: so that all of it is
+    in the mantissa of a float."""
+    bits = _code_bits(kind)
+    return 0 if 8 * (i % 4) + i // 4 * 4 + bits <= 23 else 12 if bits == 4 else 16
+
+
+@triton.constexpr_function
+def _bit(kind, i):
+    """The bit from which on that code then is."""
+    return 8 * (i % 4) + i // 4 * 4 - _moved(kind, i)
+
+
+@triton.jit
+def _codes_of(words, i: tl.constexpr, TYPE: tl.constexpr):
+    """Code number i of words, as float32, times 2 to the power of its `_bit`: without a conversion of integers."""
+    SIGN: tl.constexpr = 1 << (_code_bits(TYPE) - 1 + _bit(TYPE, i))
+    MASK: tl.constexpr = 2 * SIGN - (1 << _bit(TYPE, i))
+    MANTISSA: tl.constexpr = SIGN | 0x4B000000
+    LESS: tl.constexpr = 2.0**23 + SIGN
+    return (((words >> _moved(TYPE, i)) & MASK) ^ MANTISSA).to(tl.float32, bitcast=True) - LESS
+
+
+@triton.jit
+def _with_group(acc, sums, shared, of, w, there, k, TYPE: tl.constexpr, N: tl.constexpr):
+    """acc and sums, N of float32 [W] each, times the scales of row `of` of shared; none if it is negative."""
+    rows = shared.to(tl.pointer_type(tl.int64)) + of * (k // 32 * 8)
+    real = there & (of >= 0)
+    at = _fours(w, TYPE)
+    low = tl.load(rows + at, mask=real, other=0)
+    high = low
+    if TYPE == "Q4_0X32":
+        high = tl.load(rows + at + 4, mask=real, other=0)
+    more = ()
+    for i in tl.static_range(N):
+        d = half_float((low if i < 4 else high) >> (16 * (i % 4)))
+        more = more + (acc[i] + sums[i] * d,)  # type: ignore[assignment]  # noqa: RUF005
+    return more
+
+
+@triton.jit
+def _fours(w, TYPE: tl.constexpr):
+    """The number of the four columns that words w of a row, of Q4_0X32 their low nibbles, have."""
+    at = w
+    if TYPE == "Q4_0X32":
+        at = w // 4 * 8 + w % 4
+    return at
+
+
+@triton.jit
+def _put_fours(to, at, sums, there, first: tl.constexpr, TYPE: tl.constexpr):
+    """Store four sums from number `first` on, as they are of `_codes_of`, side by side."""
+    own = ()
+    for i in tl.static_range(4):
+        own = own + (sums[first + i] * (1 / (1 << _bit(TYPE, first + i))),)  # type: ignore[assignment]  # noqa: RUF005
+    four = tl.join(tl.join(own[0], own[2]), tl.join(own[1], own[3]))
+    W: tl.constexpr = at.shape[0]
+    c = at[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(to + c, tl.reshape(four, (W, 4)), mask=there[:, None])
+
+
+@triton.jit
+def _listed_rows(listed, group, h, first, end, R: tl.constexpr):
+    """Of R places of the list, one by one: rows of down, -1 where h is zero, of the shared scales, and h."""
+    rows, groups, factors = (), (), ()
+    for r in tl.static_range(R):
+        live = first + r < end
+        row = tl.load(listed + first + r, mask=live, other=0).to(tl.int64)
+        by = tl.load(h + first + r, mask=live, other=0)
+        rows = rows + (tl.where(by != 0, row, -1),)  # type: ignore[assignment]  # noqa: RUF005
+        groups = groups + (_group_of(group, row, live),)  # type: ignore[assignment]  # noqa: RUF005
+        factors = factors + (by,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows, groups, factors
+
+
+@triton.jit
+def _add_groups(
+    data, shared, group, listed, h, parts, begin, end, k, across, TYPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """`_add_kernel` of one token and types that share scales: what rows in turn of one group give is added up, and
+    multiplied by their scales at the last of them. A thread has sixteen bytes of each of R rows on their way."""
+    N: tl.constexpr = 32 // _code_bits(TYPE)
+    W: tl.constexpr = C // 4
+    w = across * W + tl.arange(0, W)
+    there = w < k // N
+    acc, nothing = (), ()
+    for _ in tl.static_range(N):
+        acc = acc + (tl.zeros((W,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        nothing = nothing + (tl.zeros((W,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    sums = nothing
+    of = tl.full((), -1, tl.int64)
+    rows, groups, factors = _listed_rows(listed, group, h, begin, end, R)
+    for i in range(begin, end, R):
+        words = ()
+        for r in tl.static_range(R):
+            own = data.to(tl.pointer_type(tl.int32)) + rows[r] * (k // 32 * (128 // N // 4))
+            words = words + (tl.load(own + w, mask=there & (rows[r] >= 0), other=0),)  # type: ignore[assignment]  # noqa: RUF005
+        read, its, by = rows, groups, factors
+        rows, groups, factors = _listed_rows(listed, group, h, i + R, end, R)
+        for r in tl.static_range(R):
+            if (read[r] >= 0) & (its[r] != of):
+                acc = _with_group(acc, sums, shared, of, w, there, k, TYPE, N)
+                sums = nothing
+                of = its[r]
+            more = ()
+            for j in tl.static_range(N):
+                more = more + (sums[j] + by[r] * _codes_of(words[r], j, TYPE),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = more
+    acc = _with_group(acc, sums, shared, of, w, there, k, TYPE, N)
+    at = _fours(w, TYPE)
+    _put_fours(parts, at, acc, there, 0, TYPE)
+    if TYPE == "Q4_0X32":
+        _put_fours(parts, at + 4, acc, there, 4, TYPE)
+
+
 @launched
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_kernel(
@@ -490,9 +625,9 @@ def _add_kernel(
     """
     follow()
     count = tl.load(total)
-    share = (count + splits - 1) // splits
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, count)
+    each = (count + splits - 1) // splits
+    begin = tl.program_id(1) * each
+    end = tl.minimum(begin + each, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
     add_rows(
         data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, tl.program_id(0), TYPE, T, R, C,
@@ -509,6 +644,8 @@ def add_rows(
     """Sum over the places begin .. end of the list, in the columns of tile number `across`, to parts [tokens, k]."""
     if TYPE == "F32" or TYPE == "F16" or TYPE == "BF16":
         _add_floats(data, group, listed, h, parts, begin, end, tokens, n, k, across, TYPE, T, R, C, PRECISION, HALVES)
+    elif not T and shares(TYPE):
+        _add_groups(data, shared, group, listed, h, parts, begin, end, k, across, TYPE, R, C)
     else:
         _add_blocks(
             data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, across, TYPE, T, R, C, PRECISION,
@@ -551,7 +688,8 @@ def neuron_sum(
     tile = for_rows(DOT_ONE[kind], kind, neurons.up.k) if in_turn(kind, tokens) else DOT_SEVERAL[kind]
     if tokens > 1 and in_turn(kind, tokens) and selected is not None:
         tile = tile._replace(rows=1)  # of those that some token selects another one skips no part of a tile
-    blocks, programs = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
+    blocks, tiles = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
+    programs = min(tiles, HELD_PRODUCTS[hopper(x)] // tile.warps * processors(x)) if tokens == 1 else tiles
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
@@ -570,7 +708,7 @@ def neuron_sum(
             launch_pdl=early(x),
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
-    counts = numbers(programs)
+    counts = numbers(tiles)
     operands, flags = product_operands(neurons, x, h, selected is not None, threshold)
     _products_kernel[(programs,)](
         *operands, either(selected, h), listed, length, h, fired, counts, tokens, n, neurons.up.k, neurons.threshold,
