@@ -339,7 +339,7 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
     try:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="ran out of memory"):
             patch.setattr(gpu, "linear", failing)
-            families.run_chunks(executor, np.arange(30, dtype=np.int32), [30], families.scattered_pages(executor, 2)[1])
+            families.run_chunks(executor, np.arange(33, dtype=np.int32), [33], families.scattered_pages(executor, 2)[1])
         return answers(executor, ())
     finally:
         executor.close()
@@ -393,10 +393,13 @@ def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
 
     with neurons.split(path, 0.5) as (executor, ffns):
         executor.gpu.record(recorder_of(executor.gpu.device))
+        pages = families.scattered_pages(executor, 2)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="ran out of memory"):
             patch.setattr(HybridFfn, "_add_hot", failing)
-            families.run_chunks(executor, np.arange(2, dtype=np.int32), [2], families.scattered_pages(executor, 2)[1])
-        return answers(executor, ffns)
+            families.run_chunks(executor, np.arange(2, dtype=np.int32), [2], pages[1])
+        # Numbers of three tokens' residual stream lie where the description of two was.
+        three = families.run_chunks(executor, np.arange(3, dtype=np.int32), [3], pages[0])
+        return [three, *answers(executor, ffns)]
 
 
 def of_experts(
