@@ -1197,6 +1197,24 @@ def test_codes_are_made_beside_what_they_are_of(kernels: str) -> None:
     assert not hasattr(plain, "made_codes"), "nobody asked for them"
 
 
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_the_last_program_joins_a_context(kv_type: str, kernels: str) -> None:
+    """In pieces of one page; in their order, whichever program is the last. Counters are zero behind."""
+    caches = [cached(kv_type, on_device(floats(n, 6, gpu.PAGE, 2, 32))) for n in (65, 66)]
+    table = on_device(np.array([[0, 2, 4], [5, 1, 3]], np.int32))
+    rows, positions = on_device(np.array([0, 1, 0], np.int32)), on_device(np.array([70, 12, -1], np.int32))
+    given = on_device(floats(67, 3, 6, 32)), (caches[0], caches[1]), gpu.Contexts(table, rows, positions)
+    settings, arrived = AttentionConfig(6, 2, 32), torch.zeros(2 * gpu.FEW, dtype=torch.int32, device=device_name())
+    whole = gpu.attention(*given, settings)
+    with interpreted.launches() if by_interpreter() else nullcontext([]) as names:
+        got = gpu.attention(*given, settings, None, True, arrived)
+    assert names == ["_attention_kernel"] * by_interpreter()
+    torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-6)
+    assert not arrived.any() and (got[2] == 0).all()
+    if kernels == "triton":
+        made_beside(got)
+
+
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("dim", "heads"), [(32, 4), (96, 6)])

@@ -248,7 +248,7 @@ def stand_in_recorder(made: list[int]) -> Recorder:
 
 
 def static_attention(
-    q: Any, cache: Any, contexts: Any, settings: Any, sinks: Any = None, _for_codes: bool = False
+    q: Any, cache: Any, contexts: Any, settings: Any, sinks: Any = None, *_: Any
 ) -> Any:
     """`gpu.attention` that launches the same for all data, as Triton's does."""
     assert sinks is None

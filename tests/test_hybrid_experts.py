@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 import families  # noqa: E402
 import gpu_device  # noqa: E402
+import interpreted  # noqa: E402
 import test_expert_neurons as neurons_inside  # noqa: E402
 import test_predicted_experts as predicted_experts  # noqa: E402
 import test_train_experts as train_experts  # noqa: E402
@@ -169,6 +170,23 @@ def test_the_kernels_of_a_gpu(name: str, tmp_path: Path) -> None:
     finally:
         gpu.force_triton(None)
     assert families.rms(ours - truth.logits[0][: sum(chunks)]) <= truth.allowed(2)
+
+
+@pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
+@pytest.mark.usefixtures("device")
+def test_a_token_takes_eight_kernels_a_layer(tmp_path: Path) -> None:
+    """Of quantised experts, all on the GPU, and a context of up to a thousand tokens; then norm and head."""
+    path = neurons_inside.model(tmp_path, "Q4_0", "silu")
+    gpu.force_triton(True)
+    try:
+        with split(path, 1.0) as (executor, ffns), interpreted.launches() as names:
+            pages = families.scattered_pages(executor, 1)[0]
+            families.run_chunks(executor, np.arange(2, dtype=np.int32), [1, 1], pages)
+    finally:
+        gpu.force_triton(None)
+    attention = ["_norm_kernel", "_linear_kernel", "_attention_kernel", "_linear_kernel"]
+    layer = [*attention, "_norm_kernel", "_router_kernel", "_hidden_kernel", "_down_kernel"]
+    assert names == 2 * (len(ffns) * layer + ["_norm_kernel", "_linear_kernel"])
 
 
 def static_where_emulated(monkeypatch: pytest.MonkeyPatch) -> None:

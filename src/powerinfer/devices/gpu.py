@@ -213,6 +213,8 @@ class GpuLayers:
         layer_states = gpu_states.new_states(list(remembered.values()), states, device, undo_tokens)
         self._states = dict(zip(remembered, layer_states, strict=True))
         self._passing: dict[tuple[int, int], tuple[gpu.Cached, ...]] = {}  # by kv heads and their dimensions
+        most = max(layer.attention.cached_heads for layer in config.layers)
+        self._arrived = import_torch().zeros(gpu.FEW * most, dtype=import_torch().int32, device=device)
         self._bytes["kv"] = sum(part.nbytes for pair in self._cache.values() for part in pair)
         self._bytes["kv"] += sum(part.nbytes for part in self._states.values())
 
@@ -352,7 +354,8 @@ class GpuLayers:
                 q, k = (gpu.rotate(part, step.positions, *rotation) for part in (q, k))
             if together is None:
                 q, k = (_normalised_heads(own, part, width) for own, part in zip(norms, (q, k), strict=True))
-            attended = cache, step.contexts, settings, uploaded_sinks, layer in self._attended_for_codes
+            for_codes = layer in self._attended_for_codes
+            attended = cache, step.contexts, settings, uploaded_sinks, for_codes, self._arrived
             if rotation is None or last:
                 gpu.store_kv(keys, values, k, v, step.slots)
                 step.attended = gpu.attention(q, *attended)
@@ -385,7 +388,8 @@ class GpuLayers:
             if rotation is not None:
                 heads = gpu.rotate(heads.contiguous(), step.positions, *rotation)
             for_codes = layer in self._attended_for_codes
-            step.attended = gpu.attention(heads, (keys, values), step.contexts, settings, sink_scores, for_codes)
+            attended = (keys, values), step.contexts, settings, sink_scores, for_codes, self._arrived
+            step.attended = gpu.attention(heads, *attended)
 
         self._add(layer, "attention", run)
 
@@ -1033,7 +1037,8 @@ class GpuLayers:
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
         streams = 0 if self.streams is None else self.streams.nbytes
-        parts["scratch"] = self.buffers.nbytes + link + streams + self._passed + self._recorded_bytes
+        buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
+        parts["scratch"] = buffers + self._passed + self._recorded_bytes
         if self._cuda:
             cuda = import_torch().cuda
             unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
@@ -1152,7 +1157,7 @@ class GpuLayers:
             self._layers.clear()
             self._head = self._final_norm = self._output = self._operators = self.streams = self.observer = None
             self._recorder = self._recordings = None
-            for name in ("_cache", "_passing", "_states", "buffers", "link", "_rotations"):
+            for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
             if self._cuda:
                 import_torch().cuda.empty_cache()

@@ -594,28 +594,29 @@ def attention(
     settings: AttentionConfig,
     sinks: Tensor | None = None,
     for_codes: bool = False,
+    arrived: Tensor | None = None,
 ) -> Tensor:
     """Attention of T tokens of several sequences over a layer's paged cache, float32 [T, heads * head_dim].
 
     q: float32 [T, heads, head_dim]; cache: as in `store_kv`, with this step's keys and values in it. A token sees what
     is up to its position, as the layer's settings say; one that stands for nothing gets zeros. sinks: float32 [heads],
     a score more in the softmax of each head, which belongs to no value. for_codes: the result is multiplied with
-    weights of `INTEGERS`.
+    weights of `INTEGERS`. arrived: int32 [FEW * kv_heads], zero but while a kernel counts by it; None: there is none.
     """
     if _triton(q):
-        return _kernels().attention(q, cache, contexts, settings, sinks, for_codes)
+        return cast("Tensor", _kernels().attention(q, cache, contexts, settings, sinks, for_codes, arrived))
     return attend_pages(q, cache, contexts, settings, sinks)
 
 
 def attend(
     q: Tensor, new: NewHeads, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
-    sinks: Tensor | None = None, for_codes: bool = False,
+    sinks: Tensor | None = None, for_codes: bool = False, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`rotate_and_store`, then `attention`; of one token by one Triton kernel. q and new.k are undefined afterwards."""
     if len(q) == 1 and _triton(q):
-        return cast("Tensor", _kernels().attention(q, cache, contexts, settings, sinks, for_codes, new))
+        return cast("Tensor", _kernels().attention(q, cache, contexts, settings, sinks, for_codes, arrived, new))
     rotate_and_store(q, new.k, new.v, contexts.positions, new.rotation, cache, new.slots, new.norms)
-    return attention(q, cache, contexts, settings, sinks, for_codes)
+    return attention(q, cache, contexts, settings, sinks, for_codes, arrived)
 
 
 def rearrange(w: Weight, rows: NDArray[np.int32]) -> None:

@@ -104,7 +104,8 @@ ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to a
 VALUES = 64  # blocks of a row that a program dequantises
 ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
 ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more (`held`),
-ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages
+ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages,
+JOINED = 8  # unless it is in so many parts at most, which need no kernel of their own to be joined
 WIDEST = 256  # dimensions of heads whose keys are read by whole pages; of wider ones half of them, and half a tile
 WIDE_HEADS = 140 << 10  # bytes of shared memory for two programs whose heads have 256 dimensions
 
@@ -247,6 +248,21 @@ def scale_values(d, TYPE: tl.constexpr):
     return (d.to(tl.int32) << 23).to(tl.float32, bitcast=True) if TYPE == "MXFP4" else d.to(tl.float32)
 
 
+@triton.jit
+def _half_step(most):
+    """The scale of `halves` of which the largest is that large, and what they are multiplied with before."""
+    exponent = tl.minimum(most, 3e38).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent - 14, 1)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _two_halves(v):
+    """The high and the low halves of values below 2 ** 16."""
+    high = v.to(tl.float16)
+    return high, ((v - high.to(tl.float32)) * LOW).to(tl.float16)
+
+
 @launched
 @triton.jit(do_not_specialize=["tokens"])
 def _halves_kernel(x, out, length, tokens, k, LIMITED: tl.constexpr, BLOCK: tl.constexpr):
@@ -261,17 +277,12 @@ def _halves_kernel(x, out, length, tokens, k, LIMITED: tl.constexpr, BLOCK: tl.c
     for i0 in range(0, n, BLOCK):
         i = i0 + tl.arange(0, BLOCK)
         most = tl.maximum(most, tl.abs(tl.load(x + i, mask=i < n, other=0)))
-    exponent = tl.minimum(tl.max(most, 0), 3e38).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent - 14, 1)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale, inverse = _half_step(tl.max(most, 0))
     for i0 in range(0, n, BLOCK):
         i = i0 + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < n, other=0) * inverse
-        high = v.to(tl.float16)
-        low = (v - high.to(tl.float32)) * LOW
+        high, low = _two_halves(tl.load(x + i, mask=i < n, other=0) * inverse)
         tl.store(out + t * k + i, high, mask=i < n)
-        tl.store(out + (tokens + t) * k + i, low.to(tl.float16), mask=i < n)
+        tl.store(out + (tokens + t) * k + i, low, mask=i < n)
     tl.store((out + 2 * tokens * k).to(tl.pointer_type(tl.float32)) + t, scale)
 
 
@@ -1283,10 +1294,10 @@ def held(block: int, memory: int) -> int:
     return 1 if block > 128 and memory < WIDE_HEADS else ATTENTION_HELD
 
 
-def context_splits(pages: int, least: int, programs: int, slots: int) -> int:
-    """In how many parts a context is split, none of fewer than `least` pages, for that many programs each: as many as
-    there are slots for, since one more would wait for another."""
-    return max(1, min(pages // least, slots // programs))
+def context_splits(pages: int, least: int, programs: int, slots: int, joined: int = 1) -> int:
+    """In how many parts a context is split, none of fewer than `least` pages, or in at most `joined`, for that many
+    programs each: as many as there are slots for, since one more would wait for another."""
+    return max(1, min(max(pages // least, min(pages, joined)), slots // programs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1550,14 +1561,17 @@ def _tanh(x):
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
     dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks, cap,
-    k, v, k_head, v_head, frequencies, factor, pairs, slots, q_norm, k_norm, eps,
+    k, v, k_head, v_head, frequencies, factor, pairs, slots, q_norm, k_norm, eps, joined, arrived,
     TURNS: tl.constexpr, NORMS: tl.constexpr, CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, JOINED: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, TWO: tl.constexpr,
+    PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
-    HALF: products of float16. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time. TURNS: there
+    HALF: products of float16; TWO: of two halves of q, and of the weights, which is as exact as float32. JOINED: at most
+    so many splits, which the program joins that finishes last, by the counter of its tile in `arrived`, which is zero
+    before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time. TURNS: there
     is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in each program, and the one
     of k, which is stored, with that of v, in the program that has its place.
     """
@@ -1589,6 +1603,9 @@ def _attention_kernel(
         at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
         query = tl.load(q + at, mask=live[:, None] & real, other=0)
     query = (query * scale).to(NARROW)
+    if TWO:
+        step, inverse = _half_step(tl.max(tl.abs(query), 1))
+        query, query_low = _two_halves(query * inverse[:, None])
     acc = tl.zeros((M, BLOCK), tl.float32)
     peak = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -1610,9 +1627,11 @@ def _attention_kernel(
             there = (slot >= first) & (slot <= last)
             within = place + part % PARTS * PLACES
             from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + within) * kv_heads + g
-            keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF, PLACES, BLOCK)
+            keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF or TWO, PLACES, BLOCK)
             seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] >= earliest[:, None])
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+            if TWO:
+                scores = (scores + tl.dot(query_low, tl.trans(keys)) * (1 / LOW)) * step[:, None]
             if CAPPED:
                 scores = cap * _tanh(scores / cap)
             scores = tl.where(seen, scores, float("-inf"))
@@ -1620,8 +1639,12 @@ def _attention_kernel(
             level = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp(peak - level)
             weights = tl.exp(scores - level[:, None])
-            values = _loaded(cache_v, scales_v, from_, there, dims, dim, KIND, HALF, PLACES, BLOCK)
-            summed = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
+            values = _loaded(cache_v, scales_v, from_, there, dims, dim, KIND, HALF or TWO, PLACES, BLOCK)
+            if TWO:
+                high, low = _two_halves(weights)
+                summed = tl.dot(high, values, acc * shrink[:, None]) + tl.dot(low, values) * (1 / LOW)
+            else:
+                summed = tl.dot(weights.to(NARROW), values, acc * shrink[:, None], input_precision=PRECISION)
             acc = tl.where(mine[:, None], summed, acc) if TILE > 1 else summed  # 0 * NaN of another sequence is NaN
             total = total * shrink + tl.sum(weights, 1)
             peak = higher
@@ -1629,19 +1652,54 @@ def _attention_kernel(
     where_ = token.to(tl.int64) * heads + head
     if not SPLIT:
         result = acc / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(out + where_[:, None] * dims + dim[None, :], result, mask=live[:, None] & real)
-        if CODED:
-            B: tl.constexpr = BLOCK // 32
-            each = tl.arange(0, B)[None, :]
-            b = tl.reshape(head[:, None] * (dims // 32) + each, (M * B,))
-            here = tl.reshape(live[:, None] & (each * 32 < dims), (M * B,))
-            of = tl.reshape(token.to(tl.int64)[:, None] + 0 * each, (M * B,))
-            put_codes(made, of, tl.reshape(result, (M * B, 32)), b, here, heads * dims, M * B)
+        _put_heads(out, made, result, token, head, live, heads, dims, CODED, M, BLOCK)
     else:
-        where_ += split.to(tl.int64) * tokens * heads
-        tl.store(out + where_[:, None] * dims + dim[None, :], acc, mask=live[:, None] & real)
-        tl.store(peaks + where_, peak, mask=live)
-        tl.store(sums + where_, total, mask=live)
+        apart = tokens.to(tl.int64) * heads
+        of = where_ + split * apart
+        tl.store(out + of[:, None] * dims + dim[None, :], acc, mask=live[:, None] & real)
+        tl.store(peaks + of, peak, mask=live)
+        tl.store(sums + of, total, mask=live)
+        if JOINED:
+            tl.debug_barrier()  # all threads of the program have stored theirs
+            arrived += tl.program_id(0) * kv_heads + g
+            if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(2) - 1:
+                tl.store(arrived, 0)
+                level = tl.full((M,), float("-inf"), tl.float32)
+                for s in tl.static_range(JOINED):
+                    here = live & (s < tl.num_programs(2))
+                    own = tl.load(peaks + where_ + s * apart, mask=here, other=float("-inf"), cache_modifier=".cg")
+                    level = tl.maximum(level, own)
+                level = tl.where(level == float("-inf"), 0.0, level)
+                acc = tl.zeros((M, BLOCK), tl.float32)
+                total = tl.zeros((M,), tl.float32)
+                for s in tl.static_range(JOINED):  # in their order
+                    here = live & (s < tl.num_programs(2))
+                    of = where_ + s * apart
+                    own = tl.load(peaks + of, mask=here, other=float("-inf"), cache_modifier=".cg")
+                    weight = tl.exp(own - level)
+                    heads_of = out + of[:, None] * dims + dim[None, :]
+                    part_of = tl.load(heads_of, mask=here[:, None] & real, other=0, cache_modifier=".cg")
+                    acc += part_of * weight[:, None]
+                    total += weight * tl.load(sums + of, mask=here, other=0, cache_modifier=".cg")
+                result = acc / tl.where(total == 0, 1.0, total)[:, None]
+                _put_heads(joined, made, result, token, head, live, heads, dims, CODED, M, BLOCK)
+
+
+@triton.jit
+def _put_heads(
+    out, made, result, token, head, live, heads, dims, CODED: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store heads [M, BLOCK] of tokens; CODED: made are `codes` of a token's heads."""
+    dim = tl.arange(0, BLOCK)
+    at = (token.to(tl.int64) * heads + head)[:, None] * dims + dim[None, :]
+    tl.store(out + at, result, mask=live[:, None] & (dim < dims)[None, :])
+    if CODED:
+        B: tl.constexpr = BLOCK // 32
+        each = tl.arange(0, B)[None, :]
+        b = tl.reshape(head[:, None] * (dims // 32) + each, (M * B,))
+        here = tl.reshape(live[:, None] & (each * 32 < dims), (M * B,))
+        of = tl.reshape(token.to(tl.int64)[:, None] + 0 * each, (M * B,))
+        put_codes(made, of, tl.reshape(result, (M * B, 32)), b, here, heads * dims, M * B)
 
 
 @launched
@@ -1687,7 +1745,7 @@ def _turning(new: NewHeads | None, q: Tensor, contexts: Contexts) -> tuple[tuple
 
 def attention(
     q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
-    sinks: Tensor | None = None, for_codes: bool = False, new: NewHeads | None = None,
+    sinks: Tensor | None = None, for_codes: bool = False, arrived: Tensor | None = None, new: NewHeads | None = None,
 ) -> Tensor:  # fmt: skip
     """`gpu.attention`, with `new` of one token `gpu.attend`; q may be a part of a larger tensor."""
     tokens, heads, dims = q.shape
@@ -1701,32 +1759,34 @@ def attention(
     group = heads // kv_heads
     padded = triton.next_power_of_2(group)
     kind = cache_kind(cache[0])
-    half = tokens > FEW and kind != "F32"
-    wide = dims > WIDEST
-    tile = 1 if tokens <= FEW else max(1, ATTENTION_ROWS[half] // (padded << wide))
+    few, wide = tokens <= FEW, dims > WIDEST
+    half = not few and kind != "F32"
+    tile = 1 if few else max(1, ATTENTION_ROWS[half] // (padded << wide))
     tiles = triton.cdiv(tokens, tile)
     block = max(16, _block(dims, cache[0]))
     slots = held(block, shared_memory(q)) * processors(q)
-    splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots)
+    most = 1 if arrived is None or not few else JOINED
+    splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots, most)
     per = triton.cdiv(pages, splits)
     splits = triton.cdiv(pages, per)
+    alone = splits <= most  # without a kernel that joins
     parts, peaks, sums = out, out, out
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
     turned, turns = _turning(new, q, contexts)
+    pad, codes_here = int(triton.next_power_of_2(splits)), alone and made is not None
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q), settings.score_cap or 0.0, *turned, **turns, CHUNKED=settings.chunked,
-        GROWN=settings.query_growth != 0, SINKS=sinks is not None, CAPPED=settings.score_cap is not None,
-        CODED=made is not None and splits == 1, GROUP=group, GROUP_PAD=padded, TILE=tile, M=max(16, tile * padded),
-        BLOCK=block, SPLIT=splits > 1, KIND=kind, HALF=half, PLACES=16 if wide else 32, PRECISION=precision(q),
-        num_warps=8 if wide else 4, launch_pdl=early(q),
-        enable_fp_fusion=(made is None or splits > 1) and (new is None or kind != "Q8_0"),
+        either(sinks, q), settings.score_cap or 0.0, *turned, out, either(arrived, contexts.rows), **turns,
+        CHUNKED=settings.chunked, GROWN=settings.query_growth != 0, SINKS=sinks is not None,
+        CAPPED=settings.score_cap is not None, CODED=codes_here, GROUP=group, GROUP_PAD=padded, TILE=tile,
+        M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind, HALF=half,
+        TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q), num_warps=8 if wide else 4,
+        enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"), launch_pdl=early(q),
     )  # fmt: skip
-    if splits > 1:
-        pad = triton.next_power_of_2(splits)
+    if not alone:
         _join_kernel[(tokens * heads,)](
             parts, peaks, sums, out, either(made, out), heads, dims, splits, CODED=made is not None, PAD=pad,
             BLOCK=block, num_warps=4, enable_fp_fusion=made is None, launch_pdl=early(q),
