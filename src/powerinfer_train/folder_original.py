@@ -30,8 +30,8 @@ def folder_original(checkpoint: Checkpoint) -> Original:
     that a GGUF file cannot hold, or not as it is."""
     form, config = _Written(checkpoint, StoredTypes("bf16")), checkpoint.config
     canonical, stored, factors = {}, {}, {}
-    for every, names in ((shapes(config), form.names), (draft_shapes(config), form.draft_names)):
-        for name, shape in every:
+    for listed, names in ((shapes(config), form.names), (draft_shapes(config), form.draft_names)):
+        for name, shape in listed:
             matrix = is_matrix(name, shape) and not is_router(name)
             canonical[names(name)] = name
             stored[names(name)] = (checkpoint.taken_type(name) if matrix else "F32", shape)
