@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from powerinfer.devices.batch import NOT_FINITE, Batch
 from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
-from powerinfer.devices.streams import Streams, streams_of
+from powerinfer.devices.streams import Event, Streams, streams_of
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import cpu
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 else:
     Tensor = device = Any
+
+
+class PassedRows(NamedTuple):
+    """The residual stream of a step on another device, float32 [T, d_model], and when it is there."""
+
+    x: Tensor
+    ready: Event
 
 
 class StepBuffers:
@@ -75,17 +82,22 @@ class StepBuffers:
         return self._description.address, int(self._host_logits.data_ptr())
 
     def upload(
-        self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
+        self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> Step:
         """A step on the device: its description, its residual stream and what layers get of its tokens, one transfer
         each; nothing of the last one is under way. slots: of states, if layers have them; inputs: None: zeros."""
         tokens = len(batch.tokens)
-        assert 0 < tokens <= self._x.shape[0] and x.shape == (tokens, self._x.shape[1])
+        rows = x.x if isinstance(x, PassedRows) else x
+        assert 0 < tokens <= self._x.shape[0] and rows.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
-        (positions, rows, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
-        self._host_rows[:tokens] = x
+        (positions, of_tokens, places, page_table, logit_rows), on_states = self._description.upload(batch, states)
         on_device = self._x[:tokens]
-        on_device.copy_(self._host_x[:tokens], non_blocking=True)
+        if isinstance(x, PassedRows):
+            self._streams.current().wait_event(x.ready)
+            on_device.copy_(x.x, non_blocking=True)
+        else:
+            self._host_rows[:tokens] = x
+            on_device.copy_(self._host_x[:tokens], non_blocking=True)
         total = None if self._total is None else self._total[:tokens]
         on_layers = None if self._inputs is None else self._inputs[:tokens]
         if on_layers is not None and inputs is None:
@@ -94,7 +106,7 @@ class StepBuffers:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
         more: dict[str, Any] = {"total": total, "inputs": on_layers} | on_states
-        return Step(on_device, positions, rows, places, page_table, logit_rows, **more)
+        return Step(on_device, positions, of_tokens, places, page_table, logit_rows, **more)
 
     def residual(self, rows: Tensor) -> Tensor:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
@@ -116,6 +128,12 @@ class StepBuffers:
         self._host_logits = self._streams.pinned((rows, self._vocab_size), torch.float32)
         self._host_largest = self._streams.pinned(rows, torch.float32)
         self._host_tokens = self._streams.pinned(rows, torch.int64)
+
+    def pass_on(self, step: Step) -> PassedRows:
+        """The step's residual stream for another device: it stays there until the next step of this one."""
+        ready = self._streams.event()
+        ready.record(self._streams.current())
+        return PassedRows(step.x, ready)
 
     def download(self, step: Step, logits: bool) -> NDArray[Any]:
         """The logits of a step, or of one that is greedy their tokens, or its residual stream, once the device is done

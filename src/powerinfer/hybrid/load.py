@@ -173,7 +173,7 @@ def load_split(
     stage: Stage | None = None,
     say: Say = silent,
 ) -> SplitExecutor:
-    """The executor of a model whose first layers are on a GPU, at least one.
+    """The executor of a model whose first layers are on a GPU, at least one, or on several.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
     what the other layers stream through, of FFNs of matrices or bundles; None: they do not. say: told what is read from
@@ -182,6 +182,7 @@ def load_split(
     """
     from powerinfer.devices.cpu import CpuExecutor, Drafting
     from powerinfer.devices.gpu import CacheSize, GpuLayers
+    from powerinfer.devices.several import SeveralGpus
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
@@ -194,13 +195,10 @@ def load_split(
     drafts = config.draft is not None
     assert placement.disk is None or not drafts
     assert not placement.head or placement.layers == config.n_layers
-    device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
     streamed = None
     with ExitStack() as opened:
         disk = open_tier(resolved, say)
-        share = MemoryShare(device)
-        opened.callback(share.end)
         options: dict[str, Any] = {"first_layer": placement.layers, "pages": placement.pages, "disk": disk}
         drafting = Drafting(resolved.tokens_to_undo, head=drafts and not placement.draft)
         cpu = CpuExecutor(config, engine, rotary, drafting=drafting, **options)
@@ -211,32 +209,34 @@ def load_split(
             _, reason = cpu_kernels.choose_threads(0)
             cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
-            cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens)
-            common: dict[str, Any] = {"max_tokens": cpu.max_tokens, "rotations": rotary, "share": share}
-            gpu = GpuLayers(
-                config,
-                device,
-                layers=placement.layers,
-                cache=cache,
-                split=split is not None,
-                **common,
-            )
-            opened.callback(gpu.close)
+            gpus: list[GpuLayers] = []
+            common: dict[str, Any] = {"max_tokens": cpu.max_tokens}
+            for name, first, last in resolved.card_layers:
+                device = choose_device(name)
+                share = MemoryShare(device)
+                opened.callback(share.end)
+                cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens, first)
+                ropes = config.ropes_of(first, last) if placement.firsts else rotary
+                common |= {"rotations": {rope: rotary[rope] for rope in ropes}, "share": share}
+                gpus.append(GpuLayers(config, device, layers=last, cache=cache, split=split is not None, **common))
+                opened.callback(gpus[-1].close)
             if stage is not None:
-                streamed = StreamedLayers(cpu, gpu, stage)
+                streamed = StreamedLayers(cpu, gpus[-1], stage)
             parts: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
-            wire(cpu, checkpoint, progress, gpu, neurons=selection, **parts)
+            wire(cpu, checkpoint, progress, gpus, neurons=selection, **parts)
             draft = None
             if placement.draft:
                 size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers)
-                draft = GpuLayers(config.with_draft, device, layers=config.n_layers + 1, cache=size, **common)
+                both: dict[str, Any] = {"layers": config.n_layers + 1, "cache": size, "drafts": True}
+                draft = GpuLayers(config.with_draft, choose_device(resolved.gpu), **both, **common)
                 opened.callback(draft.close)
-                draft.share_output(gpu)
+                draft.share_output(gpus[0])
                 wire_draft(draft, checkpoint)
             elif drafts:
                 wire_draft(cpu, checkpoint)
         checkpoint.finish()
         checkpoint.release()
+        gpu = gpus[0] if len(gpus) == 1 else SeveralGpus(gpus)
         executor = SplitExecutor(cpu, gpu, streamed, resolved.device.reason, draft)
         if resolved.device.chunk:
             reason = "tokens of a prompt in a step: what is in RAM streams once for each step"
@@ -250,6 +250,10 @@ def _load_beside_gpu(
 ) -> Loaded | Resolved:
     """The model, or the load to try in its place. first: the plan before memory was measured; failures: how often the
     GPU ran out of memory before."""
+    if resolved.placement.several is not None:
+        from powerinfer.hybrid.several import load_on_cards
+
+        return load_on_cards(resolved, loading)
     if resolved.placement.neurons is not None:
         return _load_neurons(resolved, loading, first, tight=failures > 0)
     if resolved.placement.experts is not None:
@@ -264,7 +268,7 @@ def _load_beside_gpu(
             stage.close()
         raise
     try:
-        settle = partial(_settle_layers, executor, resolved, loading.progress)
+        settle = partial(settle_layers_in_ram, executor, resolved, loading.progress)
         hold_budget(executor, resolved, executor.streamed, settle=settle)
     except BaseException:
         executor.close()
@@ -275,8 +279,8 @@ def _load_beside_gpu(
     return executor, sparsity
 
 
-def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
-    """Settle how prompts are computed (`_settle_prompts`), of layers that are on the CPU as a whole."""
+def settle_layers_in_ram(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
+    """Settle how prompts are computed (`settle_cold`), of layers that are on the CPU as a whole."""
     from powerinfer.hybrid.crossing import settle_layers
 
     if resolved.placement.layers == resolved.checkpoint.config.n_layers:
@@ -321,7 +325,7 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
         def settle() -> bool:
             if fusion.settle(loading.sample, loading.progress):
                 return True
-            _settle_prompts(executor, resolved, split, loading.sample, loading.progress)
+            settle_cold(executor, resolved, split, loading.sample, loading.progress)
             return False
 
         filled, measured = hold_budget(executor, resolved, split, earlier=earlier, tight=tight, settle=settle)
@@ -386,11 +390,11 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     if copier is not None:
         copier.on, copier.tell = True, sparsity.end_policy
     executor.choices.experts = Choice(name, resolved.policy.reason)
-    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", _expert_selector(resolved))
+    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", expert_selector(resolved))
     return executor, sparsity
 
 
-def _expert_selector(resolved: Resolved) -> str:
+def expert_selector(resolved: Resolved) -> str:
     """The selector inside experts, for people."""
     selection, tried = resolved.selection, resolved.checkpoint.config.whole_experts_reason is None
     reason = f": {selection.reason}" if resolved.engine.selector == "auto" else ""
@@ -435,7 +439,7 @@ def _split_of_experts(
     if copier is not None:
         copier.on = False  # what is measured is no text
     try:
-        settle = partial(_settle_prompts, executor, resolved, split, loading.sample, loading.progress)
+        settle = partial(settle_cold, executor, resolved, split, loading.sample, loading.progress)
         _, used = hold_budget(executor, resolved, split, settle=settle if prompts else lambda: None)
         settle_steps(executor, split, resolved, copier is not None)
     except BaseException:
@@ -502,7 +506,7 @@ def _stage(resolved: Resolved) -> Stage | None:
         return Stage(choose_device(resolved.gpu), staging)
 
 
-def _settle_prompts(
+def settle_cold(
     executor: SplitExecutor, resolved: Resolved, split: NeuronSplit | ExpertSplit, sample: Sample, progress: Progress
 ) -> None:
     """Measure the crossing, if cold neurons can be streamed, or layers: these stream from the crossing of neurons on,

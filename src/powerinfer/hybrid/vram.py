@@ -43,6 +43,10 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
     lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
     placement, lacking = resolved.placement, lacking or _LACKING << failures
+    if placement.several is not None:
+        from powerinfer.hybrid.several import with_less
+
+        return with_less(resolved, lacking)
     if placement.neurons is not None:
         hot_bytes = _hot_bytes(placement.neurons)
         less = with_less_vram(placement.neurons, min(lacking, hot_bytes)) if hot_bytes else None
@@ -103,24 +107,24 @@ def hold_budget(
     GpuMemoryError if the budget cannot be kept so.
     """
     vram, plan = resolved.vram, resolved.placement.neurons
-    used = _rehearsal(executor, resolved, split)
+    used = rehearsal(executor, resolved, split)
     if plan is not None:
         filled = fill(plan, used, _lacking(used, split, vram), earlier, tight=tight)
         if filled is not None:
             if not filled.loads:
-                problem = _budget_error(_lacking(used, split, vram), vram)
+                problem = budget_error(_lacking(used, split, vram), vram)
                 short = "--ram does not hold the neurons that would make room there"
                 raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
             resolved = resolved.placed(plan=filled)
             _move(cast("NeuronSplit", split), filled)
-            used = _rehearsal(executor, resolved, split)
+            used = rehearsal(executor, resolved, split)
     while True:
         lacking = _lacking(used, split, vram)
         if lacking > 0:
-            raise _budget_error(lacking, vram)
+            raise budget_error(lacking, vram)
         if not settle():
             break
-        used = _rehearsal(executor, resolved, split)
+        used = rehearsal(executor, resolved, split)
     if vram is not None:
         recorded = sum(one.recorded_bytes for one in (executor.gpu, executor.draft) if one is not None)
         executor.gpu.share.limit(vram - recorded)
@@ -152,7 +156,7 @@ def _lacking(used: int | None, split: Split | None, vram: int | None) -> int:
     return used + (0 if split is None else neuron_bytes(split)) - vram
 
 
-def _budget_error(lacking: int, vram: int | None) -> GpuMemoryError:
+def budget_error(lacking: int, vram: int | None) -> GpuMemoryError:
     vram, lacking = vram or 0, max(0, lacking)
     return GpuMemoryError(
         f"the model takes {gib(lacking + vram)} of the GPU's memory, and --vram leaves it {gib(vram)}: give "
@@ -201,7 +205,7 @@ def _working(plan: Plan, used: int) -> int:
     return max(0, working)
 
 
-def _rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None) -> int | None:
+def rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None) -> int | None:
     """`rehearsed`; what streaming neurons passes on is part of the largest steps."""
     stage, requests = None if split is None else split.stage, resolved.engine.max_batch
     if stage is None:

@@ -71,6 +71,7 @@ from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
     FORMAT,
     Budgets,
+    CardPlan,
     Help,
     LayerPlan,
     PlanDocument,
@@ -111,7 +112,8 @@ class PlanRequest:
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
     room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves,
-    undo_tokens: as of `Workload`.
+    undo_tokens: as of `Workload`. vrams: the budget of each of several GPUs of the machine, of which `vram` is the sum;
+    (): all that each has.
     """
 
     model: Model
@@ -137,6 +139,7 @@ class PlanRequest:
     scratch: int | None = None
     moves: bool = False
     undo_tokens: int = 0
+    vrams: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -164,8 +167,17 @@ class PlanRequest:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
         return demand(self.claims_if_any())
 
+    @property
+    def on_cards(self) -> bool:
+        """Whether the model is placed on several GPUs."""
+        return len(self.hardware.all_cards) > 1 and self.vram != 0
+
     def claims_if_any(self) -> Claims | RequestError:
         """The claims; the error where the budgets are too small."""
+        if self.on_cards:
+            from powerinfer.placement.several import claims_on_cards
+
+            return claims_on_cards(self)
         model, work = self.model, self.workload
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
@@ -218,6 +230,8 @@ class PlanRequest:
 
     def claims_without_disk(self) -> Claims | RequestError:
         """The claims; the error, with the minimum, where a GPU is used and something would stay on disk."""
+        if self.on_cards:
+            return self.claims_if_any()
         return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
 
     def settled(self, rests: bool = True, ram: str = "RAM") -> tuple[PlanRequest, str]:
@@ -315,9 +329,9 @@ class Choice:
 
     layer_seconds: of each layer for one step, by term: gpu and cpu (neurons; concurrent), sync, disk,
     other (predictor, and attention unless it is part of gpu); seconds: of the step. mass: for each layer, of its
-    activations, the share that the GPU computes; mass_on_gpu: of the model's. work_on_gpu: of the weights' bytes that a
-    step reads, the dense ones included, the share that the GPU reads. optimal: whether the policy's best is proven,
-    None for heuristic policies. solve_s: seconds of solving.
+    activations, the share that the GPU computes; mass_on_gpu: of the model's. work: bytes of weights that a step reads,
+    the dense ones included; work_on_gpu: the share of it that the GPU reads. optimal: whether the policy's best is
+    proven, None for heuristic policies. solve_s: seconds of solving.
     """
 
     gpu: tuple[int, ...]
@@ -329,6 +343,22 @@ class Choice:
     work_on_gpu: float
     optimal: bool | None
     solve_s: float
+    work: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A GPU's part of a plan over several: the layers from `first` on, as many as the plan's model has or, of the last
+    part, as its claims say. name: of the GPU; plan: of a model of these layers alone, with the head in the last."""
+
+    first: int
+    name: str
+    plan: Plan
+
+    @property
+    def last(self) -> int:
+        """The end of its layers on the GPU."""
+        return self.first + self.plan.claims.gpu_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,7 +367,8 @@ class Plan:
 
     others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
     at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say. settled: the
-    selector, where that is another than the request's.
+    selector, where that is another than the request's. parts: of each GPU, where there are several; what the plan says
+    of the GPU is then their sum.
     """
 
     request: PlanRequest
@@ -348,6 +379,7 @@ class Plan:
     helps: tuple[Help, ...]
     from_disk: Prediction | None = None
     settled: str | None = None
+    parts: tuple[Part, ...] = ()
 
     @property
     def selector(self) -> str:
@@ -570,7 +602,14 @@ class Plan:
             helps=list(self.helps),
             hardware=request.hardware.name,
             path=None if path is None else str(path),
+            cards=[_card_plan(part) for part in self.parts],
         )
+
+
+def _card_plan(part: Part) -> CardPlan:
+    claims, vram = part.plan.claims, part.plan.request.vram
+    held = part.plan.bytes["gpu"]
+    return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, bool(held.get("head")), held)
 
 
 # ---------------------------------------------------------------- making one
@@ -599,6 +638,10 @@ def place(request: PlanRequest) -> Plan | RequestError:
 
 def _split_plan(request: PlanRequest) -> Plan | RequestError:
     """The plan with the GPU, even where the CPU alone is faster."""
+    if request.on_cards:
+        from powerinfer.placement.several import plan_on_cards
+
+        return plan_on_cards(request, _split_plan, _reasons)
     claims = request.claims_if_any()
     if isinstance(claims, RequestError):
         return claims
@@ -933,6 +976,7 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
     parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
     seconds = math.fsum(parts["other"]) + math.fsum(np.maximum(parts["gpu"], parts["cpu"] + parts["sync"]))
     on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
+    work_on_gpu, work = _work(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum()))
     if claims.slots is not None:
         reads = request.experts_read(claims)
         whole = np.sign(np.array(request.model.n_experts, np.float64))
@@ -944,9 +988,10 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
         seconds=seconds + math.fsum(read) + tables.ends,
         mass=tuple(float(a / b) if b else 0.0 for a, b in zip(on_gpu, whole, strict=True)),
         mass_on_gpu=float(on_gpu.sum() / whole.sum()) if whole.sum() else 0.0,
-        work_on_gpu=_work_on_gpu(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum())),
+        work_on_gpu=work_on_gpu / work,
         optimal=optimal,
         solve_s=solve_s,
+        work=work,
     )
 
 
@@ -1077,8 +1122,8 @@ def _fewest_cold(request: PlanRequest, claims: Claims) -> int:
     return max(0, sum(request.profile.sizes[: claims.gpu_layers]) - on_gpu)
 
 
-def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
-    """The share of the bytes of weights of a step that the GPU reads."""
+def _work(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> tuple[float, float]:
+    """Bytes of weights that the GPU reads in a step, and both devices."""
     model, first = request.model, claims.gpu_layers
     reads = request.experts_read(claims)
     attention = []
@@ -1098,7 +1143,7 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
     predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
     whole = sum(attention) + sum(predictors) + model.head.stored + of_all_neurons
     gpu = sum(attention[:first]) + sum(predictors[:first]) + claims.gpu_head * model.head.stored
-    return (gpu + of_neurons) / whole
+    return gpu + of_neurons, whole
 
 
 def _least(request: PlanRequest, bundles: BundleLayout) -> int | None:
