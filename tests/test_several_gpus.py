@@ -105,19 +105,19 @@ def check_alike(ours: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> Non
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gpu", DEVICES)
 @pytest.mark.parametrize(
     "name", ["llama-gqa", "gemma2", "falcon-40b", "gemma4-e", "qwen35", "plm", "falcon-h1", "lfm2"]
 )
-def test_layers_on_two_gpus_give_the_bits_of_one(name: str, device: str, tmp_path: Path) -> None:
+def test_layers_on_two_gpus_give_the_bits_of_one(name: str, gpu: str, tmp_path: Path) -> None:
     """Every kind of attention and state, dense and of experts."""
     model = Truth(case_named(name), folder=tmp_path)
-    with loaded(model.path, (0,), device) as one:
+    with loaded(model.path, (0,), gpu) as one:
         wanted = answers(one, model.texts)
         held = one.gpu.memory()
     config = open_checkpoint(model.path).config
     first = config.whole_layers(config.n_layers - 1)
-    with loaded(model.path, (0, first), device) as two:
+    with loaded(model.path, (0, first), gpu) as two:
         assert [card.layers for card in two.cards] == [first, config.n_layers]
         check_alike(answers(two, model.texts), wanted)
         check_alike(answers(two, model.texts), wanted)  # again, over the same pages and states
@@ -140,8 +140,8 @@ def test_layers_behind_those_of_two_gpus_are_on_the_cpu(layers: int, tmp_path: P
 
 
 @pytest.mark.parametrize("predicts", [False, True])
-@pytest.mark.parametrize("device", DEVICES)
-def test_neurons_of_layers_on_two_gpus(device: str, predicts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", DEVICES)
+def test_neurons_of_layers_on_two_gpus(gpu: str, predicts: bool, tmp_path: Path) -> None:
     path = packed(model := Truth(case_named("llama-relu"), half=True), tmp_path)
     checkpoint = open_checkpoint(path)
     bundles = open_bundles(checkpoint, None, cpu.bundle_row_bytes)
@@ -151,16 +151,16 @@ def test_neurons_of_layers_on_two_gpus(device: str, predicts: bool, tmp_path: Pa
     def make() -> NeuronSplit:
         return NeuronSplit(bundles, placed(checkpoint.config, 0.5), selection.threshold, predictors)
 
-    with loaded(path, (0,), device, make=make, selection=selection) as one:
+    with loaded(path, (0,), gpu, make=make, selection=selection) as one:
         wanted = answers(one, model.texts)
         assert predicts or families.rms(wanted[0] - model.logits[0]) <= model.allowed()
-    with loaded(path, (0, 1), device, make=make, selection=selection) as two:
+    with loaded(path, (0, 1), gpu, make=make, selection=selection) as two:
         check_alike(answers(two, model.texts), wanted)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "deepseek-v2-lite"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_experts_of_layers_on_two_gpus(name: str, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", DEVICES)
+def test_experts_of_layers_on_two_gpus(name: str, gpu: str, tmp_path: Path) -> None:
     model = Truth(case_named(name), folder=tmp_path)
     experts = open_checkpoint(model.path).config.experts
 
@@ -168,9 +168,9 @@ def test_experts_of_layers_on_two_gpus(name: str, device: str, tmp_path: Path) -
         sizes = [experts[layer].n_experts if layer in experts else 0 for layer in range(max(experts) + 1)]
         return ExpertSplit([np.arange(0, size, 2, dtype=np.int32) for size in sizes])
 
-    with loaded(model.path, (0,), device, make=make) as one:
+    with loaded(model.path, (0,), gpu, make=make) as one:
         wanted = answers(one, model.texts)
-    with loaded(model.path, (0, 1), device, make=make) as two:
+    with loaded(model.path, (0, 1), gpu, make=make) as two:
         check_alike(answers(two, model.texts), wanted)
 
 
@@ -179,7 +179,6 @@ def test_a_failure_on_either_gpu_fails_its_step_alone(tmp_path: Path, monkeypatc
     with loaded(model.path, (0, 1)) as two:
         wanted, finished = answers(two, model.texts), list[Any]()
         for card in two.cards:
-            operator = card.operators[1]
 
             def fail(*_: Any) -> None:
                 raise RuntimeError("CUDA error: out of memory")
@@ -187,7 +186,7 @@ def test_a_failure_on_either_gpu_fails_its_step_alone(tmp_path: Path, monkeypatc
             for each in two.cards:
                 monkeypatch.setattr(each, "finish", lambda each=each: finished.append(each))
             with monkeypatch.context() as broken, pytest.raises(PowerInferError, match="ran out of memory"):
-                broken.setattr(operator, "run", fail)
+                broken.setattr(card, "_operators", [*card.operators[:2], replace(card.operators[2], run=fail)])
                 answers(two, model.texts)
             assert set(finished) == set(two.cards)
             finished.clear()
@@ -270,10 +269,10 @@ def test_a_gpu_waits_for_the_one_before_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that need not be measured, with as many GPUs as are named."""
+    """A machine that need not be measured, with as many GPUs as are named, for which few neurons are worth it."""
 
     def measured(*_: Any, gpu: str | None = None, **__: Any) -> Hardware:
-        hardware = load("pc-high")
+        hardware = replace(load("pc-high"), sync_us=0.0)
         return hardware.with_cards([hardware] * (gpu or "").count(","))
 
     monkeypatch.setattr("powerinfer.hardware.measure.measured", measured)
@@ -282,7 +281,7 @@ def two_described(monkeypatch: pytest.MonkeyPatch) -> None:
 def answer(path: Path, **options: Any) -> tuple[list[int], dict[str, str]]:
     settings = {"threads": 1, "context": 64, "prefill_chunk": 48, "max_batch": 3, "trial": False} | options
     with LLM(path, **settings) as llm:
-        tokens = list(range(3, 43))
+        tokens = list(range(3, 39))
         found = llm.generate([tokens, tokens[::-1]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
         return [token for one in found for token in one.token_ids], llm.choices
 
@@ -302,13 +301,13 @@ def files(folder: Path, kind: str) -> Path:
 def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
     """Bytes on each GPU are the plan's, its budget holds, and the bits are those of one GPU with the same neurons."""
     path, options = files(tmp_path, kind), {"selector": kind} if kind == "predicted" else {}
-    engine = EngineConfig(threads=1, context=64, prefill_chunk=48, max_batch=3, gpu="cpu,cpu", trial=False, **options)
+    engine = EngineConfig(threads=1, context=128, prefill_chunk=48, max_batch=3, gpu="cpu,cpu", trial=False, **options)
     everything = resolve(open_checkpoint(path), replace(engine, vram=(2 * GIB, 2 * GIB)))
     several = everything.placement.several
     assert several is not None and everything.placement.firsts == (0, 1) and everything.placement.head
     held = [sum(part.plan.bytes["gpu"].values()) for part in several.parts]
     assert sum(held) == needs(everything).vram
-    less = 0 if kind == "dense" else 4096
+    less = {"dense": 0, "experts": 4096}.get(kind, 1)
     resolved = resolve(open_checkpoint(path), replace(engine, vram=tuple(nbytes - less for nbytes in held)))
     plan = resolved.placement.several
     assert plan is not None
@@ -316,7 +315,7 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
         assert sum(part.plan.bytes["gpu"].values()) <= nbytes - less
     if less:
         assert plan.choice.mass_on_gpu < 1, "something is left for the CPU"
-    texts = [np.arange(3, 3 + families.TOKENS, dtype=np.int32) % 20, np.arange(40, dtype=np.int32) % 17]
+    texts = [np.arange(3, 3 + families.TOKENS, dtype=np.int32) % 20]
     executor, sparsity = load_resolved(resolved, lambda: [1, 2, 3])
     try:
         wanted = answers(executor, texts)
@@ -358,7 +357,7 @@ def test_answers_on_two_gpus(tmp_path: Path) -> None:
     refused = {
         "hold no layer .* give --vram": {"vram": (2 * GIB, MIB)},
         "--expert-policy lru is for one GPU": {"expert_policy": "lru"},
-        "nothing stays on disk": {"ram": 100 * MIB},
+        "nothing stays on disk": {"ram": 64 * MIB},
     }
     for message, options in refused.items():
         with pytest.raises(RequestError, match=message):
@@ -431,7 +430,10 @@ def test_a_plan_over_two_cards_holds_both_budgets(name: str) -> None:
     assert each == plan.bytes["gpu"], "the whole is the sum of its parts"
     assert len(plan.choice.layer_seconds) == every and plan.fits
     larger, smaller = (planned(name, card) for card in ("RTX 3060", "RTX 4060"))
-    assert plan.choice.seconds < min(larger.choice.seconds, smaller.choice.seconds), "two cards hold more than one"
+    if larger.choice.mass_on_gpu < 1:
+        assert plan.choice.seconds < min(larger.choice.seconds, smaller.choice.seconds), "two cards hold more than one"
+    else:
+        assert larger.choice.seconds < plan.choice.seconds < smaller.choice.seconds, "each is as fast as it is"
 
 
 def test_two_cards_are_as_fast_as_one_of_their_memory() -> None:
@@ -457,8 +459,9 @@ def test_layers_go_where_there_is_room(vrams: tuple[int, ...]) -> None:
 def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", "--shape", "qwen3-30b-a3b", "--card", "RTX 4060, RTX 3060", "--ram", "32GiB", "-c", "4096"]
     assert main([*flags, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(flags) == 0
     shown = capsys.readouterr().out
-    document = json.loads(shown.splitlines()[-1])
     cards = document["cards"]
     assert [card["vram"] for card in cards] == [8 * GIB, 12 * GIB]
     assert sum(card["layers"] for card in cards) == document["gpu_layers"] == 48 and cards[1]["head"]

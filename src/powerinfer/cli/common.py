@@ -291,7 +291,7 @@ _READERS: dict[str, dict[str, Any]] = {
     "int": _WHOLE_NUMBER,
     "int | None": _WHOLE_NUMBER,
     "size": SIZE_FLAG,
-    "sizes": {"type": _or_none(_with_units(read_sizes), A_SIZE), "metavar": "SIZE[,SIZE]"},
+    "sizes": {"type": _or_none(_with_units(read_sizes), A_SIZE), "metavar": "SIZE"},
     "duration": {"type": _or_none(read_duration, "duration (such as 30s, 5m)"), "metavar": "TIME"},
     "float": _NUMBER,
     "float | None": _NUMBER,

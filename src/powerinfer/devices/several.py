@@ -8,8 +8,8 @@ only one computes at a time, several GPUs are for models that one does not hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,11 +102,9 @@ class SeveralGpus:
         """Logits as of `GpuLayers.logits`."""
         return self.cards[-1].logits(hidden)
 
-    @contextmanager
-    def noted(self, _: Trace) -> Iterator[None]:
+    def noted(self, _: Trace) -> AbstractContextManager[None]:
         """RequestError: events of two devices have no common clock."""
         raise RequestError(ONE_TRACE.format(self.place))
-        yield
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""

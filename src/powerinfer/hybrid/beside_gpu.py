@@ -55,7 +55,8 @@ def place_beside_gpu(
     if len(names) > 1:
         from powerinfer.hybrid.several import place_on_cards
 
-        return demand(place_on_cards(resolved, model, progress))
+        on_cards = place_on_cards(resolved, model, progress)
+        return on_cards if isinstance(on_cards, str) else demand(on_cards)
     if not any(model.n_experts) and selection.bundles is None:
         place = partial(_whole_layers, resolved, model)
         hardware = measured(

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from powerinfer.config import AttentionConfig, LayerConfig
 from powerinfer.devices.link import link_bytes
 from powerinfer.errors import RequestError, VramError
@@ -201,7 +203,7 @@ def _divisions(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> Iterat
     scratch = model.gpu_scratch(work.tokens, work.requests, 0)
     rooms = [max(1, vram - card.device.reserved_bytes - scratch) for card, vram in cards]
     shares = [room / sum(rooms) for room in accumulate(rooms)]
-    targets = [min(range(len(reach)), key=lambda n, at=share: abs(reach[n] - at * reach[-1])) for share in shares]
+    targets = [int(np.abs(np.array(reach) - share * reach[-1]).argmin()) for share in shares]
     for more in (0, 1, model.config.n_layers):
         yield _division(request, cards, [target + more for target in targets[:-1]])
 
