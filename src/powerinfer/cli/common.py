@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # Flags of llama.cpp, Ollama and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
 _GPU = ("--vram", "use --vram SIZE, the memory of the GPU to fill, or --gpu none")
-_SHARES = ("--vram", "use --vram SIZE,SIZE, the memory of each GPU to fill")
-_SEVERAL = ("--gpu", "use --gpu 0,1, the GPUs to use: each computes some of the layers; --gpu 0 is the first alone")
+_SHARES = ("--vram", "use --vram, with the memory of each GPU to fill, as 8GiB,12GiB")
+_SEVERAL = ("--gpu", "use --gpu, with the GPUs to use, as 0,1: each computes some of the layers")
 _EXPERTS = ("--vram", "leave it out: experts are in RAM where the GPU is full; --vram SIZE limits it")
 _ATTENTION = ("--kv-type", "leave it out: attention is always computed like that")
 _MAPPING = ("--ram", "leave it out: weights that do not fit RAM are read from disk; --ram SIZE limits it")

@@ -419,11 +419,10 @@ def _show_cards(document: PlanDocument, out: Output) -> None:
     for card in document.cards:
         last = card.first_layer + card.layers - 1
         layers = f"layers {card.first_layer} to {last}" if card.layers > 1 else f"layer {last}"
-        held = card.bytes
-        split = sum(held.get(part, 0) for part in ("ffn", "experts"))
+        ffns = sum(card.bytes.get(part, 0) for part in ("ffn", "experts"))
         out.line(
-            f"{card.name:<{width}}  {layers}{' and the head' * card.head}: {_size(sum(held.values()))} of "
-            f"{_size(card.vram)}, {_size(held.get('kv', 0))} of it cache, {_size(split)} FFNs"
+            f"{card.name:<{width}}  {layers}{' and the head' * card.head}: {_size(sum(card.bytes.values()))} of "
+            f"{_size(card.vram)}, {_size(card.bytes.get('kv', 0))} of it cache, {_size(ffns)} FFNs"
         )
 
 

@@ -76,14 +76,15 @@ step."""
 
 class CacheSize(NamedTuple):
     """A cache's type and pages; states: slots for the states of sequences, of a model whose layers have any;
-    undo_tokens: as of `StateMemory`; first: the first layer that has its part here: of a draft head the last one, of a
-    further GPU its own first."""
+    undo_tokens: as of `StateMemory`; first: the first layer that has its part here, of a further GPU its own first;
+    drafts: it is that of a draft head, a layer by itself behind those of the model (`with_draft`)."""
 
     kv_type: str
     pages: int
     states: int = 0
     undo_tokens: int = 0
     first: int = 0
+    drafts: bool = False
 
 
 class OutputMatrix(NamedTuple):
@@ -127,14 +128,12 @@ class GpuLayers:
         rotations: Mapping[RopeConfig, Rotation],
         split: bool = False,
         share: MemoryShare | None = None,
-        drafts: bool = False,
     ) -> None:
         """layers: the end of those that are here, from the cache's first on. rotations: of every rotary embedding of
         these layers; split: their FFNs are wired by `split_ffn`; share: theirs of the device's memory, which ends with
-        them; None: one of their own. drafts: a draft head, which is a layer by itself, behind those of the model
-        (`with_draft`)."""
+        them; None: one of their own."""
         torch = import_torch()
-        kv_type, pages, states, undo_tokens, self._first = cache
+        kv_type, pages, states, undo_tokens, self._first, drafts = cache
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
         self.page_size = cpu.PAGE

@@ -27,7 +27,7 @@ from powerinfer.formats.quant import Float32
 if TYPE_CHECKING:
     from powerinfer.devices.step_buffers import PassedRows
 
-ONE_TRACE = "a trace is of one GPU, and this model is on {}: leave out --trace, or name one with --gpu"
+SINGLE_TRACE = "a trace is of one GPU, and this model is on {}: leave out --trace, or name one with --gpu"
 
 
 class SeveralGpus:
@@ -104,7 +104,7 @@ class SeveralGpus:
 
     def noted(self, _: Trace) -> AbstractContextManager[None]:
         """RequestError: events of two devices have no common clock."""
-        raise RequestError(ONE_TRACE.format(self.place))
+        raise RequestError(SINGLE_TRACE.format(self.place))
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""

@@ -26,7 +26,22 @@ def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
     """
     if engine.gpu == "none" and engine.vram:
         raise RequestError(NO_GPU)
-    named, sizes = _listed(engine.gpu), len(engine.vrams)
+    named = _listed(engine.gpu)
+    _check_sizes(named, engine)
+    if engine.gpu == "none" or engine.vram == 0:
+        return None, "asked for" if engine.gpu == "none" else "--vram is 0"
+    if engine.gpu != "auto":
+        return ",".join(named), "asked for"
+    if not _DRIVER.exists():
+        return None, "no NVIDIA driver"
+    if lacks_torch():
+        return None, f"torch is not installed: {install_extra('gpu')}"
+    return ",".join(f"cuda:{number}" for number in range(len(engine.vrams))) or "cuda", "found"
+
+
+def _check_sizes(named: list[str], engine: EngineConfig) -> None:
+    """RequestError for sizes of --vram that are not those of the GPUs of --gpu."""
+    sizes = len(engine.vrams)
     if 0 in engine.vrams:
         raise RequestError("--vram of a GPU that is used is more than 0: leave the others out of --gpu and --vram")
     if len(named) > 1 and sizes not in (0, len(named)):
@@ -37,15 +52,6 @@ def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
         raise RequestError(f"--vram has {sizes} sizes, and a model is split over at most {MOST_GPUS} GPUs")
     if sizes and len(named) == 1 and engine.gpu != "auto":
         raise RequestError(f"--vram has {sizes} sizes, and --gpu names one GPU: name as many, as --gpu 0,1")
-    if engine.gpu == "none" or engine.vram == 0:
-        return None, "asked for" if engine.gpu == "none" else "--vram is 0"
-    if engine.gpu != "auto":
-        return ",".join(named), "asked for"
-    if not _DRIVER.exists():
-        return None, "no NVIDIA driver"
-    if lacks_torch():
-        return None, f"torch is not installed: {install_extra('gpu')}"
-    return ",".join(f"cuda:{number}" for number in range(sizes)) if sizes else "cuda", "found"
 
 
 def gpu_names(name: str) -> list[str]:
@@ -62,15 +68,15 @@ def _listed(text: str) -> list[str]:
     for name, match in zip(names, matches, strict=True):
         if match is None:
             raise RequestError(f"there is no device {name!r}: choose auto, none, cuda, cuda:1, cpu, or several, as 0,1")
-    found = ["cpu" if match is None or match[1] is None else f"cuda:{int(match[1])}" for match in matches]
-    twice = next((name for name in found if name != "cpu" and found.count(name) > 1), None)
+    devices = ["cpu" if match is None or match[1] is None else f"cuda:{int(match[1])}" for match in matches]
+    twice = next((name for name in devices if name != "cpu" and devices.count(name) > 1), None)
     if twice is not None:
         raise RequestError(f"--gpu names {twice} twice: name each GPU once")
-    if len(set(found)) > 1 and "cpu" in found:
+    if len(set(devices)) > 1 and "cpu" in devices:
         raise RequestError("--gpu cpu is a stand-in for a GPU: name GPUs, or stand-ins alone")
-    if len(found) > MOST_GPUS:
-        raise RequestError(f"--gpu names {len(found)} GPUs, and a model is split over at most {MOST_GPUS}")
-    return found
+    if len(devices) > MOST_GPUS:
+        raise RequestError(f"--gpu names {len(devices)} GPUs, and a model is split over at most {MOST_GPUS}")
+    return devices
 
 
 def lacks_torch() -> bool:

@@ -157,8 +157,8 @@ def described_machine(
     RequestError for a card, or a kind of RAM, that is not known.
     """
     base = load("pc-16gb")  # its disk, system and fixed times
-    found = [] if card is None or card.strip().lower() == NONE else [find_card(one) for one in card.split(",")]
-    old = bool(found) and all(published.year < _DDR5 for _, published in found)
+    named = [] if card is None or card.strip().lower() == NONE else [find_card(one) for one in card.split(",")]
+    old = bool(named) and all(published.year < _DDR5 for _, published in named)
     kind = memory or (_OLD_RAM if old else _NEW_RAM)
     if ram == 0:
         raise RequestError("--ram is the memory of the described PC: more than 0")
@@ -173,15 +173,15 @@ def described_machine(
     source = f"As published: {modules} ({gb_s:.4g} GB/s)"
     guessed = "" if memory else f"{kind}, as --memory does not say; "
     assumed = f"{guessed}{threads} cores; {_ASSUMED}"
-    if not found:
+    if not named:
         title = f"a PC without a GPU, {ram / 2**30:.3g} GiB of {kind.upper()}"
         return Hardware(title, source, cpu, disk=base.disk, assumed=assumed)
     assert base.gpu is not None
-    (first, figures), *others = (_described_gpu(base.gpu, *one) for one in found)
-    for _, text in others:
+    (first, figures), *further = (_described_gpu(base.gpu, *one) for one in named)
+    for _, text in further:
         figures += f"; {text}"
     return Hardware(
-        f"a PC with {' and '.join(name for name, _ in found)}, {ram / 2**30:.3g} GiB of {kind.upper()}",
+        f"a PC with {' and '.join(name for name, _ in named)}, {ram / 2**30:.3g} GiB of {kind.upper()}",
         f"{source}; {figures}",
         cpu,
         first.device,
@@ -190,7 +190,7 @@ def described_machine(
         copy_gb_s=first.copy_gb_s,
         assumed=assumed,
         host_bytes=_HOST_BYTES,
-        cards=tuple(gpu for gpu, _ in others),
+        cards=tuple(gpu for gpu, _ in further),
     )
 
 

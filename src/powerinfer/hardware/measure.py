@@ -200,8 +200,8 @@ def _are_several(gpu: str | None) -> TypeGuard[str]:
 
 def _with_cards(machines: Iterable[Hardware]) -> Hardware:
     """One machine, described with each of its GPUs, with all of them."""
-    first, *others = machines
-    return first.with_cards(others)
+    first, *further = machines
+    return first.with_cards(further)
 
 
 def _keep(hardware: Hardware, say: Say) -> None:

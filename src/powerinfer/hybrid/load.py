@@ -17,6 +17,7 @@ import numpy as np
 
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
+from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, on_cpu_alone, permitted
@@ -226,9 +227,9 @@ def load_split(
             wire(cpu, checkpoint, progress, gpus, neurons=selection, **parts)
             draft = None
             if placement.draft:
-                size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers)
-                both: dict[str, Any] = {"layers": config.n_layers + 1, "cache": size, "drafts": True}
-                draft = GpuLayers(config.with_draft, choose_device(resolved.gpu), **both, **common)
+                size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers, drafts=True)
+                drafted, chosen = config.with_draft, choose_device(resolved.gpu)
+                draft = GpuLayers(drafted, chosen, layers=config.n_layers + 1, cache=size, **common)
                 opened.callback(draft.close)
                 draft.share_output(gpus[0])
                 wire_draft(draft, checkpoint)
@@ -251,9 +252,7 @@ def _load_beside_gpu(
     """The model, or the load to try in its place. first: the plan before memory was measured; failures: how often the
     GPU ran out of memory before."""
     if resolved.placement.several is not None:
-        from powerinfer.hybrid.several import load_on_cards
-
-        return load_on_cards(resolved, loading)
+        return _load_on_cards(resolved, loading)
     if resolved.placement.neurons is not None:
         return _load_neurons(resolved, loading, first, tight=failures > 0)
     if resolved.placement.experts is not None:
@@ -268,7 +267,7 @@ def _load_beside_gpu(
             stage.close()
         raise
     try:
-        settle = partial(settle_layers_in_ram, executor, resolved, loading.progress)
+        settle = partial(_settle_layers, executor, resolved, loading.progress)
         hold_budget(executor, resolved, executor.streamed, settle=settle)
     except BaseException:
         executor.close()
@@ -279,8 +278,86 @@ def _load_beside_gpu(
     return executor, sparsity
 
 
-def settle_layers_in_ram(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
-    """Settle how prompts are computed (`settle_cold`), of layers that are on the CPU as a whole."""
+def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
+    """The model on several GPUs. GpuMemoryError where one's budget cannot be kept."""
+    from powerinfer.hybrid.several import CardSplits, splits_of, stages_of
+
+    plan = resolved.placement.several
+    assert plan is not None
+    with ExitStack() as opened:
+        stages = stages_of(resolved, plan, opened)
+        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages)
+        for made in splits:
+            opened.callback(made.close)
+        streams = plan.claims.whole or plan.claims.passes
+        parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
+        executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
+        opened.pop_all()  # the executor closes them
+    try:
+        _settle_cards(executor, resolved, splits, loading)
+        sparsity = _sparsity_of_cards(executor, resolved, splits)
+    except BaseException:
+        executor.close()
+        raise
+    return executor, sparsity
+
+
+def _settle_cards(
+    executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit], loading: Loading
+) -> None:
+    """Hold each GPU's budget, and settle how it computes prompts and steps."""
+    from powerinfer.devices.several import OneCard
+    from powerinfer.hybrid.step_trial import settle as settle_steps
+    from powerinfer.hybrid.vram import hold_card
+
+    plan, prefill = resolved.placement.several, []
+    assert plan is not None
+    each = zip(executor.cards, gpu_names(resolved.gpu), plan.parts, strict=True)
+    for number, (card, name, part) in enumerate(each):
+        one = replace(resolved, device=replace(resolved.device, gpu=name))
+        alone, split = OneCard(executor, card), splits[number] if splits else None
+        settle: Callable[[], None] = lambda: None  # noqa: E731
+        if split is not None:
+            settle = partial(_settle_prompts, alone, one, split, loading.sample, loading.progress)
+        elif card is executor.cards[-1]:
+            settle = partial(_settle_layers, alone, one, loading.progress)
+        hold_card(alone, one, part.plan, split or alone.streamed)
+        settle()
+        if split is not None:
+            settle_steps(alone, split, one)
+        prefill.append(executor.choices.prefill)
+    known = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
+    if len(known) > 1:
+        executor.choices.prefill = Choice("; ".join(known))
+
+
+def _sparsity_of_cards(
+    executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit]
+) -> Sparsity:
+    """How the layers decode, noted in the executor's choices."""
+    from powerinfer.hybrid.experts import ExpertSparsity
+    from powerinfer.hybrid.sparsity import HybridSparsity
+
+    choices, ffns = executor.choices, [ffn for split in splits for ffn in split.ffns]
+    if not splits:
+        sparsity = Sparsity()
+        sparsity.stage = None if executor.streamed is None else executor.streamed.stage
+        choices.selector = Choice(sparsity.selector, "layers as a whole")
+        return sparsity
+    if resolved.placement.experts is not None:
+        of_experts = ExpertSparsity(executor, ffns)  # type: ignore[arg-type]
+        choices.experts = Choice("static", resolved.policy.reason)
+        choices.selector = Choice(of_experts.selector, "experts on the GPUs and the CPU", _expert_selector(resolved))
+        of_experts.clear()
+        return of_experts
+    of_neurons = HybridSparsity(resolved.selection.selector, executor, ffns)  # type: ignore[arg-type]
+    choices.selector = Choice(of_neurons.selector, "neurons on the GPUs and the CPU")
+    of_neurons.clear()
+    return of_neurons
+
+
+def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:
+    """Settle how prompts are computed (`_settle_prompts`), of layers that are on the CPU as a whole."""
     from powerinfer.hybrid.crossing import settle_layers
 
     if resolved.placement.layers == resolved.checkpoint.config.n_layers:
@@ -325,7 +402,7 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
         def settle() -> bool:
             if fusion.settle(loading.sample, loading.progress):
                 return True
-            settle_cold(executor, resolved, split, loading.sample, loading.progress)
+            _settle_prompts(executor, resolved, split, loading.sample, loading.progress)
             return False
 
         filled, measured = hold_budget(executor, resolved, split, earlier=earlier, tight=tight, settle=settle)
@@ -390,11 +467,11 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
     if copier is not None:
         copier.on, copier.tell = True, sparsity.end_policy
     executor.choices.experts = Choice(name, resolved.policy.reason)
-    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", expert_selector(resolved))
+    executor.choices.selector = Choice(sparsity.selector, "experts on both devices", _expert_selector(resolved))
     return executor, sparsity
 
 
-def expert_selector(resolved: Resolved) -> str:
+def _expert_selector(resolved: Resolved) -> str:
     """The selector inside experts, for people."""
     selection, tried = resolved.selection, resolved.checkpoint.config.whole_experts_reason is None
     reason = f": {selection.reason}" if resolved.engine.selector == "auto" else ""
@@ -439,7 +516,7 @@ def _split_of_experts(
     if copier is not None:
         copier.on = False  # what is measured is no text
     try:
-        settle = partial(settle_cold, executor, resolved, split, loading.sample, loading.progress)
+        settle = partial(_settle_prompts, executor, resolved, split, loading.sample, loading.progress)
         _, used = hold_budget(executor, resolved, split, settle=settle if prompts else lambda: None)
         settle_steps(executor, split, resolved, copier is not None)
     except BaseException:
@@ -506,7 +583,7 @@ def _stage(resolved: Resolved) -> Stage | None:
         return Stage(choose_device(resolved.gpu), staging)
 
 
-def settle_cold(
+def _settle_prompts(
     executor: SplitExecutor, resolved: Resolved, split: NeuronSplit | ExpertSplit, sample: Sample, progress: Progress
 ) -> None:
     """Measure the crossing, if cold neurons can be streamed, or layers: these stream from the crossing of neurons on,

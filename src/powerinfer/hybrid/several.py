@@ -1,4 +1,4 @@
-"""A model on several GPUs: placing it by a plan whose parts are theirs, and loading it so.
+"""A model on several GPUs: placing it by a plan whose parts are theirs, and the splits of its FFNs.
 
 Each GPU has some layers that follow each other, split between it and the CPU as beside one GPU: buffers for prompts,
 trials and budgets are its own. What moves between requests or steps, or stays on disk, is for one GPU, but for
@@ -7,13 +7,12 @@ trials and budgets are its own. What moves between requests or steps, or stays o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.devices.choices import Choice
 from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import RequestError, demand
 from powerinfer.hybrid.in_ram import profile_of
@@ -23,18 +22,15 @@ from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.request import Subject, even_profile, expert_subject
 from powerinfer.placement.solver import GROUP
 from powerinfer.progress import Progress
-from powerinfer.sparsity import Sparsity
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
     from powerinfer.devices.cpu import CpuExecutor
     from powerinfer.devices.gpu import GpuLayers
-    from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
     from powerinfer.hardware.description import Hardware
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
-    from powerinfer.hybrid.load import Loaded, Loading
     from powerinfer.placement.shapes import Model
 
 
@@ -103,7 +99,7 @@ def with_less(resolved: Resolved, lacking: int) -> Resolved | RequestError | Non
     return placed if isinstance(placed, Resolved) else None
 
 
-# ---------------------------------------------------------------- loading
+# ---------------------------------------------------------------- what is loaded
 
 
 class CardSplits:
@@ -121,32 +117,7 @@ class CardSplits:
         return split(cpu, layers, layer, weights)
 
 
-def load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
-    """The model as it is placed, and how its layers decode. Raises as `load_resolved` does; GpuMemoryError where a
-    budget cannot be kept."""
-    from powerinfer.hybrid.load import load_split
-
-    plan = resolved.placement.several
-    assert plan is not None
-    with ExitStack() as opened:
-        stages = _stages(resolved, plan, opened)
-        splits = [] if plan.claims.whole else _splits(resolved, plan, stages)
-        for made in splits:
-            opened.callback(made.close)
-        streams = plan.claims.whole or plan.claims.passes
-        parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
-        executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
-        opened.pop_all()  # the executor closes them
-    try:
-        _settle(executor, resolved, splits, loading)
-        sparsity = _sparsity(executor, resolved, splits)
-    except BaseException:
-        executor.close()
-        raise
-    return executor, sparsity
-
-
-def _stages(resolved: Resolved, plan: Plan, opened: ExitStack) -> list[Stage | None]:
+def stages_of(resolved: Resolved, plan: Plan, opened: ExitStack) -> list[Stage | None]:
     """Buffers for long prompts of each GPU; None: it has none."""
     from powerinfer.devices.stage import Stage
     from powerinfer.devices.torch_device import choose_device, gpu_failures
@@ -161,7 +132,7 @@ def _stages(resolved: Resolved, plan: Plan, opened: ExitStack) -> list[Stage | N
     return stages
 
 
-def _splits(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) -> list[NeuronSplit | ExpertSplit]:
+def splits_of(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) -> list[NeuronSplit | ExpertSplit]:
     """The split of each GPU's layers."""
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
@@ -182,73 +153,3 @@ def _splits(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) -> l
     )
     about = selection.threshold, selection.predictors
     return [NeuronSplit(bundles, joined, *about, stage, profile.fraction) for stage in stages]
-
-
-def _settle(
-    executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit], loading: Loading
-) -> None:
-    """Hold each GPU's budget, and settle how it computes prompts and steps."""
-    from powerinfer.devices.several import OneCard
-    from powerinfer.hybrid.load import settle_cold, settle_layers_in_ram
-    from powerinfer.hybrid.step_trial import settle as settle_steps
-
-    plan, prefill = resolved.placement.several, []
-    assert plan is not None
-    each = zip(executor.cards, gpu_names(resolved.gpu), plan.parts, strict=True)
-    for number, (card, name, part) in enumerate(each):
-        one = replace(resolved, device=replace(resolved.device, gpu=name))
-        alone, split = OneCard(executor, card), splits[number] if splits else None
-        settle: Callable[[], None] = lambda: None  # noqa: E731
-        if split is not None:
-            settle = partial(settle_cold, alone, one, split, loading.sample, loading.progress)
-        elif card is executor.cards[-1]:
-            settle = partial(settle_layers_in_ram, alone, one, loading.progress)
-        _hold(alone, one, part.plan, split)
-        settle()
-        if split is not None:
-            settle_steps(alone, split, one)
-        prefill.append(executor.choices.prefill)
-    known = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
-    if len(known) > 1:
-        executor.choices.prefill = Choice("; ".join(known))
-
-
-def _hold(executor: SplitExecutor, resolved: Resolved, plan: Plan, split: NeuronSplit | ExpertSplit | None) -> None:
-    """Run a GPU's largest steps within its budget. GpuMemoryError if it cannot be kept."""
-    from powerinfer.hybrid.vram import budget_error, neuron_bytes, rehearsal
-
-    streamed = executor.streamed
-    used = rehearsal(executor, resolved, split or streamed)
-    gpu = plan.request.hardware.gpu
-    if used is None or gpu is None or not resolved.engine.vrams:
-        return
-    limit = (plan.request.vram or 0) - gpu.reserved_bytes
-    stream = split or streamed
-    lacking = used + (0 if stream is None else neuron_bytes(stream)) - limit
-    if lacking > 0:
-        raise budget_error(lacking, limit)
-    executor.gpu.share.limit(limit - executor.gpu.recorded_bytes)
-
-
-def _sparsity(executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit]) -> Sparsity:
-    """How the layers decode, noted in the executor's choices."""
-    from powerinfer.hybrid.experts import ExpertSparsity
-    from powerinfer.hybrid.load import expert_selector
-    from powerinfer.hybrid.sparsity import HybridSparsity
-
-    choices, ffns = executor.choices, [ffn for split in splits for ffn in split.ffns]
-    if not splits:
-        sparsity = Sparsity()
-        sparsity.stage = None if executor.streamed is None else executor.streamed.stage
-        choices.selector = Choice(sparsity.selector, "layers as a whole")
-        return sparsity
-    if resolved.placement.experts is not None:
-        of_experts = ExpertSparsity(executor, ffns)  # type: ignore[arg-type]
-        choices.experts = Choice("static", resolved.policy.reason)
-        choices.selector = Choice(of_experts.selector, "experts on the GPUs and the CPU", expert_selector(resolved))
-        of_experts.clear()
-        return of_experts
-    of_neurons = HybridSparsity(resolved.selection.selector, executor, ffns)  # type: ignore[arg-type]
-    choices.selector = Choice(of_neurons.selector, "neurons on the GPUs and the CPU")
-    of_neurons.clear()
-    return of_neurons

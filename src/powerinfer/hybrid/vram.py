@@ -107,28 +107,41 @@ def hold_budget(
     GpuMemoryError if the budget cannot be kept so.
     """
     vram, plan = resolved.vram, resolved.placement.neurons
-    used = rehearsal(executor, resolved, split)
+    used = _rehearsal(executor, resolved, split)
     if plan is not None:
         filled = fill(plan, used, _lacking(used, split, vram), earlier, tight=tight)
         if filled is not None:
             if not filled.loads:
-                problem = budget_error(_lacking(used, split, vram), vram)
+                problem = _budget_error(_lacking(used, split, vram), vram)
                 short = "--ram does not hold the neurons that would make room there"
                 raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
             resolved = resolved.placed(plan=filled)
             _move(cast("NeuronSplit", split), filled)
-            used = rehearsal(executor, resolved, split)
+            used = _rehearsal(executor, resolved, split)
     while True:
         lacking = _lacking(used, split, vram)
         if lacking > 0:
-            raise budget_error(lacking, vram)
+            raise _budget_error(lacking, vram)
         if not settle():
             break
-        used = rehearsal(executor, resolved, split)
+        used = _rehearsal(executor, resolved, split)
     if vram is not None:
         recorded = sum(one.recorded_bytes for one in (executor.gpu, executor.draft) if one is not None)
         executor.gpu.share.limit(vram - recorded)
     return resolved, used
+
+
+def hold_card(executor: SplitExecutor, resolved: Resolved, plan: Plan, split: Split | None) -> None:
+    """Run the largest steps of one of several GPUs, which are placed by its part of the plan. split: as of
+    `hold_budget`. GpuMemoryError if its budget cannot be kept."""
+    used, gpu = _rehearsal(executor, resolved, split), plan.request.hardware.gpu
+    if used is None or gpu is None or not resolved.engine.vrams:
+        return
+    limit = (plan.request.vram or 0) - gpu.reserved_bytes
+    lacking = _lacking(used, split, limit)
+    if lacking > 0:
+        raise _budget_error(lacking, limit)
+    executor.gpu.share.limit(limit - executor.gpu.recorded_bytes)
 
 
 def measured_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:
@@ -156,7 +169,7 @@ def _lacking(used: int | None, split: Split | None, vram: int | None) -> int:
     return used + (0 if split is None else neuron_bytes(split)) - vram
 
 
-def budget_error(lacking: int, vram: int | None) -> GpuMemoryError:
+def _budget_error(lacking: int, vram: int | None) -> GpuMemoryError:
     vram, lacking = vram or 0, max(0, lacking)
     return GpuMemoryError(
         f"the model takes {gib(lacking + vram)} of the GPU's memory, and --vram leaves it {gib(vram)}: give "
@@ -205,7 +218,7 @@ def _working(plan: Plan, used: int) -> int:
     return max(0, working)
 
 
-def rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None) -> int | None:
+def _rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None) -> int | None:
     """`rehearsed`; what streaming neurons passes on is part of the largest steps."""
     stage, requests = None if split is None else split.stage, resolved.engine.max_batch
     if stage is None:

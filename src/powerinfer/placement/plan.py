@@ -35,7 +35,7 @@ from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
-from powerinfer.placement import cost, solver
+from powerinfer.placement import cost, several, solver
 from powerinfer.placement.budget import (
     Claims,
     Division,
@@ -96,6 +96,8 @@ _NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 
 SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """The terms of a layer's time: other + max(gpu, cpu + sync) + disk."""
+
+_ONE_AT_A_TIME = "a step goes from one GPU to the next, and only one of them computes at a time"
 
 Float64 = NDArray[np.float64]
 _Groups = Sequence[int] | solver.Numbers
@@ -175,9 +177,7 @@ class PlanRequest:
     def claims_if_any(self) -> Claims | RequestError:
         """The claims; the error where the budgets are too small."""
         if self.on_cards:
-            from powerinfer.placement.several import claims_on_cards
-
-            return claims_on_cards(self)
+            return several.claims_on_cards(self)
         model, work = self.model, self.workload
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
@@ -639,9 +639,7 @@ def place(request: PlanRequest) -> Plan | RequestError:
 def _split_plan(request: PlanRequest) -> Plan | RequestError:
     """The plan with the GPU, even where the CPU alone is faster."""
     if request.on_cards:
-        from powerinfer.placement.several import plan_on_cards
-
-        return plan_on_cards(request, _split_plan, _reasons)
+        return _plan_on_cards(request)
     claims = request.claims_if_any()
     if isinstance(claims, RequestError):
         return claims
@@ -653,6 +651,75 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
     if claims.inside:
         return _compare_undivided(plan)
     return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
+
+
+def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
+    """The plan of the parts of several GPUs, each made as for one."""
+    parts = several.parts_of(request)
+    if isinstance(parts, RequestError):
+        return parts
+    claims = several.joined(request, parts.firsts, parts.requests, parts.claims)
+    if isinstance(claims, RequestError):
+        return claims
+    plans = []
+    pairs = list(zip(parts.requests, parts.claims, strict=True))
+    spare = claims.cpu_left - sum(several.least_cold(*pair) for pair in pairs)
+    for part, own in pairs:
+        least = several.least_cold(part, own)
+        plan = _split_plan(replace(part, ram=several.PLENTY // 2 - own.cpu_left + least + spare))
+        if isinstance(plan, RequestError):
+            return plan
+        cold = sum(plan.choice.kept) - sum(plan.choice.gpu) if own.bundles else 0
+        spare -= max(0, cold * GROUP * own.cpu_neuron - least)
+        plans.append(plan)
+    claims = several.joined(request, parts.firsts, parts.requests, [plan.claims for plan in plans])
+    if isinstance(claims, RequestError):
+        return claims
+    names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
+    choice = _joined_choice(request, [plan.choice for plan in plans], plans)
+    others = {
+        policy: _joined_choice(request, [plan.others[policy] for plan in plans], plans)
+        for policy in plans[0].others
+        if policy != "random"
+    }
+    reasons = (*_reasons(request, claims, choice), _ONE_AT_A_TIME)
+    named = tuple(Part(*each) for each in zip(parts.firsts, names, plans, strict=True))
+    return Plan(request, claims, choice, others, reasons, (), parts=named)
+
+
+def _joined_choice(request: PlanRequest, choices: Sequence[Choice], plans: Sequence[Plan]) -> Choice:
+    """Choices of parts as that of one model."""
+    layers = [seconds for one in choices for seconds in one.layer_seconds]
+    ends = choices[-1].seconds - math.fsum(map(_layer_seconds, choices[-1].layer_seconds))
+    for plan in plans[1:]:  # its own launch, and the residual stream goes there
+        gpu = plan.request.hardware.gpu
+        assert gpu is not None
+        ends += 1e-6 * (gpu.step_us + plan.request.hardware.sync_us)
+    mass = [share for one in choices for share in one.mass]
+    weights = [int(counts.sum()) for counts in request.profile.counts]
+    if any(request.model.n_experts):
+        weights = [int(n > 0) for n in request.model.n_experts]
+    carried = math.fsum(share * weight for share, weight in zip(mass, weights, strict=True))
+    work = math.fsum(one.work for one in choices)
+    optimal = [one.optimal for one in choices]
+    return Choice(
+        gpu=tuple(n for one in choices for n in one.gpu),
+        kept=tuple(n for one in choices for n in one.kept),
+        layer_seconds=tuple(layers),
+        seconds=math.fsum(map(_layer_seconds, layers)) + ends,
+        mass=tuple(mass),
+        mass_on_gpu=carried / max(1, sum(weights)),
+        work_on_gpu=math.fsum(one.work_on_gpu * one.work for one in choices) / work,
+        optimal=None if None in optimal else all(optimal),
+        solve_s=math.fsum(one.solve_s for one in choices),
+        work=work,
+    )
+
+
+def _layer_seconds(layer: Mapping[str, float]) -> float:
+    """The time of a layer (`SECONDS`)."""
+    gpu, cpu, sync, disk, other = (layer[term] for term in SECONDS)
+    return other + max(gpu, cpu + sync) + disk
 
 
 def _compare_undivided(plan: Plan) -> Plan:

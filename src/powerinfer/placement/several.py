@@ -10,11 +10,11 @@ goes through one part after another, so its time is the sum of theirs.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,19 +35,20 @@ from powerinfer.placement.budget import (
     shared_in_ram,
     staged_in_ram,
 )
-from powerinfer.placement.plan import SECONDS, Choice, Part, Plan, PlanRequest
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-_PLENTY = 1 << 46
+if TYPE_CHECKING:
+    from powerinfer.placement.plan import PlanRequest
+
+PLENTY = 1 << 46
 """Bytes of RAM of a part, whose real limit is that of all parts together."""
 
 TOGETHER = "{}: its {} stay on one GPU: name one with --gpu, or one card"
-WAITS = "a step goes from one GPU to the next, and only one of them computes at a time"
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """The parts' requests, with plenty of RAM, the first layer of each, and their claims."""
 
     firsts: tuple[int, ...]
@@ -129,7 +130,7 @@ def _part_of_profile(profile: Profile, span: slice) -> Profile:
 
 def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> PlanRequest:
     """The request for the layers [first, last) on one GPU, with plenty of RAM."""
-    cpu = replace(request.hardware.cpu, memory_bytes=_PLENTY)
+    cpu = replace(request.hardware.cpu, memory_bytes=PLENTY)
     hardware = replace(
         request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu, disk=None
     )
@@ -142,7 +143,7 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
         hardware=hardware,
         vram=vram,
         vrams=(),
-        ram=_PLENTY // 2,
+        ram=PLENTY // 2,
         frequencies=frequencies,
         hits=None,
         chosen=False,
@@ -233,27 +234,27 @@ def _with_name(card: Gpu, error: RequestError) -> VramError:
     return VramError(f"{card.device.name}: {error}")
 
 
-def _parts(request: PlanRequest) -> _Parts | RequestError:
+def parts_of(request: PlanRequest) -> Parts | RequestError:
     """The best division of the layers, by the number of those on GPUs; the error where a GPU holds none, or a model is
     for one."""
     refusal = _refusal(request)
     if refusal is not None:
         return refusal
     cards, every = _budgets_of_cards(request), request.model.config.n_layers
-    best: _Parts | RequestError | None = None
+    best: Parts | RequestError | None = None
     for firsts in _divisions(request, cards):
         made = firsts if isinstance(firsts, RequestError) else _claimed(request, cards, firsts)
         if isinstance(made, RequestError):
             best = best or made
-        elif not isinstance(best, _Parts) or made.rank > best.rank:
+        elif not isinstance(best, Parts) or made.rank > best.rank:
             best = made
-        if isinstance(best, _Parts) and best.rank == (every, True):
+        if isinstance(best, Parts) and best.rank == (every, True):
             break
     assert best is not None
     return best
 
 
-def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tuple[int, ...]) -> _Parts | RequestError:
+def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tuple[int, ...]) -> Parts | RequestError:
     requests, claims = [], []
     for (first, last), (card, vram) in zip(pairwise((*firsts, request.model.config.n_layers)), cards, strict=True):
         part = _part_of_request(request, first, last, card, vram)
@@ -264,7 +265,7 @@ def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tup
             return _with_name(card, no_layer_fits(part.model, part.hardware, part.workload, vram))
         requests.append(part)
         claims.append(claimed)
-    return _Parts(firsts, tuple(requests), tuple(claims))
+    return Parts(firsts, tuple(requests), tuple(claims))
 
 
 # ---------------------------------------------------------------- all parts together
@@ -272,11 +273,11 @@ def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tup
 
 def claims_on_cards(request: PlanRequest) -> Claims | RequestError:
     """The claims of all parts; the error where a GPU holds no layer, or RAM not what the GPUs leave."""
-    parts = _parts(request)
-    return parts if isinstance(parts, RequestError) else _joined(request, parts.firsts, parts.requests, parts.claims)
+    parts = parts_of(request)
+    return parts if isinstance(parts, RequestError) else joined(request, parts.firsts, parts.requests, parts.claims)
 
 
-def _joined(
+def joined(
     request: PlanRequest, firsts: Sequence[int], requests: Sequence[PlanRequest], claims: Sequence[Claims]
 ) -> Claims | RequestError:
     """Claims of parts as those of one model; the error where RAM does not hold what the GPUs leave."""
@@ -286,7 +287,7 @@ def _joined(
     if last.slots is not None:
         slots = tuple(n for own in claims for n in own.slots or ())
         inside = {first + at: n for first, own in zip(firsts, claims, strict=True) for at, n in own.inside.items()}
-    joined = replace(
+    claimed = replace(
         last,
         gpu_layers=layers,
         gpu=_sum(own.gpu for own in claims),
@@ -297,22 +298,22 @@ def _joined(
         buffered=sum(own.buffered for own in claims),
         cpu_neuron=max(own.cpu_neuron for own in claims),
     )
-    cpu = in_ram(model, request.workload, request.division(joined), panels=not joined.bundles)
+    cpu = in_ram(model, request.workload, request.division(claimed), panels=not claimed.bundles)
     cpu["scratch"] += (len(claims) - 1) * link_bytes(request.workload.tokens, model.config)
     passing = sum(own.cpu.get("passing", 0) for own in claims)
     cpu |= {"passing": passing} if passing else {}
     _, ram = budgets(request.hardware, None, request.ram)
-    left = ram - sum(cpu.values()) - staged_in_ram(joined.staging)
-    if joined.bundles:
+    left = ram - sum(cpu.values()) - staged_in_ram(claimed.staging)
+    if claimed.bundles:
         left -= shared_in_ram(model, layers)
-    needed = sum(_least_cold(part, own) for part, own in zip(requests, claims, strict=True))
+    needed = sum(least_cold(part, own) for part, own in zip(requests, claims, strict=True))
     if left < needed:
         cards = len(claims)
         return RequestError(
             f"{model.name} needs {gib(ram - left + needed)} of RAM beside {cards} GPUs, and nothing stays on disk "
             f"there: give --ram {gib(ram - left + needed)}, more --vram, or name one GPU"
         )
-    return replace(joined, cpu=cpu, cpu_left=left)
+    return replace(claimed, cpu=cpu, cpu_left=left)
 
 
 def _sum(footprints: Iterator[Footprint]) -> Footprint:
@@ -322,7 +323,7 @@ def _sum(footprints: Iterator[Footprint]) -> Footprint:
     return dict(total)
 
 
-def _least_cold(request: PlanRequest, claims: Claims) -> int:
+def least_cold(request: PlanRequest, claims: Claims) -> int:
     """Bytes in RAM of the neurons for which a part's GPU has no room."""
     if not claims.bundles:
         return 0
@@ -330,76 +331,3 @@ def _least_cold(request: PlanRequest, claims: Claims) -> int:
     groups = len(sizes) * -(-max(sizes) // GROUP) if sizes else 0
     on_gpu = claims.gpu_left // (GROUP * request.model.gpu_neuron)
     return max(0, groups - on_gpu) * GROUP * claims.cpu_neuron
-
-
-def plan_on_cards(
-    request: PlanRequest,
-    make: Callable[[PlanRequest], Plan | RequestError],
-    explain: Callable[[PlanRequest, Claims, Choice], tuple[str, ...]],
-) -> Plan | RequestError:
-    """The plan of all parts, each made for one GPU. make: plans for one; explain: gives the reasons of a plan."""
-    parts = _parts(request)
-    if isinstance(parts, RequestError):
-        return parts
-    claims = _joined(request, parts.firsts, parts.requests, parts.claims)
-    if isinstance(claims, RequestError):
-        return claims
-    plans = []
-    pairs = list(zip(parts.requests, parts.claims, strict=True))
-    spare = claims.cpu_left - sum(_least_cold(*pair) for pair in pairs)
-    for part, own in pairs:
-        least = _least_cold(part, own)
-        plan = make(replace(part, ram=_PLENTY // 2 - own.cpu_left + least + spare))
-        if isinstance(plan, RequestError):
-            return plan
-        cold = sum(plan.choice.kept) - sum(plan.choice.gpu) if own.bundles else 0
-        spare -= max(0, cold * GROUP * own.cpu_neuron - least)
-        plans.append(plan)
-    claims = _joined(request, parts.firsts, parts.requests, [plan.claims for plan in plans])
-    if isinstance(claims, RequestError):
-        return claims
-    names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
-    choice = _joined_choice(request, [plan.choice for plan in plans], plans)
-    others = {
-        policy: _joined_choice(request, [plan.others[policy] for plan in plans], plans)
-        for policy in plans[0].others
-        if policy != "random"
-    }
-    reasons = (*explain(request, claims, choice), WAITS)
-    named = tuple(Part(*each) for each in zip(parts.firsts, names, plans, strict=True))
-    return Plan(request, claims, choice, others, reasons, (), parts=named)
-
-
-def _joined_choice(request: PlanRequest, choices: Sequence[Choice], plans: Sequence[Plan]) -> Choice:
-    """Choices of parts as that of one model."""
-    layers = [seconds for one in choices for seconds in one.layer_seconds]
-    ends = choices[-1].seconds - math.fsum(map(_seconds, choices[-1].layer_seconds))
-    for plan in plans[1:]:  # its own launch, and the residual stream goes there
-        gpu = plan.request.hardware.gpu
-        assert gpu is not None
-        ends += 1e-6 * (gpu.step_us + plan.request.hardware.sync_us)
-    mass = [share for one in choices for share in one.mass]
-    weights = [int(counts.sum()) for counts in request.profile.counts]
-    if any(request.model.n_experts):
-        weights = [int(n > 0) for n in request.model.n_experts]
-    carried = math.fsum(share * weight for share, weight in zip(mass, weights, strict=True))
-    work = math.fsum(one.work for one in choices)
-    optimal = [one.optimal for one in choices]
-    return Choice(
-        gpu=tuple(n for one in choices for n in one.gpu),
-        kept=tuple(n for one in choices for n in one.kept),
-        layer_seconds=tuple(layers),
-        seconds=math.fsum(map(_seconds, layers)) + ends,
-        mass=tuple(mass),
-        mass_on_gpu=carried / max(1, sum(weights)),
-        work_on_gpu=math.fsum(one.work_on_gpu * one.work for one in choices) / work,
-        optimal=None if None in optimal else all(optimal),
-        solve_s=math.fsum(one.solve_s for one in choices),
-        work=work,
-    )
-
-
-def _seconds(layer: Mapping[str, float]) -> float:
-    """The time of a layer (`SECONDS`)."""
-    gpu, cpu, sync, disk, other = (layer[term] for term in SECONDS)
-    return other + max(gpu, cpu + sync) + disk
