@@ -34,10 +34,11 @@ from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import streams  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.wanted import wanted_gpu  # noqa: E402
-from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
+from powerinfer.hybrid import vram  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
@@ -449,10 +450,10 @@ def test_layers_go_where_there_is_room(vrams: tuple[int, ...]) -> None:
     plan = planned("llama-3.3-70b", "RTX 4090, RTX 4090", vram=vrams)
     assert plan.claims.whole
     first, last = plan.parts
-    for part, vram in zip(plan.parts, vrams, strict=True):
+    for part, most in zip(plan.parts, vrams, strict=True):
         each = sum(part.plan.bytes["gpu"].values())
         layer = each // part.plan.claims.gpu_layers
-        assert part.plan.request.vram == vram and vram - 2 * layer < each <= vram, "not one more layer fits"
+        assert part.plan.request.vram == most and most - 2 * layer < each <= most, "not one more layer fits"
     assert first.last < last.last < 80
 
 
@@ -480,3 +481,28 @@ def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(arguments) == 2, message
         text = capsys.readouterr().err
         assert any(one in text for one in message.split("|")), (message, text)
+
+
+@pytest.mark.usefixtures("two_described")
+def test_gpus_that_run_out_of_memory_are_given_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each as much as was lacking on one; where nothing is left to leave out, its own line is what is said."""
+    path, failures = files(tmp_path, "exact"), [1]
+    options = {"threads": 1, "context": 64, "prefill_chunk": 48, "max_batch": 3, "gpu": "cpu,cpu", "trial": False}
+    everything = resolve(open_checkpoint(path), EngineConfig(**options, vram=(2 * GIB, 2 * GIB)))
+    assert everything.placement.several is not None
+    held = tuple(sum(part.plan.bytes["gpu"].values()) for part in everything.placement.several.parts)
+
+    def rehearsed(executor: Any, _: int) -> int | None:
+        if failures[0] and executor.gpu is executor.cards[1]:
+            failures[0] -= 1
+            raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
+        return None
+
+    monkeypatch.setattr(vram, "rehearsed", rehearsed)
+    monkeypatch.setattr(vram, "_LACKING", 1)
+    with LLM(path, **options, vram=held) as llm:
+        hot = [len(ffn.hot) for ffn in llm._sparsity.ffns]  # type: ignore[union-attr]
+        assert not failures[0] and len(hot) == 2 and all(0 < n < 96 for n in hot)
+    failures[0] = 99
+    with pytest.raises(GpuMemoryError, match="ran out of memory while it was tried"):
+        LLM(path, **options, vram=held)

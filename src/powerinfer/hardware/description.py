@@ -248,7 +248,7 @@ class Hardware:
 
     @property
     def all_cards(self) -> tuple[Gpu, ...]:
-        """Its GPUs, `gpu` first."""
+        """All GPUs of the machine, `gpu` first."""
         first = () if self.gpu is None else (Gpu(self.gpu, self.sync_us, self.copy_gb_s),)
         return first + self.cards
 
