@@ -576,7 +576,7 @@ def test_a_wrong_name_of_a_gpu_is_refused_without_torch(model: Path) -> None:
         "except RequestError as error:\n    print(error, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "there is no device 'foo': choose auto, none, cuda, cuda:1 or cpu False\n"
+    assert done.stdout == "there is no device 'foo': choose auto, none, cuda, cuda:1, cpu, or several, as 0,1 False\n"
 
 
 def test_neurons_trade_places_between_requests(model: Path, cache: Path) -> None:

@@ -7,7 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -50,8 +50,9 @@ def test_the_engines_keywords_are_its_configuration() -> None:
         choices = tuple(one for literal in chosen for one in get_args(literal))
         assert choices == tuple(field.metadata.get("choices", ())), field.name
         if not choices:
-            texts = field.metadata.get("size", False)
-            assert keywords[field.name] == (options[field.name] | str if texts else options[field.name]), field.name
+            wanted = options[field.name] | str if field.metadata.get("size") else options[field.name]
+            wanted = int | str | Sequence[int | str] | None if field.metadata.get("sizes") else wanted
+            assert keywords[field.name] == wanted, field.name
         assert (type(None) in get_args(keywords[field.name])) == (type(None) in get_args(options[field.name]))
 
 

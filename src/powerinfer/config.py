@@ -20,7 +20,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     flags: other names of its flag. unlimited: a number that the command line reads as None.
     duration: the field is a number of seconds, which the command line also accepts as 5m or 1h, or -1 for None.
     least: the smallest integer allowed; default: 0 if the field's default is 0, else 1. size: the field is a number of
-    bytes, which the command line also accepts as 8GiB or 500MB.
+    bytes, which the command line also accepts as 8GiB or 500MB; sizes: or several, as 8GiB,500MB.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -1387,7 +1387,12 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of the layers, each once."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope is not None))
+        return self.ropes_of(0, self.n_layers)
+
+    def ropes_of(self, first: int, last: int) -> tuple[RopeConfig, ...]:
+        """The same of the layers [first, last)."""
+        attentions = (layer.attention for layer in self.layers[first:last])
+        return tuple(dict.fromkeys(one.rope for one in attentions if one.rope is not None))
 
 
 @dataclass(frozen=True)
@@ -1472,12 +1477,15 @@ class EngineConfig:
     recall_every: int = option(64, "measure the predictors' recall at every Nth step; 0: never", metavar="N", least=0)
     gpu: str = option(
         "auto",
-        "GPU to use beside the CPU: auto (the first CUDA device, if any), none, cuda:N, or cpu (emulates a GPU, for "
-        "testing)",
+        "GPU to use beside the CPU: auto (the first CUDA device, if any), none, cuda:N, several as 0,1, or cpu "
+        "(emulates a GPU, for testing)",
         metavar="NAME",
     )
-    vram: int | None = option(
-        None, "GPU memory budget, everything included, such as 8GiB; 0: no GPU; default: free GPU memory", size=True
+    vram: int | tuple[int, ...] | None = option(
+        None,
+        "GPU memory budget, everything included, such as 8GiB, or of several GPUs one each (8GiB,12GiB); 0: no GPU; "
+        "default: free GPU memory",
+        sizes=True,
     )
     ram: int | None = option(None, "RAM budget, everything included; default: free RAM", size=True)
     disk: str = option(
@@ -1518,6 +1526,16 @@ class EngineConfig:
         return self.prefill_chunk or DEFAULT_CHUNK
 
     @property
+    def vram_bytes(self) -> int | None:
+        """`vram` of all GPUs together."""
+        return sum(self.vram) if isinstance(self.vram, tuple) else self.vram
+
+    @property
+    def vrams(self) -> tuple[int, ...]:
+        """`vram` of each of several GPUs; (): it is of one, or not given."""
+        return self.vram if isinstance(self.vram, tuple) else ()
+
+    @property
     def reads_draft_head(self) -> bool:
         """Whether a model's draft head is read, if it has one."""
         return self.speculate in ("auto", "mtp")
@@ -1539,7 +1557,8 @@ class PlanConfig:
     )
     card: str | None = option(
         None,
-        "plan for a PC with this card, such as 'RTX 4060', or none, and --ram of RAM (default 32GiB)",
+        "plan for a PC with this card, such as 'RTX 4060', several ('RTX 4090, RTX 3060') or none, and --ram of RAM "
+        "(default 32GiB)",
         metavar="NAME",
     )
     memory: str | None = option(

@@ -34,6 +34,12 @@ def read_size(text: str) -> int:
     return int(number * _UNITS[unit or "b"])
 
 
+def read_sizes(text: str) -> int | tuple[int, ...]:
+    """Bytes as of `read_size`, or of several sizes with commas between them. Raises as that does."""
+    sizes = tuple(map(read_size, text.split(",")))
+    return sizes if len(sizes) > 1 else sizes[0]
+
+
 def exact_size(nbytes: int) -> str:
     """Bytes as `read_size` reads them, in the largest unit of which they are a multiple."""
     unit = next((one for one in ("GiB", "MiB", "KiB") if nbytes and nbytes % _UNITS[one.lower()] == 0), "B")

@@ -16,7 +16,7 @@ from powerinfer.cli.screen import Wrapping, styled
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError, did_you_mean
 from powerinfer.progress import Progress, silent
-from powerinfer.sizes import A_SIZE, NoUnitError, read_size
+from powerinfer.sizes import A_SIZE, NoUnitError, read_size, read_sizes
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Flags of llama.cpp, Ollama and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
 _GPU = ("--vram", "use --vram SIZE, the memory of the GPU to fill, or --gpu none")
+_SHARES = ("--vram", "use --vram, with the memory of each GPU to fill, as 8GiB,12GiB")
+_SEVERAL = ("--gpu", "use --gpu, with the GPUs to use, as 0,1: each computes some of the layers")
 _EXPERTS = ("--vram", "leave it out: experts are in RAM where the GPU is full; --vram SIZE limits it")
 _ATTENTION = ("--kv-type", "leave it out: attention is always computed like that")
 _MAPPING = ("--ram", "leave it out: weights that do not fit RAM are read from disk; --ram SIZE limits it")
@@ -36,6 +38,10 @@ _DRAFTS = ("--speculate", "use --speculate MODEL, lookup or mtp; how many is dec
 _TALK = ("--prompt", "`powerinfer chat` is a conversation")
 FOREIGN = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--gpu-memory-utilization"), _GPU),
+    **dict.fromkeys(("-ts", "--tensor-split"), _SHARES),
+    **dict.fromkeys(
+        ("-sm", "--split-mode", "-mg", "--main-gpu", "-dev", "--device", "--tensor-parallel-size"), _SEVERAL
+    ),
     **dict.fromkeys(("--predict", "--n-predict", "--num-predict"), _LENGTH),
     **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"), _CONTEXT),
     **dict.fromkeys(("-f", "--file"), _FILE),
@@ -243,12 +249,16 @@ def _or_none(read: Callable[[str], Any], name: str, unlimited: int | None = None
     return convert
 
 
-def _size(text: str) -> int:
-    """`read_size` for argparse; ArgumentTypeError for a number without a unit."""
-    try:
-        return read_size(text)
-    except NoUnitError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _with_units(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A reader of sizes for argparse; ArgumentTypeError for a number without a unit."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except NoUnitError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -273,7 +283,7 @@ _bias.__name__ = "ID=BIAS"
 _WHOLE_NUMBER = {"type": _or_none(int, "whole number")}
 _NUMBER = {"type": _or_none(float, "number")}
 
-SIZE_FLAG: dict[str, Any] = {"type": _or_none(_size, A_SIZE), "metavar": "SIZE"}
+SIZE_FLAG: dict[str, Any] = {"type": _or_none(_with_units(read_size), A_SIZE), "metavar": "SIZE"}
 """Reader of a flag of a size in bytes."""
 
 # The annotation of a field decides how its flag reads.
@@ -281,6 +291,7 @@ _READERS: dict[str, dict[str, Any]] = {
     "int": _WHOLE_NUMBER,
     "int | None": _WHOLE_NUMBER,
     "size": SIZE_FLAG,
+    "sizes": {"type": _or_none(_with_units(read_sizes), A_SIZE), "metavar": "SIZE"},
     "duration": {"type": _or_none(read_duration, "duration (such as 30s, 5m)"), "metavar": "TIME"},
     "float": _NUMBER,
     "float | None": _NUMBER,
@@ -322,7 +333,7 @@ def config_flags(
             else:
                 group.add_argument(flag, action="store_true", help=help_text, **details)
             continue
-        kind = next((one for one in ("size", "duration") if field.metadata.get(one)), str(field.type))
+        kind = next((one for one in ("size", "sizes", "duration") if field.metadata.get(one)), str(field.type))
         details.update(_READERS[kind])
         if "unlimited" in field.metadata:
             details["type"] = _or_none(int, "whole number", field.metadata["unlimited"])

@@ -74,7 +74,9 @@ def _flags(work: Work) -> str:
     selector = "auto" if engine.selector == "auto" and work.run_with == "exact" else work.run_with
     values = {name: getattr(engine, name) for name in ENGINE} | {"selector": selector}
     changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
-    sizes = {name: exact_size(changed[name]) for name in ("vram", "ram") if name in changed}
+    sizes = {"ram": exact_size(engine.ram)} if engine.ram is not None else {}
+    if engine.vram_bytes is not None:
+        sizes["vram"] = ",".join(map(exact_size, engine.vrams or (engine.vram_bytes,)))
     flags = ((name.replace("_", "-"), str(value)) for name, value in (changed | sizes).items())
     return "".join(f" --{name} {quote(value)}" for name, value in flags)
 

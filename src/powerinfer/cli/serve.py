@@ -196,8 +196,10 @@ def _serve_several(args: argparse.Namespace, config: ServeConfig, engine: Engine
     if not sources:
         folder = args.models or "`powerinfer list`"
         logs.log("warning", f"no models in {folder} yet: GGUF files and model folders are served once they are there")
+    if engine.vrams:
+        raise RequestError("--vram of several GPUs is for one model: give one -m, or one size")
     policy = ServicePolicy(
-        Budget(engine.ram, engine.vram), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
+        Budget(engine.ram, engine.vram_bytes), config.max_models, config.keep_alive, engine.max_queue or UNLIMITED,
         engine.max_batch, list_sources,
     )  # fmt: skip
     loaded = config.max_models or max(len(sources), LOADED)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, 
 from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
-from powerinfer.devices.step_buffers import StepBuffers
+from powerinfer.devices.step_buffers import PassedRows, StepBuffers
 from powerinfer.devices.streams import streams_of
 from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
 from powerinfer.devices.trace import Trace, span
@@ -68,6 +68,8 @@ else:
     Tensor = device = Any
 
 
+R = TypeVar("R")
+
 GpuMatrix = StoredMatrix | PanelMatrix
 """A matrix as operators take it: one to be uploaded, or one that stays in RAM and streams to the device in every
 step."""
@@ -82,13 +84,15 @@ _CALLERS: dict[Way, str] = {
 
 class CacheSize(NamedTuple):
     """A cache's type and pages; states: slots for the states of sequences, of a model whose layers have any;
-    undo_tokens: as of `StateMemory`; first: the first layer that has its part here, of a draft head the last one."""
+    undo_tokens: as of `StateMemory`; first: the first layer that has its part here, of a further GPU its own first;
+    drafts: it is that of a draft head, a layer by itself behind those of the model (`with_draft`)."""
 
     kv_type: str
     pages: int
     states: int = 0
     undo_tokens: int = 0
     first: int = 0
+    drafts: bool = False
 
 
 class OutputMatrix(NamedTuple):
@@ -142,11 +146,11 @@ class GpuLayers:
         split: bool = False,
         share: MemoryShare | None = None,
     ) -> None:
-        """rotations: of every rotary embedding of these layers; split: their FFNs are wired by `split_ffn`; share:
-        theirs of the device's memory, which ends with them; None: one of their own. A draft head is a layer by itself,
-        behind those of the model (`with_draft`): the cache begins with it."""
+        """layers: the end of those that are here, from the cache's first on. rotations: of every rotary embedding of
+        these layers; split: their FFNs are wired by `split_ffn`; share: theirs of the device's memory, which ends with
+        them; None: one of their own."""
         torch = import_torch()
-        kv_type, pages, states, undo_tokens, self._first = cache
+        kv_type, pages, states, undo_tokens, self._first, drafts = cache
         assert 0 < layers <= config.n_layers and pages > 0 and max_tokens > 0
         self.layers = layers
         self.page_size = cpu.PAGE
@@ -191,7 +195,7 @@ class GpuLayers:
             device,
             *vectors,
             totals=split and changed,
-            inputs=config.d_model if self._first else config.layer_inputs * config.n_layers,
+            inputs=config.d_model if drafts else config.layer_inputs * config.n_layers,
             undo_tokens=undo_tokens,
         )
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
@@ -769,6 +773,16 @@ class GpuLayers:
         """Whether a step ends in logits."""
         return self._head is not None
 
+    @property
+    def place(self) -> str:
+        """The name of the device."""
+        return str(self.device)
+
+    @property
+    def cards(self) -> tuple[GpuLayers, ...]:
+        """The devices that have layers, each as its own: this one."""
+        return (self,)
+
     def _add(self, layer: int, kind: str, run: Callable[[Step], None]) -> None:
         self._layers[layer].add(kind, run)
         self._rewired()
@@ -813,9 +827,10 @@ class GpuLayers:
     # ---------------------------------------------------------------- running
 
     def run(
-        self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
+        self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> NDArray[Any]:
-        """x float32 [T, d_model] after the embedding -> x after these layers, or what `Executor.forward` returns.
+        """x float32 [T, d_model] after the embedding, or the layers of another GPU -> x after these layers, or what
+        `Executor.forward` returns.
 
         slots: of the sequences' states; None: each row of the page table has one of its own; inputs: float32
         [T, layers * numbers] that the layers get of tokens, None: zeros, where they get any.
@@ -825,18 +840,48 @@ class GpuLayers:
         device fails or runs out of memory; further steps can then be run. One that runs out of the memory that its
         share allows is run again without that limit: what torch keeps may be in pieces that it cannot use.
         """
-        try:
-            result = self._run(batch, x, slots, inputs)
-        except GpuMemoryError:
-            if not self.share.lift():
-                raise
-            result = self._run(batch, x, slots, inputs)
+        run = partial(self._run, self._download, batch, x, slots, inputs)
+        result = self._again_without_limit(run)
         if self.observer is not None:
             with gpu_failures("exchanging experts", "give less --vram"), current(self.device):
                 self.observer.end(len(batch.tokens))
         return result
 
-    def _run(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None) -> NDArray[Any]:
+    def pass_on(
+        self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
+    ) -> PassedRows:
+        """x after these layers for another GPU that has those behind them: nothing is waited for. Arguments and errors
+        as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there."""
+        assert self.observer is None
+        return self._again_without_limit(partial(self._run, self.buffers.pass_on, batch, x, slots, inputs))
+
+    def check_passed(self) -> None:
+        """PowerInferError if a part of the CPU failed in a step that was passed on."""
+        if self.link is not None:
+            self.link.check()
+
+    def _again_without_limit(self, run: Callable[[], R]) -> R:
+        try:
+            return run()
+        except GpuMemoryError:
+            if not self.share.lift():
+                raise
+            return run()
+
+    def _download(self, step: Step) -> NDArray[Any]:
+        result = self.buffers.download(step, logits=self.has_head)
+        if self.link is not None:
+            self.link.check()
+        return result
+
+    def _run(
+        self,
+        end: Callable[[Step], R],
+        batch: Batch,
+        x: Float32 | PassedRows,
+        slots: Slots | None,
+        inputs: Float32 | None,
+    ) -> R:
         with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
             torch = import_torch()
             with current(self.device), self._finished_after_failure():
@@ -852,9 +897,7 @@ class GpuLayers:
                     else:
                         recordings.run(step)
                 batch.overlap()
-                result = self.buffers.download(step, logits=self.has_head)
-                if self.link is not None:
-                    self.link.check()
+                result = end(step)
         self._latest_logits = None
         if step.needs == LogitsNeed.CANDIDATES:
             batch.logits = partial(self._logits_of, step)
@@ -869,13 +912,17 @@ class GpuLayers:
         try:
             yield
         except BaseException:
-            if self.link is not None:
-                self.link.release()
-            with suppress(RuntimeError):
-                self._streams.finish()
+            self.finish()
             if self.observer is not None:
                 self.observer.forget()
             raise
+
+    def finish(self) -> None:
+        """Wait for all that the device was given, be it that it fails; it waits for the CPU no more."""
+        if self.link is not None:
+            self.link.release()
+        with suppress(RuntimeError):
+            self._streams.finish()
 
     def _launch(self, step: Step, operators: Sequence[Operator], batch: Batch) -> None:
         for operator in operators:
@@ -949,7 +996,7 @@ class GpuLayers:
             values: Float32 = self._output.make(torch.from_numpy(hidden).to(self.device)).cpu().numpy()
         return values
 
-    def _begin(self, batch: Batch, x: Float32, slots: Slots | None, inputs: Float32 | None = None) -> Step:
+    def _begin(self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None, inputs: Float32 | None = None) -> Step:
         """Upload a step."""
         if not self._states:
             slots = None

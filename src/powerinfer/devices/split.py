@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from powerinfer.devices.disk import DiskTier
     from powerinfer.devices.drafter import DraftHead
     from powerinfer.devices.gpu import GpuLayers
+    from powerinfer.devices.several import SeveralGpus
     from powerinfer.devices.streamed import StreamedLayers
 
 
 class SplitExecutor:
     """Embedding on the CPU, the layers of `gpu`, those of `cpu`, and the head on whichever has it.
+
+    cards: the GPUs, `gpu` the only or the first one.
 
     streamed: those of `cpu` that the GPU computes in steps of many tokens; None: none.
 
@@ -39,7 +42,7 @@ class SplitExecutor:
     def __init__(
         self,
         cpu: CpuExecutor,
-        gpu: GpuLayers,
+        gpu: GpuLayers | SeveralGpus,
         streamed: StreamedLayers | None = None,
         reason: str = "",
         draft: GpuLayers | None = None,
@@ -47,7 +50,9 @@ class SplitExecutor:
         """reason: for the layers that the GPU has; draft: the draft head there, None: the CPU has it, if any."""
         assert cpu.n_pages == gpu.n_pages and cpu.max_tokens == gpu.max_tokens and cpu.first_layer == gpu.layers
         self.cpu = cpu
-        self.gpu = gpu
+        self._gpu = gpu
+        self.cards = gpu.cards
+        self.gpu = self.cards[0]
         self.streamed = streamed
         self.page_size = cpu.page_size
         self.n_states = cpu.n_states
@@ -65,7 +70,7 @@ class SplitExecutor:
         pages = cpu.choices.kv_cache
         assert pages is not None
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
-        part = GpuPart(gpu.layers, gpu.has_head, str(gpu.device))
+        part = GpuPart(gpu.layers, gpu.has_head, gpu.place)
         self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
         if reason:
             self.tell(reason)
@@ -90,7 +95,7 @@ class SplitExecutor:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of weights read per token, on both devices together."""
-        return self.cpu.bytes_per_token + self.gpu.bytes_per_token
+        return self.cpu.bytes_per_token + self._gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[Any]:
         with (
@@ -104,13 +109,13 @@ class SplitExecutor:
     def _on_both(self) -> bool:
         """Whether a step has work for the CPU behind the embedding, all of it in RAM: reads take longer than threads
         take to wake."""
-        return self.cpu.disk is None and (not self.gpu.has_head or self.gpu.shares)
+        return self.cpu.disk is None and (not self._gpu.has_head or self._gpu.shares)
 
     def _forward(self, batch: Batch) -> NDArray[Any]:
         with span(self.trace, "cpu", "embedding", -1):
             x = self.cpu.embedded(batch)
-        result = self.gpu.run(batch, x, self.cpu.slots, self.cpu.step_inputs(len(batch.tokens)))
-        if not self.gpu.has_head:
+        result = self._gpu.run(batch, x, self.cpu.slots, self.cpu.step_inputs(len(batch.tokens)))
+        if not self._gpu.has_head:
             x[:] = result
             if self.streamed is not None and self.streamed.takes(batch):
                 result = self.streamed.finish(batch, self.trace)
@@ -121,7 +126,7 @@ class SplitExecutor:
         return result
 
     def hidden_states(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
-        return self.gpu.hidden_states(rows) if self.gpu.has_head else self.cpu.hidden_states(rows)
+        return self._gpu.hidden_states(rows) if self._gpu.has_head else self.cpu.hidden_states(rows)
 
     @contextmanager
     def traced(self) -> Iterator[Trace]:
@@ -131,7 +136,7 @@ class SplitExecutor:
         """
         self.trace = Trace(self.gpu.device)
         try:
-            with self.gpu.noted(self.trace):
+            with self._gpu.noted(self.trace):
                 yield self.trace
         finally:
             self.trace = None
@@ -142,5 +147,5 @@ class SplitExecutor:
             self.draft.close()
         if self.streamed is not None:
             self.streamed.close()
-        self.gpu.close()
+        self._gpu.close()
         self.cpu.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from powerinfer.devices.batch import NOT_FINITE, Batch, LogitsNeed
 from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
-from powerinfer.devices.streams import Streams, streams_of
+from powerinfer.devices.streams import Event, Streams, streams_of
 from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import Float32
 from powerinfer.kernels import candidates, cpu, gpu_candidates
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor, device
 else:
     Tensor = device = Any
+
+
+class PassedRows(NamedTuple):
+    """The residual stream of a step on another device, float32 [T, d_model], and when it is there."""
+
+    x: Tensor
+    ready: Event
 
 
 class StepBuffers:
@@ -78,21 +85,24 @@ class StepBuffers:
         return self._description.address, int(self._host_logits.data_ptr())
 
     def upload(
-        self, batch: Batch, x: Float32, slots: Slots | None = None, inputs: Float32 | None = None
+        self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> Step:
         """A step on the device; nothing of the last one is under way. Its description, with the residual stream of few
         tokens, is one transfer, that of many tokens another one, and so is what layers get of its tokens. slots: of
         states, if layers have them; inputs: None: zeros."""
         tokens = len(batch.tokens)
-        assert 0 < tokens <= self._x.shape[0] and x.shape == (tokens, self._x.shape[1])
+        rows = x.x if isinstance(x, PassedRows) else x
+        assert 0 < tokens <= self._x.shape[0] and rows.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
-        places = self._description.upload(batch, states, x if tokens <= FEW else None)
-        if places.on_device_x is None:
-            self._host_rows[:tokens] = x
-            on_device = self._x[:tokens]
+        passed = x if isinstance(x, PassedRows) else None
+        places = self._description.upload(batch, states, rows if passed is None and tokens <= FEW else None)
+        on_device = self._x[:tokens] if places.on_device_x is None else places.on_device_x
+        if passed is not None:
+            self._streams.current().wait_event(passed.ready)
+            on_device.copy_(passed.x, non_blocking=True)
+        elif places.on_device_x is None:
+            self._host_rows[:tokens] = rows
             on_device.copy_(self._host_x[:tokens], non_blocking=True)
-        else:
-            on_device = places.on_device_x
         self._last = on_device
         total = None if self._total is None else self._total[:tokens]
         on_layers = None if self._inputs is None else self._inputs[:tokens]
@@ -141,6 +151,12 @@ class StepBuffers:
         self._candidates = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._host_candidates = self._streams.pinned(shape, torch.int32)
         self._records: NDArray[Any] = self._host_candidates.numpy().view(candidates.CANDIDATES)[:, 0]
+
+    def pass_on(self, step: Step) -> PassedRows:
+        """The step's residual stream for another device: it stays there until the next step of this one."""
+        ready = self._streams.event()
+        ready.record(self._streams.current())
+        return PassedRows(step.x, ready)
 
     def download(self, step: Step, logits: bool) -> NDArray[Any]:
         """Result of a step, what it needs of its logits or its residual stream, once the device is done with it."""

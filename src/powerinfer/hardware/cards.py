@@ -17,7 +17,7 @@ from powerinfer.devices.torch_device import OLDEST
 from powerinfer.errors import RequestError
 from powerinfer.formats.json_file import Between, Length, Line, checked, of_kind, parse_json
 from powerinfer.formats.mapped import shown
-from powerinfer.hardware.description import OTHER, RATED_ROWS, Device, Hardware, load
+from powerinfer.hardware.description import OTHER, RATED_ROWS, Device, Gpu, Hardware, load
 
 _FILE = Path(__file__).with_name("cards.json")
 
@@ -151,13 +151,15 @@ def memory_rate(text: str) -> tuple[str, float]:
 def described_machine(
     card: str | None = None, ram: int | None = None, memory: str | None = None, threads: int = 0
 ) -> Hardware:
-    """A machine with a card ("none" or None: without one) and that RAM, in bytes, of a kind that `memory_rate` reads.
+    """A machine with a card, or several ("RTX 4090, RTX 3060"; "none" or None: without one), and that RAM, in bytes, of
+    a kind that `memory_rate` reads.
 
     RequestError for a card, or a kind of RAM, that is not known.
     """
     base = load("pc-16gb")  # its disk, system and fixed times
-    name, published = (None, None) if card is None or card.strip().lower() == NONE else find_card(card)
-    kind = memory or (_OLD_RAM if published is not None and published.year < _DDR5 else _NEW_RAM)
+    named = [] if card is None or card.strip().lower() == NONE else [find_card(one) for one in card.split(",")]
+    old = bool(named) and all(published.year < _DDR5 for _, published in named)
+    kind = memory or (_OLD_RAM if old else _NEW_RAM)
     if ram == 0:
         raise RequestError("--ram is the memory of the described PC: more than 0")
     ram, threads = ram or RAM, threads or CORES
@@ -171,28 +173,36 @@ def described_machine(
     source = f"As published: {modules} ({gb_s:.4g} GB/s)"
     guessed = "" if memory else f"{kind}, as --memory does not say; "
     assumed = f"{guessed}{threads} cores; {_ASSUMED}"
-    if name is None or published is None:
+    if not named:
         title = f"a PC without a GPU, {ram / 2**30:.3g} GiB of {kind.upper()}"
         return Hardware(title, source, cpu, disk=base.disk, assumed=assumed)
     assert base.gpu is not None
-    gpu = _with_rates(base.gpu, DENSE * published.gb_s, ROWS * published.gb_s, CACHED * published.gb_s)
-    mxfp4 = min(DENSE * published.gb_s, MXFP4_GB_S * published.sms * published.ghz)
-    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=published.gib << 30)
-    gpu = replace(gpu, dense_gb_s={**gpu.dense_gb_s, "MXFP4": mxfp4})
-    bus = published.lanes * LANE_GB_S[published.pcie]
-    figures = f"NVIDIA {name} ({published.gib} GB, {published.gb_s:g} GB/s), "
-    figures += f"PCIe {published.pcie}.0 x{published.lanes} ({bus:.3g} GB/s)"
+    (first, figures), *further = (_described_gpu(base.gpu, *one) for one in named)
+    for _, text in further:
+        figures += f"; {text}"
     return Hardware(
-        f"a PC with {name}, {ram / 2**30:.3g} GiB of {kind.upper()}",
+        f"a PC with {' and '.join(name for name, _ in named)}, {ram / 2**30:.3g} GiB of {kind.upper()}",
         f"{source}; {figures}",
         cpu,
-        gpu,
+        first.device,
         base.disk,
-        sync_us=SYNC_US,
-        copy_gb_s=BUS * bus,
+        sync_us=first.sync_us,
+        copy_gb_s=first.copy_gb_s,
         assumed=assumed,
         host_bytes=_HOST_BYTES,
+        cards=tuple(gpu for gpu, _ in further),
     )
+
+
+def _described_gpu(base: Device, name: str, card: Card) -> tuple[Gpu, str]:
+    """A card as a GPU of a machine, and its published figures as text."""
+    gpu = _with_rates(base, DENSE * card.gb_s, ROWS * card.gb_s, CACHED * card.gb_s)
+    mxfp4 = min(DENSE * card.gb_s, MXFP4_GB_S * card.sms * card.ghz)
+    gpu = replace(gpu, name=f"NVIDIA {name}", memory_bytes=card.gib << 30)
+    gpu = replace(gpu, dense_gb_s={**gpu.dense_gb_s, "MXFP4": mxfp4})
+    bus = card.lanes * LANE_GB_S[card.pcie]
+    text = f"NVIDIA {name} ({card.gib} GB, {card.gb_s:g} GB/s), PCIe {card.pcie}.0 x{card.lanes} ({bus:.3g} GB/s)"
+    return Gpu(gpu, SYNC_US, BUS * bus), text
 
 
 _SYSTEM = 4 << 30

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -211,6 +211,15 @@ READERS = 64
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A further GPU of a machine. sync_us, copy_gb_s: as of `Hardware`."""
+
+    device: Device
+    sync_us: _Time = 0.0
+    copy_gb_s: Annotated[float, Between(0, _MOST_RATE)] = 0.0
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A machine. source: where its figures come from; assumed: those that were neither measured nor
     published, "" for none.
@@ -221,6 +230,7 @@ class Hardware:
     key: everything that a measured machine's figures depend on (CPU, engine, threads ...); empty for a described one.
         Of a measured one the rates of some types may be missing, until something reads them.
     disturbed: cores that other programs took while it was measured, 0 if it was not disturbed.
+    cards: its GPUs behind `gpu`, over all of which a model may be placed.
     """
 
     name: Line
@@ -234,6 +244,17 @@ class Hardware:
     key: Annotated[Mapping[Line, Line], Length(64)] = field(default_factory=dict)
     host_bytes: _Bytes = 0
     disturbed: Annotated[float, Between(0, 1e6)] = 0.0
+    cards: Annotated[tuple[Gpu, ...], Length(16)] = ()
+
+    @property
+    def all_cards(self) -> tuple[Gpu, ...]:
+        """All GPUs of the machine, `gpu` first."""
+        first = () if self.gpu is None else (Gpu(self.gpu, self.sync_us, self.copy_gb_s),)
+        return first + self.cards
+
+    def with_cards(self, machines: Sequence[Hardware]) -> Hardware:
+        """The same with the GPUs of other descriptions of the machine behind its own."""
+        return dataclasses.replace(self, cards=tuple(card for one in machines for card in one.all_cards))
 
     def only(self, types: RatedTypes) -> Hardware:
         """A measured machine without the rates of other types on its GPU."""
@@ -315,5 +336,6 @@ def _refuse_absurd(hardware: Hardware, source: str) -> None:
 
 def _devices(hardware: Hardware) -> list[tuple[str, Device, Iterable[str]]]:
     """(field, device, types of matrices there)."""
-    gpu = [] if hardware.gpu is None else [("gpu", hardware.gpu, GPU_TYPES)]
-    return [("cpu", hardware.cpu, NATIVE_TYPES), *gpu]
+    gpus = [("gpu", hardware.gpu)] if hardware.gpu is not None else []
+    gpus += [(f"cards[{at}].device", card.device) for at, card in enumerate(hardware.cards)]
+    return [("cpu", hardware.cpu, NATIVE_TYPES), *((name, gpu, GPU_TYPES) for name, gpu in gpus)]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeGuard
 
 from powerinfer import __version__
 from powerinfer.config import EngineConfig
+from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import PowerInferError
 from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
 from powerinfer.hardware.description import (
@@ -63,8 +65,9 @@ def measured(
     """Describe this machine: by the saved result, otherwise it is measured and saved. Depends on `threads` and `isa` of
     engine.
 
-    gpu: its name, None: without; beside one automatic threads are fewer (`cpu.beside_gpu`). check: called with
-    `memories` before anything is measured, and may raise. types: whose rates on the GPU are read.
+    gpu: its name, or those of several GPUs (`wanted_gpu`), None: without; beside one automatic threads are fewer
+    (`cpu.beside_gpu`). check: called with `memories` before anything is measured, and may raise. types: whose rates on
+    the GPU are read.
     PowerInferError if the GPU cannot be used.
     """
     engine = engine or EngineConfig()
@@ -80,6 +83,8 @@ def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
 
     What the GPU's driver and libraries take of either memory is not known before it is measured, and counts as nothing.
     """
+    if _are_several(gpu):
+        return _with_cards(memories(engine, name) for name in gpu_names(gpu))
     rates = {OTHER: 1.0}
     blank = replace(unmeasured("", *_memory_now()), dense_gb_s=rates, head_gb_s=rates, bundle_gb_s=rates)
     device = None
@@ -104,7 +109,8 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
         say(UNUSED_VRAM.format(reason))
     if name is not None:
         try:
-            choose_device(name)
+            for one in gpu_names(name):
+                choose_device(one)
         except PowerInferError as error:
             if engine.gpu != "auto":
                 raise
@@ -121,6 +127,9 @@ def saved_hardware(engine: EngineConfig, gpu: str | None = None, types: RatedTyp
     The free memory of a GPU is queried again: other programs may use some. So is the machine's where it has another
     size now, as that of a virtual machine may grow with use: no rate depends on it.
     """
+    if _are_several(gpu):
+        saved = [saved_hardware(engine, name, types) for name in gpu_names(gpu)]
+        return None if None in saved else _with_cards(one for one in saved if one is not None)
     hardware = _saved(engine, gpu)
     if hardware is None or gpu is None:
         return hardware
@@ -168,6 +177,9 @@ def measure_and_keep(
 
     If the result cannot be saved, `say` is called with the reason.
     """
+    if _are_several(gpu):
+        names = gpu_names(gpu)
+        return _with_cards(measure_and_keep(engine, progress, say, effort, name, again, types) for name in names)
     engine = cpu.beside_gpu(engine, gpu)
     hardware = None if gpu is None or again else saved_hardware(engine)
     if hardware is None and (gpu is None or types != SIZES_ALONE):
@@ -180,6 +192,16 @@ def measure_and_keep(
     if hardware.disturbed:
         say(DISTURBED.format(hardware.disturbed))
     return hardware
+
+
+def _are_several(gpu: str | None) -> TypeGuard[str]:
+    return gpu is not None and len(gpu_names(gpu)) > 1
+
+
+def _with_cards(machines: Iterable[Hardware]) -> Hardware:
+    """One machine, described with each of its GPUs, with all of them."""
+    first, *further = machines
+    return first.with_cards(further)
 
 
 def _keep(hardware: Hardware, say: Say) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
+from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.hardware.description import SIZES_ALONE
@@ -43,12 +44,19 @@ def place_beside_gpu(
     from powerinfer.devices.torch_device import choose_device
     from powerinfer.hardware.measure import measured
 
-    choose_device(gpu)
+    names = gpu_names(gpu)
+    for name in names:
+        choose_device(name)
     selection = _split_selection(checkpoint, engine, selection)
     spared, engine = cpu.spared_cores(engine.threads, gpu), cpu.beside_gpu(engine, gpu)
     resolved = Resolved(checkpoint, engine, selection, UsedGpu(gpu, spared=spared))
     model = model_of(resolved)
     resolved = resolved.placed(pages=pages_of(model, engine))
+    if len(names) > 1:
+        from powerinfer.hybrid.several import place_on_cards
+
+        on_cards = place_on_cards(resolved, model, progress)
+        return on_cards if isinstance(on_cards, str) else demand(on_cards)
     if not any(model.n_experts) and selection.bundles is None:
         place = partial(_whole_layers, resolved, model)
         hardware = measured(
@@ -66,9 +74,9 @@ def place_beside_gpu(
         outcome = split(resolved.with_chunk(planned.chunk), planned)
         placed = outcome if isinstance(outcome, str) else demand(outcome)
     assert hardware.gpu is not None
-    if isinstance(placed, str) or engine.vram is None:
+    if isinstance(placed, str) or engine.vram_bytes is None:
         return placed
-    return replace(placed, vram=engine.vram - hardware.gpu.reserved_bytes)
+    return replace(placed, vram=engine.vram_bytes - hardware.gpu.reserved_bytes)
 
 
 def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -> Selection:
@@ -99,7 +107,7 @@ def _whole_layers(resolved: Resolved, model: Model, hardware: Hardware) -> Resol
     from powerinfer.placement.budget import budgets, no_layer_fits, whole_layers
 
     engine = resolved.engine
-    vram, ram = budgets(hardware, engine.vram, engine.ram)
+    vram, ram = budgets(hardware, engine.vram_bytes, engine.ram)
     resolved = resolved.with_chunk(dense_request(resolved, model, hardware, ram).chunk)
     work = workload(model, resolved.engine)
     layers, head, staging, draft = whole_layers(model, hardware, work, vram)

@@ -188,6 +188,8 @@ def _has_room(resolved: Resolved) -> bool:
 
 
 def _undecided(resolved: Resolved) -> bool:
+    if resolved.placement.several is not None:
+        return False
     return tried_inside(resolved.engine, resolved.checkpoint.config, resolved.selection)
 
 

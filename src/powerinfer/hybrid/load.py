@@ -17,6 +17,7 @@ import numpy as np
 
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
+from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, draft_problem, on_cpu_alone, permitted
@@ -172,7 +173,7 @@ def load_split(
     stage: Stage | None = None,
     say: Say = silent,
 ) -> SplitExecutor:
-    """The executor of a model whose first layers are on a GPU, at least one.
+    """The executor of a model whose first layers are on a GPU, at least one, or on several.
 
     split: makes the FFNs of these layers, and the checkpoint's matrices are not read; None: they are dense. stage:
     what the other layers stream through, of FFNs of matrices or bundles; None: they do not. say: told what is read from
@@ -181,6 +182,7 @@ def load_split(
     """
     from powerinfer.devices.cpu import CpuExecutor, Drafting
     from powerinfer.devices.gpu import CacheSize, GpuLayers
+    from powerinfer.devices.several import SeveralGpus
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
@@ -192,13 +194,10 @@ def load_split(
     config, placement, spared = checkpoint.config, resolved.placement, resolved.device.spared
     drafts = config.draft is not None
     assert not placement.head or placement.layers == config.n_layers
-    device = choose_device(resolved.gpu)
     rotary = rotations(checkpoint, engine)
     streamed = None
     with ExitStack() as opened:
         disk = open_tier(resolved, say)
-        share = MemoryShare(device)
-        opened.callback(share.end)
         options: dict[str, Any] = {"first_layer": placement.layers, "pages": placement.pages, "disk": disk}
         drafting = Drafting(resolved.tokens_to_undo, head=drafts and not placement.draft)
         cpu = CpuExecutor(config, engine, rotary, drafting=drafting, **options)
@@ -209,32 +208,34 @@ def load_split(
             _, reason = cpu_kernels.choose_threads(0)
             cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
         with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
-            cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens)
-            common: dict[str, Any] = {"max_tokens": cpu.max_tokens, "rotations": rotary, "share": share}
-            gpu = GpuLayers(
-                config,
-                device,
-                layers=placement.layers,
-                cache=cache,
-                split=split is not None,
-                **common,
-            )
-            opened.callback(gpu.close)
+            gpus: list[GpuLayers] = []
+            common: dict[str, Any] = {"max_tokens": cpu.max_tokens}
+            for name, first, last in resolved.card_layers:
+                device = choose_device(name)
+                share = MemoryShare(device)
+                opened.callback(share.end)
+                cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens, first)
+                ropes = config.ropes_of(first, last) if placement.firsts else rotary
+                common |= {"rotations": {rope: rotary[rope] for rope in ropes}, "share": share}
+                gpus.append(GpuLayers(config, device, layers=last, cache=cache, split=split is not None, **common))
+                opened.callback(gpus[-1].close)
             if stage is not None:
-                streamed = StreamedLayers(cpu, gpu, stage)
+                streamed = StreamedLayers(cpu, gpus[-1], stage)
             parts: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
-            wire(cpu, checkpoint, progress, gpu, neurons=selection, **parts)
+            wire(cpu, checkpoint, progress, gpus, neurons=selection, **parts)
             draft = None
             if placement.draft:
-                size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers)
-                draft = GpuLayers(config.with_draft, device, layers=config.n_layers + 1, cache=size, **common)
+                size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers, drafts=True)
+                drafted, chosen = config.with_draft, choose_device(resolved.gpu)
+                draft = GpuLayers(drafted, chosen, layers=config.n_layers + 1, cache=size, **common)
                 opened.callback(draft.close)
-                draft.share_output(gpu)
+                draft.share_output(gpus[0])
                 wire_draft(draft, checkpoint)
             elif drafts:
                 wire_draft(cpu, checkpoint)
         checkpoint.finish()
         checkpoint.release()
+        gpu = gpus[0] if len(gpus) == 1 else SeveralGpus(gpus)
         executor = SplitExecutor(cpu, gpu, streamed, resolved.device.reason, draft)
         if resolved.device.chunk:
             reason = "tokens of a prompt in a step: what is in RAM streams once for each step"
@@ -248,6 +249,8 @@ def _load_beside_gpu(
 ) -> Loaded | Resolved:
     """The model, or the load to try in its place. first: the plan before memory was measured; failures: how often the
     GPU ran out of memory before."""
+    if resolved.placement.several is not None:
+        return _load_on_cards(resolved, loading)
     if resolved.placement.neurons is not None:
         return _load_neurons(resolved, loading, first, tight=failures > 0)
     if resolved.placement.experts is not None:
@@ -273,6 +276,84 @@ def _load_beside_gpu(
     sparsity.stage = None if executor.streamed is None else executor.streamed.stage
     executor.choices.selector = Choice(sparsity.selector, "layers as a whole")
     return executor, sparsity
+
+
+def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
+    """The model on several GPUs. GpuMemoryError where one's budget cannot be kept."""
+    from powerinfer.hybrid.several import CardSplits, splits_of, stages_of
+
+    plan = resolved.placement.several
+    assert plan is not None
+    with ExitStack() as opened:
+        stages = stages_of(resolved, plan, opened)
+        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages)
+        for made in splits:
+            opened.callback(made.close)
+        streams = plan.claims.whole or plan.claims.passes
+        parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
+        executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
+        opened.pop_all()  # the executor closes them
+    try:
+        _settle_cards(executor, resolved, splits, loading)
+        sparsity = _sparsity_of_cards(executor, resolved, splits)
+    except BaseException:
+        executor.close()
+        raise
+    return executor, sparsity
+
+
+def _settle_cards(
+    executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit], loading: Loading
+) -> None:
+    """Hold each GPU's budget, and settle how it computes prompts and steps."""
+    from powerinfer.devices.several import OneCard
+    from powerinfer.hybrid.step_trial import settle as settle_steps
+    from powerinfer.hybrid.vram import hold_card
+
+    plan, prefill = resolved.placement.several, []
+    assert plan is not None
+    each = zip(executor.cards, gpu_names(resolved.gpu), plan.parts, strict=True)
+    for number, (card, name, part) in enumerate(each):
+        one = replace(resolved, device=replace(resolved.device, gpu=name))
+        alone, split = OneCard(executor, card), splits[number] if splits else None
+        settle: Callable[[], None] = lambda: None  # noqa: E731
+        if split is not None:
+            settle = partial(_settle_prompts, alone, one, split, loading.sample, loading.progress)
+        elif card is executor.cards[-1]:
+            settle = partial(_settle_layers, alone, one, loading.progress)
+        hold_card(alone, one, part.plan, split or alone.streamed)
+        settle()
+        if split is not None:
+            settle_steps(alone, split, one)
+        prefill.append(executor.choices.prefill)
+    known = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
+    if len(known) > 1:
+        executor.choices.prefill = Choice("; ".join(known))
+
+
+def _sparsity_of_cards(
+    executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit]
+) -> Sparsity:
+    """How the layers decode, noted in the executor's choices."""
+    from powerinfer.hybrid.experts import ExpertSparsity
+    from powerinfer.hybrid.sparsity import HybridSparsity
+
+    choices, ffns = executor.choices, [ffn for split in splits for ffn in split.ffns]
+    if not splits:
+        sparsity = Sparsity()
+        sparsity.stage = None if executor.streamed is None else executor.streamed.stage
+        choices.selector = Choice(sparsity.selector, "layers as a whole")
+        return sparsity
+    if resolved.placement.experts is not None:
+        of_experts = ExpertSparsity(executor, ffns)  # type: ignore[arg-type]
+        choices.experts = Choice("static", resolved.policy.reason)
+        choices.selector = Choice(of_experts.selector, "experts on the GPUs and the CPU", _expert_selector(resolved))
+        of_experts.clear()
+        return of_experts
+    of_neurons = HybridSparsity(resolved.selection.selector, executor, ffns)  # type: ignore[arg-type]
+    choices.selector = Choice(of_neurons.selector, "neurons on the GPUs and the CPU")
+    of_neurons.clear()
+    return of_neurons
 
 
 def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progress) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.states import tokens_to_undo
+from powerinfer.devices.wanted import gpu_names
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.kernels import cpu
 from powerinfer.neurons import Indices
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UsedGpu:
-    """The device beside the CPU. gpu: its name (`choose_device`), None: there is none; reason: for people.
+    """The device beside the CPU. gpu: its name (`choose_device`), or those of several GPUs (`wanted_gpu`), None: there
+    is none; reason: for people.
     spared: cores that automatic threads leave to the GPU's driver; the options have the threads that remain. chunk: of
     prompts, chosen for it, which the options have too; 0: not for it."""
 
@@ -52,7 +54,8 @@ class Placement:
     for their neurons or experts, None: these layers are dense. staging: bytes of a buffer through which the others
     stream for long prompts, 0: none; scratch: bytes of working memory on the GPU that experts or layers were placed by,
     None: an estimate. disk: what stays there, None: nothing. pages: of the KV cache on every device, None: as many as
-    fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit.
+    fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. firsts: of several GPUs the first
+    layer of each, (): there is one; several: the plan over them, where one made that.
     """
 
     layers: int = 0
@@ -64,6 +67,8 @@ class Placement:
     pages: int | None = None
     kv_room: int | None = None
     draft: bool = False
+    firsts: tuple[int, ...] = ()
+    several: Plan | None = None
 
     @property
     def neurons(self) -> Plan | None:
@@ -129,6 +134,12 @@ class Resolved:
         assert self.device.gpu is not None
         return self.device.gpu
 
+    @property
+    def card_layers(self) -> list[tuple[str, int, int]]:
+        """Each GPU by its name, with the first of its layers and their end."""
+        firsts = self.placement.firsts or (0,)
+        return list(zip(gpu_names(self.gpu), firsts, (*firsts[1:], self.placement.layers), strict=True))
+
     def with_chunk(self, tokens: int) -> Resolved:
         """The same with chunks of prompts that were chosen for its GPU."""
         if self.engine.prefill_chunk or tokens == self.engine.chunk:
@@ -166,8 +177,9 @@ def needs(resolved: Resolved) -> Needs:
     disk, layers, staging = placement.disk, placement.layers, placement.staging
     if disk is not None and not layers:
         return Needs(sum(disk.held.values()))
-    if placement.neurons is not None:
-        placed = placement.neurons.bytes
+    whole_plan = placement.several or placement.neurons
+    if whole_plan is not None:
+        placed = whole_plan.bytes
         return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
     model = model_of(resolved)
     if not layers:

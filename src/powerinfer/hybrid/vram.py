@@ -43,6 +43,10 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
     lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
     placement, lacking = resolved.placement, lacking or _LACKING << failures
+    if placement.several is not None:
+        from powerinfer.hybrid.several import with_less
+
+        return with_less(resolved, lacking)
     if placement.neurons is not None:
         hot_bytes = _hot_bytes(placement.neurons)
         less = with_less_vram(placement.neurons, min(lacking, hot_bytes)) if hot_bytes else None
@@ -125,6 +129,19 @@ def hold_budget(
         recorded = sum(one.recorded_bytes for one in (executor.gpu, executor.draft) if one is not None)
         executor.gpu.share.limit(vram - recorded)
     return resolved, used
+
+
+def hold_card(executor: SplitExecutor, resolved: Resolved, plan: Plan, split: Split | None) -> None:
+    """Run the largest steps of one of several GPUs, which are placed by its part of the plan. split: as of
+    `hold_budget`. GpuMemoryError if its budget cannot be kept."""
+    used, gpu = _rehearsal(executor, resolved, split), plan.request.hardware.gpu
+    if used is None or gpu is None or not resolved.engine.vrams:
+        return
+    limit = (plan.request.vram or 0) - gpu.reserved_bytes
+    lacking = _lacking(used, split, limit)
+    if lacking > 0:
+        raise _budget_error(lacking, limit)
+    executor.gpu.share.limit(limit - executor.gpu.recorded_bytes)
 
 
 def measured_scratch(resolved: Resolved, split: ExpertSplit, used: int | None) -> int | None:

@@ -82,7 +82,7 @@ def spared_cores(requested: int, gpu: str | None) -> int:
     """Cores that automatic threads leave to that GPU's driver, which calls the CPU from threads of its own: two, but of
     few cores a fourth. With one thread on each of 16 cores a step with calls took 1.7 times as long as with 14
     (docs/hybrid.md). torch's CPU device has no driver."""
-    if requested or gpu is None or gpu == "cpu":
+    if requested or gpu is None or gpu.startswith("cpu"):
         return 0
     return min(_DRIVER_CORES, usable_cores()[0] // 4)
 

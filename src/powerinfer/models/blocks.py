@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -104,7 +104,7 @@ def wire(
     executor: CpuExecutor,
     checkpoint: Checkpoint,
     progress: Progress,
-    first: GpuLayers | None = None,
+    first: Sequence[GpuLayers] = (),
     *,
     neurons: Neurons | None = None,
     split: SplitFfns | None = None,
@@ -113,22 +113,24 @@ def wire(
 ) -> None:
     """Embedding, layers, head. Every tensor of the checkpoint is taken once.
 
-    neurons: of the executor's FFNs if they have bundles, None: from the checkpoint's matrices. first: gets the layers
-    before the executor's, with FFNs made by `split` if given, and with `head` the head too. last: wires the executor's
-    layers, and on a GPU too what streams there; None: the executor alone.
+    neurons: of the executor's FFNs if they have bundles, None: from the checkpoint's matrices. first: get the layers
+    before the executor's, one after another, with FFNs made by `split` if given, and with `head` the last one the head,
+    too. last: wires the executor's layers, and on a GPU too what streams there; None: the executor alone.
     """
     config = checkpoint.config
     embedding = wire_embedding(executor, checkpoint)
     streams: Any = None  # the device that has several residual streams, and all layers
     if config.altup is not None:
-        streams = executor if first is None else first
+        assert len(first) < 2
+        streams = first[0] if first else executor
         altup.expand(streams, checkpoint)
     for layer in range(config.n_layers):
-        if first is not None and layer < first.layers:
-            of_first: OwnFfn[GpuNorm] | None = None
+        gpu = next((card for card in first if layer < card.layers), None)
+        if gpu is not None:
+            of_gpu: OwnFfn[GpuNorm] | None = None
             if split is not None and isinstance(config.layers[layer].ffn, split.kind):
-                of_first = partial(_split, executor, first, layer, split)
-            wire_layer(first, checkpoint, layer, of_first)
+                of_gpu = partial(_split, executor, gpu, layer, split)
+            wire_layer(gpu, checkpoint, layer, of_gpu)
         else:
             own: OwnFfn[Any] | None = None
             if neurons is not None and neurons.bundles is not None:
@@ -141,8 +143,8 @@ def wire(
         progress("loading weights", layer + 1, config.n_layers)
     if streams is not None:
         altup.merge(streams, checkpoint)
-    if first is not None and head:
-        wire_head(first, checkpoint, embedding)
+    if first and head:
+        wire_head(first[-1], checkpoint, embedding)
     else:
         wire_head(executor, checkpoint, embedding)
 
@@ -217,7 +219,7 @@ def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, 
 
 def _split(
     executor: CpuExecutor,
-    first: GpuLayers,
+    gpu: GpuLayers,
     layer: int,
     split: SplitFfns,
     norm: GpuNorm | None,
@@ -225,7 +227,7 @@ def _split(
     out_norm: GpuNorm | None,
 ) -> None:
     bias = None if isinstance(given, ExpertWeights) else given.down_bias
-    first.split_ffn(layer, norm, split(executor, first, layer, given), bias, out_norm)
+    gpu.split_ffn(layer, norm, split(executor, gpu, layer, given), bias, out_norm)
 
 
 def _bundled(

@@ -200,18 +200,19 @@ class Claims:
 
 
 def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int, int]:
-    """(VRAM, RAM) in bytes; None: all that is free. RequestError for more than there is.
+    """(VRAM, RAM) in bytes, of all GPUs together; None: all that is free. RequestError for more than there is.
 
     Without a GPU --vram is ignored; the plan's reasons say so.
     """
     gpu, cpu = hardware.gpu, hardware.cpu
+    every = sum(card.device.memory_bytes for card in hardware.all_cards)
     if gpu is None:
         vram = 0
     elif vram is None:
-        vram = gpu.memory_bytes
-    elif vram > gpu.memory_bytes:
+        vram = every
+    elif vram > every:
         now = " free: give less, or end other programs on it" if hardware.key else ""  # measured, not described
-        raise VramError(f"--vram {gib(vram)}, but {gpu.name} has {gib(gpu.memory_bytes)}{now}")
+        raise VramError(f"--vram {gib(vram)}, but {gpu.name} has {gib(every)}{now}")
     if ram is None:
         ram = cpu.memory_bytes - cpu.reserved_bytes
     elif ram > cpu.memory_bytes:

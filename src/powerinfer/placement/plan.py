@@ -35,7 +35,7 @@ from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
-from powerinfer.placement import cost, solver
+from powerinfer.placement import cost, several, solver
 from powerinfer.placement.budget import (
     Claims,
     Division,
@@ -71,6 +71,7 @@ from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.plan_document import (
     FORMAT,
     Budgets,
+    CardPlan,
     Help,
     LayerPlan,
     PlanDocument,
@@ -96,6 +97,8 @@ _NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """The terms of a layer's time: other + max(gpu, cpu + sync) + disk."""
 
+_ONE_AT_A_TIME = "a step goes from one GPU to the next, and only one of them computes at a time"
+
 Float64 = NDArray[np.float64]
 _Groups = Sequence[int] | solver.Numbers
 
@@ -111,7 +114,8 @@ class PlanRequest:
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
     room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves,
-    undo_tokens, drafts: as of `Workload`.
+    undo_tokens, drafts: as of `Workload`. vrams: the budget of each of several GPUs of the machine, of which `vram` is
+    the sum; (): all that each has.
     """
 
     model: Model
@@ -138,6 +142,7 @@ class PlanRequest:
     moves: bool = False
     undo_tokens: int = 0
     drafts: bool = False
+    vrams: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -165,8 +170,15 @@ class PlanRequest:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
         return demand(self.claims_if_any())
 
+    @property
+    def on_cards(self) -> bool:
+        """Whether the model is placed on several GPUs."""
+        return len(self.hardware.all_cards) > 1 and self.vram != 0
+
     def claims_if_any(self) -> Claims | RequestError:
         """The claims; the error where the budgets are too small."""
+        if self.on_cards:
+            return several.claims_on_cards(self)
         model, work = self.model, self.workload
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
@@ -219,6 +231,8 @@ class PlanRequest:
 
     def claims_without_disk(self) -> Claims | RequestError:
         """The claims; the error, with the minimum, where a GPU is used and something would stay on disk."""
+        if self.on_cards:
+            return self.claims_if_any()
         return claim(self.model, self.hardware, self.workload, self.vram, self.ram, self.frequencies, self.cached)
 
     def settled(self, rests: bool = True, ram: str = "RAM") -> tuple[PlanRequest, str]:
@@ -316,9 +330,9 @@ class Choice:
 
     layer_seconds: of each layer for one step, by term: gpu and cpu (neurons; concurrent), sync, disk,
     other (predictor, and attention unless it is part of gpu); seconds: of the step. mass: for each layer, of its
-    activations, the share that the GPU computes; mass_on_gpu: of the model's. work_on_gpu: of the weights' bytes that a
-    step reads, the dense ones included, the share that the GPU reads. optimal: whether the policy's best is proven,
-    None for heuristic policies. solve_s: seconds of solving.
+    activations, the share that the GPU computes; mass_on_gpu: of the model's. work: bytes of weights that a step reads,
+    the dense ones included; work_on_gpu: the share of it that the GPU reads. optimal: whether the policy's best is
+    proven, None for heuristic policies. solve_s: seconds of solving.
     """
 
     gpu: tuple[int, ...]
@@ -330,6 +344,22 @@ class Choice:
     work_on_gpu: float
     optimal: bool | None
     solve_s: float
+    work: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A GPU's part of a plan over several: the layers from `first` on, as many as the plan's model has or, of the last
+    part, as its claims say. name: of the GPU; plan: of a model of these layers alone, with the head in the last."""
+
+    first: int
+    name: str
+    plan: Plan
+
+    @property
+    def last(self) -> int:
+        """The end of its layers on the GPU."""
+        return self.first + self.plan.claims.gpu_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,7 +368,8 @@ class Plan:
 
     others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
     at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say. settled: the
-    selector, where that is another than the request's.
+    selector, where that is another than the request's. parts: of each GPU, where there are several; what the plan says
+    of the GPU is then their sum.
     """
 
     request: PlanRequest
@@ -349,6 +380,7 @@ class Plan:
     helps: tuple[Help, ...]
     from_disk: Prediction | None = None
     settled: str | None = None
+    parts: tuple[Part, ...] = ()
 
     @property
     def selector(self) -> str:
@@ -571,7 +603,14 @@ class Plan:
             helps=list(self.helps),
             hardware=request.hardware.name,
             path=None if path is None else str(path),
+            cards=[_card_plan(part) for part in self.parts],
         )
+
+
+def _card_plan(part: Part) -> CardPlan:
+    claims, vram = part.plan.claims, part.plan.request.vram
+    held = part.plan.bytes["gpu"]
+    return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, bool(held.get("head")), held)
 
 
 # ---------------------------------------------------------------- making one
@@ -600,6 +639,8 @@ def place(request: PlanRequest) -> Plan | RequestError:
 
 def _split_plan(request: PlanRequest) -> Plan | RequestError:
     """The plan with the GPU, even where the CPU alone is faster."""
+    if request.on_cards:
+        return _plan_on_cards(request)
     claims = request.claims_if_any()
     if isinstance(claims, RequestError):
         return claims
@@ -611,6 +652,75 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
     if claims.inside:
         return _compare_undivided(plan)
     return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
+
+
+def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
+    """The plan of the parts of several GPUs, each made as for one."""
+    parts = several.parts_of(request)
+    if isinstance(parts, RequestError):
+        return parts
+    claims = several.joined(request, parts.firsts, parts.requests, parts.claims)
+    if isinstance(claims, RequestError):
+        return claims
+    plans = []
+    pairs = list(zip(parts.requests, parts.claims, strict=True))
+    spare = claims.cpu_left - sum(several.least_cold(*pair) for pair in pairs)
+    for part, own in pairs:
+        least = several.least_cold(part, own)
+        plan = _split_plan(replace(part, ram=several.PLENTY // 2 - own.cpu_left + least + spare))
+        if isinstance(plan, RequestError):
+            return plan
+        cold = sum(plan.choice.kept) - sum(plan.choice.gpu) if own.bundles else 0
+        spare -= max(0, cold * GROUP * own.cpu_neuron - least)
+        plans.append(plan)
+    claims = several.joined(request, parts.firsts, parts.requests, [plan.claims for plan in plans])
+    if isinstance(claims, RequestError):
+        return claims
+    names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
+    choice = _joined_choice(request, [plan.choice for plan in plans], plans)
+    others = {
+        policy: _joined_choice(request, [plan.others[policy] for plan in plans], plans)
+        for policy in plans[0].others
+        if policy != "random"
+    }
+    reasons = (*_reasons(request, claims, choice), _ONE_AT_A_TIME)
+    named = tuple(Part(*each) for each in zip(parts.firsts, names, plans, strict=True))
+    return Plan(request, claims, choice, others, reasons, (), parts=named)
+
+
+def _joined_choice(request: PlanRequest, choices: Sequence[Choice], plans: Sequence[Plan]) -> Choice:
+    """Choices of parts as that of one model."""
+    layers = [seconds for one in choices for seconds in one.layer_seconds]
+    ends = choices[-1].seconds - math.fsum(map(_layer_seconds, choices[-1].layer_seconds))
+    for plan in plans[1:]:  # its own launch, and the residual stream goes there
+        gpu = plan.request.hardware.gpu
+        assert gpu is not None
+        ends += 1e-6 * (gpu.step_us + plan.request.hardware.sync_us)
+    mass = [share for one in choices for share in one.mass]
+    weights = [int(counts.sum()) for counts in request.profile.counts]
+    if any(request.model.n_experts):
+        weights = [int(n > 0) for n in request.model.n_experts]
+    carried = math.fsum(share * weight for share, weight in zip(mass, weights, strict=True))
+    work = math.fsum(one.work for one in choices)
+    optimal = [one.optimal for one in choices]
+    return Choice(
+        gpu=tuple(n for one in choices for n in one.gpu),
+        kept=tuple(n for one in choices for n in one.kept),
+        layer_seconds=tuple(layers),
+        seconds=math.fsum(map(_layer_seconds, layers)) + ends,
+        mass=tuple(mass),
+        mass_on_gpu=carried / max(1, sum(weights)),
+        work_on_gpu=math.fsum(one.work_on_gpu * one.work for one in choices) / work,
+        optimal=None if None in optimal else all(optimal),
+        solve_s=math.fsum(one.solve_s for one in choices),
+        work=work,
+    )
+
+
+def _layer_seconds(layer: Mapping[str, float]) -> float:
+    """The time of a layer (`SECONDS`)."""
+    gpu, cpu, sync, disk, other = (layer[term] for term in SECONDS)
+    return other + max(gpu, cpu + sync) + disk
 
 
 def _compare_undivided(plan: Plan) -> Plan:
@@ -934,6 +1044,7 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
     parts = {name: values[rows, gpu] for name, values in tables.parts.items()} | {"disk": read}
     seconds = math.fsum(parts["other"]) + math.fsum(np.maximum(parts["gpu"], parts["cpu"] + parts["sync"]))
     on_gpu, whole = tables.mass[rows, gpu], tables.mass[:, -1]
+    work_on_gpu, work = _work(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum()))
     if claims.slots is not None:
         reads = request.experts_read(claims)
         whole = np.sign(np.array(request.model.n_experts, np.float64))
@@ -945,9 +1056,10 @@ def _choose(request: PlanRequest, claims: Claims, tables: _Tables, policy: str, 
         seconds=seconds + math.fsum(read) + tables.ends,
         mass=tuple(float(a / b) if b else 0.0 for a, b in zip(on_gpu, whole, strict=True)),
         mass_on_gpu=float(on_gpu.sum() / whole.sum()) if whole.sum() else 0.0,
-        work_on_gpu=_work_on_gpu(request, claims, float(tables.work[rows, gpu].sum()), float(tables.work[:, -1].sum())),
+        work_on_gpu=work_on_gpu / work,
         optimal=optimal,
         solve_s=solve_s,
+        work=work,
     )
 
 
@@ -1078,8 +1190,8 @@ def _fewest_cold(request: PlanRequest, claims: Claims) -> int:
     return max(0, sum(request.profile.sizes[: claims.gpu_layers]) - on_gpu)
 
 
-def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> float:
-    """The share of the bytes of weights of a step that the GPU reads."""
+def _work(request: PlanRequest, claims: Claims, of_neurons: float, of_all_neurons: float) -> tuple[float, float]:
+    """Bytes of weights that the GPU reads in a step, and both devices."""
     model, first = request.model, claims.gpu_layers
     reads = request.experts_read(claims)
     attention = []
@@ -1099,7 +1211,7 @@ def _work_on_gpu(request: PlanRequest, claims: Claims, of_neurons: float, of_all
     predictors = [sum(one.stored for one in pair) for pair in model.predictors if request.selector == "predicted"]
     whole = sum(attention) + sum(predictors) + model.head.stored + of_all_neurons
     gpu = sum(attention[:first]) + sum(predictors[:first]) + claims.gpu_head * model.head.stored
-    return (gpu + of_neurons) / whole
+    return gpu + of_neurons, whole
 
 
 def _least(request: PlanRequest, bundles: BundleLayout) -> int | None:

@@ -43,6 +43,18 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class CardPlan:
+    """One of several GPUs: its name, its budget in bytes, its layers, whether it has the head, and its bytes by use."""
+
+    name: Text
+    vram: Count
+    first_layer: Count
+    layers: Count
+    head: bool
+    bytes: dict[str, Count]
+
+
+@dataclass(frozen=True)
 class Budgets:
     """Bytes."""
 
@@ -99,7 +111,7 @@ class PlanDocument:
     key: of `PlanRequest.key`; fingerprint, profile: of the model and of the profile that it was made for; quantize: how
     the model was opened, None: as it is. fits: nothing is read from disk; loads: a load takes it. bytes: tier -> part
     -> bytes; activations: tier -> share. path: its file, None: not saved; assumed: lines about figures that were not
-    measured.
+    measured. cards: where there are several GPUs, each by itself.
     """
 
     key: Text
@@ -130,6 +142,7 @@ class PlanDocument:
     path: Text | None = None
     loads: bool = True
     assumed: list[Text] = dataclasses.field(default_factory=list)
+    cards: list[CardPlan] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name, tiers in (("bytes", self.bytes), ("activations", self.activations)):

@@ -13,7 +13,7 @@ from powerinfer.devices.states import tokens_to_undo
 from powerinfer.devices.wanted import NO_GPU, wanted_gpu
 from powerinfer.errors import RequestError, demand
 from powerinfer.hardware.cards import NONE, described_machine, typical_card
-from powerinfer.hardware.description import Hardware, load
+from powerinfer.hardware.description import Device, Hardware, load
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, check_ram, no_layer_fits
 from powerinfer.placement.chunks import with_long_chunks
@@ -72,14 +72,15 @@ class Subject:
         Where torch's CPU emulates the GPU (`--gpu cpu`) times mean nothing: as many neurons as fit are placed there.
         """
         planning = planning or PlanConfig()
-        emulated = engine.gpu == "cpu" and not planning.described and hardware.gpu is not None
+        emulated = engine.gpu.startswith("cpu") and not planning.described and hardware.gpu is not None
         cached = engine.expert_policy not in ("static", "auto")
         stays = engine.expert_policy == "static" and not engine.adjust  # else experts move as a whole
         made = PlanRequest(
             self.model if stays else replace(self.model, inside={}),
             self.profile,
             hardware,
-            vram=0 if engine.gpu == "none" else engine.vram,
+            vram=0 if engine.gpu == "none" else engine.vram_bytes,
+            vrams=engine.vrams,
             ram=engine.ram,
             context=engine.context or self.model.config.context_length,
             batch=planning.batch,
@@ -107,6 +108,8 @@ def on_named_gpu(request: PlanRequest) -> PlanRequest | RequestError:
     """The same request; the error, with the smallest budget that does, if no layer fits on its machine's GPU."""
     vram, _ = budgets(request.hardware, request.vram, request.ram)
     claims = request.claims_if_any() if vram else None
+    if request.on_cards and claims is not None:
+        return claims if isinstance(claims, RequestError) else request
     if claims is None or isinstance(claims, RequestError):
         return request if claims is None else claims
     return request if claims.gpu_layers else no_layer_fits(request.model, request.hardware, request.workload, vram)
@@ -157,9 +160,9 @@ def described(
     if planning.card is not None:
         machine = described_machine(planning.card, engine.ram, planning.memory, engine.threads)
         return machine, replace(engine, ram=None)
-    if not is_shape or not engine.vram or wanted_gpu(engine)[0] is not None:
+    if not is_shape or not engine.vram_bytes or wanted_gpu(engine)[0] is not None:
         return None
-    card = typical_card(engine.vram)
+    card = ", ".join(map(typical_card, engine.vrams or (engine.vram_bytes,)))
     machine = described_machine(card, engine.ram, None, engine.threads)
     return replace(machine, assumed=f"{card}, as --card does not say; {machine.assumed}"), replace(engine, ram=None)
 
@@ -171,7 +174,15 @@ def _as_large(hardware: Hardware, engine: EngineConfig) -> Hardware:
     larger = replace(hardware, cpu=replace(cpu, memory_bytes=max(cpu.memory_bytes, engine.ram or 0)))
     if gpu is None:
         return larger
-    return replace(larger, gpu=replace(gpu, memory_bytes=max(gpu.memory_bytes, engine.vram or 0)))
+    first, *others = engine.vrams or (engine.vram_bytes or 0,)
+    each = zip(hardware.cards, others, strict=False)
+    cards = tuple(replace(card, device=_with_at_least(card.device, vram)) for card, vram in each)
+    return replace(larger, gpu=_with_at_least(gpu, first), cards=cards + hardware.cards[len(cards) :])
+
+
+def _with_at_least(device: Device, nbytes: int) -> Device:
+    """A device with so much memory, if it has less."""
+    return replace(device, memory_bytes=max(device.memory_bytes, nbytes))
 
 
 def plan_request(

@@ -186,26 +186,30 @@ def _newest_plan(checkpoint: Checkpoint, prepared: str | None, profile: Profile 
 def _options(plan: PlanDocument) -> str:
     """Options of the command that makes such a plan again."""
     options = {
-        "vram": _exact(plan.budgets.vram), "ram": _exact(plan.budgets.ram), "context": plan.context,
+        "vram": _vram(plan), "ram": _exact(plan.budgets.ram), "context": plan.context,
         "batch": plan.batch, "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
     hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
     return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())
 
 
+def _vram(plan: PlanDocument) -> str:
+    """The plan's --vram."""
+    return ",".join(_exact(card.vram) for card in plan.cards) or _exact(plan.budgets.vram)
+
+
 def next_steps(prepared: Findings) -> list[tuple[str, str]]:
     """Purpose and command of the next steps: what makes the next missing file, or what uses them all."""
     if prepared.open is None:
         assert prepared.plan.value is not None
-        budgets = prepared.plan.value.budgets
-        limits = f"--vram {_exact(budgets.vram)} --ram {_exact(budgets.ram)}"
+        limits = f"--vram {_vram(prepared.plan.value)} --ram {_exact(prepared.plan.value.budgets.ram)}"
         return [("With the model and a text at hand:", f"powerinfer prepare -m MODEL --corpus TEXT {limits}")]
     if prepared.lacking:
         missing = prepared.lacking[0]
         return [(f"Make the {missing.noun}{' again' if missing.stale else ''}:", missing.command)]
     plan, limits = prepared.plan.value, ""
     if plan is not None and plan.gpu_layers and plan.hardware not in ready_made():
-        limits = f" --vram {_exact(plan.budgets.vram)} --ram {_exact(plan.budgets.ram)}"
+        limits = f" --vram {_vram(plan)} --ram {_exact(plan.budgets.ram)}"
     selector = " --selector predicted" if prepared.predictor.value is not None else ""
     return [
         ("Measure what the model reaches on this machine:", f"powerinfer bench {prepared.open}{selector}{limits}"),

@@ -47,7 +47,7 @@ class EngineOptions(TypedDict, total=False):
     prepared: str | None
     recall_every: int
     gpu: str
-    vram: int | str | None
+    vram: int | str | Sequence[int | str] | None
     ram: int | str | None
     disk: Literal["auto", "direct", "cached", "none"]
     disk_policy: Literal["lfu", "window", "lru", "static"]
@@ -149,7 +149,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     options_ = {field.name: field for field in fields(EngineConfig)}
     check_names(options, options_, "LLM")
     sizes = {name: _bytes(name, value) for name, value in options.items() if options_[name].metadata.get("size")}
-    options = {**options, **sizes}
+    options = {**options, **sizes, **({"vram": _each_bytes("vram", options["vram"])} if "vram" in options else {})}
     for name, value in options.items():
         default, choices = options_[name].default, options_[name].metadata.get("choices")
         if choices and value is not None and value not in choices:
@@ -165,6 +165,19 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     if options.get("retrial") and not options.get("trial", True):
         raise RequestError("--retrial repeats the trials, and --no-trial makes none: leave out one of the two")
     return EngineConfig(**options if "speculate" not in options else options | {"speculate": str(way)})
+
+
+def _each_bytes(name: str, value: object) -> int | tuple[int, ...] | None:
+    """A size, or several, as of `_bytes`."""
+    if isinstance(value, str) and "," in value:
+        value = tuple(value.split(","))
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return _bytes(name, value)
+    sizes = [_bytes(name, one) for one in value]
+    known = tuple(one for one in sizes if one is not None)
+    if len(known) < len(sizes) or not sizes:
+        raise RequestError(f"{name} of several GPUs must be a size for each, not {value!r}")
+    return known if len(known) > 1 else known[0]
 
 
 def _bytes(name: str, value: object) -> int | None:

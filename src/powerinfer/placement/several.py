@@ -1,0 +1,333 @@
+"""Plans over several GPUs: each gets layers that follow each other, in proportion to what it can hold.
+
+    GPU 1   layers 0 to 17: attention, cache, hot neurons or experts
+    GPU 2   layers 18 to 31, and the head
+
+The planner of one GPU (`plan.py`) places what is in a part: it is given a model of these layers alone, and the GPU's
+own budget and rates. RAM is shared: what the parts leave there must fit together, and nothing stays on disk. A step
+goes through one part after another, so its time is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from powerinfer.config import AttentionConfig, LayerConfig
+from powerinfer.devices.link import link_bytes
+from powerinfer.errors import RequestError, VramError
+from powerinfer.hardware.description import Gpu
+from powerinfer.models.inventory import Inventory
+from powerinfer.neurons import Profile
+from powerinfer.placement.budget import (
+    Claims,
+    Footprint,
+    budgets,
+    gib,
+    in_ram,
+    layers_that_fit,
+    no_layer_fits,
+    shared_in_ram,
+    staged_in_ram,
+)
+from powerinfer.placement.shapes import Model
+from powerinfer.placement.solver import GROUP
+
+if TYPE_CHECKING:
+    from powerinfer.placement.plan import PlanRequest
+
+PLENTY = 1 << 46
+"""Bytes of RAM of a part, whose real limit is that of all parts together."""
+
+TOGETHER = "{}: its {} stay on one GPU: name one with --gpu, or one card"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts' requests, with plenty of RAM, the first layer of each, and their claims."""
+
+    firsts: tuple[int, ...]
+    requests: tuple[PlanRequest, ...]
+    claims: tuple[Claims, ...]
+
+    @property
+    def rank(self) -> tuple[int, bool]:
+        """The number of layers on GPUs, and whether the head is there: more is better."""
+        return self.firsts[-1] + self.claims[-1].gpu_layers, self.claims[-1].gpu_head
+
+
+# ---------------------------------------------------------------- parts of a model
+
+
+def part_of(model: Model, first: int, last: int) -> Model:
+    """A model of the layers [first, last), numbered from 0, without a draft head, and without the head unless the last
+    layer is among them."""
+    span, ends = slice(first, last), last == model.config.n_layers
+    config = replace(model.config, layers=tuple(_moved(one, first) for one in model.config.layers[span]), draft=None)
+    inventory = _part_of_inventory(model.inventory, first, last, ends)
+    head = model.head if ends else replace(model.head, panels=0, stored=0, file=0)
+    return replace(
+        model,
+        config=config,
+        bundles=model.bundles[span],
+        attention=model.attention[span],
+        ffn=model.ffn[span],
+        experts=model.experts[span],
+        beside=model.beside[span],
+        vectors=4 * sum(inventory.vectors.values()),
+        predictors=model.predictors[span],
+        selected=model.selected[span],
+        projections=model.projections if ends else (),
+        head=head,
+        inventory=inventory,
+        inside={layer - first: use for layer, use in model.inside.items() if first <= layer < last},
+    )
+
+
+def _moved(layer: LayerConfig, by: int) -> LayerConfig:
+    """A layer whose source of keys and values, if it has one, is numbered anew."""
+    attention = layer.attention
+    if not isinstance(attention, AttentionConfig) or attention.kv_from is None:
+        return layer
+    return replace(layer, attention=replace(attention, kv_from=attention.kv_from - by))
+
+
+def _part_of_inventory(inventory: Inventory, first: int, last: int, ends: bool) -> Inventory:
+    """The units of these layers and of what is around them, and their vectors; ends: with the head's."""
+    units = tuple(
+        unit if unit.layer is None else replace(unit, layer=unit.layer - first)
+        for unit in inventory.units
+        if unit.layer is None or first <= unit.layer < last
+    )
+    vectors = {}
+    for name, elements in inventory.vectors.items():
+        kind, _, inner = name.partition(".")
+        number, _, rest = inner.partition(".")
+        if not inner:
+            if ends:
+                vectors[name] = elements
+        elif first <= int(number) < last:
+            vectors[f"{kind}.{int(number) - first}.{rest}"] = elements
+    return replace(inventory, units=units, vectors=vectors, draft=0, draft_units=(), gpu_draft=0)
+
+
+def _part_of_profile(profile: Profile, span: slice) -> Profile:
+    thresholds = None if profile.thresholds is None else profile.thresholds[span]
+    return replace(
+        profile,
+        counts=profile.counts[span],
+        corpus_counts=profile.corpus_counts[span],
+        active=profile.active[span],
+        reuse=profile.reuse[span],
+        thresholds=thresholds,
+    )
+
+
+def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> PlanRequest:
+    """The request for the layers [first, last) on one GPU, with plenty of RAM."""
+    cpu = replace(request.hardware.cpu, memory_bytes=PLENTY)
+    hardware = replace(
+        request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu, disk=None
+    )
+    known = request.frequencies
+    frequencies = None if known is None else {at - first: each for at, each in known.items() if first <= at < last}
+    return replace(
+        request,
+        model=part_of(request.model, first, last),
+        profile=_part_of_profile(request.profile, slice(first, last)),
+        hardware=hardware,
+        vram=vram,
+        vrams=(),
+        ram=PLENTY // 2,
+        frequencies=frequencies,
+        hits=None,
+        chosen=False,
+    )
+
+
+# ---------------------------------------------------------------- dividing the layers
+
+
+def _budgets_of_cards(request: PlanRequest) -> list[tuple[Gpu, int]]:
+    """Each GPU with its budget. VramError for a budget that a GPU does not have."""
+    cards = request.hardware.all_cards
+    if request.vram is not None and not request.vrams:
+        raise VramError(f"--vram is the memory of each of {len(cards)} GPUs: give {len(cards)} sizes, as 8GiB,12GiB")
+    vrams = request.vrams or tuple(card.device.memory_bytes for card in cards)
+    if len(vrams) != len(cards):
+        raise VramError(f"--vram has {len(vrams)} sizes, and there are {len(cards)} GPUs: give a size for each")
+    for card, vram in zip(cards, vrams, strict=True):
+        budgets(replace(request.hardware, gpu=card.device, cards=()), vram, None)
+    return list(zip(cards, vrams, strict=True))
+
+
+def _refusal(request: PlanRequest) -> RequestError | None:
+    """The error for a model or a policy that is for one GPU."""
+    config = request.model.config
+    if config.altup is not None:
+        return RequestError(TOGETHER.format(request.model.name, "residual streams"))
+    if config.layer_inputs:
+        return RequestError(TOGETHER.format(request.model.name, "layers, which get inputs of their own,"))
+    if request.policy == "random":
+        return RequestError("--policy random is of one GPU: leave it out, or plan for one card")
+    if config.n_layers < len(request.hardware.all_cards):
+        return RequestError(f"{request.model.name} has {config.n_layers} layers: name at most as many GPUs")
+    return None
+
+
+def _weights(request: PlanRequest) -> list[int]:
+    """Bytes of each layer on a GPU that has it whole, with its cache and its states; the last one's with the head."""
+    model, work = request.model, request.workload
+    each = []
+    for layer in range(model.config.n_layers):
+        only = slice(layer, layer + 1)
+        nbytes = sum(one.stored for one in (*model.attention[layer], *model.ffn[layer]))
+        nbytes += model.gpu_kv_bytes(work.kv_type, work.context, work.batch, only)
+        nbytes += model.gpu_state_bytes(work.requests, only, work.undo_tokens)
+        if work.predicted:
+            nbytes += model.gpu_predictor(model.predictors[layer])
+        each.append(nbytes)
+    each[-1] += model.head.stored
+    return each
+
+
+def _divisions(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> Iterator[tuple[int, ...] | RequestError]:
+    """First layers of the parts: in proportion to the GPUs' room, then one layer more for each, then as many as each
+    holds. The error where a GPU holds no layer."""
+    model, work = request.model, request.workload
+    reach = [0, *accumulate(_weights(request))]
+    scratch = model.gpu_scratch(work.tokens, work.requests, 0)
+    rooms = [max(1, vram - card.device.reserved_bytes - scratch) for card, vram in cards]
+    shares = [room / sum(rooms) for room in accumulate(rooms)]
+    targets = [int(np.abs(np.array(reach) - share * reach[-1]).argmin()) for share in shares]
+    for more in (0, 1, model.config.n_layers):
+        yield _division(request, cards, [target + more for target in targets[:-1]])
+
+
+def _division(
+    request: PlanRequest, cards: Sequence[tuple[Gpu, int]], targets: Sequence[int]
+) -> tuple[int, ...] | RequestError:
+    """First layers of the parts, which end at most where `targets` say, where a GPU is full, and where layers that
+    belong together begin."""
+    model, work, every = request.model, request.workload, request.model.config.n_layers
+    dense, firsts = request.selector == "all" or any(model.n_experts), [0]
+    most = model.config.whole_layers(every - 1)
+    for number, ((card, vram), target) in enumerate(zip(cards, targets, strict=False)):
+        first, behind = firsts[-1], len(cards) - number - 1
+        part = _part_of_request(request, first, every, card, vram)
+        fitting, _ = layers_that_fit(part.model, part.hardware, work, vram, dense=dense, experts=False)
+        if not fitting:
+            return _with_name(card, no_layer_fits(part.model, part.hardware, work, vram))
+        last = min(first + fitting, max(target, first + 1), every - behind, most)
+        if last <= first:
+            return RequestError(TOGETHER.format(model.name, "layers, which read others' keys and values,"))
+        firsts.append(last)
+    return tuple(firsts)
+
+
+def _with_name(card: Gpu, error: RequestError) -> VramError:
+    return VramError(f"{card.device.name}: {error}")
+
+
+def parts_of(request: PlanRequest) -> Parts | RequestError:
+    """The best division of the layers, by the number of those on GPUs; the error where a GPU holds none, or a model is
+    for one."""
+    refusal = _refusal(request)
+    if refusal is not None:
+        return refusal
+    cards, every = _budgets_of_cards(request), request.model.config.n_layers
+    best: Parts | RequestError | None = None
+    for firsts in _divisions(request, cards):
+        made = firsts if isinstance(firsts, RequestError) else _claimed(request, cards, firsts)
+        if isinstance(made, RequestError):
+            best = best or made
+        elif not isinstance(best, Parts) or made.rank > best.rank:
+            best = made
+        if isinstance(best, Parts) and best.rank == (every, True):
+            break
+    assert best is not None
+    return best
+
+
+def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tuple[int, ...]) -> Parts | RequestError:
+    requests, claims = [], []
+    for (first, last), (card, vram) in zip(pairwise((*firsts, request.model.config.n_layers)), cards, strict=True):
+        part = _part_of_request(request, first, last, card, vram)
+        claimed = part.claims_if_any()
+        if isinstance(claimed, RequestError):
+            return claimed
+        if not claimed.gpu_layers:
+            return _with_name(card, no_layer_fits(part.model, part.hardware, part.workload, vram))
+        requests.append(part)
+        claims.append(claimed)
+    return Parts(firsts, tuple(requests), tuple(claims))
+
+
+# ---------------------------------------------------------------- all parts together
+
+
+def claims_on_cards(request: PlanRequest) -> Claims | RequestError:
+    """The claims of all parts; the error where a GPU holds no layer, or RAM not what the GPUs leave."""
+    parts = parts_of(request)
+    return parts if isinstance(parts, RequestError) else joined(request, parts.firsts, parts.requests, parts.claims)
+
+
+def joined(
+    request: PlanRequest, firsts: Sequence[int], requests: Sequence[PlanRequest], claims: Sequence[Claims]
+) -> Claims | RequestError:
+    """Claims of parts as those of one model; the error where RAM does not hold what the GPUs leave."""
+    model, last = request.model, claims[-1]
+    layers = firsts[-1] + last.gpu_layers
+    slots, inside = None, {}
+    if last.slots is not None:
+        slots = tuple(n for own in claims for n in own.slots or ())
+        inside = {first + at: n for first, own in zip(firsts, claims, strict=True) for at, n in own.inside.items()}
+    claimed = replace(
+        last,
+        gpu_layers=layers,
+        gpu=_sum(own.gpu for own in claims),
+        gpu_left=sum(own.gpu_left for own in claims),
+        slots=slots,
+        inside=inside,
+        staging=sum(own.staging for own in claims),
+        buffered=sum(own.buffered for own in claims),
+        cpu_neuron=max(own.cpu_neuron for own in claims),
+    )
+    cpu = in_ram(model, request.workload, request.division(claimed), panels=not claimed.bundles)
+    cpu["scratch"] += (len(claims) - 1) * link_bytes(request.workload.tokens, model.config)
+    passing = sum(own.cpu.get("passing", 0) for own in claims)
+    cpu |= {"passing": passing} if passing else {}
+    _, ram = budgets(request.hardware, None, request.ram)
+    left = ram - sum(cpu.values()) - staged_in_ram(claimed.staging)
+    if claimed.bundles:
+        left -= shared_in_ram(model, layers)
+    needed = sum(least_cold(part, own) for part, own in zip(requests, claims, strict=True))
+    if left < needed:
+        cards = len(claims)
+        return RequestError(
+            f"{model.name} needs {gib(ram - left + needed)} of RAM beside {cards} GPUs, and nothing stays on disk "
+            f"there: give --ram {gib(ram - left + needed)}, more --vram, or name one GPU"
+        )
+    return replace(claimed, cpu=cpu, cpu_left=left)
+
+
+def _sum(footprints: Iterator[Footprint]) -> Footprint:
+    total: Counter[str] = Counter()
+    for one in footprints:
+        total.update(one)
+    return dict(total)
+
+
+def least_cold(request: PlanRequest, claims: Claims) -> int:
+    """Bytes in RAM of the neurons for which a part's GPU has no room."""
+    if not claims.bundles:
+        return 0
+    sizes = [size for size in request.profile.sizes if size]
+    groups = len(sizes) * -(-max(sizes) // GROUP) if sizes else 0
+    on_gpu = claims.gpu_left // (GROUP * request.model.gpu_neuron)
+    return max(0, groups - on_gpu) * GROUP * claims.cpu_neuron
