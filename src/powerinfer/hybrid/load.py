@@ -208,7 +208,8 @@ def load_split(
         if spared:
             _, reason = cpu_kernels.choose_threads(0)
             cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
-        with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
+        advice = "put fewer layers on it, or lower --context or --max-batch"
+        with checkpoint.names_damage(), gpu_failures("the model was loaded", advice):
             cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens)
             common: dict[str, Any] = {"max_tokens": cpu.max_tokens, "rotations": rotary, "share": share}
             gpu = GpuLayers(
