@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConf
 from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.formats.quant import block_type, dequantize, quantize
+from powerinfer.runtime.engine import LLM
 
 VARIANTS = [("llama", True, ""), ("llama", False, "qkv o ffn"), ("qwen2", False, ""), ("qwen3", True, "")]
 
@@ -470,6 +472,19 @@ def test_values_that_cannot_be_quantised_are_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder, quantize="q8_0")
     with pytest.raises(ModelError, match=r"layers\.1\.up: a weight is too large"):
         checkpoint.take("layers.1.up")
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "start"),
+    [("blk.1.ffn_up", "layers.1.up", b"\x00\x7c"), ("blk.0.attn_norm", "layers.0.attn_norm", b"\x00\x00\xc0\x7f")],
+)
+def test_weights_that_are_no_numbers_are_named(stored: str, name: str, start: bytes, tmp_path: Path) -> None:
+    """The scale of a block of a matrix, an element of a vector."""
+    builder = with_type("Q4_0", 2)
+    tensor = next(one for one in builder.tensors if one.name == f"{stored}.weight")
+    tensor.data = start + tensor.data[len(start) :]
+    with pytest.raises(ModelError, match=rf"m\.gguf: tensor {re.escape(name)}[: ].*infinite or not numbers"):
+        LLM(builder.write(tmp_path / "m.gguf"), threads=1)
 
 
 def with_type(name: str, type_id: int) -> Builder:

@@ -23,7 +23,7 @@ from powerinfer.devices.cpu_ffn import pack
 from powerinfer.errors import RequestError
 from powerinfer.formats.iq_grids import grid
 from powerinfer.formats.mapped import MappedFile, is_mapped
-from powerinfer.formats.quant import block_type, dequantize
+from powerinfer.formats.quant import all_numbers, block_type, dequantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import NATIVE_TYPES, WEIGHT_TYPES
 from powerinfer.kernels import cpu
@@ -309,6 +309,30 @@ def test_packed_rows_follow_their_map(type_name: str) -> None:
         _native.matmul(POOLS[threads], matrix, "", x, out)
         expected = np.where(rows < 0, np.float32(0), plain[:, rows])
         assert np.array_equal(out[:, :21], expected) and not out[:, 21:].any()
+
+
+@every_type
+def test_scales_that_are_no_numbers_are_noticed(type_name: str) -> None:
+    """The largest number of float16 is none of them."""
+    kind, rows, rng = block_type(type_name), 20, np.random.default_rng(7)
+    blocks = stored(type_name, rows, 512, rng).reshape(rows, -1, kind.nbytes)
+    if type_name in FLOATS or type_name.endswith("FP4"):
+        return
+    for scale, good in ((65504.0, True), (-np.inf, False), (np.nan, False)):
+        for field in range(max(1, len(WEIGHT_TYPES[type_name].halves))):
+            one, place = blocks.copy(), WEIGHT_TYPES[type_name].halves[field : field + 1]
+            if place:
+                one[18, 1, place[0] : place[0] + 2] = np.array([scale], "<f2").view(np.uint8)
+            else:
+                one[18, 1] = with_scales(one[18, 1], type_name, np.array(scale))
+            data = one.reshape(-1)
+            assert all_numbers(data, type_name) == good
+            for pool in POOLS.values():
+                if good:
+                    _native.pack_matrix(pool, _native.Arena(), type_name, rows, 512, data)
+                else:
+                    with pytest.raises(OverflowError, match="infinite or not numbers"):
+                        _native.pack_matrix(pool, _native.Arena(), type_name, rows, 512, data)
 
 
 @every_level

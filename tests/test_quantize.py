@@ -393,6 +393,14 @@ def test_a_weight_that_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "a.gguf").write_bytes(builder.encode())
     assert quantize(tmp_path / "a.gguf", "Q4_0", "-o", tmp_path / "b.gguf") == 2
     assert f"'{name}': a weight is infinite or not a number" in capsys.readouterr().err
+    for kind, scale in (("Q8_0", 0), ("Q2_K", 82), ("IQ2_XXS", 0)):  # what keeps its type
+        blocks = np.zeros((8, block_type(kind).row_bytes(256)), np.uint8)
+        blocks[5, scale : scale + 2] = np.array([np.inf], "<f2").view(np.uint8)
+        builder = tiny_gguf()
+        builder.tensor("blk.0.ffn_wide.weight", blocks, block_type(kind).id, [256, 8])
+        (tmp_path / "a.gguf").write_bytes(builder.encode())
+        assert quantize(tmp_path / "a.gguf", "Q4_0", "-o", tmp_path / "b.gguf", "--tensor-type", f"wide={kind}") == 2
+        assert "'blk.0.ffn_wide.weight': a weight is infinite or not a number" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
 
 
@@ -428,9 +436,11 @@ def test_an_interrupted_run_is_resumed(
                 assert quantize(source, type_name, "-o", made) == 130
         (part,) = tmp_path.glob("b.gguf.*.part")
         assert not made.exists() and part.read_bytes()[:4] == b"PART"
-        capsys.readouterr()
+        assert f"stopped; the same command goes on from {part}\n" in capsys.readouterr().err
     assert quantize(source, "Q4_0", "-o", made, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["resumed"] >= 3
+    said = capsys.readouterr()
+    assert json.loads(said.out)["resumed"] >= 3
+    assert f"going on from {part}: " in said.err
     assert made.read_bytes() == (tmp_path / "c.gguf").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf", "b.gguf", "c.gguf"]
 
@@ -548,9 +558,14 @@ def test_a_small_model_is_not_downloaded(capsys: pytest.CaptureFixture[str], tmp
 def test_a_larger_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.gguf")
     assert quantize(source, "Q4_0", "-o", tmp_path / "b.gguf") == 0
-    assert "larger" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "larger" not in said.err and "stays lost" not in said.err
+    nbytes = 8 * (tmp_path / "b.gguf").stat().st_size
+    weights_ = sum(tensor.size for tensor in read_gguf(source).tensors.values())
+    assert f" MB, {nbytes / weights_:.2f} bits a weight, from " in said.out
     assert quantize(tmp_path / "b.gguf", "Q8_0", "-o", tmp_path / "c.gguf") == 0
-    assert "the file is larger than the model" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "the file is larger than the model" in err and "the model's matrices are in Q4_0 already" in err
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -678,7 +693,7 @@ def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture
     assert quantize(made, "-o", tmp_path / "c.gguf", "--size", "60KB", "--corpus", text, *chosen) == 0
     types = {name: tensor.type for name, tensor in read_gguf(tmp_path / "c.gguf").tensors.items()}
     assert (types["blk.1.ffn_down.weight"], types["blk.1.attn_q.weight"]) == ("Q8_0", "Q5_0")
-    assert "2 matrices have another type: their rows are not whole blocks of Q4_K\n" in capsys.readouterr().err
+    assert "2 matrices get another type: their rows are not whole blocks of Q4_K\n" in capsys.readouterr().err
     for args, says in (
         (("-o", made), "give either TYPE"),
         (("q4_0", "-o", made, "--corpus", text, "--save-imatrix", made, "--force"), "give two names"),
@@ -688,7 +703,7 @@ def test_a_size_in_place_of_a_type(tmp_path: Path, capsys: pytest.CaptureFixture
         (("-o", made, "--size", "1MB", "--imatrix", text, "--save-imatrix", made), "--save-imatrix writes"),
         (("q4_0", "-o", made, "--imatrix", text, "--corpus", text), "give one of them"),
         (("q4_0", "-o", made, "--tokens", "0"), "--tokens must be at least 1"),
-        (("-o", made, "--size", "5KB", "--force", "--corpus", text), "the smallest file of this model takes"),
+        (("-o", made, "--size", "5KB", "--force", "--corpus", text), "--size 5KB: the smallest file of this model"),
         (("-o", made, "--size", "1MB", "--force", "--corpus", text), "give less, or the type q8_0"),
         (("q4_0.gguf", "q4_0"), "unexpected: q4_0; the file to write is -o FILE"),
     ):

@@ -42,5 +42,6 @@ def read_sizes(text: str) -> int | tuple[int, ...]:
 
 def exact_size(nbytes: int) -> str:
     """Bytes as `read_size` reads them, in the largest unit of which they are a multiple."""
-    unit = next((one for one in ("GiB", "MiB", "KiB") if nbytes and nbytes % _UNITS[one.lower()] == 0), "B")
+    units = ("GiB", "GB", "MiB", "MB", "KiB", "KB")
+    unit = next((one for one in units if nbytes and nbytes % _UNITS[one.lower()] == 0), "B")
     return f"{nbytes // _UNITS[unit.lower()]}{unit}" if nbytes else "0"

@@ -59,6 +59,12 @@ FOREIGN = {
     "-r": ("--repeat", "use --repeat N"),
     **dict.fromkeys(("--nothink", "--no-think"), ("--think", "use --think off")),
     **dict.fromkeys(("-rea", "--reasoning"), ("--think", "use --think VALUE")),
+    "--output-tensor-type": ("--tensor-type", "use --tensor-type '^output=TYPE', or token_embd where that is the head"),
+    "--token-embedding-type": ("--tensor-type", "use --tensor-type token_embd=TYPE"),
+    "--leave-output-tensor": ("--tensor-type", "use --tensor-type '^output=TYPE', with the type that it has"),
+    "--allow-requantize": ("--tensor-type", "leave it out: models in any type are taken"),
+    "--keep-split": ("--tensor-type", "leave it out: what is written is one file"),
+    "--dry-run": ("--tensor-type", "leave it out: docs/quantize.md has the bits of a weight of each type"),
     "--repeat-penalty": ("--repetition-penalty", "use --repetition-penalty X"),
 }
 

@@ -3,16 +3,16 @@
 JSON: name, architecture, source, path, file_bytes, parameters, sizes (n_layers, d_model, heads, ...; heads that differ
 are lists, of every layer, with 0 for those without attention), layers (each kind of layer: numbers of the layers, and
 what `LayerConfig` says), draft_head (null: none that is read; bytes on disk, and what `DraftHeadConfig` says),
-quantisation (main type, bytes by type), tokenizer (null: none), chat_template, notes, unread_keys (of the metadata,
-that change nothing), fingerprint, choices (chosen and why), memory (bytes that it takes: ram, kv (of that, the cache of
-one context; 0: not told apart), drafts (of that, the model of --speculate), vram, and disk, which stay there; null: it
-would be refused), prepared (folder; profile, expert_profile, predictor, bundles and the newest plan, each null if
-missing: path, bytes, stale (null, or why it cannot be used), and if it can, tokens, corpora, active_fraction, hot_share
-(of the neurons, that carry 80 % of activations) and thresholds of a profile, tokens, corpora, top_25 (share of the
-selections of the most frequent quarter of the experts), gini, reuse and slots (share of the experts that have one:
-predicted hits of static and lru) of an expert profile, type, layers and training of a predictor, types of bundles,
-selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and decode_tok_s (estimated) of a plan; report:
-path of its page).
+quantisation (main type, bytes by type, file_type: the mix that a GGUF file states, or null), tokenizer (null: none),
+chat_template, notes, unread_keys (of the metadata, that change nothing), fingerprint, choices (chosen and why), memory
+(bytes that it takes: ram, kv (of that, the cache of one context; 0: not told apart), drafts (of that, the model of
+--speculate), vram, and disk, which stay there; null: it would be refused), prepared (folder; profile, expert_profile,
+predictor, bundles and the newest plan, each null if missing: path, bytes, stale (null, or why it cannot be used), and
+if it can, tokens, corpora, active_fraction, hot_share (of the neurons, that carry 80 % of activations) and thresholds
+of a profile, tokens, corpora, top_25 (share of the selections of the most frequent quarter of the experts), gini, reuse
+and slots (share of the experts that have one: predicted hits of static and lru) of an expert profile, type, layers and
+training of a predictor, types of bundles, selector, policy, hardware, budgets, context, batch, fits, mass_on_gpu and
+decode_tok_s (estimated) of a plan; report: path of its page).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, Uncached
 from powerinfer.errors import PowerInferError
+from powerinfer.formats.mixes import file_type
 from powerinfer.progress import Progress, silent
 from powerinfer.text.model_text import chat_template_of, has_tokenizer, tokenizer_of
 
@@ -86,7 +87,11 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "norm_eps": config.norm_eps,
         "layers": [{"numbers": numbers, **_finite(dataclasses.asdict(layer))} for layer, numbers in kinds.items()],
         "draft_head": _draft_head(checkpoint),
-        "quantisation": {"main": checkpoint.main_type, "bytes": checkpoint.bytes_by_type},
+        "quantisation": {
+            "main": checkpoint.main_type,
+            "bytes": checkpoint.bytes_by_type,
+            "file_type": file_type(checkpoint.metadata.get("general.file_type")),
+        },
         "tokenizer": tokenizer and {"vocab_size": tokenizer.vocab_size, "end_ids": sorted(tokenizer.eos_ids)},
         "chat_template": tokenizer is not None and chat_template_of(checkpoint) is not None,
         "notes": [*checkpoint.notes, *(tokenizer.notes if tokenizer is not None else ())],
@@ -255,7 +260,7 @@ def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
         "vocabulary": f"{sizes['vocab_size']} tokens, {_ends(document['tokenizer'])}",
         "head": "the embedding" if document["tied_embeddings"] else "a matrix of its own",
         **_draft_line(document["draft_head"], config),
-        "weights": ", ".join(f"{kind} {n / 1e6:.1f} MB" for kind, n in document["quantisation"]["bytes"].items()),
+        "weights": _weights(document["quantisation"]),
         "chat": "has a chat template" if document["chat_template"] else NO_TEMPLATE,
         **document["choices"],
         **_memory_line(document["memory"]),
@@ -266,6 +271,12 @@ def _show(document: dict[str, Any], config: ModelConfig, out: Output) -> None:
     _show_training(document["prepared"]["predictor"], out)
     for note in document["notes"]:
         out.note(note)
+
+
+def _weights(quantisation: dict[str, Any]) -> str:
+    of_types = ", ".join(f"{kind} {nbytes / 1e6:.1f} MB" for kind, nbytes in quantisation["bytes"].items())
+    mix = quantisation["file_type"]
+    return of_types if mix is None else f"{of_types}; the file says {mix}"
 
 
 def _draft_line(document: dict[str, Any] | None, config: ModelConfig) -> dict[str, str]:

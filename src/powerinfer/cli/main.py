@@ -52,7 +52,11 @@ HINTS = {
     "ps": "the page of a server and its route /v1/models show what is loaded",
     "stop": "Ctrl-C ends a server; one of several models unloads them itself (--keep-alive)",
     "search": "`powerinfer pull --names` shows models with short names; OWNER/NAME of Hugging Face works, too",
-    "convert": "folders of Hugging Face are used as they are: -m FOLDER",
+    **dict.fromkeys(
+        ("convert", "convert_hf_to_gguf.py"),
+        "folders of Hugging Face are used as they are, -m FOLDER; `powerinfer quantize FOLDER bf16` makes a GGUF file",
+    ),
+    "imatrix": "`powerinfer quantize MODEL TYPE --corpus FILE --save-imatrix FILE` writes one beside the smaller model",
     "create": "a file or folder is a model as it is: -m PATH; `powerinfer pull PATH` gives it a name",
     "cp": "`powerinfer pull PATH` gives a file or folder a name",
     "push": "models are not uploaded",

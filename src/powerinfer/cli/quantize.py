@@ -2,10 +2,12 @@
 
 Of each block of weights many scales are tried, and those with the least squared error are kept. TYPE is one of
 llama.cpp's mixes of types: what most depends on gets a better one, and its programs load the file. The file appears
-when it is complete; after Ctrl-C the same command goes on where it was. The model is not changed.
+when it is complete; after Ctrl-C the same command goes on with the tensor at which it was, but what --corpus and --size
+measure before is measured anew. The model is not changed.
 
-JSON: path, bytes, type, types (how many tensors have each), narrow (matrices whose rows are no whole blocks of the
-type, so that they have another), resumed (tensors that an interrupted run wrote), source_bytes, seconds.
+JSON: path, bytes, type, types (how many tensors have each), bits (of a weight, of the whole file), narrow (matrices
+whose rows are no whole blocks of the type, so that they have another), resumed (tensors that an interrupted run wrote),
+source_bytes, seconds (of everything, measuring too).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from powerinfer.cli.common import SIZE_FLAG, Output, config_flags, config_from, model_path
 from powerinfer.config import EngineConfig
 from powerinfer.errors import PowerInferError, RequestError, did_you_mean
+from powerinfer.sizes import exact_size
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -68,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     import time
+    from math import prod
 
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.mixes import chosen_types, target_types, wanted_types
@@ -75,6 +79,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.formats.sized_types import main_number, ternary_loss
     from powerinfer.kernels.cpu import choose_threads
 
+    begin = time.monotonic()
     _check_flags(args)
     threads, _ = choose_threads(config_from(args, EngineConfig).threads)
     patterns = [_chosen(text) for text in args.tensor_type]
@@ -96,28 +101,26 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         number = main_number(types, original.shapes)
     _check_weighed(types, importance)
     narrow = [wanted[one] for one in wanted if types[one] != wanted[one]]
+    _say_before(original, types, narrow, importance, out)
     lost = ternary_loss(original, types)
     if lost > _MOST_TERNARY_LOSS:
         out.note(
             f"matrices of three values lose {lost:.0%} of their weights' squares: a model that was not trained for "
             "that gives no sensible answers"
         )
-    begin = time.monotonic()
     with Bar() as bar:
-        result = write_quantised(original, types, number, target, threads, importance, bar)
+
+        def say(line: str) -> None:
+            bar.close()
+            out.note(line)
+
+        result = write_quantised(original, types, number, target, threads, importance, bar, say)
     seconds = time.monotonic() - begin
-    if narrow:
-        count = len(narrow)
-        line = "1 matrix has another type: its" if count == 1 else f"{count} matrices have another type: their"
-        out.note(f"{line} rows are not whole blocks of {' or '.join(sorted(set(narrow)))}")
-    if result.resumed:
-        out.note(f"{result.resumed} tensors are of the run that was interrupted")
-    if result.nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
-        out.note(f"the file is larger than the model: nothing is gained over the {original.nbytes / 1e6:,.1f} MB")
+    bits = 8 * result.nbytes / sum(prod(shape) for shape in original.shapes.values())
     kinds = ", ".join(f"{count} {kind}" for kind, count in result.types.items())
-    sizes = f"{result.nbytes / 1e6:,.1f} MB from {original.nbytes / 1e6:,.1f} MB"
+    sizes = f"{result.nbytes / 1e6:,.1f} MB, {bits:.2f} bits a weight, from {original.nbytes / 1e6:,.1f} MB"
     out.line(f"{result.path}: {sizes} in {seconds:.1f} s; tensors: {kinds}")
-    document = {"path": str(result.path), "bytes": result.nbytes, "type": args.mix, "types": result.types}
+    document = {"path": str(result.path), "bytes": result.nbytes, "type": args.mix, "types": result.types, "bits": bits}
     document |= {"narrow": len(narrow), "resumed": result.resumed, "source_bytes": original.nbytes, "seconds": seconds}
     out.document(document)
     return 0
@@ -139,6 +142,37 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(f"--out and --save-imatrix are both {args.out}: give two names")
     if args.tokens < 1:
         raise RequestError(f"--tokens must be at least 1, not {args.tokens}")
+
+
+def _say_before(
+    original: Original, types: dict[str, str], narrow: list[str], importance: Importance | None, out: Output
+) -> None:
+    """Lines about what is known before the work. narrow: types that matrices do not get, for their rows' length."""
+    from collections import Counter
+    from math import prod
+
+    from powerinfer.formats.mixes import WEIGHED
+    from powerinfer.formats.quantised_file import file_size
+    from powerinfer.formats.weight_types import FLOAT_TYPES
+
+    rounded: Counter[str] = Counter()
+    for name, (kind, shape) in original.matrices.stored.items():
+        if types[name] != kind and kind not in FLOAT_TYPES and kind != "F64":
+            rounded[kind] += prod(shape)
+    if rounded:
+        kind = rounded.most_common(1)[0][0]
+        out.note(f"the model's matrices are in {kind} already: what that has lost stays lost; best is a model in BF16")
+    if narrow:
+        count = len(narrow)
+        line = "1 matrix gets another type: its" if count == 1 else f"{count} matrices get another type: their"
+        out.note(f"{line} rows are not whole blocks of {' or '.join(sorted(set(narrow)))}")
+    nbytes = file_size(original, types, importance)
+    if nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
+        sizes = f"{nbytes / 1e6:,.1f} MB, the model {original.nbytes / 1e6:,.1f} MB"
+        out.note(f"the file is larger than the model, so that nothing is gained: it takes {sizes}")
+    slow = sorted(set(types.values()) & set(WEIGHED))
+    if slow:
+        out.note(f"{slow[0]} is slow to make, hours of a core for a billion weights; Ctrl-C keeps what is done")
 
 
 def _check_weighed(types: dict[str, str], importance: Importance | None) -> None:
@@ -243,7 +277,11 @@ def _sized(
     from powerinfer.formats.sized_types import check_size, sized_types
     from powerinfer.kernels.cpu import choose_threads
 
-    check_size(original, args.size, chosen, _unmeasured(args, original))
+    try:
+        check_size(original, args.size, chosen, _unmeasured(args, original))
+    except RequestError as error:
+        raise RequestError(f"--size {exact_size(args.size)}: {error}") from None
+    out.note("measuring comes first, which may take long and begins anew after Ctrl-C")
     importance = _importance(args, source, original, out)
     assert importance is not None
     with Bar() as bar:
@@ -258,6 +296,8 @@ def _sized(
 def _mix(name: str, pure: bool) -> Mix:
     from powerinfer.formats.mixes import ALIASES, MIXES, find_mix
 
+    if name == "COPY":
+        raise RequestError("no type COPY: docs/quantize.md says which type keeps the codes of a quantised folder")
     try:
         return find_mix(name, pure)
     except KeyError:

@@ -1,7 +1,9 @@
 // Weights: matrices, bundles of neurons, tables and norms.
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <numeric>
+#include <stdexcept>
 
 #include "bindings.h"
 #include "grids.h"
@@ -19,7 +21,7 @@ const float* factors_of(int type, int64_t rows, const std::optional<Floats>& fac
   return factors->data();
 }
 
-constexpr int64_t GIVEN_BACK = 1 << 20;  // bytes of a mapped file, at a time
+constexpr int64_t AT_ONCE = 1 << 20;  // bytes of a file that are packed, then checked and, if mapped, given back
 
 std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, const std::string& type_name,
                                     int64_t rows, int64_t k, Bytes data, std::optional<Ints> map,
@@ -38,16 +40,19 @@ std::shared_ptr<Matrix> pack_matrix(Pool& pool, std::shared_ptr<Arena> arena, co
   nb::gil_scoped_release release;
   const int64_t panel = PI_LANES * stored_row_bytes(type, k);
   const bool gives_back = mapped && !map;  // rows in their order
-  const int64_t at_once = gives_back ? std::max((int64_t)1, GIVEN_BACK / panel) : m->panels;
+  const int64_t at_once = std::max((int64_t)1, AT_ONCE / panel);
+  std::atomic<bool> finite = true;
   pool.run([&](int thread) {
     const Columns mine(*m, pool, thread);
     for (int64_t p = mine.p0, end; p < mine.p1; p = end) {
       end = std::min(p + at_once, mine.p1);
       pack_panels(type, data.data(), rows, k, map ? map->data() : nullptr, m->rows, dst, p, end, 0, of_rows);
+      if (!panels_are_finite(type, k, dst + p * pi_panel_bytes(type, k), end - p)) finite = false;
       if (gives_back)
         give_back((void*)(data.data() + p * panel), std::min((int64_t)data.shape(0), end * panel) - p * panel);
     }
   });
+  if (!finite) throw std::overflow_error("scales of blocks are infinite or not numbers");
   return m;
 }
 
@@ -443,7 +448,8 @@ void bind_matrix(nb::module_& m) {
       "A matrix [rows, k] from the blocks of a model file, uint8 1-D. row_map: packed row r is row row_map[r], zeros\n"
       "where that is -1; factors: of NVFP4, float32 [rows], what the values of each row are multiplied with. mapped: "
       "the\n"
-      "data are pages of a file, whose memory is given back as they are packed.");
+      "data are pages of a file, whose memory is given back as they are packed. OverflowError for scales of\n"
+      "blocks that are infinite or NaN.");
   m.def(
       "disk_matrix", &disk_matrix, "type"_a, "rows"_a, "k"_a, "file"_a, "offset"_a, "row_map"_a = nb::none(),
       "factors"_a = nb::none(),

@@ -54,6 +54,9 @@ int64_t packed_excess(int type, int64_t rows, int64_t k);
 void pack_panels(int type, const uint8_t* src, int64_t rows, int64_t k, const int32_t* map, int64_t map_rows,
                  uint8_t* dst, int64_t p0, int64_t p1, int64_t at = 0, const float* factors = nullptr);
 
+// Whether no float16 scale or minimum of blocks is infinite or NaN in n panels.
+bool panels_are_finite(int type, int64_t k, const uint8_t* panels, int64_t n);
+
 // One panel of rows of blocks, from wherever they lie.
 void pack_panel_of(int type, const uint8_t* const (&rows)[PI_LANES], int64_t k, uint8_t* dst);
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +35,7 @@ from powerinfer.errors import ModelError, RequestError
 from powerinfer.formats.layout import draft_matrices, draft_prefix, is_router, matrix_names
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.mixes import stated_mix
-from powerinfer.formats.quant import Bytes, Float32, block_type
+from powerinfer.formats.quant import Bytes, Float32, all_numbers, block_type
 from powerinfer.formats.source import NO_MTP, Source
 from powerinfer.formats.tensors import RawTensor, RestingTensor, StackedTensor, StoredTensor, convert, transpose
 from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
@@ -261,6 +262,8 @@ class Checkpoint:
             self._check_thresholds(name, tensor.gathered().float32())
         if name.endswith(_OF_STATES):
             self._check_of_states(name, tensor.gathered().float32())
+        elif len(tensor.shape) == 1 or name.endswith("_bias"):
+            self._check_vector(name, tensor.gathered().float32())
         if name not in self._targets:
             return tensor.gathered()
         change = convert if stored == name else transpose
@@ -295,6 +298,21 @@ class Checkpoint:
         """A state that grew, or was no number once, would stay so for a whole text."""
         if not np.isfinite(values).all() or (name.endswith("mamba_a") and (values > 0).any()):
             raise ModelError(f"{self.path}: tensor {name} holds values that are no numbers, or make states grow")
+
+    def _check_vector(self, name: str, values: Float32) -> None:
+        if not np.isfinite(values).all():
+            raise ModelError(f"{self.path}: tensor {name} holds values that are infinite or not numbers")
+
+    @contextmanager
+    def names_damage(self) -> Iterator[None]:
+        """ModelError naming the matrix where those that are packed have scales that are infinite or NaN."""
+        try:
+            yield
+        except OverflowError as error:
+            for name, tensor in self._tensors.items():
+                if tensor.type in NATIVE_TYPES and not all_numbers(tensor.gathered().data, tensor.type):
+                    raise ModelError(f"{self.path}: tensor {name}: {error}") from None
+            raise ModelError(f"{self.path}: {error}") from None
 
     def skip(self, name: str) -> None:
         """Count a tensor as taken without reading it, because its contents come from elsewhere.

@@ -236,9 +236,14 @@ ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 """Other names of mixes, as llama.cpp has them."""
 
 
+def file_type(number: object) -> str | None:
+    """The name of the mix that a file states as general.file_type; None: it states none that is known."""
+    return FILE_TYPES.get(number) if type(number) is int else None
+
+
 def stated_mix(number: object, main_type: str) -> str | None:
     """The mix that a file states, whose matrices are mostly of that type; None: it states none, or another's."""
-    name = FILE_TYPES.get(number) if type(number) is int else None
+    name = file_type(number)
     return name if name is not None and name.split("_")[0] == main_type.split("_")[0] else None
 
 

@@ -73,6 +73,8 @@ def all_numbers(data: Bytes, kind: str) -> bool:
         words, exponent = (data.view("<u4"), 0x7F800000) if kind == "F32" else (data.view("<u2"), _EXPONENTS[kind])
         return not ((words & exponent) == exponent).any()
     blocks = data.reshape(-1, description.nbytes)
+    if kind == "IQ1_M":  # the exponent's bits are in the high ones of the last two of four words
+        return not ((blocks[:, 53] & 0xC0 == 0xC0) & (blocks[:, 55] & 0x70 == 0x70)).any()
     halves = (blocks[:, at : at + 2].copy().view("<u2") for at in description.halves)
     return not any(((half & 0x7C00) == 0x7C00).any() for half in halves)
 

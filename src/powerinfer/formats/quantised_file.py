@@ -25,12 +25,15 @@ from powerinfer.formats.gguf_model import with_scales
 from powerinfer.formats.importance import Importance
 from powerinfer.formats.mapped import MappedFile, shown
 from powerinfer.formats.mixes import ModelMatrices
-from powerinfer.formats.quant import Bytes, Float32, block_type
+from powerinfer.formats.quant import Bytes, Float32, all_numbers, block_type
 from powerinfer.formats.scale_search import searched
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.progress import Progress, silent
+from powerinfer.formats.weight_types import NATIVE_TYPES
+from powerinfer.progress import Progress, Say, silent
 
 _PIECE = 1 << 20  # elements that a thread quantises at a time
+_SLOW_PIECE = 1 << 15  # of types that take long, so that the time that is left is soon known
+_SLOW = ("IQ1", "IQ2", "IQ3")
 _SYNC_EVERY = 1 << 28  # bytes after which what is written counts as done
 _UNFINISHED, _COUNT_AT = b"PART", 8  # in place of GGUF's magic, and of the number of tensors: of those that are done
 
@@ -123,12 +126,13 @@ def write_quantised(
     threads: int,
     importance: Importance | None = None,
     progress: Progress = silent,
+    say: Say = silent,
 ) -> Quantised:
     """Write a model as one file, which has its name only when it is whole and on disk. types: of each tensor; number:
-    of the mix in general.file_type.
+    of the mix in general.file_type; say: gets lines about what an interrupted run leaves, or has left.
 
-    RequestError for a GGUF file that has these types already, ModelError for a weight that the type cannot hold,
-    PowerInferError if the file cannot be written.
+    RequestError for a GGUF file that has these types already, ModelError for a weight that the type cannot hold, or
+    that is infinite or NaN, PowerInferError if the file cannot be written.
     """
     stored = original.matrices.stored
     if original.is_gguf and all(types[name] == kind for name, (kind, _) in stored.items()):
@@ -138,7 +142,7 @@ def write_quantised(
     header, starts = header_bytes(metadata, entries)
     nbytes = [prod(shape[:-1]) * block_type(kind).row_bytes(shape[-1]) for _, kind, shape in entries]
     size = len(header) + starts[-1] + nbytes[-1]
-    with _unfinished_file(path, header, size, _key(original, header, importance)) as (to, done):
+    with _unfinished_file(path, header, size, _key(original, header, importance), say) as (to, done):
         begin = len(header) + starts[done] if done < len(starts) else size
         to.seek(begin)
         quantiser = _Quantiser(original, types, importance, progress)
@@ -202,16 +206,17 @@ class _Quantiser:
         if of_factors is not None:
             return of_factors.astype("<f4").view(np.uint8)
         tensor, kind = self.original.take(name), self.types[name]
-        if kind == tensor.type and (tensor.scales is None or name in self.original.factors):
-            self.done += tensor.size
-            self.progress("quantising", self.done, total)
-            return tensor.gathered().data
         rows, cols = tensor.size // tensor.shape[-1], tensor.shape[-1]
-        out = np.empty((rows, block_type(kind).row_bytes(cols)), np.uint8)
-        step = max(1, _PIECE // cols)
+        stays = kind == tensor.type and (tensor.scales is None or name in self.original.factors)
+        out = tensor.rows() if stays else np.empty((rows, block_type(kind).row_bytes(cols)), np.uint8)
+        step = max(1, (_SLOW_PIECE if kind.startswith(_SLOW) else _PIECE) // cols)
 
         def quantise(begin: int) -> int:
             end = min(begin + step, rows)
+            if stays:
+                if kind in NATIVE_TYPES and not all_numbers(out[begin:end].reshape(-1), kind):
+                    raise ModelError("a weight is infinite or not a number, so it cannot be copied")
+                return (end - begin) * cols
             weights = None if self.importance is None else self.importance.rows(name, tensor.shape, begin, end)
             out[begin:end] = searched(tensor.values(begin, end), kind, weights)
             return (end - begin) * cols
@@ -248,11 +253,11 @@ def _count_done(to: BinaryIO, tensors: int) -> None:
 
 
 @contextmanager
-def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterator[tuple[BinaryIO, int]]:
+def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str, say: Say) -> Iterator[tuple[BinaryIO, int]]:
     """(a file that has its name only when it is complete and on disk, the tensors that it has already).
 
-    It stays for the same result if the user interrupts, or the process ends otherwise; not after an error.
-    PowerInferError if it cannot be written, or another process is writing it.
+    It stays for the same result if the user interrupts, or the process ends otherwise; not after an error. Both is
+    said. PowerInferError if it cannot be written, or another process is writing it.
     """
     part = path.with_name(f"{path.name}.{key}.part")
     resumable = False
@@ -271,6 +276,8 @@ def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterat
             if not done:
                 file.truncate(0)
                 file.write(_UNFINISHED + header[4:_COUNT_AT] + bytes(8) + header[_COUNT_AT + 8 :])
+            else:
+                say(f"going on from {part}: {done} tensors are of the run that was interrupted")
             yield file, done
             file.flush()
             file.truncate(nbytes)
@@ -280,6 +287,7 @@ def _unfinished_file(path: Path, header: bytes, nbytes: int, key: str) -> Iterat
             os.replace(part, path)
     except (KeyboardInterrupt, SystemExit):
         resumable = True
+        say(f"stopped; the same command goes on from {part}")
         raise
     except OSError as error:
         raise PowerInferError(f"cannot write {path}: {error.strerror or error}") from None

@@ -104,11 +104,17 @@ def check_size(original: Original, size: int, chosen: Mapping[str, str], importa
             types[name], wide[name] = (pick(nbytes, key=nbytes.__getitem__) for pick in (min, max))
     least, most = (file_size(original, kinds, importance) for kinds in (types, wide))
     if least > size:
-        raise RequestError(f"--size {size}: the smallest file of this model takes {least} bytes, {least / 1e6:,.1f} MB")
+        raise RequestError(f"the smallest file of this model takes {_size(least, up=True)}")
     if most < size:
-        largest = f"the largest file of this model takes {most} bytes, {most / 1e6:,.1f} MB"
-        raise RequestError(f"--size {size}: {largest}: give less, or the type q8_0, for which nothing is measured")
+        largest = f"the largest file of this model takes {_size(most, up=False)}"
+        raise RequestError(f"{largest}: give less, or the type q8_0, for which nothing is measured")
     return least
+
+
+def _size(nbytes: int, up: bool) -> str:
+    """Bytes as a size that --size takes, rounded up or down."""
+    tenths = [(10 * nbytes + (unit - 1) * up) // unit for unit in (10**6, 1 << 20)]
+    return f"{tenths[0] / 10:.1f}MB ({tenths[1] / 10:.1f}MiB)"
 
 
 def _kinds(shape: tuple[int, ...]) -> list[str]:

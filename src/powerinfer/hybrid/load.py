@@ -207,7 +207,8 @@ def load_split(
         if spared:
             _, reason = cpu_kernels.choose_threads(0)
             cpu.choices.threads = Choice(engine.threads, f"{reason}, less {spared} for the GPU's driver")
-        with gpu_failures("the model was loaded", "put fewer layers on it, or lower --context or --max-batch"):
+        advice = "put fewer layers on it, or lower --context or --max-batch"
+        with checkpoint.names_damage(), gpu_failures("the model was loaded", advice):
             gpus: list[GpuLayers] = []
             common: dict[str, Any] = {"max_tokens": cpu.max_tokens}
             for name, first, last in resolved.card_layers:

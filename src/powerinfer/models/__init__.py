@@ -46,9 +46,10 @@ def load(
     executor = CpuExecutor(checkpoint.config, engine, rotary, room=room, disk=disk, drafting=drafting)
     executor.in_experts, executor.expert_predictors = in_experts, predictors
     try:
-        wire(executor, checkpoint, progress)
-        if drafts:
-            wire_draft(executor, checkpoint)
+        with checkpoint.names_damage():
+            wire(executor, checkpoint, progress)
+            if drafts:
+                wire_draft(executor, checkpoint)
         checkpoint.finish()
     except BaseException:
         executor.close()
