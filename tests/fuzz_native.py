@@ -73,10 +73,8 @@ COUNTED = (*RESULTS, *sorted(NATIVE_TYPES), *(f"rows of {kind}" for kind in (*di
 """Of what there must be some: results, and types of matrices and of rows of gate and up in cases that worked."""
 
 
-def wide_gguf(kind: str) -> Builder:
-    """A Llama with ReLU whose rows are whole blocks of every type; the matrices of its layers are of that type."""
-    base = family_gguf("llama", published=True)
-    base.tensors = [tensor for tensor in base.tensors if ".fc" not in tensor.name]
+def wide_gguf(kind: str, base: Builder | None = None) -> Builder:
+    """A Llama whose rows are whole blocks of every type; the matrices of its layers are of that type."""
     builder, rng = with_type(kind, block_type(kind).id, base), np.random.default_rng(3)
     for tensor in builder.tensors:
         cols, rows = tensor.dims[0], math.prod(tensor.dims[1:])
@@ -86,6 +84,11 @@ def wide_gguf(kind: str) -> Builder:
 
 
 WIDE = wide_gguf("Q8_0")
+
+
+def wide_relu(kind: str) -> Builder:
+    """As PowerInfer published them."""
+    return wide_gguf(kind, family_gguf("llama", published=True))
 
 
 def hostile_weights(rng: random.Random) -> tuple[bytes, set[str]]:
@@ -123,7 +126,7 @@ def prepare(folder: Path) -> list[Prepared]:
     path = folder / "whole.gguf"
     found = []
     wanted: list[tuple[Builder, list[tuple[str | None, str | None]]]] = [(base, [*ROW_TYPES]) for base in RELU_BASES]
-    for base, pairs in [*wanted, *((wide_gguf(kind), [(None, None)]) for kind in STORED_ROWS)]:
+    for base, pairs in [*wanted, *((wide_relu(kind), [(None, None)]) for kind in STORED_ROWS)]:
         model = base.encode()
         path.write_bytes(model)
         checkpoint = open_checkpoint(path)

@@ -486,11 +486,11 @@ def with_type(name: str, type_id: int, base: Builder | None = None) -> Builder:
     sizes = {D: width, FF: ff, HEADS * HEAD_DIM: 256, KV_HEADS * HEAD_DIM: 128}
     for tensor in builder.tensors:
         if len(tensor.dims) == 2:
-            cols, rows = sizes[tensor.dims[0]], sizes.get(tensor.dims[1], tensor.dims[1])
+            cols, rows = (sizes.get(dim, dim) for dim in tensor.dims)
             if "attn_k" in tensor.name or "attn_v" in tensor.name:
                 rows = 128
             tensor.dims = [cols, rows]
-            chosen = tensor.name.startswith("blk")
+            chosen = tensor.name.startswith("blk") and ".fc" not in tensor.name  # of a predictor
             tensor.type_id = type_id if chosen else 0
             tensor.data = bytes(rows * (kind.row_bytes(cols) if chosen else 4 * cols))
         else:
