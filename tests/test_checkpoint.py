@@ -473,7 +473,7 @@ def test_values_that_cannot_be_quantised_are_named(tmp_path: Path) -> None:
 
 
 def with_type(name: str, type_id: int, base: Builder | None = None) -> Builder:
-    """A model, a Llama, of wider rows whose layer matrices have that type; zero bytes are valid blocks of every type."""
+    """A Llama of wider rows whose layer matrices have that type; zero bytes are valid blocks of every type."""
 
     width, ff = 256, 512
     builder = tiny_gguf() if base is None else base

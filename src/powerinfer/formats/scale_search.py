@@ -496,8 +496,8 @@ def _to_q2_0(values: Float32, weights: Weights) -> Bytes:
 def _to_q1_0(values: Float32, weights: Weights) -> Bytes:
     """Signs, and the mean of magnitudes, which no other scale is better than."""
     x, w = _columns(values, values.shape[1], weights)
-    ones = np.ones_like(x)
-    scales = _half(_divided(_dot(_weighted(np.abs(x), w), ones), _dot(_weighted(ones, w), ones)))
+    unit = np.ones_like(x)
+    scales = _half(_divided(_dot(_weighted(np.abs(x), w), unit), _dot(_weighted(unit, w), unit)))
     return np.concatenate([_bytes(scales), np.packbits(values >= 0, axis=1, bitorder="little")], axis=1)
 
 

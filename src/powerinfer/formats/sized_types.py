@@ -150,8 +150,8 @@ def _sample(original: Original, name: str) -> tuple[Float32, list[int]]:
 
 
 def coarse_loss(original: Original, types: Mapping[str, str]) -> float:
-    """The error of a matrix whose type has two, three or four values, as a share of its weights' squares: the middle one
-    of a few; 0 where none does."""
+    """The error of a matrix whose type has two to four values, as a share of its weights' squares: the middle one of a
+    few; 0 where none does."""
     names = [name for name in original.matrices.names() if types[name] in _COARSE]
     losses = []
     for name in names[:: max(1, len(names) // 4)]:

@@ -324,7 +324,7 @@ def _unpack_in_order(data, row, u, mask, k, TYPE: tl.constexpr):
             codes = (both | both << 6) & TWO_BITS
         else:
             codes = ((word >> 4 * i & 15) * _FIRST_BITS & ONE_BIT) * 2
-        four = four + ((codes + _LESS_ONE) ^ SIGN,)  # noqa: RUF005
+        four = four + ((codes + _LESS_ONE) ^ SIGN,)  # type: ignore[assignment]  # noqa: RUF005
     return four
 
 
