@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from powerinfer.prepare.corpus import Corpus, Windows
     from powerinfer.progress import Progress
 
-_MOST_TERNARY_LOSS = 0.05
+_MOST_COARSE_LOSS = 0.05
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.mixes import chosen_types, target_types, wanted_types
     from powerinfer.formats.quantised_file import write_quantised
-    from powerinfer.formats.sized_types import main_number, ternary_loss
+    from powerinfer.formats.sized_types import coarse_loss, main_number
     from powerinfer.kernels.cpu import choose_threads
 
     begin = time.monotonic()
@@ -102,11 +102,11 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _check_weighed(types, importance)
     narrow = [wanted[one] for one in wanted if types[one] != wanted[one]]
     _say_before(original, types, narrow, importance, out)
-    lost = ternary_loss(original, types)
-    if lost > _MOST_TERNARY_LOSS:
+    lost = coarse_loss(original, types)
+    if lost > _MOST_COARSE_LOSS:
         out.note(
-            f"matrices of three values lose {lost:.0%} of their weights' squares: a model that was not trained for "
-            "that gives no sensible answers"
+            f"matrices of two to four values lose {lost:.0%} of their weights' squares: a model that was not trained "
+            "for that gives no sensible answers"
         )
     with Bar() as bar:
 

@@ -1,7 +1,7 @@
 """Matrices that the CPU has in panels (csrc/table.h), converted on a device that they were copied to.
 
 Every type of the CPU becomes one that many tokens are multiplied with: its own where that is as fast, another that
-keeps every value (Q5_0 and IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0), else F16.
+keeps every value (Q5_0 and IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0, TQ2_0, Q1_0 and Q2_0 as Q4_0), else F16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SAME_BITS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "MXFP4", *K_CODES)
 """Types of which rows from panels are, to the bit, those that a device gets from a file."""
 
 _FLIP = 0x88  # codes with an offset of 8 become two's complement
-_SAME_VALUES = {"Q3_K": "Q6_K", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}
+_FEW_VALUES = ("TQ1_0", "TQ2_0", "Q2_0", "Q1_0")  # from -1 to 2
+_SAME_VALUES = {**dict.fromkeys(_FEW_VALUES, "Q4_0"), "Q3_K": "Q6_K", "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}
 
 
 def device_type(kind: str) -> str:
@@ -101,10 +102,11 @@ def _from_panels(kind: str, k: int, panels: Tensor) -> Weight:
         return Weight(kind, rows, k, (codes ^ _FLIP).view(rows, -1), _scales(meta)[..., 0].contiguous())
     if kind == "MXFP4":
         return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
-    if kind in ("TQ1_0", "TQ2_0"):
-        ternary = (_two_bits(codes) if kind == "TQ2_0" else _digits(codes)).reshape(rows, -1, 32) - 1
-        return Weight("Q4_0", rows, k, (ternary[..., :16] & 15 | ternary[..., 16:] << 4).view(rows, -1),
-                      _scales(meta).expand(-1, -1, 8).reshape(rows, -1))  # fmt: skip
+    if kind in _FEW_VALUES:
+        unpack = {"TQ1_0": _digits, "Q1_0": _bits}.get(kind, _two_bits)
+        few = unpack(codes).reshape(rows, -1, 32) - 1
+        return Weight("Q4_0", rows, k, (few[..., :16] & 15 | few[..., 16:] << 4).view(rows, -1),
+                      _scales(meta).expand(-1, -1, block_type(kind).block // 32).reshape(rows, -1))  # fmt: skip
     if kind == "Q2_K":
         both = _scales(meta[..., :64]).float()
         nibbles = _by_row(meta[..., 64:].reshape(len(panels), -1, LANES)).view(rows, n, 16)
@@ -180,11 +182,19 @@ def _half_e4m3(codes: Tensor) -> Tensor:
 
 
 def _two_bits(codes: Tensor) -> Tensor:
-    """The elements of blocks of 256, [rows, n, 64] -> [rows, n, 256]: a line has 16 of them, 4 by 4."""
+    """The elements of blocks, [rows, n, bytes] -> [rows, n, 4 * bytes]: a line has 16 of them, 4 by 4."""
     import torch
 
-    lines = codes.view(*codes.shape[:2], 16, 4)
+    lines = codes.view(*codes.shape[:2], -1, 4)
     return torch.stack([lines >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2).flatten(-3)
+
+
+def _bits(codes: Tensor) -> Tensor:
+    """The elements of blocks of Q1_0, [rows, n, 16] -> [rows, n, 128], doubled: a line has 32 of them, 4 by 4."""
+    import torch
+
+    lines = codes.view(*codes.shape[:2], -1, 1, 4)
+    return (lines >> torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None] << 1 & 2).flatten(-3)
 
 
 def _digits(codes: Tensor) -> Tensor:
