@@ -410,5 +410,7 @@ def test_a_device_that_is_released_goes_on_in_order() -> None:
             x.zero_()
             begin = time.monotonic()
             again()
-            until(lambda: streams.current().query())
-            assert time.monotonic() - begin > 0.4 and flags.released and x.item() == 1
+            until(lambda: flags._host.wait(1, 0.0) or streams.current().query())
+            until(lambda: flags.released)
+            streams.finish()
+            assert time.monotonic() - begin > 0.4 and x.item() == 1

@@ -499,7 +499,7 @@ class HybridExperts(HybridTerms):
             step.normed = None
         else:
             before, behind = self._latents
-            part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, hidden=hidden)
+            part = gpu_experts.expert_sum(self._gpu_part, before(step.read), *routing, None, hidden)
             step.add_part(behind(part))
 
     def _add_some(self, step: Step, parts: Iterable[gpu_experts.Part]) -> None:
