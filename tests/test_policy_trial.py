@@ -197,7 +197,7 @@ def test_a_trial_that_does_not_end_leaves_static(
             def full(*given: Any) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-            patch.setattr(gpu_experts, "replace", full)
+            patch.setattr(gpu_experts, "put_panels", full)
             first, llm = load(tmp_path, room)
             assert llm.choices["experts"].startswith("static (the trial failed: the GPU ran out of memory")
             assert first == load_and_close(tmp_path, room, "static")

@@ -246,8 +246,6 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
         "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers))
         + model.gpu_state_bytes(work.requests, slice(layers), work.undo_tokens),
     }
-    if division.cached and work.scratch is None:
-        held["scratch"] += model.sent_expert(layers)
     if work.predicted:
         held["predictor"] = sum(map(model.gpu_predictor, model.predictors[:layers]))
     elif slots is not None and any(map(model.expert_predictor, range(layers))):
@@ -260,6 +258,7 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
     if slots is not None:
         held["experts"] = sum(slots[layer] * model.expert_bytes(layer)[0] for layer in range(layers))
         held["experts"] += sum(model.hot_bytes(layer, hot)[0] for layer, hot in division.inside.items())
+        held["experts"] += division.cached * model.sent_expert(layers)
     if head:
         held["head"] = _stored((model.head, *model.projections[1:]))
     if division.draft:

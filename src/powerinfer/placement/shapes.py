@@ -426,7 +426,8 @@ class Model:
         heads = max(map(_gpu_row, every))
         ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
         experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-        rows = ((one.router.top_k, 2 * config.d_model + 3 * one.size // 2) for one in experts)
+        longer = tokens > EXPERT_TOKENS  # rows of two blocks are kept, beside the hidden ones, and these as float16
+        rows = ((one.router.top_k, 2 * config.d_model + (2 + longer) * one.size // 2) for one in experts)
         pairs = max((top_k * row for top_k, row in rows), default=0)
         piece = min(max(heads, *(first * size for first, size in ffns)), PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
