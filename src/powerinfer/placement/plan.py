@@ -347,7 +347,7 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlanPart:
     """A GPU's part of a plan over several: the layers from `first` on, as many as the plan's model has or, of the last
     part, as its claims say. name: of the GPU; plan: of a model of these layers alone, with the head in the last."""
 
@@ -379,7 +379,7 @@ class Plan:
     helps: tuple[Help, ...]
     from_disk: Prediction | None = None
     settled: str | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PlanPart, ...] = ()
 
     @property
     def selector(self) -> str:
@@ -606,7 +606,7 @@ class Plan:
         )
 
 
-def _card_plan(part: Part) -> CardPlan:
+def _card_plan(part: PlanPart) -> CardPlan:
     claims, vram = part.plan.claims, part.plan.request.vram
     nbytes = part.plan.bytes["gpu"]
     return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, bool(nbytes.get("head")), nbytes)
@@ -683,7 +683,7 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
         if policy != "random"
     }
     reasons = (*_reasons(request, claims, choice), _IN_TURN)
-    named = tuple(Part(*each) for each in zip(parts.firsts, names, plans, strict=True))
+    named = tuple(PlanPart(*each) for each in zip(parts.firsts, names, plans, strict=True))
     return Plan(request, claims, choice, by_policy, reasons, (), parts=named)
 
 
