@@ -313,29 +313,29 @@ def _settle_cards(
 
     plan, prefill = resolved.placement.several, []
     assert plan is not None
-    each = zip(executor.cards, gpu_names(resolved.gpu), plan.parts, strict=True)
-    for number, (card, name, part) in enumerate(each):
-        one = replace(resolved, device=replace(resolved.device, gpu=name))
+    cards = zip(executor.cards, gpu_names(resolved.gpu), plan.parts, strict=True)
+    for number, (card, name, part) in enumerate(cards):
+        single = replace(resolved, device=replace(resolved.device, gpu=name))
         alone, split = OneCard(executor, card), splits[number] if splits else None
         settle: Callable[[], None] = lambda: None  # noqa: E731
         if split is not None:
-            settle = partial(_settle_prompts, alone, one, split, loading.sample, loading.progress)
+            settle = partial(_settle_prompts, alone, single, split, loading.sample, loading.progress)
         elif card is executor.cards[-1]:
-            settle = partial(_settle_layers, alone, one, loading.progress)
-        hold_card(alone, one, part.plan, split or alone.streamed)
+            settle = partial(_settle_layers, alone, single, loading.progress)
+        hold_card(alone, single, part.plan, split or alone.streamed)
         settle()
         if split is not None:
-            settle_steps(alone, split, one)
+            settle_steps(alone, split, single)
         prefill.append(executor.choices.prefill)
-    known = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
-    if len(known) > 1:
-        executor.choices.prefill = Choice("; ".join(known))
+    texts = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
+    if len(texts) > 1:
+        executor.choices.prefill = Choice("; ".join(texts))
 
 
 def _sparsity_of_cards(
     executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit]
 ) -> Sparsity:
-    """How the layers decode, noted in the executor's choices."""
+    """Note in the executor's choices how the layers decode; that, with its statistics."""
     from powerinfer.hybrid.experts import ExpertSparsity
     from powerinfer.hybrid.sparsity import HybridSparsity
 

@@ -140,8 +140,8 @@ def splits_of(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) ->
     selection, placement = resolved.selection, resolved.placement
     if placement.experts is not None:
         experts, inside = placement.experts, placement.hot_neurons
-        adjust, whole = resolved.engine.adjust, not selection.on_gpu
-        return [ExpertSplit(experts, adjust, stage, hot_whole=whole, inside=inside) for stage in stages]
+        adjust, hot_whole = resolved.engine.adjust, not selection.on_gpu
+        return [ExpertSplit(experts, adjust, stage, hot_whole=hot_whole, inside=inside) for stage in stages]
     bundles, profile = selection.bundles, plan.request.profile
     assert bundles is not None
     placed = [part.plan.placement(part.plan.request.profile) for part in plan.parts]
@@ -151,5 +151,5 @@ def splits_of(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) ->
         tuple(tiers for one in placed for tiers in one.tiers),
         tuple(order for one in placed for order in one.order or ()),
     )
-    about = selection.threshold, selection.predictors
-    return [NeuronSplit(bundles, joined, *about, stage, profile.fraction) for stage in stages]
+    selects = selection.threshold, selection.predictors
+    return [NeuronSplit(bundles, joined, *selects, stage, profile.fraction) for stage in stages]

@@ -205,14 +205,14 @@ def budgets(hardware: Hardware, vram: int | None, ram: int | None) -> tuple[int,
     Without a GPU --vram is ignored; the plan's reasons say so.
     """
     gpu, cpu = hardware.gpu, hardware.cpu
-    every = sum(card.device.memory_bytes for card in hardware.all_cards)
+    total = sum(card.device.memory_bytes for card in hardware.all_cards)
     if gpu is None:
         vram = 0
     elif vram is None:
-        vram = every
-    elif vram > every:
+        vram = total
+    elif vram > total:
         now = " free: give less, or end other programs on it" if hardware.key else ""  # measured, not described
-        raise VramError(f"--vram {gib(vram)}, but {gpu.name} has {gib(every)}{now}")
+        raise VramError(f"--vram {gib(vram)}, but {gpu.name} has {gib(total)}{now}")
     if ram is None:
         ram = cpu.memory_bytes - cpu.reserved_bytes
     elif ram > cpu.memory_bytes:

@@ -97,7 +97,7 @@ _NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """The terms of a layer's time: other + max(gpu, cpu + sync) + disk."""
 
-_ONE_AT_A_TIME = "a step goes from one GPU to the next, and only one of them computes at a time"
+_IN_TURN = "a step goes from one GPU to the next, and only one of them computes at a time"
 
 Float64 = NDArray[np.float64]
 _Groups = Sequence[int] | solver.Numbers
@@ -348,7 +348,7 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlanPart:
     """A GPU's part of a plan over several: the layers from `first` on, as many as the plan's model has or, of the last
     part, as its claims say. name: of the GPU; plan: of a model of these layers alone, with the head in the last."""
 
@@ -380,7 +380,7 @@ class Plan:
     helps: tuple[Help, ...]
     from_disk: Prediction | None = None
     settled: str | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PlanPart, ...] = ()
 
     @property
     def selector(self) -> str:
@@ -607,10 +607,10 @@ class Plan:
         )
 
 
-def _card_plan(part: Part) -> CardPlan:
+def _card_plan(part: PlanPart) -> CardPlan:
     claims, vram = part.plan.claims, part.plan.request.vram
-    held = part.plan.bytes["gpu"]
-    return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, bool(held.get("head")), held)
+    nbytes = part.plan.bytes["gpu"]
+    return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, bool(nbytes.get("head")), nbytes)
 
 
 # ---------------------------------------------------------------- making one
@@ -665,27 +665,27 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
     plans = []
     pairs = list(zip(parts.requests, parts.claims, strict=True))
     spare = claims.cpu_left - sum(several.least_cold(*pair) for pair in pairs)
-    for part, own in pairs:
-        least = several.least_cold(part, own)
-        plan = _split_plan(replace(part, ram=several.PLENTY // 2 - own.cpu_left + least + spare))
+    for part, claimed in pairs:
+        least = several.least_cold(part, claimed)
+        plan = _split_plan(replace(part, ram=several.PLENTY // 2 - claimed.cpu_left + least + spare))
         if isinstance(plan, RequestError):
             return plan
-        cold = sum(plan.choice.kept) - sum(plan.choice.gpu) if own.bundles else 0
-        spare -= max(0, cold * GROUP * own.cpu_neuron - least)
+        cold = sum(plan.choice.kept) - sum(plan.choice.gpu) if claimed.bundles else 0
+        spare -= max(0, cold * GROUP * claimed.cpu_neuron - least)
         plans.append(plan)
     claims = several.joined(request, parts.firsts, parts.requests, [plan.claims for plan in plans])
     if isinstance(claims, RequestError):
         return claims
     names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
     choice = _joined_choice(request, [plan.choice for plan in plans], plans)
-    others = {
+    by_policy = {
         policy: _joined_choice(request, [plan.others[policy] for plan in plans], plans)
         for policy in plans[0].others
         if policy != "random"
     }
-    reasons = (*_reasons(request, claims, choice), _ONE_AT_A_TIME)
-    named = tuple(Part(*each) for each in zip(parts.firsts, names, plans, strict=True))
-    return Plan(request, claims, choice, others, reasons, (), parts=named)
+    reasons = (*_reasons(request, claims, choice), _IN_TURN)
+    named = tuple(PlanPart(*each) for each in zip(parts.firsts, names, plans, strict=True))
+    return Plan(request, claims, choice, by_policy, reasons, (), parts=named)
 
 
 def _joined_choice(request: PlanRequest, choices: Sequence[Choice], plans: Sequence[Plan]) -> Choice:

@@ -174,13 +174,13 @@ def _as_large(hardware: Hardware, engine: EngineConfig) -> Hardware:
     larger = replace(hardware, cpu=replace(cpu, memory_bytes=max(cpu.memory_bytes, engine.ram or 0)))
     if gpu is None:
         return larger
-    first, *others = engine.vrams or (engine.vram_bytes or 0,)
-    each = zip(hardware.cards, others, strict=False)
-    cards = tuple(replace(card, device=_with_at_least(card.device, vram)) for card, vram in each)
-    return replace(larger, gpu=_with_at_least(gpu, first), cards=cards + hardware.cards[len(cards) :])
+    first, *further = engine.vrams or (engine.vram_bytes or 0,)
+    pairs = zip(hardware.cards, further, strict=False)
+    cards = tuple(replace(card, device=_enlarged(card.device, vram)) for card, vram in pairs)
+    return replace(larger, gpu=_enlarged(gpu, first), cards=cards + hardware.cards[len(cards) :])
 
 
-def _with_at_least(device: Device, nbytes: int) -> Device:
+def _enlarged(device: Device, nbytes: int) -> Device:
     """A device with so much memory, if it has less."""
     return replace(device, memory_bytes=max(device.memory_bytes, nbytes))
 

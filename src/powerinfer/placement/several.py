@@ -134,8 +134,9 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
     hardware = replace(
         request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu, disk=None
     )
-    known = request.frequencies
-    frequencies = None if known is None else {at - first: each for at, each in known.items() if first <= at < last}
+    frequencies = request.frequencies
+    if frequencies is not None:
+        frequencies = {at - first: shares for at, shares in frequencies.items() if first <= at < last}
     return replace(
         request,
         model=part_of(request.model, first, last),
@@ -183,7 +184,7 @@ def _refusal(request: PlanRequest) -> RequestError | None:
 def _weights(request: PlanRequest) -> list[int]:
     """Bytes of each layer on a GPU that has it whole, with its cache and its states; the last one's with the head."""
     model, work = request.model, request.workload
-    each = []
+    sizes = []
     for layer in range(model.config.n_layers):
         only = slice(layer, layer + 1)
         nbytes = sum(one.stored for one in (*model.attention[layer], *model.ffn[layer]))
@@ -191,9 +192,9 @@ def _weights(request: PlanRequest) -> list[int]:
         nbytes += model.gpu_state_bytes(work.requests, only, work.undo_tokens)
         if work.predicted:
             nbytes += model.gpu_predictor(model.predictors[layer])
-        each.append(nbytes)
-    each[-1] += model.head.stored
-    return each
+        sizes.append(nbytes)
+    sizes[-1] += model.head.stored
+    return sizes
 
 
 def _divisions(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> Iterator[tuple[int, ...] | RequestError]:
@@ -214,16 +215,16 @@ def _division(
 ) -> tuple[int, ...] | RequestError:
     """First layers of the parts, which end at most where `targets` say, where a GPU is full, and where layers that
     belong together begin."""
-    model, work, every = request.model, request.workload, request.model.config.n_layers
+    model, work, n_layers = request.model, request.workload, request.model.config.n_layers
     dense, firsts = request.selector == "all" or any(model.n_experts), [0]
-    most = model.config.whole_layers(every - 1)
+    most = model.config.whole_layers(n_layers - 1)
     for number, ((card, vram), target) in enumerate(zip(cards, targets, strict=False)):
         first, behind = firsts[-1], len(cards) - number - 1
-        part = _part_of_request(request, first, every, card, vram)
+        part = _part_of_request(request, first, n_layers, card, vram)
         fitting, _ = layers_that_fit(part.model, part.hardware, work, vram, dense=dense, experts=False)
         if not fitting:
             return _with_name(card, no_layer_fits(part.model, part.hardware, work, vram))
-        last = min(first + fitting, max(target, first + 1), every - behind, most)
+        last = min(first + fitting, max(target, first + 1), n_layers - behind, most)
         if last <= first:
             return RequestError(TOGETHER.format(model.name, "layers, which read others' keys and values,"))
         firsts.append(last)
@@ -240,15 +241,15 @@ def parts_of(request: PlanRequest) -> Parts | RequestError:
     refusal = _refusal(request)
     if refusal is not None:
         return refusal
-    cards, every = _budgets_of_cards(request), request.model.config.n_layers
+    cards, n_layers = _budgets_of_cards(request), request.model.config.n_layers
     best: Parts | RequestError | None = None
     for firsts in _divisions(request, cards):
-        made = firsts if isinstance(firsts, RequestError) else _claimed(request, cards, firsts)
-        if isinstance(made, RequestError):
-            best = best or made
-        elif not isinstance(best, Parts) or made.rank > best.rank:
-            best = made
-        if isinstance(best, Parts) and best.rank == (every, True):
+        parts = firsts if isinstance(firsts, RequestError) else _claimed(request, cards, firsts)
+        if isinstance(parts, RequestError):
+            best = best or parts
+        elif not isinstance(best, Parts) or parts.rank > best.rank:
+            best = parts
+        if isinstance(best, Parts) and best.rank == (n_layers, True):
             break
     assert best is not None
     return best

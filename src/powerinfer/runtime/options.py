@@ -149,7 +149,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     options_ = {field.name: field for field in fields(EngineConfig)}
     check_names(options, options_, "LLM")
     sizes = {name: _bytes(name, value) for name, value in options.items() if options_[name].metadata.get("size")}
-    options = {**options, **sizes, **({"vram": _each_bytes("vram", options["vram"])} if "vram" in options else {})}
+    options = {**options, **sizes, **({"vram": _sizes("vram", options["vram"])} if "vram" in options else {})}
     for name, value in options.items():
         default, choices = options_[name].default, options_[name].metadata.get("choices")
         if choices and value is not None and value not in choices:
@@ -167,17 +167,16 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**options if "speculate" not in options else options | {"speculate": str(way)})
 
 
-def _each_bytes(name: str, value: object) -> int | tuple[int, ...] | None:
+def _sizes(name: str, value: object) -> int | tuple[int, ...] | None:
     """A size, or several, as of `_bytes`."""
     if isinstance(value, str) and "," in value:
         value = tuple(value.split(","))
     if not isinstance(value, Sequence) or isinstance(value, str):
         return _bytes(name, value)
-    sizes = [_bytes(name, one) for one in value]
-    known = tuple(one for one in sizes if one is not None)
-    if len(known) < len(sizes) or not sizes:
+    sizes = tuple(size for one in value if (size := _bytes(name, one)) is not None)
+    if len(sizes) < len(value) or not sizes:
         raise RequestError(f"{name} of several GPUs must be a size for each, not {value!r}")
-    return known if len(known) > 1 else known[0]
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
 def _bytes(name: str, value: object) -> int | None:
