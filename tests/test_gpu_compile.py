@@ -298,8 +298,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
         if tokens == 1:
             counter = torch.zeros(1, dtype=torch.int32)
-            for about in (RouterConfig(8), about):
-                router = gpu_experts.Router(about, weight("F32", 128, 4 * d_model), None, None, counter)
+            for settings in (RouterConfig(8), about):
+                router = gpu_experts.Router(settings, weight("F32", 128, 4 * d_model), None, None, counter)
                 gpu_experts.select(router, torch.empty(1, 4 * d_model), slots, weights)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:

@@ -192,8 +192,11 @@ def upload_router(
     """A router on a device; arguments as `Router` has them."""
     import torch
 
-    vectors = [None if one is None else torch.from_numpy(np.array(one, np.float32)).to(device) for one in (bias, correction)]
-    return Router(about, gpu.upload(weight, device), *vectors, torch.zeros(1, dtype=torch.int32, device=device))
+    of_bias, of_correction = (
+        None if one is None else torch.from_numpy(np.array(one, np.float32)).to(device) for one in (bias, correction)
+    )
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    return Router(about, gpu.upload(weight, device), of_bias, of_correction, arrived)
 
 
 def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:

@@ -264,7 +264,7 @@ def _hidden_kernel(
     slot = _slot(slots, table, j, TABLE)
     for tile in range(TILES):
         neuron = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
-        a = tl.zeros((R,), tl.float32)  # without a slot: else what down reads, and leaves out, would be written by nobody
+        a = tl.zeros((R,), tl.float32)  # without a slot: down reads, and leaves out, what would be written by nobody
         if slot >= 0:
             live = neuron < size
             row = slot.to(tl.int64) * size + neuron

@@ -277,8 +277,9 @@ def _products_kernel(
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons at a time: rows of up are read only where gate is not zero.
 
-    fired, by neuron, grows by the tokens; counts: of each R neurons, the number that fire. Without GATED, the gate arguments
-    are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has one, too.
+    fired, by neuron, grows by the tokens; counts: of each R neurons, the number that fire. Without GATED, the gate
+    arguments are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has
+    one, too.
     """
     follow()
     many = n
@@ -550,7 +551,7 @@ def _put_fours(to, at, sums, there, first: tl.constexpr, TYPE: tl.constexpr):
     own = ()
     for i in tl.static_range(4):
         own = own + (sums[first + i] * (1 / (1 << _bit(TYPE, first + i))),)  # type: ignore[assignment]  # noqa: RUF005
-    four = tl.join(tl.join(own[0], own[2]), tl.join(own[1], own[3]))
+    four = tl.join(tl.join(own[0], own[2]), tl.join(own[1], own[3]))  # type: ignore[misc]
     W: tl.constexpr = at.shape[0]
     c = at[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(to + c, tl.reshape(four, (W, 4)), mask=there[:, None])
