@@ -1805,8 +1805,9 @@ def attention(
         CHUNKED=settings.chunked, GROWN=settings.query_growth != 0, SINKS=sinks is not None,
         CAPPED=settings.score_cap is not None, CODED=codes_here, GROUP=group, GROUP_PAD=padded, TILE=tile,
         M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind,
-        HALF=half, TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q), num_warps=8 if wide else 4,
-        enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"), launch_pdl=early(q),
+        HALF=half, TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q),
+        num_warps=8 if wide else 4, enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"),
+        launch_pdl=early(q),
     )  # fmt: skip
     if not alone:
         _join_kernel[(tokens * heads,)](
