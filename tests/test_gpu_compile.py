@@ -201,7 +201,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "type": constants.get("TYPE"),
             "tokens": constants.get("T"),
             "together": constants.get("G"),
-            "shared rows": constants.get("TILES"),
+            "shared rows": constants.get("TILES") if self.fn.__name__ == "_linear_kernel" else None,
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
             "turns": constants.get("TURNS", False),
             "shared": kernel.shared,
@@ -433,7 +433,7 @@ def test_every_kernel_compiles(capabilities: tuple[int, ...]) -> None:
     environment.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
         [sys.executable, __file__, *map(str, capabilities)],
-        capture_output=True, text=True, env=environment, timeout=1500,
+        capture_output=True, text=True, env=environment, timeout=850,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     made = dict(zip(capabilities, json.loads(run.stdout), strict=True))
@@ -478,7 +478,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
-            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS[capability == 90] // kernel["warps"],
+            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS[capability == 90 and kernel["warps"] == 4] // kernel["warps"],
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],

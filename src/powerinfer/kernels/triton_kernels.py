@@ -1,4 +1,4 @@
-"""Triton kernels of `gpu`: each program writes only its own outputs, without atomics, so results are reproducible.
+"""Triton kernels of `gpu`: each program writes only its own outputs and adds nothing by atomics: the same bits again.
 
 Launches depend only on shapes, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
 Only `gpu` imports this file, and only to run its kernels: that takes a second and needs Triton.
@@ -1648,8 +1648,8 @@ def _attention_kernel(
         result = acc / tl.where(total == 0, 1.0, total)[:, None]
         _put_heads(out, made, result, token, head, live, heads, dims, CODED, M, BLOCK)
     else:
-        apart = tokens.to(tl.int64) * heads
-        of = where_ + split * apart
+        stride = tokens.to(tl.int64) * heads
+        of = where_ + split * stride
         tl.store(out + of[:, None] * dims + dim[None, :], acc, mask=live[:, None] & real)
         tl.store(peaks + of, peak, mask=live)
         tl.store(sums + of, total, mask=live)
@@ -1658,7 +1658,7 @@ def _attention_kernel(
             arrived += tl.program_id(0) * kv_heads + g
             if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(2) - 1:
                 tl.store(arrived, 0)
-                result = _joined_heads(out, peaks, sums, where_, live, apart, dims, JOINED, M, BLOCK)
+                result = _joined_heads(out, peaks, sums, where_, live, stride, dims, JOINED, M, BLOCK)
                 _put_heads(joined, made, result, token, head, live, heads, dims, CODED, M, BLOCK)
 
 
@@ -1684,26 +1684,26 @@ def _turned_query(
 
 @triton.jit
 def _joined_heads(
-    parts, peaks, sums, where_, live, apart, dims, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+    parts, peaks, sums, first, live, stride, dims, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Heads [M, BLOCK] of the splits of a context, at most so many, `apart` from each other, in their order."""
+    """Heads [M, BLOCK] of the splits of a context, at most so many, `stride` from each other, in their order."""
     dim = tl.arange(0, BLOCK)
     level = tl.full((M,), float("-inf"), tl.float32)
     for s in tl.static_range(SPLITS):
-        here = live & (s < tl.num_programs(2))
-        peak = tl.load(peaks + where_ + s * apart, mask=here, other=float("-inf"), cache_modifier=".cg")
+        real = live & (s < tl.num_programs(2))
+        peak = tl.load(peaks + first + s * stride, mask=real, other=float("-inf"), cache_modifier=".cg")
         level = tl.maximum(level, peak)
     level = tl.where(level == float("-inf"), 0.0, level)
     acc = tl.zeros((M, BLOCK), tl.float32)
     total = tl.zeros((M,), tl.float32)
     for s in tl.static_range(SPLITS):
-        here = live & (s < tl.num_programs(2))
-        of = where_ + s * apart
-        weight = tl.exp(tl.load(peaks + of, mask=here, other=float("-inf"), cache_modifier=".cg") - level)
+        real = live & (s < tl.num_programs(2))
+        of = first + s * stride
+        weight = tl.exp(tl.load(peaks + of, mask=real, other=float("-inf"), cache_modifier=".cg") - level)
         at = parts + of[:, None] * dims + dim[None, :]
-        part = tl.load(at, mask=here[:, None] & (dim < dims)[None, :], other=0, cache_modifier=".cg")
+        part = tl.load(at, mask=real[:, None] & (dim < dims)[None, :], other=0, cache_modifier=".cg")
         acc += part * weight[:, None]
-        total += weight * tl.load(sums + of, mask=here, other=0, cache_modifier=".cg")
+        total += weight * tl.load(sums + of, mask=real, other=0, cache_modifier=".cg")
     return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
@@ -1796,12 +1796,12 @@ def attention(
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
-    turned, turns = _turning(new, q, contexts)
+    new_heads, turns = _turning(new, q, contexts)
     pad, codes_here = int(triton.next_power_of_2(splits)), alone and made is not None
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q), settings.score_cap or 0.0, *turned, out, either(arrived, contexts.rows), **turns,
+        either(sinks, q), settings.score_cap or 0.0, *new_heads, out, either(arrived, contexts.rows), **turns,
         CHUNKED=settings.chunked, GROWN=settings.query_growth != 0, SINKS=sinks is not None,
         CAPPED=settings.score_cap is not None, CODED=codes_here, GROUP=group, GROUP_PAD=padded, TILE=tile,
         M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind,
