@@ -1290,7 +1290,7 @@ def held(block: int, memory: int) -> int:
 
 
 def context_splits(pages: int, least: int, programs: int, slots: int, joined: int = 1) -> int:
-    """In how many parts a context is split, none of fewer than `least` pages, or in at most `joined`, for that many
+    """Number of parts of a context, none of fewer than `least` pages, or in at most `joined`, for that many
     programs each: as many as there are slots for, since one more would wait for another."""
     return max(1, min(max(pages // least, min(pages, joined)), slots // programs))
 

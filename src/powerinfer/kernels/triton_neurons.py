@@ -497,8 +497,8 @@ def _code_bits(kind):
 
 @triton.constexpr_function
 def _moved(kind, i):
-    """How far words are moved to the right for code number i of each, in the order of its columns: so that all of it is
-    in the mantissa of a float."""
+    """Bits by which words are moved to the right for code number i of each, in the order of its columns: so that all of
+    it is in the mantissa of a float."""
     bits = _code_bits(kind)
     return 0 if 8 * (i % 4) + i // 4 * 4 + bits <= 23 else 12 if bits == 4 else 16
 
