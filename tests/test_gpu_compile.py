@@ -474,12 +474,11 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
         several = several or 0
         # for 32 tokens some make a second wave: tiles are those that are fastest for 8
         add = triton_neurons.HELD_ONE if not several else triton_neurons.HELD_SEVERAL if several <= 16 else {}
-        products = triton_neurons.HELD_PRODUCTS[capability == 90 and kernel["warps"] == 4]
         fewest = {
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
-            "_products_kernel": None if several else products // kernel["warps"],
+            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS // kernel["warps"],
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],

@@ -1253,11 +1253,6 @@ def precision(x: Tensor) -> str:
     return "tf32x3" if not x.is_cuda or _capability(x.device.index) >= 8 else "ieee"
 
 
-def hopper(x: Tensor) -> bool:
-    """Whether x's device is one, as the interpreter's is."""
-    return not x.is_cuda or _capability(x.device.index) == 9
-
-
 @cache
 def _capability(device: int) -> int:
     return int(torch.cuda.get_device_capability(device)[0])

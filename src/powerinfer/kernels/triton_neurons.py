@@ -32,7 +32,6 @@ from powerinfer.kernels.triton_kernels import (
     half_scales,
     halved,
     halves,
-    hopper,
     in_turn,
     lanes,
     nibbles,
@@ -74,10 +73,10 @@ ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(32, 128, 
 ADD_SEVERAL |= dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))
 # Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
-# HELD_PRODUCTS: warps of products with one token, which have even shares of their tiles; on Hopper, and else.
+# HELD_PRODUCTS: warps of products with one token, which have even shares of their tiles.
 HELD_ONE = dict.fromkeys(ADD_ONE, 6) | dict.fromkeys(("Q4_0X32", "Q8_0X32"), 8)
 HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
-HELD_PRODUCTS = {True: 20, False: 16}
+HELD_PRODUCTS = 16
 ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
@@ -692,8 +691,7 @@ def neuron_sum(
     blocks, tiles = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
     programs = tiles
     if tokens == 1:
-        held = HELD_PRODUCTS[hopper(x) and tile.warps == DOT_ONE[kind].warps] // tile.warps
-        programs = min(tiles, held * processors(x))
+        programs = min(tiles, HELD_PRODUCTS // tile.warps * processors(x))
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
