@@ -204,7 +204,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "type": constants.get("TYPE"),
             "tokens": constants.get("T"),
             "together": constants.get("G"),
-            "shared rows": constants.get("TILES"),
+            "shared rows": constants.get("TILES") if self.fn.__name__ == "_linear_kernel" else None,
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
             "turns": constants.get("TURNS", False),
             "shared": kernel.shared,
@@ -303,8 +303,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_candidates.select(torch.empty(tokens, 151936), torch.empty(tokens), records)
         if tokens == 1:
             counter = torch.zeros(1, dtype=torch.int32)
-            for about in (RouterConfig(8), about):
-                router = gpu_experts.Router(about, weight("F32", 128, 4 * d_model), None, None, counter)
+            for settings in (RouterConfig(8), about):
+                router = gpu_experts.Router(settings, weight("F32", 128, 4 * d_model), None, None, counter)
                 gpu_experts.select(router, torch.empty(1, 4 * d_model), slots, weights)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
@@ -489,7 +489,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
-            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS[capability == 90] // kernel["warps"],
+            "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS // kernel["warps"],
             "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],

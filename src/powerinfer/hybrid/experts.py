@@ -133,8 +133,8 @@ class HybridExperts(HybridTerms):
         def vector(values: NDArray[np.float32] | None) -> Tensor | None:
             return None if values is None else torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        about, vectors = self.config.router, (weights.router_bias, weights.correction)
-        self._router = gpu_experts.upload_router(weights.router, *vectors, about, device)
+        vectors = weights.router_bias, weights.correction
+        self._router = gpu_experts.upload_router(weights.router, *vectors, self.config.router, device)
         self._shared_weight = vector(weights.shared_weight)
         self._factors, self._separate = vector(weights.factors), weights.separate
         self._biases = weights.biases

@@ -210,13 +210,16 @@ def _slots(tensor: RawTensor, index: Indices, device: Any, among: Indices | None
 
 
 def upload_router(
-    weight: RawTensor, bias: Float32 | None, correction: Float32 | None, about: RouterConfig, device: Any
+    weight: RawTensor, bias: Float32 | None, correction: Float32 | None, settings: RouterConfig, device: Any
 ) -> Router:
     """A router on a device; arguments as `Router` has them."""
     import torch
 
-    vectors = [None if one is None else torch.from_numpy(np.array(one, np.float32)).to(device) for one in (bias, correction)]
-    return Router(about, gpu.upload(weight, device), *vectors, torch.zeros(1, dtype=torch.int32, device=device))
+    of_bias, of_correction = (
+        None if one is None else torch.from_numpy(np.array(one, np.float32)).to(device) for one in (bias, correction)
+    )
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    return Router(settings, gpu.upload(weight, device), of_bias, of_correction, arrived)
 
 
 def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
@@ -227,7 +230,7 @@ def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
         triton_experts.select(router, x, experts, weights)
     else:
         logits = gpu.linear(router.weight, x, router.bias)
-        route(logits, router.about, router.correction, experts, weights)
+        route(logits, router.settings, router.correction, experts, weights)
 
 
 def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:

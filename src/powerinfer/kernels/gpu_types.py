@@ -208,7 +208,7 @@ class Router:
     """The router of a layer on a device. weight: [n, d_model]; bias: float32 [n] of its products; correction: float32
     [n], added to the scores for the selection alone; arrived: int32 [1], zero but while a kernel counts by it."""
 
-    about: RouterConfig
+    settings: RouterConfig
     weight: Weight
     bias: Tensor | None
     correction: Tensor | None

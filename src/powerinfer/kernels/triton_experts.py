@@ -192,14 +192,14 @@ def _router_kernel(
             )  # fmt: skip
 
 
-def _routing(about: RouterConfig, n: int) -> tuple[tuple[int, int, int, int, float], dict[str, Any]]:
+def _routing(settings: RouterConfig, n: int) -> tuple[tuple[int, int, int, int, float], dict[str, Any]]:
     """Arguments of a kernel that selects, from top_k to scale, and what it is compiled for, but CORRECTION."""
-    mixes = about.scoring == "sparsemixer"
-    scale = 2 * about.nearness if mixes else about.scale
-    return (about.top_k, about.groups, about.top_groups, about.group_best, scale), {
+    mixes = settings.scoring == "sparsemixer"
+    scale = 2 * settings.nearness if mixes else settings.scale
+    return (settings.top_k, settings.groups, settings.top_groups, settings.group_best, scale), {
         "MIXES": mixes,
-        "SIGMOID": about.scoring == "sigmoid",
-        "NORMALISE": about.normalise,
+        "SIGMOID": settings.scoring == "sigmoid",
+        "NORMALISE": settings.normalise,
         "BLOCK": triton.next_power_of_2(n),
     }
 
@@ -218,7 +218,7 @@ def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, expert
 def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
     """`gpu_experts.select` of one token."""
     w, correction = router.weight, router.correction
-    tile, (numbers, flags) = fitting(w, 1, processors(x)), _routing(router.about, w.rows)
+    tile, (numbers, flags) = fitting(w, 1, processors(x)), _routing(router.settings, w.rows)
     logits = torch.empty((1, w.rows), dtype=torch.float32, device=x.device)
     _router_kernel[(triton.cdiv(w.rows, tile.rows),)](
         taken(x, w.type), w.data, scales_of(w), either(router.bias, logits), logits, router.arrived,
@@ -252,19 +252,19 @@ def weighted(a, u, weight, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 @launched
 @triton.jit
 def _hidden_kernel(
-    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, made, size, k, limit,
+    x, x_up, gate, gate_scales, gate_bias, up, up_scales, up_bias, slots, table, weights, h, h_codes, size, k, limit,
     GATED: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, CODED: tl.constexpr,
     ACTIVATION: tl.constexpr, TYPE: tl.constexpr, UP_TYPE: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """h of TILES * R neurons of one of the token's experts, times its weight; SCALES: x is. x, x_up: x as gate and up
-    take it. CODED: made are `codes` of each expert's h; these neurons are whole blocks."""
+    take it. CODED: h_codes are `codes` of each expert's h; these neurons are whole blocks."""
     follow()
     j = tl.program_id(1)
     slot = _slot(slots, table, j, TABLE)
     for tile in range(TILES):
         neuron = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
-        a = tl.zeros((R,), tl.float32)  # without a slot: else what down reads, and leaves out, would be written by nobody
+        a = tl.zeros((R,), tl.float32)  # without a slot: down reads, and leaves out, what would be written by nobody
         if slot >= 0:
             live = neuron < size
             row = slot.to(tl.int64) * size + neuron
@@ -280,9 +280,9 @@ def _hidden_kernel(
         B: tl.constexpr = TILES * R // 32
         tl.debug_barrier()  # h of the program's other threads
         b = tl.program_id(0) * B + tl.arange(0, B)
-        own = h + j * size + b[:, None] * 32 + tl.arange(0, 32)[None, :]
-        here = b * 32 < size
-        put_codes(made, j.to(tl.int64), tl.load(own, mask=here[:, None], other=0), b, here, size, B)
+        places = h + j * size + b[:, None] * 32 + tl.arange(0, 32)[None, :]
+        real = b * 32 < size
+        put_codes(h_codes, j.to(tl.int64), tl.load(places, mask=real[:, None], other=0), b, real, size, B)
 
 
 @triton.jit
@@ -336,22 +336,23 @@ def _of_one(
     h = torch.empty((top_k, size), dtype=torch.float32, device=x.device)
     out = torch.empty((1, k), dtype=torch.float32, device=x.device) if into is None else into
     down, bias = experts.down, experts.up_bias is not None
-    made = coded(h, top_k, size, top_k) if down.type in INTEGERS else None
+    h_codes = coded(h, top_k, size, top_k) if down.type in INTEGERS else None
     tile, tiles = _tile(first, experts.up), 1
-    if made is not None:
+    if h_codes is not None:
         tile, tiles = whole_blocks(tile)
     _hidden_kernel[(triton.cdiv(size, tiles * tile.rows), top_k)](
         *_taken(x, first, experts.up), first.data, scales_of(first), either(experts.gate_bias, h),
         experts.up.data, scales_of(experts.up), either(experts.up_bias, h), slots,
-        either(table, slots), weights, h, either(made, h), size, k, experts.threshold, GATED=experts.gate is not None,
-        SCALES=experts.scales_input, BIAS=bias, TABLE=table is not None, CODED=made is not None,
-        ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type, TILES=tiles, R=tile.rows,
-        C=tile.columns, num_warps=tile.warps, enable_fp_fusion=made is None, launch_pdl=early(x),
+        either(table, slots), weights, h, either(h_codes, h), size, k, experts.threshold,
+        GATED=experts.gate is not None, SCALES=experts.scales_input, BIAS=bias, TABLE=table is not None,
+        CODED=h_codes is not None, ACTIVATION=experts.activation, TYPE=first.type, UP_TYPE=experts.up.type,
+        TILES=tiles, R=tile.rows, C=tile.columns, num_warps=tile.warps, enable_fp_fusion=h_codes is None,
+        launch_pdl=early(x),
     )  # fmt: skip
-    tile, own = for_rows(ONE[down.type], down.type, size), either(made, h)
+    tile, operand = for_rows(ONE[down.type], down.type, size), either(h_codes, h)
     _down_kernel[(triton.cdiv(k, tile.rows),)](
-        own, down.data, scales_of(down), either(experts.down_bias, h), slots, either(table, slots),
-        weights, out, k, size, own.shape[1], TOP_K=top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
+        operand, down.data, scales_of(down), either(experts.down_bias, h), slots, either(table, slots),
+        weights, out, k, size, operand.shape[1], TOP_K=top_k, TYPE=down.type, BIAS=bias, TABLE=table is not None,
         ADD=into is not None, R=tile.rows, C=tile.columns, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
     return out

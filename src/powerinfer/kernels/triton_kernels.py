@@ -1,4 +1,4 @@
-"""Triton kernels of `gpu`: each program writes only its own outputs, without atomics, so results are reproducible.
+"""Triton kernels of `gpu`: each program writes only its own outputs and adds nothing by atomics: the same bits again.
 
 Launches depend only on shapes, never on data, and nothing waits for the host: a step can be recorded as a CUDA graph.
 Only `gpu` imports this file, and only to run its kernels: that takes a second and needs Triton.
@@ -1258,11 +1258,6 @@ def precision(x: Tensor) -> str:
     return "tf32x3" if not x.is_cuda or _capability(x.device.index) >= 8 else "ieee"
 
 
-def hopper(x: Tensor) -> bool:
-    """Whether x's device is one, as the interpreter's is."""
-    return not x.is_cuda or _capability(x.device.index) == 9
-
-
 @cache
 def _capability(device: int) -> int:
     return int(torch.cuda.get_device_capability(device)[0])
@@ -1295,7 +1290,7 @@ def held(block: int, memory: int) -> int:
 
 
 def context_splits(pages: int, least: int, programs: int, slots: int, joined: int = 1) -> int:
-    """In how many parts a context is split, none of fewer than `least` pages, or in at most `joined`, for that many
+    """Number of parts of a context, none of fewer than `least` pages, or in at most `joined`, for that many
     programs each: as many as there are slots for, since one more would wait for another."""
     return max(1, min(max(pages // least, min(pages, joined)), slots // programs))
 
@@ -1557,23 +1552,27 @@ def _tanh(x):
 
 
 @launched
-@triton.jit(do_not_specialize=["tokens", "pages", "per"], do_not_specialize_on_alignment=["table", "rows", "positions", "slots"])
+@triton.jit(
+    do_not_specialize=["tokens", "pages", "per"],
+    do_not_specialize_on_alignment=["table", "rows", "positions", "slots"],
+)
 def _attention_kernel(
     q, cache_k, scales_k, cache_v, scales_v, table, rows, positions, out, peaks, sums, made, tokens, heads, kv_heads,
     dims, pages, per, window, scale, growth, interval, offset, q_token, q_head, sinks, cap,
     k, v, k_head, v_head, frequencies, factor, pairs, slots, q_norm, k_norm, eps, joined, arrived,
-    TURNS: tl.constexpr, NORMS: tl.constexpr, CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
+    TURNS: tl.constexpr, NORMS: tl.constexpr, CHUNKED: tl.constexpr, GROWN: tl.constexpr, SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, CODED: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, JOINED: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, TWO: tl.constexpr,
     PLACES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, with the heads that share keys, against one split of their contexts: online softmax.
 
-    HALF: products of float16; TWO: of two halves of q, and of the weights, which is as exact as float32. JOINED: at most
-    so many splits, which the program joins that finishes last, by the counter of its tile in `arrived`, which is zero
-    before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, read at a time. TURNS: there
-    is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in each program, and the one
-    of k, which is stored, with that of v, in the program that has its place.
+    HALF: products of float16; TWO: of two halves of q, and of the weights, which is as exact as float32. JOINED: at
+    most so many splits, which the program joins that finishes last, by the counter of its tile in `arrived`, which is
+    zero before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, read
+    at a time. TURNS: there is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in
+    each program, and the one of k, which is stored, with that of v, in the program that has its place.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
@@ -1589,16 +1588,11 @@ def _attention_kernel(
     if GROWN:
         scale *= query_growth(position, growth, interval, offset)[:, None]
     if TURNS:
-        at_place, to_slot = tl.load(positions), tl.load(slots)
-        of_q, of_k = q_norm if NORMS else None, k_norm if NORMS else None
-        heads_at = q + tl.where(live, head, 0)[:, None] * q_head
-        query = turned_head(heads_at, dim[None, :], at_place, frequencies, factor, pairs, dims, of_q, eps)
-        if (at_place >= split * per * 32) & (at_place < (split + 1) * per * 32):
-            y = turned_head(k + g * k_head, dim, at_place, frequencies, factor, pairs, dims, of_k, eps)
-            stored_head(cache_k, scales_k, to_slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
-            y = tl.load(v + g * v_head + dim, mask=dim < dims, other=0)
-            stored_head(cache_v, scales_v, to_slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
-            tl.debug_barrier()  # the program's other threads read it
+        query = _turned_query(
+            q + tl.where(live, head, 0)[:, None] * q_head, k + g * k_head, v + g * v_head, cache_k, scales_k, cache_v,
+            scales_v, positions, slots, frequencies, factor, pairs, q_norm, k_norm, eps, g, kv_heads, dims,
+            split * per * 32, (split + 1) * per * 32, NORMS, KIND, BLOCK,
+        )  # fmt: skip
     else:
         at = token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head + dim[None, :]
         query = tl.load(q + at, mask=live[:, None] & real, other=0)
@@ -1654,8 +1648,8 @@ def _attention_kernel(
         result = acc / tl.where(total == 0, 1.0, total)[:, None]
         _put_heads(out, made, result, token, head, live, heads, dims, CODED, M, BLOCK)
     else:
-        apart = tokens.to(tl.int64) * heads
-        of = where_ + split * apart
+        stride = tokens.to(tl.int64) * heads
+        of = where_ + split * stride
         tl.store(out + of[:, None] * dims + dim[None, :], acc, mask=live[:, None] & real)
         tl.store(peaks + of, peak, mask=live)
         tl.store(sums + of, total, mask=live)
@@ -1664,25 +1658,53 @@ def _attention_kernel(
             arrived += tl.program_id(0) * kv_heads + g
             if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(2) - 1:
                 tl.store(arrived, 0)
-                level = tl.full((M,), float("-inf"), tl.float32)
-                for s in tl.static_range(JOINED):
-                    here = live & (s < tl.num_programs(2))
-                    own = tl.load(peaks + where_ + s * apart, mask=here, other=float("-inf"), cache_modifier=".cg")
-                    level = tl.maximum(level, own)
-                level = tl.where(level == float("-inf"), 0.0, level)
-                acc = tl.zeros((M, BLOCK), tl.float32)
-                total = tl.zeros((M,), tl.float32)
-                for s in tl.static_range(JOINED):  # in their order
-                    here = live & (s < tl.num_programs(2))
-                    of = where_ + s * apart
-                    own = tl.load(peaks + of, mask=here, other=float("-inf"), cache_modifier=".cg")
-                    weight = tl.exp(own - level)
-                    heads_of = out + of[:, None] * dims + dim[None, :]
-                    part_of = tl.load(heads_of, mask=here[:, None] & real, other=0, cache_modifier=".cg")
-                    acc += part_of * weight[:, None]
-                    total += weight * tl.load(sums + of, mask=here, other=0, cache_modifier=".cg")
-                result = acc / tl.where(total == 0, 1.0, total)[:, None]
+                result = _joined_heads(out, peaks, sums, where_, live, stride, dims, JOINED, M, BLOCK)
                 _put_heads(joined, made, result, token, head, live, heads, dims, CODED, M, BLOCK)
+
+
+@triton.jit
+def _turned_query(
+    q, k, v, cache_k, scales_k, cache_v, scales_v, positions, slots, frequencies, factor, pairs, q_norm, k_norm, eps, g,
+    kv_heads, dims, begin, end, NORMS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Heads at q [M, 1] of one token, turned: [M, BLOCK]. Where its position is in begin .. end, the heads at k and v
+    are stored as head g."""
+    dim = tl.arange(0, BLOCK)
+    position, slot = tl.load(positions), tl.load(slots)
+    of_q, of_k = q_norm if NORMS else None, k_norm if NORMS else None
+    query = turned_head(q, dim[None, :], position, frequencies, factor, pairs, dims, of_q, eps)
+    if (position >= begin) & (position < end):
+        y = turned_head(k, dim, position, frequencies, factor, pairs, dims, of_k, eps)
+        stored_head(cache_k, scales_k, slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
+        y = tl.load(v + dim, mask=dim < dims, other=0)
+        stored_head(cache_v, scales_v, slot, g, kv_heads, dims, dim, y, KIND, BLOCK)
+        tl.debug_barrier()  # the program's other threads read it
+    return query
+
+
+@triton.jit
+def _joined_heads(
+    parts, peaks, sums, first, live, stride, dims, SPLITS: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Heads [M, BLOCK] of the splits of a context, at most so many, `stride` from each other, in their order."""
+    dim = tl.arange(0, BLOCK)
+    level = tl.full((M,), float("-inf"), tl.float32)
+    for s in tl.static_range(SPLITS):
+        real = live & (s < tl.num_programs(2))
+        peak = tl.load(peaks + first + s * stride, mask=real, other=float("-inf"), cache_modifier=".cg")
+        level = tl.maximum(level, peak)
+    level = tl.where(level == float("-inf"), 0.0, level)
+    acc = tl.zeros((M, BLOCK), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    for s in tl.static_range(SPLITS):
+        real = live & (s < tl.num_programs(2))
+        of = first + s * stride
+        weight = tl.exp(tl.load(peaks + of, mask=real, other=float("-inf"), cache_modifier=".cg") - level)
+        at = parts + of[:, None] * dims + dim[None, :]
+        part = tl.load(at, mask=real[:, None] & (dim < dims)[None, :], other=0, cache_modifier=".cg")
+        acc += part * weight[:, None]
+        total += weight * tl.load(sums + of, mask=real, other=0, cache_modifier=".cg")
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
 @triton.jit
@@ -1774,17 +1796,18 @@ def attention(
     if splits > 1:
         parts = torch.empty((splits, tokens, heads, dims), dtype=torch.float32, device=q.device)
         peaks, sums = (torch.empty((splits, tokens, heads), dtype=torch.float32, device=q.device) for _ in range(2))
-    turned, turns = _turning(new, q, contexts)
+    new_heads, turns = _turning(new, q, contexts)
     pad, codes_here = int(triton.next_power_of_2(splits)), alone and made is not None
     _attention_kernel[(tiles, kv_heads, splits)](
         q, *_parts(*cache), *contexts, parts, peaks, sums, either(made, out), tokens, heads, kv_heads, dims, pages, per,
         settings.window or 1 << 30, settings.score_scale, *growth_of(settings), q.stride(0), q.stride(1),
-        either(sinks, q), settings.score_cap or 0.0, *turned, out, either(arrived, contexts.rows), **turns,
+        either(sinks, q), settings.score_cap or 0.0, *new_heads, out, either(arrived, contexts.rows), **turns,
         CHUNKED=settings.chunked, GROWN=settings.query_growth != 0, SINKS=sinks is not None,
         CAPPED=settings.score_cap is not None, CODED=codes_here, GROUP=group, GROUP_PAD=padded, TILE=tile,
-        M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind, HALF=half,
-        TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q), num_warps=8 if wide else 4,
-        enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"), launch_pdl=early(q),
+        M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind,
+        HALF=half, TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q),
+        num_warps=8 if wide else 4, enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"),
+        launch_pdl=early(q),
     )  # fmt: skip
     if not alone:
         _join_kernel[(tokens * heads,)](
@@ -1911,7 +1934,9 @@ def predict(
         return
     tile, two = fitting(outer, tokens, processors(x)), halved(outer.type, tokens)
     tiles = triton.cdiv(n, tile.rows)
-    programs = min(tiles, held_programs(outer.type, tokens, tile) * processors(x)) if in_turn(outer.type, tokens) else tiles
+    programs = tiles
+    if in_turn(outer.type, tokens):
+        programs = min(tiles, held_programs(outer.type, tokens, tile) * processors(x))
     asked = int(triton.next_power_of_2(tile.rows * triton.cdiv(tiles, programs)))
     z, counts = hidden, hidden
     if floor:

@@ -32,7 +32,6 @@ from powerinfer.kernels.triton_kernels import (
     half_scales,
     halved,
     halves,
-    hopper,
     in_turn,
     lanes,
     nibbles,
@@ -74,10 +73,10 @@ ADD_SEVERAL = {**dict.fromkeys(ADD_ONE, Tile(16, 128, 4)), "F16": Tile(32, 128, 
 ADD_SEVERAL |= dict.fromkeys(("Q4_0", "Q4_0X32"), Tile(16, 64, 4))
 # Lists are split for as many programs as a multiprocessor holds, by their registers as compiled for sm_90: one
 # more would be a second wave. But in pieces of at least ADD_ROUNDS tiles, if all neurons are listed.
-# HELD_PRODUCTS: warps of products with one token, which have even shares of their tiles; on Hopper, and elsewhere.
+# HELD_PRODUCTS: warps of products with one token, which have even shares of their tiles.
 HELD_ONE = dict.fromkeys(ADD_ONE, 6) | dict.fromkeys(("Q4_0X32", "Q8_0X32"), 8)
 HELD_SEVERAL = dict.fromkeys(ADD_ONE, 3)
-HELD_PRODUCTS = {True: 20, False: 16}
+HELD_PRODUCTS = 16
 ADD_ROUNDS = 2
 SUM = (16, 128)  # splits, and columns, that a program adds up at a time
 _GELU_SCALE, _GELU_CUBIC = tl.constexpr(GELU_SCALE), tl.constexpr(GELU_CUBIC)
@@ -277,8 +276,9 @@ def _products_kernel(
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons at a time: rows of up are read only where gate is not zero.
 
-    fired, by neuron, grows by the tokens; counts: of each R neurons, the number that fire. Without GATED, the gate arguments
-    are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has one, too.
+    fired, by neuron, grows by the tokens; counts: of each R neurons, the number that fire. Without GATED, the gate
+    arguments are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has
+    one, too.
     """
     follow()
     many = n
@@ -496,8 +496,8 @@ def _code_bits(kind):
 
 @triton.constexpr_function
 def _moved(kind, i):
-    """How far words are moved to the right for code number i of each, in the order of its columns: so that all of it is
-    in the mantissa of a float."""
+    """Bits by which words are moved to the right for code number i of each, in the order of its columns: so that all of
+    it is in the mantissa of a float."""
     bits = _code_bits(kind)
     return 0 if 8 * (i % 4) + i // 4 * 4 + bits <= 23 else 12 if bits == 4 else 16
 
@@ -519,10 +519,10 @@ def _codes_of(words, i: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _with_group(acc, sums, shared, of, w, there, k, TYPE: tl.constexpr, N: tl.constexpr):
+def _with_group(acc, sums, shared, of, w, valid, k, TYPE: tl.constexpr, N: tl.constexpr):
     """acc and sums, N of float32 [W] each, times the scales of row `of` of shared; none if it is negative."""
     rows = shared.to(tl.pointer_type(tl.int64)) + of * (k // 32 * 8)
-    real = there & (of >= 0)
+    real = valid & (of >= 0)
     at = _fours(w, TYPE)
     low = tl.load(rows + at, mask=real, other=0)
     high = low
@@ -545,15 +545,15 @@ def _fours(w, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _put_fours(to, at, sums, there, first: tl.constexpr, TYPE: tl.constexpr):
+def _put_fours(to, at, sums, valid, first: tl.constexpr, TYPE: tl.constexpr):
     """Store four sums from number `first` on, as they are of `_codes_of`, side by side."""
-    own = ()
+    scaled = ()
     for i in tl.static_range(4):
-        own = own + (sums[first + i] * (1 / (1 << _bit(TYPE, first + i))),)  # type: ignore[assignment]  # noqa: RUF005
-    four = tl.join(tl.join(own[0], own[2]), tl.join(own[1], own[3]))
+        scaled = scaled + (sums[first + i] * (1 / (1 << _bit(TYPE, first + i))),)  # type: ignore[assignment]  # noqa: RUF005
+    four = tl.join(tl.join(scaled[0], scaled[2]), tl.join(scaled[1], scaled[3]))  # type: ignore[misc]
     W: tl.constexpr = at.shape[0]
     c = at[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(to + c, tl.reshape(four, (W, 4)), mask=there[:, None])
+    tl.store(to + c, tl.reshape(four, (W, 4)), mask=valid[:, None])
 
 
 @triton.jit
@@ -579,7 +579,7 @@ def _add_groups(
     N: tl.constexpr = 32 // _code_bits(TYPE)
     W: tl.constexpr = C // 4
     w = across * W + tl.arange(0, W)
-    there = w < k // N
+    valid = w < k // N
     acc, nothing = (), ()
     for _ in tl.static_range(N):
         acc = acc + (tl.zeros((W,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
@@ -590,24 +590,24 @@ def _add_groups(
     for i in range(begin, end, R):
         words = ()
         for r in tl.static_range(R):
-            own = data.to(tl.pointer_type(tl.int32)) + rows[r] * (k // 32 * (128 // N // 4))
-            words = words + (tl.load(own + w, mask=there & (rows[r] >= 0), other=0),)  # type: ignore[assignment]  # noqa: RUF005
-        read, its, by = rows, groups, factors
+            codes_at = data.to(tl.pointer_type(tl.int32)) + rows[r] * (k // 32 * (128 // N // 4))
+            words = words + (tl.load(codes_at + w, mask=valid & (rows[r] >= 0), other=0),)  # type: ignore[assignment]  # noqa: RUF005
+        read_rows, read_groups, by = rows, groups, factors
         rows, groups, factors = _listed_rows(listed, group, h, i + R, end, R)
         for r in tl.static_range(R):
-            if (read[r] >= 0) & (its[r] != of):
-                acc = _with_group(acc, sums, shared, of, w, there, k, TYPE, N)
+            if (read_rows[r] >= 0) & (read_groups[r] != of):
+                acc = _with_group(acc, sums, shared, of, w, valid, k, TYPE, N)
                 sums = nothing
-                of = its[r]
+                of = read_groups[r]
             more = ()
             for j in tl.static_range(N):
                 more = more + (sums[j] + by[r] * _codes_of(words[r], j, TYPE),)  # type: ignore[assignment]  # noqa: RUF005
             sums = more
-    acc = _with_group(acc, sums, shared, of, w, there, k, TYPE, N)
+    acc = _with_group(acc, sums, shared, of, w, valid, k, TYPE, N)
     at = _fours(w, TYPE)
-    _put_fours(parts, at, acc, there, 0, TYPE)
+    _put_fours(parts, at, acc, valid, 0, TYPE)
     if TYPE == "Q4_0X32":
-        _put_fours(parts, at + 4, acc, there, 4, TYPE)
+        _put_fours(parts, at + 4, acc, valid, 4, TYPE)
 
 
 @launched
@@ -625,9 +625,9 @@ def _add_kernel(
     """
     follow()
     count = tl.load(total)
-    each = (count + splits - 1) // splits
-    begin = tl.program_id(1) * each
-    end = tl.minimum(begin + each, count)
+    length = (count + splits - 1) // splits
+    begin = tl.program_id(1) * length
+    end = tl.minimum(begin + length, count)
     parts += tl.program_id(1).to(tl.int64) * tokens * k
     add_rows(
         data, scales, shared, group, listed, h, parts, begin, end, tokens, n, k, tl.program_id(0), TYPE, T, R, C,
@@ -689,7 +689,9 @@ def neuron_sum(
     if tokens > 1 and in_turn(kind, tokens) and selected is not None:
         tile = tile._replace(rows=1)  # of those that some token selects another one skips no part of a tile
     blocks, tiles = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
-    programs = min(tiles, HELD_PRODUCTS[hopper(x)] // tile.warps * processors(x)) if tokens == 1 else tiles
+    programs = tiles
+    if tokens == 1:
+        programs = min(tiles, HELD_PRODUCTS // tile.warps * processors(x))
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
