@@ -98,10 +98,13 @@ class SplitExecutor:
         return self.cpu.bytes_per_token + self._gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[Any]:
+        # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
+        awake = len(batch.tokens) <= FEW and self._on_both
+        if self.trace is None and not awake:
+            return self._forward(batch)
         with (
             nullcontext() if self.trace is None else self.trace.step(),
-            # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
-            self.cpu.awake() if len(batch.tokens) <= FEW and self._on_both else nullcontext(),
+            self.cpu.awake() if awake else nullcontext(),
         ):
             return self._forward(batch)
 
