@@ -74,10 +74,10 @@ def _from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind in ("F32", "F16"):
         own = torch.float32 if kind == "F32" else torch.float16
         data = panels.view(own).view(len(panels), -1, LANES)[:, :k]
-        return Weight(kind, rows, k, _by_row(data).view(rows, k))
+        return Weight(kind, rows, k, _transposed(data).view(rows, k))
     if kind == "BF16":
         words = panels.view(torch.int32).view(len(panels), -1, LANES)
-        return Weight(kind, rows, k, _by_row(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
+        return Weight(kind, rows, k, _transposed(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
     if WEIGHT_TYPES[kind].grid:
         return _as_f16(k, gpu_grids.values(kind, k, panels))
     factors = None
@@ -90,7 +90,7 @@ def _from_panels(kind: str, k: int, panels: Tensor) -> Weight:
         codes = codes.view(rows, n, 4, 8)
         table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
         wide = table[torch.cat((codes & 15, codes >> 4), dim=-1).long()]
-        scale = _half_e4m3(_by_row(meta.reshape(len(panels), -1, LANES)).view(rows, n, 4))
+        scale = _half_e4m3(_transposed(meta.reshape(len(panels), -1, LANES)).view(rows, n, 4))
         return _as_f16(k, (wide * scale[..., None]).view(rows, k) * factors)
     if kind in K_CODES:
         return Weight(kind, rows, k, *_k_quants(kind, codes, meta))
@@ -101,7 +101,7 @@ def _from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "Q4_0":
         return Weight(kind, rows, k, (codes ^ _FLIP).view(rows, -1), _scales(meta)[..., 0].contiguous())
     if kind == "MXFP4":
-        return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
+        return Weight(kind, rows, k, codes.view(rows, -1), _transposed(meta).view(rows, -1))
     if kind in _FEW_VALUES:
         unpack = {"TQ1_0": _digits, "Q1_0": _bits}.get(kind, _two_bits)
         few = unpack(codes).reshape(rows, -1, 32) - 1
@@ -109,14 +109,14 @@ def _from_panels(kind: str, k: int, panels: Tensor) -> Weight:
                       _scales(meta).expand(-1, -1, block_type(kind).block // 32).reshape(rows, -1))  # fmt: skip
     if kind == "Q2_K":
         both = _scales(meta[..., :64]).float()
-        nibbles = _by_row(meta[..., 64:].reshape(len(panels), -1, LANES)).view(rows, n, 16)
+        nibbles = _transposed(meta[..., 64:].reshape(len(panels), -1, LANES)).view(rows, n, 16)
         scale, least = both[..., :1] * (nibbles & 15).float(), both[..., 1:] * (nibbles >> 4).float()
         return _as_f16(k, _two_bits(codes).view(rows, n, 16, 16).float() * scale[..., None] - least[..., None])
     if kind == "IQ4_XS":
         table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
         wide = table[_nibbles(codes.view(rows, -1, 16)).long()]
         scale = _scales(meta[..., :32])  # one of 256, with eight factors
-        each = _by_row(meta[..., 32:].reshape(len(panels), -1, LANES)).view(torch.int8).view(rows, n, 8)
+        each = _transposed(meta[..., 32:].reshape(len(panels), -1, LANES)).view(torch.int8).view(rows, n, 8)
         return _as_f16(k, wide * (scale.float() * each.float()).view(rows, -1, 1))
     nibbles = _nibbles(codes[..., :16])
     if kind in ("Q5_0", "Q5_1"):  # byte j of four has, in bit g, the fifth bit of element 4 g + j
@@ -138,7 +138,7 @@ def _as_f16(k: int, values: Tensor) -> Weight:
     return Weight("F16", len(wide), k, wide)
 
 
-def _by_row(panels: Tensor) -> Tensor:
+def _transposed(panels: Tensor) -> Tensor:
     """[panels, n, LANES] -> [panels, LANES, n], in memory of its own."""
     import torch
 
@@ -154,7 +154,7 @@ def _parts(kind: str, n: int, panels: Tensor) -> tuple[Tensor, Tensor]:
     end = n * words * 4 * LANES
     codes = panels[:, :end].reshape(-1).view(torch.int32).view(len(panels), -1, LANES)
     meta = panels[:, end : end + n * more].reshape(len(panels), n, more)
-    return _by_row(codes).view(-1, n * words).view(torch.uint8).view(-1, n, 4 * words), meta
+    return _transposed(codes).view(-1, n * words).view(torch.uint8).view(-1, n, 4 * words), meta
 
 
 def _scales(meta: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _scales(meta: Tensor) -> Tensor:
 
     panels, n, nbytes = meta.shape
     halves = meta.contiguous().view(torch.float16).view(panels, -1, LANES)
-    return _by_row(halves).view(-1, n, nbytes // (2 * LANES))
+    return _transposed(halves).view(-1, n, nbytes // (2 * LANES))
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def _k_quants(kind: str, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
 
     def bytes_of(part: Tensor, count: int) -> Tensor:
         """[panels, n, count * LANES] -> [rows, n, count]."""
-        return _by_row(part.reshape(panels, n * count, LANES)).view(rows, n, count)
+        return _transposed(part.reshape(panels, n * count, LANES)).view(rows, n, count)
 
     if kind == "Q6_K":
         halves = codes.view(rows, n, 2, 96)
