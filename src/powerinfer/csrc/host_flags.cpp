@@ -75,15 +75,15 @@ void HostFlags::set_patience(double seconds) {
 void HostFlags::watch() {
   std::unique_lock<std::mutex> lock(mutex_);
   uint64_t step = 0;
-  uint32_t seen = 0;
+  uint32_t latest = 0;
   int looks = 0;
   while (!ends_) {
     changed_.wait_for(lock, std::chrono::duration<double>(patience_ / LOOKS));
     uint32_t answered = load(answered_);
     const bool pending = !reaches(answered, load(asked_));
-    looks = pending && step == steps_ && seen == answered ? looks + 1 : 0;
+    looks = pending && step == steps_ && latest == answered ? looks + 1 : 0;
     step = steps_;
-    seen = answered;
+    latest = answered;
     if (looks == LOOKS)  // unless the answer has come just now
       __atomic_compare_exchange_n(answered_, &answered, RELEASED, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE);
   }
