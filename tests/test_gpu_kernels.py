@@ -26,7 +26,7 @@ from powerinfer.devices.gpu_weights import Matrices, StoredMatrix
 from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
-from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS
+from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS, WEIGHT_TYPES
 from powerinfer.kernels import cpu, gpu
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
@@ -430,6 +430,20 @@ def test_activations_are_narrowed_once_by_a_power_of_two(kernels: str, monkeypat
         assert_close(columns, want, bound * (1 + 2**-9 / sum_error(96)))
         at += one.shape[0]
     assert counted == [40]
+
+
+@pytest.mark.usefixtures("device")
+def test_matrices_whose_scales_are_no_numbers() -> None:
+    for type_name in gpu.GPU_TYPES:
+        for place in WEIGHT_TYPES[type_name].halves:
+            for number, good in ((-65504.0, True), (-np.inf, False)):
+                tensor = raw(type_name, 5, 512)
+                data = tensor.data.copy()
+                blocks = data.reshape(5, -1, block_type(type_name).nbytes)
+                blocks[4, 1, place : place + 2] = np.array([number], "<f2").view(np.uint8)
+                matrix = StoredMatrix(RawTensor(type_name, (5, 512), data), None)
+                with nullcontext() if good else pytest.raises(OverflowError, match="not numbers"):
+                    Matrices([matrix], [None], torch_device())
 
 
 @pytest.mark.parametrize("type_name", ["MXFP4", *gpu.K_CODES])

@@ -585,6 +585,30 @@ def taken(path: Path) -> dict[str, tuple[RawTensor, np.ndarray]]:
 @pytest.mark.parametrize(
     ("packer", "settings", "type_name"),
     [
+        (gptq(4, 32, True), gptq_settings(4, 32), "q4_0"),
+        (gptq(4, 32, False), gptq_settings(4, 32, sym=False), "q5_0"),
+        (gptq(8, 32, True), gptq_settings(8, 32), "q8_0"),
+    ],
+)
+def test_a_gguf_file_of_a_folder_keeps_its_codes(
+    packer: Packer, settings: dict[str, Any], type_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/quantize.md says; q and k have another order of rows there."""
+    monkeypatch.setattr("model_files.VOCAB", 1200)
+    path, made = folder(tmp_path / "model", packer, settings), tmp_path / "m.gguf"
+    write_tokenizer_files(path, 1200)
+    rest = ("--tensor-type", "^(output|token_embd)=bf16")
+    assert main(["quantize", str(path), type_name, "--pure", *rest, "-o", str(made)]) == 0
+    before, after = open_checkpoint(path), open_checkpoint(made)
+    for layer in range(2):
+        for part in ("v", "o", "gate", "up", "down"):
+            of_folder, of_file = (one.take(f"layers.{layer}.{part}") for one in (before, after))
+            assert of_file.type == type_name.upper() and np.array_equal(of_file.data, of_folder.data), part
+
+
+@pytest.mark.parametrize(
+    ("packer", "settings", "type_name"),
+    [
         (gptq(4, 32, True, shuffled="alike"), gptq_settings(4, 32, desc_act=True), "Q4_0"),
         (gptq(4, 32, False, shuffled="alike"), gptq_settings(4, 32, desc_act=True, sym=False), "Q5_0"),
         (gptq(2, 32, False, shuffled="alike"), gptq_settings(2, 32, desc_act=True, sym=False), "Q4_0"),

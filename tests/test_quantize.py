@@ -291,6 +291,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ((source, "q4_k_x", "-o", made), "no type Q4_K_X; did you mean Q4_K"),
         ((source, "X", "-o", tmp_path / "c.gguf"), "there are F16, BF16, Q8_0"),
         ((source,), "give either TYPE"),
+        ((source, "copy", "-o", made), "no type COPY: docs/quantize.md says"),
+        ((source, "q4_0", "--output-tensor-type", "q8_0"), "use --tensor-type '^output=TYPE'"),
         ((source, "--size", "8GiB"), "--size needs a name for the file: -o FILE"),
         ((source, "Q8_0", "-o", made), "is there already; --force replaces it"),
         ((source, "Q8_0", "-o", source, "--force"), "is the model itself"),

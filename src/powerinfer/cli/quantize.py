@@ -169,7 +169,7 @@ def _say_before(
     nbytes = file_size(original, types, importance)
     if nbytes > 1.01 * original.nbytes:  # one that is only converted gets a tokenizer
         sizes = f"{nbytes / 1e6:,.1f} MB, the model {original.nbytes / 1e6:,.1f} MB"
-        out.note(f"the file is larger than the model, so that nothing is gained: it takes {sizes}")
+        out.note(f"the file is larger than the model: it takes {sizes}")
     slow = sorted(set(types.values()) & set(WEIGHED))
     if slow:
         out.note(f"{slow[0]} is slow to make, hours of a core for a billion weights; Ctrl-C keeps what is done")

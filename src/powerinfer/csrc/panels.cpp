@@ -332,18 +332,20 @@ void pack_panel_of(int type, const uint8_t* const (&rows)[PI_LANES], int64_t k, 
 bool panels_are_finite(int type, int64_t k, const uint8_t* panels, int64_t n) {
   const PiTypeFacts& t = pi_facts(type);
   if (t.d < 0 && t.values != PI_VALUES_GRID) return true;
-  const int halves = 1 + (t.m >= 0);
-  int16_t most[PI_LANES] = {};
+  // Four of them in a word: a carry reaches the sign where all bits of an exponent are set.
+  constexpr uint64_t EXPONENT = 0x7c007c007c007c00, LOWEST = 0x0400040004000400, SIGN = 0x8000800080008000;
+  const int words = t.m >= 0 ? 8 : 4;
+  uint64_t carries = 0;
   for (int64_t p = 0; p < n; p++) {
     const uint8_t* meta = panels + p * pi_panel_bytes(type, k) + pi_codes_bytes(type, k);
     for (int64_t b = 0; b < k / t.block; b++, meta += PI_LANES * t.scales)
-      for (int i = 0; i < halves; i++) {
-        int16_t scale[PI_LANES];
-        memcpy(scale, meta + 32 * i, sizeof scale);
-        for (int r = 0; r < PI_LANES; r++) most[r] = std::max(most[r], (int16_t)(scale[r] & 0x7fff));
+      for (int i = 0; i < words; i++) {
+        uint64_t four;
+        memcpy(&four, meta + 8 * i, 8);
+        carries |= (four & EXPONENT) + LOWEST;
       }
   }
-  return *std::max_element(most, most + PI_LANES) < 0x7c00;
+  return !(carries & SIGN);
 }
 
 void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {

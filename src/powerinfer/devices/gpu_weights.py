@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.torch_device import import_torch
+from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import RawTensor
+from powerinfer.formats.weight_types import WEIGHT_TYPES
 from powerinfer.kernels import gpu, gpu_latent, gpu_panels
 from powerinfer.kernels.cpu import LANES
 
@@ -67,13 +69,16 @@ class StoredMatrix:
 class Matrices:
     """Matrices that multiply the same rows: one where their types allow it, so that one kernel is launched.
 
-    biases: float32 [rows] of each, None where it has none. for_codes: whether some are of `INTEGERS`.
+    biases: float32 [rows] of each, None where it has none. for_codes: whether some are of `INTEGERS`. OverflowError for
+    scales of blocks that are infinite or NaN.
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], biases: Sequence[Tensor | None], device: device) -> None:
         parts = [(one.tensor, one.row_map) for one in matrices]
         alike = len({one.type for one in matrices}) == 1
         self.weights = [gpu.upload_together(some, device) for some in ([parts] if alike else [[one] for one in parts])]
+        if not all(map(_are_numbers, self.weights)):
+            raise OverflowError("scales of blocks are infinite or not numbers")
         self.nbytes = sum(weight.nbytes for weight in self.weights)
         self.for_codes = any(weight.type in gpu.INTEGERS for weight in self.weights)
         self.bias = _joined([one.rows for one in matrices], biases, device)
@@ -144,6 +149,19 @@ class StreamedMatrices:
                 weight = gpu_panels.from_panels(matrix.type, matrix.k, part.view(len(panels), -1))
                 to.copy_(gpu.linear(weight, x)[:, : to.shape[1]])
             del weight  # the next piece reuses its memory
+
+
+def _are_numbers(weight: gpu.Weight) -> bool:
+    """Whether the exponents of all float16 scales and minima of a weight's blocks are those of numbers."""
+    halves = WEIGHT_TYPES[weight.type].halves
+    if weight.scales is None or not halves:
+        return True
+    if weight.type not in gpu.CUT:  # they lie side by side
+        return not bool((weight.scales.view(import_torch().uint8)[:, 1::2] & 0x7C == 0x7C).any())
+    begin, end = gpu.CUT[weight.type]
+    header = block_type(weight.type).nbytes - (end - begin)
+    high = (1 + (at if at < begin else at - (end - begin)) for at in halves)
+    return not any(bool((weight.scales[:, one::header] & 0x7C == 0x7C).any()) for one in high)
 
 
 def _joined(rows: Sequence[int], biases: Sequence[Tensor | None], device: device) -> Tensor | None:
