@@ -472,11 +472,11 @@ def test_values_that_cannot_be_quantised_are_named(tmp_path: Path) -> None:
         checkpoint.take("layers.1.up")
 
 
-def with_type(name: str, type_id: int) -> Builder:
-    """A model of wider rows whose layer matrices have that type; zero bytes are valid blocks of every type."""
+def with_type(name: str, type_id: int, base: Builder | None = None) -> Builder:
+    """A Llama of wider rows whose layer matrices have that type; zero bytes are valid blocks of every type."""
 
     width, ff = 256, 512
-    builder = tiny_gguf()
+    builder = tiny_gguf() if base is None else base
     for key, value in [("embedding_length", width), ("feed_forward_length", ff)]:
         builder.put(f"llama.{key}", U32, value)
     for key in ("key_length", "value_length"):
@@ -486,11 +486,11 @@ def with_type(name: str, type_id: int) -> Builder:
     sizes = {D: width, FF: ff, HEADS * HEAD_DIM: 256, KV_HEADS * HEAD_DIM: 128}
     for tensor in builder.tensors:
         if len(tensor.dims) == 2:
-            cols, rows = sizes[tensor.dims[0]], sizes.get(tensor.dims[1], tensor.dims[1])
+            cols, rows = (sizes.get(dim, dim) for dim in tensor.dims)
             if "attn_k" in tensor.name or "attn_v" in tensor.name:
                 rows = 128
             tensor.dims = [cols, rows]
-            chosen = tensor.name.startswith("blk")
+            chosen = tensor.name.startswith("blk") and ".fc" not in tensor.name  # of a predictor
             tensor.type_id = type_id if chosen else 0
             tensor.data = bytes(rows * (kind.row_bytes(cols) if chosen else 4 * cols))
         else:
@@ -503,7 +503,8 @@ def with_type(name: str, type_id: int) -> Builder:
     [
         ("Q4_1", 3), ("Q5_0", 6), ("Q4_K", 12), ("Q6_K", 14), ("BF16", 30), ("IQ4_NL", 20), ("IQ4_XS", 23),
         ("MXFP4", 39), ("Q3_K", 11), ("Q2_K", 10),
-        ("TQ1_0", 34), ("TQ2_0", 35), ("NVFP4", 40), ("IQ1_M", 29), ("IQ2_XXS", 16), ("IQ3_S", 21),
+        ("TQ1_0", 34), ("TQ2_0", 35), ("NVFP4", 40), ("IQ1_M", 29), ("IQ2_XXS", 16), ("IQ3_S", 21), ("Q1_0", 41),
+        ("Q2_0", 42),
     ],
 )  # fmt: skip
 def test_types_with_kernels_stay(tmp_path: Path, name: str, type_id: int) -> None:
@@ -511,9 +512,24 @@ def test_types_with_kernels_stay(tmp_path: Path, name: str, type_id: int) -> Non
     assert checkpoint.notes == [] and checkpoint.take("layers.1.down").type == name
 
 
-@pytest.mark.parametrize(("name", "type_id"), [("Q8_1", 9), ("Q8_K", 15), ("Q1_0", 41), ("I8", 24)])
+@pytest.mark.parametrize(("name", "type_id"), [("Q8_1", 9), ("Q8_K", 15), ("I8", 24)])
 def test_types_that_cannot_be_read_are_refused_by_name(tmp_path: Path, name: str, type_id: int) -> None:
     refused(with_type(name, type_id).write(tmp_path / "m.gguf"), f"has type {name}, which this engine does not read")
+
+
+def test_blocks_of_an_older_kind_are_refused(tmp_path: Path) -> None:
+    """Files of before llama.cpp had Q2_0 have blocks of 128 in 34 bytes under its number."""
+    for last in (False, True):
+        builder = with_type("Q2_0", 42)
+        if last:
+            builder.tensors = [tensor for tensor in builder.tensors if tensor.type_id != 42] + [
+                next(tensor for tensor in builder.tensors if tensor.type_id == 42)
+            ]
+        for tensor in builder.tensors:
+            if tensor.type_id == 42:
+                tensor.data = bytes(len(tensor.data) // 36 * 34)
+        says = "runs past the end of the file" if last else "overlap"
+        refused(builder.write(tmp_path / "m.gguf"), f"{says}.*Q2_0 in blocks of 128.*is not read, only in blocks of 64")
 
 
 def test_vectors_of_other_types(tmp_path: Path) -> None:

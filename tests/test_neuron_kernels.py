@@ -242,7 +242,7 @@ def test_a_part_holds_what_was_packed_into_it(kind: str, use: str) -> None:
         if block == 1
         else (32, 96, 128, 160, 544)
         if block == 32
-        else (256, 768)
+        else (block, 3 * block)
     ):
         size = _native.bundle_row_bytes(kind, k)
         assert size % 64 == 0 and _native.shared_bytes(kind, k) == 0
@@ -342,8 +342,9 @@ def test_blocks_across_neurons_are_kept(kind: str) -> None:
     ],
 )
 def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
+    block = block_type(types[0]).block
     widths = (
-        (256, 768, 1280)
+        (block, 3 * block, 5 * block)
         if types[0] in STORED_ROWS
         else (32, 64, 96, 128, 160, 256, 512, 544, 576, 1056)
         if types[0] not in ("F16", "BF16")
@@ -447,7 +448,7 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     ],
 )
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
-    k = 256 if types[0] in STORED_ROWS else 160
+    k = block_type(types[0]).block if types[0] in STORED_ROWS else 160
     layer = make_layer(k, 61, types)
     x = tokens(32, k)
     index = np.arange(61)

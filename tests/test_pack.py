@@ -216,7 +216,7 @@ def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> No
         matrix: source in {*floats, "Q4_0", "Q4_1"}
         or source
         in (
-            ("Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "TQ1_0", "TQ2_0")
+            ("Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
             if matrix == "down"
             else ("Q8_0", "Q5_0", *STORED_ROWS)
         )

@@ -13,7 +13,8 @@ from powerinfer.errors import ModelError
 from powerinfer.formats.quant import BLOCK_TYPES, BlockType, block_type, can_dequantize, dequantize, quantize
 
 READABLE = [kind for kind in BLOCK_TYPES.values() if can_dequantize(kind.name)]
-BLOCKS = [kind for kind in READABLE if kind.block > 1]
+NEW = {"Q1_0": (128, 18), "Q2_0": (64, 18)}  # that the package does not read yet: elements and bytes of a block
+BLOCKS = [kind for kind in READABLE if kind.block > 1 and kind.name not in NEW]
 WRITABLE = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"]
 Q8_1_IN_FILES = 36  # ggml's block_q8_1 holds two halves and 32 bytes; the gguf package says 40
 
@@ -27,7 +28,9 @@ def test_sizes_are_those_of_the_format() -> None:
         kind = BLOCK_TYPES[int(type_id)]
         expected = Q8_1_IN_FILES if type_id.name == "Q8_1" else nbytes
         assert (kind.name, kind.block, kind.nbytes) == (type_id.name, block, expected)
-    assert len(BLOCK_TYPES) == len(GGML_QUANT_SIZES)
+    assert {kind.name for kind in BLOCK_TYPES.values()} - {type_id.name for type_id in GGML_QUANT_SIZES} <= {"Q2_0"}
+    assert {name: (block_type(name).block, block_type(name).nbytes) for name in NEW} == NEW
+    assert (block_type("Q1_0").id, block_type("Q2_0").id) == (41, 42)
 
 
 def random_blocks(kind: BlockType, rows: int, per_row: int, seed: int) -> np.ndarray:
@@ -50,6 +53,22 @@ def test_dequantize_matches_gguf(kind: BlockType, rows: int, per_row: int) -> No
     actual = dequantize(data, kind.name)
     assert actual.shape == (rows, per_row * kind.block) and actual.dtype == np.float32
     assert same_bits(actual, expected.reshape(actual.shape))
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_codes_in_their_order_behind_a_scale(name: str) -> None:
+    """As llama.cpp reads Q1_0, of bits that stand for -d and d, and Q2_0, of two bits that stand for -d to 2 d."""
+    block, nbytes = NEW[name]
+    bits = 8 * (nbytes - 2) // block
+    data = random_blocks(block_type(name), 5, 7, seed=block)
+    expected = []
+    for one in data.reshape(-1, nbytes):
+        d = one[:2].view("<f2")[0].astype(np.float32)
+        for element in range(block):
+            code = int(one[2 + element * bits // 8]) >> element * bits % 8 & (1 << bits) - 1
+            expected.append((d if code else -d) if bits == 1 else np.float32(code - 1) * d)
+    assert same_bits(dequantize(data, name), np.array(expected, np.float32).reshape(5, -1))
 
 
 def test_dequantize_spans_chunks() -> None:

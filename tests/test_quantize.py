@@ -131,7 +131,7 @@ def test_importance_is_relative() -> None:
 # Root mean square errors of standard normal numbers that llama.cpp's types have, about: without importance.
 OF_NORMAL = {
     "TQ1_0": 0.44, "TQ2_0": 0.44, "MXFP4": 0.115, "NVFP4": 0.088, "IQ3_S": 0.135, "IQ3_XXS": 0.185, "IQ2_S": 0.245,
-    "IQ2_XS": 0.295, "IQ2_XXS": 0.335, "IQ1_S": 0.45, "IQ1_M": 0.42,
+    "IQ2_XS": 0.295, "IQ2_XXS": 0.335, "IQ1_S": 0.45, "IQ1_M": 0.42, "Q2_0": 0.36, "Q1_0": 0.605,
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_the_error_of_normal_numbers(type_name: str) -> None:
     assert set(OF_NORMAL) | set(PARTS) | set(PLAIN) == set(SEARCHED)
 
 
-@pytest.mark.parametrize("type_name", [name for name in OF_NORMAL if name[:2] in ("TQ", "IQ")])
+@pytest.mark.parametrize("type_name", [name for name in OF_NORMAL if name[:2] in ("TQ", "IQ", "Q1", "Q2")])
 def test_values_that_a_type_has_are_found(type_name: str) -> None:
     """Blocks of random bytes whose scales are alike, and largest."""
     kind, rng = block_type(type_name), np.random.default_rng(4)
@@ -247,6 +247,8 @@ OF_LLAMA_CPP = (
     ("Q3_K_S", {"large": True}, False, "Q5_K", "Q3_K", "Q3_K", "Q3_K"),
     ("IQ1_M", {"grouped": True}, True, "Q4_K", "Q2_K" + 7 * " IQ1_M", "IQ2_XXS", "IQ1_M"),
     ("IQ1_S", {}, True, "Q2_K", "Q2_K" + 7 * " IQ1_S", "IQ2_XXS", "IQ1_S"),
+    ("Q2_0", {"grouped": True}, False, "Q2_0", "Q2_0", "Q2_0", "Q2_0"),
+    ("Q1_0", {"experts": 8}, True, "Q8_0", "Q1_0", "Q1_0", "Q8_0"),
 )
 
 
@@ -346,7 +348,7 @@ def test_ternary_types_of_a_model_that_is_not(tmp_path: Path, capsys: pytest.Cap
         builder.tensor("blk.0.ffn_wide.weight", values.astype(np.float32))
         (tmp_path / f"{name}.gguf").write_bytes(builder.encode())
         assert quantize(tmp_path / f"{name}.gguf", "TQ2_0", "-o", tmp_path / f"{name}-tq2_0.gguf") == 0
-        said = "matrices of three values lose 19% of their weights' squares" in capsys.readouterr().err
+        said = "matrices of two to four values lose 19% of their weights' squares" in capsys.readouterr().err
         assert said == (name == "normal")
 
 

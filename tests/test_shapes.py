@@ -143,7 +143,7 @@ def test_mixes_of_few_bits_are_those_of_files(name: str) -> None:
     stored = {file: ("F16", shape) for file, shape in in_file.values()}
     experts = 8 if name == "mixtral-8x7b" else 0
     matrices = ModelMatrices(stored, config.n_layers, experts, name != "llama-7b", name == "llama-3.3-70b")
-    for dtype in ("iq3_m", "iq3_xxs", "iq2_m", "iq2_xs", "iq2_xxs", "tq2_0", "nvfp4"):
+    for dtype in ("iq3_m", "iq3_xxs", "iq2_m", "iq2_xs", "iq2_xxs", "tq2_0", "q2_0", "q1_0", "nvfp4"):
         types = target_types(matrices, wanted_types(matrices, MIXES[dtype.upper()], weighed=True))
         planned = stored_types(config, dtype)
         for tensor, (file, _) in in_file.items():

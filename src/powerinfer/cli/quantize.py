@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from powerinfer.prepare.corpus import Corpus, Windows
     from powerinfer.progress import Progress
 
-_MOST_TERNARY_LOSS = 0.05
+_MOST_COARSE_LOSS = 0.05
 NO_HEADS = "no file that is made of a folder has them, while llama.cpp's convert_hf_to_gguf.py and quantize keep them"
 
 
@@ -73,7 +73,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.mixes import chosen_types, target_types, wanted_types
     from powerinfer.formats.quantised_file import write_quantised
-    from powerinfer.formats.sized_types import main_number, ternary_loss
+    from powerinfer.formats.sized_types import coarse_loss, main_number
     from powerinfer.kernels.cpu import choose_threads
 
     _check_flags(args)
@@ -97,11 +97,11 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         number = main_number(types, original.shapes)
     _check_weighed(types, importance)
     narrow = [wanted[one] for one in wanted if types[one] != wanted[one]]
-    lost = ternary_loss(original, types)
-    if lost > _MOST_TERNARY_LOSS:
+    lost = coarse_loss(original, types)
+    if lost > _MOST_COARSE_LOSS:
         out.note(
-            f"matrices of three values lose {lost:.0%} of their weights' squares: a model that was not trained for "
-            "that gives no sensible answers"
+            f"matrices of two to four values lose {lost:.0%} of their weights' squares: a model that was not trained "
+            "for that gives no sensible answers"
         )
     begin = time.monotonic()
     with Bar() as bar:

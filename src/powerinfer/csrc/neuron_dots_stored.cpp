@@ -5,7 +5,7 @@
 
 namespace {
 
-enum { BLOCK = 256, HALVES = 16 };
+enum { BLOCK = 256, HALVES = 16 };  // of the longest
 
 // A block's codes and, of each 16, what they are multiplied with and what is added.
 struct Opened {
@@ -37,6 +37,12 @@ PI_INLINE float half_at(const uint8_t* p, int at, int bytes) {
   float all[16];
   f_store(all, f_load_f16(p + from));
   return all[(at - from) / 2];
+}
+
+// That at the beginning of two bytes, or of more.
+PI_INLINE float half_of(const uint8_t* p) {
+  const uint8_t alone[32] = {p[0], p[1]};
+  return half_at(alone, 0, 32);
 }
 
 PI_INLINE void look_up(const int8_t* table, int8_t* q) {
@@ -89,6 +95,19 @@ PI_INLINE void set_factors(float d, Opened& to) {
 PI_INLINE void open(Type<PI_TQ2_0>, const uint8_t* p, Opened& to) {
   open_pairs(p, 1, to.q);
   set_factors(half_at(p, 64, 66), to);
+}
+
+PI_INLINE void open(Type<PI_Q2_0>, const uint8_t* p, Opened& to) {
+  for (int i = 0; i < 64; i++) to.q[i] = (int8_t)((p[2 + i / 4] >> i % 4 * 2 & 3) - 1);
+  set_factors(half_of(p), to);
+}
+
+PI_INLINE void open(Type<PI_Q1_0>, const uint8_t* p, Opened& to) {
+  for (int i = 0; i < 16; i++) {
+    const uint64_t signs = ~MASKS.of[p[2 + i]] | 0x0101010101010101u;
+    memcpy(to.q + 8 * i, &signs, 8);
+  }
+  set_factors(half_of(p), to);
 }
 
 PI_INLINE void open(Type<PI_TQ1_0>, const uint8_t* p, Opened& to) {
@@ -263,7 +282,7 @@ PI_INLINE void open(Type<PI_IQ1_S>, const uint8_t* p, Opened& to) {
 
 PI_INLINE void open(Type<PI_IQ1_M>, const uint8_t* p, Opened& to) {
   uint32_t entries[32];
-  uint8_t down[32], d_bytes[32] = {};
+  uint8_t down[32];
   for (int i = 0; i < 32; i++) {
     const int high = nibble(p + 32, i);
     entries[i] = PI_ENTRIES_IQ1.of[p[i] | (high & 7) << 8];
@@ -271,19 +290,19 @@ PI_INLINE void open(Type<PI_IQ1_M>, const uint8_t* p, Opened& to) {
   }
   spread(entries, down, to.q);
   look_up(IQ1_MOVED, to.q);
-  d_bytes[0] = (uint8_t)(p[49] >> 4 | (p[51] & 0xf0));
-  d_bytes[1] = (uint8_t)(p[53] >> 4 | (p[55] & 0xf0));
-  const float d = half_at(d_bytes, 0, 32) * 0.125f;
+  const uint8_t d_bytes[2] = {(uint8_t)(p[49] >> 4 | (p[51] & 0xf0)), (uint8_t)(p[53] >> 4 | (p[55] & 0xf0))};
+  const float d = half_of(d_bytes) * 0.125f;
   for (int j = 0; j < HALVES; j++) to.factor[j] = d * (float)(2 * (pair(p + 48 + j / 4 * 2) >> j % 4 * 3 & 7) + 1);
 }
 
 // Adds block b of token t.
 template <int TYPE>
 PI_INLINE f32x16 add(const Opened& w, const float* factors, const PiActs* x, int64_t t, int64_t b, f32x16 sum) {
-  const int8_t* const q = x->q + t * x->k + b * BLOCK;
-  const float* const d = x->d + (t * x->k + b * BLOCK) / 32;
+  constexpr int SIZE = PI_TYPES[TYPE].block;
+  const int8_t* const q = x->q + t * x->k + b * SIZE;
+  const float* const d = x->d + (t * x->k + b * SIZE) / 32;
 #pragma GCC unroll 4
-  for (int v = 0; v < BLOCK / 64; v++) {
+  for (int v = 0; v < SIZE / 64; v++) {
     const u8x64 of_x = b_load(q + 64 * v);
     const i32x16 start = dot_vs_start(dot_vu(i_set(0), b_set(1), of_x));
     const f32x16 scale = f_keep_below(f_set(d[2 * v]), 8, f_set(d[2 * v + 1]));
@@ -291,7 +310,7 @@ PI_INLINE f32x16 add(const Opened& w, const float* factors, const PiActs* x, int
     sum = f_fma(products, f_load(factors + 16 * v), sum);
   }
   if constexpr (PI_TYPES[TYPE].m >= 0) {
-    const int16_t* const s = x->s + (t * x->k + b * BLOCK) / 16;
+    const int16_t* const s = x->s + (t * x->k + b * SIZE) / 16;
     float sums[HALVES];
     for (int j = 0; j < HALVES; j++) sums[j] = d[j / 2] * (float)s[j];
     sum = f_fma(f_load(w.minimum), f_load(sums), sum);
@@ -303,16 +322,16 @@ PI_INLINE f32x16 add(const Opened& w, const float* factors, const PiActs* x, int
 template <int TYPE, class TokenOf>
 PI_INLINE void multiply(const Rows<1>& w, const PiActs* x, int64_t n, const TokenOf& token_of, float* out,
                         int64_t ldo) {
-  constexpr int BYTES = PI_TYPES[TYPE].bytes;
+  constexpr int BYTES = PI_TYPES[TYPE].bytes, SIZE = PI_TYPES[TYPE].block;
   f32x16 sums[PI_NEURON_TOKENS], sum = f_zero();
   for (int64_t i = 0; i < n && n > 1; i++) sums[i] = sum;
   int64_t asked = 0;
-  for (int64_t b = 0; b < x->k / BLOCK; b++) {
+  for (int64_t b = 0; b < x->k / SIZE; b++) {
     for (; asked < (b + 1) * BYTES; asked += 64) w.ask(asked);
     Opened opened;
     open(Type<TYPE>{}, w.now[0] + b * BYTES, opened);
-    float factors[BLOCK / 4];
-    for (int j = 0; j < HALVES; j++)
+    float factors[SIZE / 4];
+    for (int j = 0; j < SIZE / 16; j++)
       for (int l = 0; l < 4; l++) factors[4 * j + l] = opened.factor[j];
     if (n == 1) sum = add<TYPE>(opened, factors, x, token_of(0), b, sum);
     else

@@ -66,13 +66,29 @@ void interleave(const uint8_t* const* rows, int64_t k, uint8_t* dst) {
   }
 }
 
-void pack_q5_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
+// A bit of each of 32 elements, by groups.
+void pack_bits(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
   for (int r = 0; r < 16; r++) {
     if (!rows[r]) continue;
     uint32_t bits;
     memcpy(&bits, rows[r] + at, 4);
     bits = bits_by_group(bits);
     memcpy(dst + 4 * r, &bits, 4);
+  }
+}
+
+// Q2_0's codes of two bits, four to a byte in their order: a word of 16 elements becomes one of a line.
+void pack_fours(const uint8_t* const* rows, int64_t at, uint8_t* dst) {
+  for (int r = 0; r < 16; r++) {
+    if (!rows[r]) continue;
+    for (int line = 0; line < 4; line++) {
+      uint32_t out = 0;
+      for (int g = 0; g < 4; g++) {
+        const uint32_t four = rows[r][at + 4 * line + g];
+        out |= ((four & 3) | (four & 12) << 6 | (four & 48) << 12 | (four & 192) << 18) << 2 * g;
+      }
+      memcpy(dst + line * 64 + 4 * r, &out, 4);
+    }
   }
 }
 
@@ -173,7 +189,7 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst, c
         break;
       case PI_Q5_0:
       case PI_Q5_1:
-        pack_q5_bits(rows, codes, dst + 256);
+        pack_bits(rows, codes, dst + 256);
         codes += 4;
         break;
       case PI_Q4_K:
@@ -202,6 +218,10 @@ void pack_panel(int type, const uint8_t* const* rows, int64_t k, uint8_t* dst, c
         pack_two_bits(rows, codes, dst);
         continue;
       case PI_TQ2_0: pack_two_bits(rows, codes, dst); continue;
+      case PI_Q2_0: pack_fours(rows, codes, dst); continue;
+      case PI_Q1_0:
+        for (int j = 0; j < 4; j++) pack_bits(rows, codes + 4 * j, dst + 64 * j);
+        continue;
       case PI_Q3_K:
         for (int r = 0; r < 16; r++)
           if (rows[r])
@@ -390,6 +410,12 @@ void unpack_row(int type, const uint8_t* row, int64_t k, float* out) {
       case PI_TQ2_0:
         for (int i = 0; i < 256; i++)
           out[i] = half(row + 64) * (float)((row[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) - 1);
+        break;
+      case PI_Q2_0:
+        for (int i = 0; i < 64; i++) out[i] = half(row) * (float)((row[2 + i / 4] >> i % 4 * 2 & 3) - 1);
+        break;
+      case PI_Q1_0:
+        for (int i = 0; i < 128; i++) out[i] = half(row) * (float)((row[2 + i / 8] >> i % 8 & 1) * 2 - 1);
         break;
       case PI_TQ1_0:
         for (int i = 0; i < 256; i++) {

@@ -185,6 +185,26 @@ struct WTQ2_0 : WQ2_K {
   }
 };
 
+struct WQ2_0 : WTQ2_0 {
+  static constexpr int SCALE_BYTES = 16;
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b / 2 * 32), f_zero()};
+  }
+};
+
+// A bit is 0 or 2, one above its value.
+struct WQ1_0 : WTQ2_0 {
+  static constexpr int MOST = 2, BLOCK_BYTES = 64, SCALE_BYTES = 8;
+  template <int upper, int, class J>
+  static PI_INLINE_MEMBER u8x64 group(const uint8_t* codes, int64_t b, J j) {
+    const u8x64 bits = b_load(codes + b * 64);  // bit 4 upper + j is moved to bit 1
+    return b_and(upper ? b_shr(bits, plus<3>(j)) : b_move<1>(bits, j), b_set(2));
+  }
+  static PI_INLINE_MEMBER Scales scales(const uint8_t* meta, int64_t b) {
+    return {f_load_f16(meta + b / 4 * 32), f_zero()};
+  }
+};
+
 // Where a panel has each of the 64 groups of a block of TQ1_0.
 struct Digits {
   uint8_t line[64] = {}, digit[64] = {};

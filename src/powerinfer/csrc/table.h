@@ -11,6 +11,8 @@
 //   Q8_0        per 32 k: 8 groups of s8                                f16 d[16]
 //   Q4_0, Q4_1  per 32 k: 4 x 64 B; low nibble group g, high g+4        f16 d[16] (Q4_1: followed by f16 m[16])
 //   Q5_0, Q5_1  the same, then 64 B: bit g of a byte = bit 4 of group g  likewise
+//   Q2_0        per 32 k: 2 x 64 B; bits 2g of line i: group 4i + g       per 64 k: f16 d[16]
+//   Q1_0        per 32 k: 64 B; bit g of a byte: group g, 0 is -1         per 128 k: f16 d[16]
 //   Q4_K        per 64 k: 8 x 64 B; low nibble first 32 k, high second  per 256 k: f16 d[16], f16 dmin[16],
 //   Q5_K        the same for 256 k, then 8 x 64 B: bit b = block b        then per 32 k: u8 sc[16], u8 m[16]
 //   Q6_K        per 128 k: 16 x 64 B nibbles (block i: part i & 1,      per 256 k: f16 d[16],
@@ -18,9 +20,9 @@
 //   Q3_K        per 32 k: 3 x 64 B; bits 0-2 and 3-5 of line i: groups     as Q6_K
 //               2i and 2i+1; bits 6-7 of lines 0 and 1: the low two bits
 //               of groups 6 and 7, and of line 2 the high bit of each
-//   Q2_K        per 32 k: 2 x 64 B; bits 2g of line i: group 4i + g       per 256 k: f16 d[16], f16 dmin[16],
+//   Q2_K        as Q2_0                                                   per 256 k: f16 d[16], f16 dmin[16],
 //                                                                         then per 16 k: u8 [16], sc low, m high nibble
-//   TQ2_0       as Q2_K                                                   per 256 k: f16 d[16]
+//   TQ2_0       as Q2_0                                                   per 256 k: f16 d[16]
 //   TQ1_0       per 256 k: 13 x 64 B, five digits of base 3 in a byte:    per 256 k: f16 d[16]
 //               digit b of lines 0-7 block b < 5, digits of lines 8-11
 //               the next five halves, of line 12 the last four groups
@@ -197,7 +199,7 @@ struct PiAttention {
 //   Q5_0, Q5_1, IQ4_NL  dot only: as Q4_0 and Q4_1; behind the codes of 4 bits of all k, per 512 k 64 bytes with the fifth
 //              bits: bit v of byte j of word l is of element 4 v + j of block l. Of 1, 2, 4 or 8 blocks at the end, bit w of
 //              word l is that of the low code in word 16 w + l, bit 4 + w that of the high one
-//   those with blocks of 256  dot only: as model files have them
+//   those with blocks of more than 32  dot only: as model files have them
 //   ..X32      add only: blocks across the group's neurons, as model files have them. Codes of 4 bits per 128 k as 64
 //              bytes: byte 16 (l / 4) + 4 z + l % 4 is element 32 z + l and, in the high nibble, element 32 z + 16 + l
 //              (l < 16). Q5_0X32, Q5_1X32: behind these, per 512 k, bit b of that byte is bit 4 of element

@@ -29,7 +29,9 @@
   X(Q4_0, 2, 32, 18, 2, 16, 2, 0, -1, 8, WHOLE, Q8, DOT_ADD_X32, Q4_0) \
   X(Q4_1, 3, 32, 20, 4, 16, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)       \
   X(Q5_0, 6, 32, 22, 2, 20, 2, 0, -1, 16, WHOLE, Q8, DOT_X32, Q8_0)    \
-  X(Q5_1, 7, 32, 24, 4, 20, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)
+  X(Q5_1, 7, 32, 24, 4, 20, 4, 0, 2, 0, WHOLE, Q8, DOT_X32, F16)       \
+  X(Q2_0, 42, 64, 18, 2, 16, 2, 0, -1, 1, WHOLE, Q8, DOT, Q2_0)        \
+  X(Q1_0, 41, 128, 18, 2, 16, 2, 0, -1, 1, WHOLE, Q8, DOT, Q1_0)
 #define PI_K_TYPES(X)                                                  \
   X(Q4_K, 12, 256, 144, 16, 128, 20, 0, 2, 0, WHOLE, Q8, DOT, Q4_K)    \
   X(Q5_K, 13, 256, 176, 16, 160, 20, 0, 2, 0, WHOLE, Q8, DOT, Q5_K)    \
@@ -62,8 +64,7 @@
   X(I16, 25, 1, 2)                 \
   X(I32, 26, 1, 4)                 \
   X(I64, 27, 1, 8)                 \
-  X(F64, 28, 1, 8)                 \
-  X(Q1_0, 41, 128, 18)
+  X(F64, 28, 1, 8)
 
 #define PI_NAME(name, ...) PI_##name,
 enum PiType { POWERINFER_TYPES(PI_NAME) PI_N_TYPES };

@@ -269,6 +269,9 @@ _FOREIGN = {
 }
 """Types that other programs have, or had."""
 
+_OTHER_BLOCKS = {"Q2_0": "; Q2_0 in blocks of 128, of files before llama.cpp had it, is not read, only in blocks of 64"}
+"""Types that other programs had with smaller blocks under the same number, so that tensors seem to overlap."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -303,15 +306,17 @@ def _entry(header: _Header) -> _Entry:
 
 def _check_layout(header: _Header, entries: list[_Entry], data_size: int, alignment: int) -> None:
     """Every tensor aligned and inside the data, no two sharing a byte, no name used twice."""
-    end, before = 0, ""
+    end, before, other = 0, "", ""
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.offset % alignment:
             raise header.bad(f"tensor {shown(entry.name)} is not aligned to {alignment} bytes")
+        hint = _OTHER_BLOCKS.get(entry.type.name, "")
         if entry.offset + entry.nbytes > data_size:
-            raise header.bad(f"tensor {shown(entry.name)} runs past the end of the file; is the download complete?")
+            past = "runs past the end of the file; is the download complete?"
+            raise header.bad(f"tensor {shown(entry.name)} {past}{hint}")
         if entry.offset < end:
-            raise header.bad(f"tensors {shown(before)} and {shown(entry.name)} overlap")
-        end, before = entry.offset + entry.nbytes, entry.name
+            raise header.bad(f"tensors {shown(before)} and {shown(entry.name)} overlap{other}")
+        end, before, other = entry.offset + entry.nbytes, entry.name, hint
     if len({entry.name for entry in entries}) != len(entries):
         raise header.bad("two tensors have the same name")
 

@@ -214,6 +214,8 @@ MIXES = {
     "MXFP4_MOE": Mix(38, "Q8_0", head="Q8_0", experts="MXFP4"),
     "TQ2_0": Mix(37, "TQ2_0", embedding="Q4_K", eight=_EIGHT),
     "TQ1_0": Mix(36, "TQ1_0", embedding="Q4_K", eight=_EIGHT),
+    "Q2_0": Mix(41, "Q2_0", embedding="Q4_K", eight=_EIGHT),
+    "Q1_0": Mix(40, "Q1_0", eight=_EIGHT),
 }  # fmt: skip
 """Mixes that a model can be quantised to, by name."""
 
@@ -240,10 +242,10 @@ def find_mix(name: str, pure: bool = False) -> Mix:
 
 
 _NARROW = {
-    **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "NVFP4"), "Q4_0"),
+    **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "Q2_0", "Q1_0", "NVFP4"), "Q4_0"),
     **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"},
 }
-"""The types of matrices whose rows are not whole blocks of 256; of IQ types it is IQ4_NL."""
+"""The types of matrices whose rows are not whole blocks of these; of IQ types it is IQ4_NL."""
 
 
 def wanted_types(matrices: ModelMatrices, mix: Mix, weighed: bool = False) -> dict[str, str]:

@@ -204,6 +204,12 @@ _READERS: dict[str, Callable[[Bytes], Float32]] = {
     "Q5_0": lambda blocks: _half(blocks, 0) * (_five_bits(blocks[:, 2:6], blocks[:, 6:]) - np.float32(16)),
     "Q5_1": lambda blocks: _half(blocks, 0) * _five_bits(blocks[:, 4:8], blocks[:, 8:]) + _half(blocks, 2),
     "Q8_0": lambda blocks: blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0),
+    "Q1_0": lambda blocks: (
+        _half(blocks, 0) * (_fields(blocks[:, 2:], 1, tuple(range(8)), 1).astype(np.float32) * 2 - np.float32(1))
+    ),
+    "Q2_0": lambda blocks: (
+        _half(blocks, 0) * (_fields(blocks[:, 2:], 1, (0, 2, 4, 6), 3).astype(np.float32) - np.float32(1))
+    ),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": lambda blocks: _k_values(blocks, _fields(blocks[:, 16:], 32, (0, 4), 0x0F)),
@@ -413,8 +419,8 @@ def as_q8_0(data: Bytes, type_name: str) -> Bytes:
     return np.concatenate([scales, codes], axis=1).reshape(len(data), -1)
 
 
-SHORT_BLOCKS = {"TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "IQ4_XS": "IQ4_NL"}
-"""Types of blocks of 256 whose codes blocks of 32 of another type hold."""
+SHORT_BLOCKS = {**dict.fromkeys(("Q1_0", "Q2_0", "TQ1_0", "TQ2_0"), "Q4_0"), "IQ4_XS": "IQ4_NL"}
+"""Types of longer blocks whose codes blocks of 32 of another type hold."""
 
 
 def as_short_blocks(data: Bytes, type_name: str) -> Bytes:
@@ -426,8 +432,9 @@ def as_short_blocks(data: Bytes, type_name: str) -> Bytes:
         blocks[:, 8:] = 0x88  # entries of 1
         scales = _halves(dequantize(blocks, type_name).reshape(-1, 32)[:, :1])
         return np.concatenate([scales, codes], axis=1).reshape(len(data), -1)
-    halves = np.repeat(blocks[:, -2:].copy().view("<f2"), 8, axis=1)
-    blocks[:, -2:] = np.array([1], "<f2").view(np.uint8)
+    (at,) = WEIGHT_TYPES[type_name].halves
+    halves = np.repeat(blocks[:, at : at + 2].copy().view("<f2"), block_type(type_name).block // 32, axis=1)
+    blocks[:, at : at + 2] = np.array([1], "<f2").view(np.uint8)
     numbers = dequantize(blocks, type_name).astype(np.int8)
     return pack_numbers(numbers, halves, SHORT_BLOCKS[type_name]).reshape(len(data), -1)
 

@@ -484,6 +484,23 @@ def _to_tq1_0(values: Float32, weights: Weights) -> Bytes:
     return np.concatenate([*parts, _bytes(scales)], axis=1)
 
 
+_TWO_BITS = Levels(-1, 2)
+
+
+def _to_q2_0(values: Float32, weights: Weights) -> Bytes:
+    scales, numbers = _scaled_codes(values, weights, _TWO_BITS)
+    codes = np.ascontiguousarray(_TWO_BITS.codes(numbers).T)
+    return np.concatenate([_bytes(scales), _packed(codes, 1, (0, 2, 4, 6))], axis=1)
+
+
+def _to_q1_0(values: Float32, weights: Weights) -> Bytes:
+    """Signs, and the mean of magnitudes, which no other scale is better than."""
+    x, w = _columns(values, values.shape[1], weights)
+    unit = np.ones_like(x)
+    scales = _half(_divided(_dot(_weighted(np.abs(x), w), unit), _dot(_weighted(unit, w), unit)))
+    return np.concatenate([_bytes(scales), np.packbits(values >= 0, axis=1, bitorder="little")], axis=1)
+
+
 _FP4 = Levels(-12, 12, tuple(sorted({*map(int, WEIGHT_TYPES["MXFP4"].entries)})))
 _FP4_CODES = np.array(
     [WEIGHT_TYPES["MXFP4"].entries.index(n) if n in WEIGHT_TYPES["MXFP4"].entries else 0 for n in range(-12, 13)],
@@ -537,6 +554,8 @@ _WRITERS: dict[str, Callable[[Float32, Weights], Bytes]] = {
     "NVFP4": _to_nvfp4,
     "TQ1_0": _to_tq1_0,
     "TQ2_0": _to_tq2_0,
+    "Q2_0": _to_q2_0,
+    "Q1_0": _to_q1_0,
     **{name: partial(to_grid, kind=kind) for name, kind in GRID_TYPES.items()},
 }
 

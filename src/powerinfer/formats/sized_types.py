@@ -30,7 +30,7 @@ WIDE = ("IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q4_K",
 NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types that are chosen from, of matrices whose rows are whole blocks of 256, and of others."""
 
-_TERNARY = ("TQ1_0", "TQ2_0")
+_COARSE = ("TQ1_0", "TQ2_0", "Q2_0", "Q1_0")
 _SAMPLE = 1 << 15  # elements of a matrix on which errors are measured
 
 
@@ -149,10 +149,10 @@ def _sample(original: Original, name: str) -> tuple[Float32, list[int]]:
     return np.concatenate([tensor.values(row, row + 1) for row in at]), at
 
 
-def ternary_loss(original: Original, types: Mapping[str, str]) -> float:
-    """The error of a matrix that becomes ternary, as a share of its weights' squares: the middle one of a few; 0 where
-    none does."""
-    names = [name for name in original.matrices.names() if types[name] in _TERNARY]
+def coarse_loss(original: Original, types: Mapping[str, str]) -> float:
+    """The error of a matrix whose type has two to four values, as a share of its weights' squares: the middle one of a
+    few; 0 where none does."""
+    names = [name for name in original.matrices.names() if types[name] in _COARSE]
     losses = []
     for name in names[:: max(1, len(names) // 4)]:
         x, _ = _sample(original, name)

@@ -1,7 +1,7 @@
 """Matrices that the CPU has in panels (csrc/table.h), converted on a device that they were copied to.
 
 Every type of the CPU becomes one that many tokens are multiplied with: its own where that is as fast, another that
-keeps every value (Q5_0 and IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0), else F16.
+keeps every value (Q5_0 and IQ4_NL as Q8_0, Q3_K as Q6_K, TQ1_0, TQ2_0, Q1_0 and Q2_0 as Q4_0), else F16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FLIP = 0x88  # codes with an offset of 8 become two's complement
-_SAME_VALUES = {"Q3_K": "Q6_K", "TQ1_0": "Q4_0", "TQ2_0": "Q4_0", "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}
+_FEW_VALUES = ("TQ1_0", "TQ2_0", "Q2_0", "Q1_0")  # from -1 to 2
+_SAME_VALUES = {**dict.fromkeys(_FEW_VALUES, "Q4_0"), "Q3_K": "Q6_K", "Q5_0": "Q8_0", "IQ4_NL": "Q8_0"}
 
 
 def device_type(kind: str) -> str:
@@ -42,10 +43,10 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind in ("F32", "F16"):
         own = torch.float32 if kind == "F32" else torch.float16
         data = panels.view(own).view(len(panels), -1, LANES)[:, :k]
-        return Weight(kind, rows, k, _by_row(data).view(rows, k))
+        return Weight(kind, rows, k, _transposed(data).view(rows, k))
     if kind == "BF16":
         words = panels.view(torch.int32).view(len(panels), -1, LANES)
-        return Weight(kind, rows, k, _by_row(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
+        return Weight(kind, rows, k, _transposed(words).view(rows, -1).view(torch.bfloat16)[:, :k].contiguous())
     if WEIGHT_TYPES[kind].grid:
         return _as_f16(k, gpu_grids.values(kind, k, panels))
     factors = None
@@ -58,7 +59,7 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
         codes = codes.view(rows, n, 4, 8)
         table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
         wide = table[torch.cat((codes & 15, codes >> 4), dim=-1).long()]
-        scale = _half_e4m3(_by_row(meta.reshape(len(panels), -1, LANES)).view(rows, n, 4))
+        scale = _half_e4m3(_transposed(meta.reshape(len(panels), -1, LANES)).view(rows, n, 4))
         return _as_f16(k, (wide * scale[..., None]).view(rows, k) * factors)
     if kind in K_CODES:
         return Weight(kind, rows, k, *_k_quants(kind, codes, meta))
@@ -69,21 +70,22 @@ def from_panels(kind: str, k: int, panels: Tensor) -> Weight:
     if kind == "Q4_0":
         return Weight(kind, rows, k, (codes ^ _FLIP).view(rows, -1), _scales(meta)[..., 0].contiguous())
     if kind == "MXFP4":
-        return Weight(kind, rows, k, codes.view(rows, -1), _by_row(meta).view(rows, -1))
-    if kind in ("TQ1_0", "TQ2_0"):
-        ternary = (_two_bits(codes) if kind == "TQ2_0" else _digits(codes)).reshape(rows, -1, 32) - 1
-        return Weight("Q4_0", rows, k, (ternary[..., :16] & 15 | ternary[..., 16:] << 4).view(rows, -1),
-                      _scales(meta).expand(-1, -1, 8).reshape(rows, -1))  # fmt: skip
+        return Weight(kind, rows, k, codes.view(rows, -1), _transposed(meta).view(rows, -1))
+    if kind in _FEW_VALUES:
+        unpack = {"TQ1_0": _digits, "Q1_0": _bits}.get(kind, _two_bits)
+        few = unpack(codes).reshape(rows, -1, 32) - 1
+        return Weight("Q4_0", rows, k, (few[..., :16] & 15 | few[..., 16:] << 4).view(rows, -1),
+                      _scales(meta).expand(-1, -1, block_type(kind).block // 32).reshape(rows, -1))  # fmt: skip
     if kind == "Q2_K":
         both = _scales(meta[..., :64]).float()
-        nibbles = _by_row(meta[..., 64:].reshape(len(panels), -1, LANES)).view(rows, n, 16)
+        nibbles = _transposed(meta[..., 64:].reshape(len(panels), -1, LANES)).view(rows, n, 16)
         scale, least = both[..., :1] * (nibbles & 15).float(), both[..., 1:] * (nibbles >> 4).float()
         return _as_f16(k, _two_bits(codes).view(rows, n, 16, 16).float() * scale[..., None] - least[..., None])
     if kind == "IQ4_XS":
         table = torch.tensor(WEIGHT_TYPES[kind].entries, dtype=torch.float32, device=panels.device)
         wide = table[_nibbles(codes.view(rows, -1, 16)).long()]
         scale = _scales(meta[..., :32])  # one of 256, with eight factors
-        each = _by_row(meta[..., 32:].reshape(len(panels), -1, LANES)).view(torch.int8).view(rows, n, 8)
+        each = _transposed(meta[..., 32:].reshape(len(panels), -1, LANES)).view(torch.int8).view(rows, n, 8)
         return _as_f16(k, wide * (scale.float() * each.float()).view(rows, -1, 1))
     nibbles = _nibbles(codes[..., :16])
     if kind in ("Q5_0", "Q5_1"):  # byte j of four has, in bit g, the fifth bit of element 4 g + j
@@ -105,7 +107,7 @@ def _as_f16(k: int, values: Tensor) -> Weight:
     return Weight("F16", len(wide), k, wide)
 
 
-def _by_row(panels: Tensor) -> Tensor:
+def _transposed(panels: Tensor) -> Tensor:
     """[panels, n, LANES] -> [panels, LANES, n], in memory of its own."""
     import torch
 
@@ -121,7 +123,7 @@ def _parts(kind: str, n: int, panels: Tensor) -> tuple[Tensor, Tensor]:
     end = n * words * 4 * LANES
     codes = panels[:, :end].reshape(-1).view(torch.int32).view(len(panels), -1, LANES)
     meta = panels[:, end : end + n * more].reshape(len(panels), n, more)
-    return _by_row(codes).view(-1, n * words).view(torch.uint8).view(-1, n, 4 * words), meta
+    return _transposed(codes).view(-1, n * words).view(torch.uint8).view(-1, n, 4 * words), meta
 
 
 def _scales(meta: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ def _scales(meta: Tensor) -> Tensor:
 
     panels, n, nbytes = meta.shape
     halves = meta.contiguous().view(torch.float16).view(panels, -1, LANES)
-    return _by_row(halves).view(-1, n, nbytes // (2 * LANES))
+    return _transposed(halves).view(-1, n, nbytes // (2 * LANES))
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -149,11 +151,19 @@ def _half_e4m3(codes: Tensor) -> Tensor:
 
 
 def _two_bits(codes: Tensor) -> Tensor:
-    """The elements of blocks of 256, [rows, n, 64] -> [rows, n, 256]: a line has 16 of them, 4 by 4."""
+    """The elements of blocks, [rows, n, bytes] -> [rows, n, 4 * bytes]: a line has 16 of them, 4 by 4."""
     import torch
 
-    lines = codes.view(*codes.shape[:2], 16, 4)
+    lines = codes.view(*codes.shape[:2], -1, 4)
     return torch.stack([lines >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2).flatten(-3)
+
+
+def _bits(codes: Tensor) -> Tensor:
+    """The elements of blocks of Q1_0, [rows, n, 16] -> [rows, n, 128], doubled: a line has 32 of them, 4 by 4."""
+    import torch
+
+    lines = codes.view(*codes.shape[:2], -1, 1, 4)
+    return (lines >> torch.arange(8, dtype=torch.uint8, device=codes.device)[:, None] << 1 & 2).flatten(-3)
 
 
 def _digits(codes: Tensor) -> Tensor:
@@ -194,7 +204,7 @@ def _k_quants(kind: str, codes: Tensor, meta: Tensor) -> tuple[Tensor, Tensor]:
 
     def bytes_of(part: Tensor, count: int) -> Tensor:
         """[panels, n, count * LANES] -> [rows, n, count]."""
-        return _by_row(part.reshape(panels, n * count, LANES)).view(rows, n, count)
+        return _transposed(part.reshape(panels, n * count, LANES)).view(rows, n, count)
 
     if kind == "Q6_K":
         halves = codes.view(rows, n, 2, 96)

@@ -38,7 +38,7 @@ _KINDS = [WEIGHT_TYPES[name] for name in GPU_TYPES if name not in FLOAT_TYPES]
 UNPACKED = {
     "Q3_K": (0, 96), "Q2_K": (16, 80), "TQ2_0": (0, 64), "TQ1_0": (0, 52),
     "IQ3_S": (2, 106), "IQ3_XXS": (2, 98), "IQ2_XS": (2, 66), "IQ2_XXS": (2, 66), "IQ2_S": (2, 74), "IQ1_S": (2, 50),
-    "IQ1_M": (0, 48), "IQ4_XS": (8, 136), "NVFP4": (4, 36),
+    "IQ1_M": (0, 48), "IQ4_XS": (8, 136), "NVFP4": (4, 36), "Q2_0": (2, 18), "Q1_0": (2, 18),
 }  # fmt: skip
 """Types whose codes kernels unpack to words of four (`triton_words`): of the bytes of a block in a file those of the
 codes; the others are of the scales. All but a file's K-quants of four bits and more."""

@@ -43,7 +43,9 @@ def values(kind: str, k: int, data: Tensor, scales: Tensor) -> Tensor:
     header = scales.reshape(-1, WEIGHT_TYPES[kind].nbytes - (end - begin))
     if WEIGHT_TYPES[kind].grid:
         return _grid_values(kind, codes, header).view(-1, k)
-    readers = {"Q2_K": _q2_k, "Q3_K": _q3_k, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "IQ4_XS": _iq4_xs}
+    readers = {
+        "Q2_K": _q2_k, "Q3_K": _q3_k, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "IQ4_XS": _iq4_xs, "Q2_0": _q2_0, "Q1_0": _q1_0
+    }  # fmt: skip
     return readers[kind](codes, header).view(-1, k)
 
 
@@ -87,6 +89,14 @@ def _q3_k(codes: Tensor, header: Tensor) -> Tensor:
 
 def _tq2_0(codes: Tensor, header: Tensor) -> Tensor:
     return _half(header) * (_fields(codes, 32, 2, 3).float() - 1)
+
+
+def _q2_0(codes: Tensor, header: Tensor) -> Tensor:
+    return _half(header) * (_fields(codes, 1, 2, 3).float() - 1)
+
+
+def _q1_0(codes: Tensor, header: Tensor) -> Tensor:
+    return _half(header) * (2 * _fields(codes, 1, 1, 1).float() - 1)
 
 
 def _tq1_0(codes: Tensor, header: Tensor) -> Tensor:

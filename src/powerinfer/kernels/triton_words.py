@@ -46,6 +46,17 @@ def has_grid(kind):
 
 
 @triton.constexpr_function
+def in_order(kind):
+    """Whether the codes of a type lie in their order, each block's behind a scale and nothing else."""
+    return kind in ("Q2_0", "Q1_0")
+
+
+@triton.constexpr_function
+def _block(kind):
+    return WEIGHT_TYPES[kind].block
+
+
+@triton.constexpr_function
 def _entries(kind, i):
     """Word i of the sixteen entries that codes of four bits stand for."""
     word = _ENTRIES[kind][i]
@@ -298,6 +309,26 @@ def _unpack_nvfp4(data, row, u, mask, k):
 
 
 @triton.jit
+def _unpack_in_order(data, row, u, mask, k, TYPE: tl.constexpr):
+    """`unpacked` of Q2_0 and Q1_0, whose bytes have codes in their order: of a piece a word, or half of one."""
+    at = row[None, :] * (k // 16) + u[:, None]
+    if TYPE == "Q2_0":
+        word = tl.load(data.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+    else:
+        word = tl.load(data.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0).to(tl.int32)
+    four = ()
+    for i in tl.static_range(4):
+        if TYPE == "Q2_0":
+            both = word >> 8 * i & 255
+            both |= both << 12
+            codes = (both | both << 6) & TWO_BITS
+        else:
+            codes = ((word >> 4 * i & 15) * _FIRST_BITS & ONE_BIT) * 2
+        four = four + ((codes + _LESS_ONE) ^ SIGN,)  # type: ignore[assignment]  # noqa: RUF005
+    return four
+
+
+@triton.jit
 def _unpack_turned(data, scales, row, live, u0, k, TYPE: tl.constexpr, U: tl.constexpr):
     """`unpacked` of types whose pieces are read one by one, [U, R]: so threads lie along the pieces, as those of x."""
     u = pieces_from(u0, U)
@@ -306,6 +337,8 @@ def _unpack_turned(data, scales, row, live, u0, k, TYPE: tl.constexpr, U: tl.con
         four = _unpack_ternary(data, row, u, mask, k)
     elif TYPE == "NVFP4":
         four = _unpack_nvfp4(data, row, u, mask, k)
+    elif in_order(TYPE):
+        four = _unpack_in_order(data, row, u, mask, k, TYPE)
     elif TYPE == "IQ3_S" or TYPE == "IQ3_XXS":
         four = _unpack_quarters(data, scales[1], row, u, mask, k, TYPE)
     else:
@@ -316,7 +349,7 @@ def _unpack_turned(data, scales, row, live, u0, k, TYPE: tl.constexpr, U: tl.con
 @triton.jit
 def unpacked(data, scales, row, live, u0, k, TYPE: tl.constexpr, R: tl.constexpr, U: tl.constexpr):
     """The codes of pieces u0 .. u0 + U of rows [R] that are live: four int32 [R, U], each of four int8."""
-    if has_grid(TYPE) or TYPE == "TQ1_0" or TYPE == "NVFP4":
+    if has_grid(TYPE) or TYPE == "TQ1_0" or TYPE == "NVFP4" or in_order(TYPE):
         four = _unpack_turned(data, scales, row, live, u0, k, TYPE, U)
     else:
         four = _unpack_runs(data, row, live, u0, k, TYPE, R, U)
@@ -386,6 +419,10 @@ def piece_scales(data, scales, row, live, u0, k, TYPE: tl.constexpr, U: tl.const
         factor = tl.load((of_row + k // 16).to(tl.pointer_type(tl.float32)), mask=live, other=0)
         code = tl.load(of_row[None, :] + u[:, None], mask=mask, other=0).to(tl.int32)
         scale = _half_ue4m3(code) * factor[None, :]
+    elif in_order(TYPE):
+        BLOCK: tl.constexpr = _block(TYPE)
+        at = row[None, :] * (k // BLOCK) + (u // (BLOCK // 16))[:, None]
+        scale = half_float(tl.load(headers.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0))
     else:
         HEADER: tl.constexpr = _header_bytes(TYPE)
         WIDTH: tl.constexpr = code_bytes(TYPE) // 4

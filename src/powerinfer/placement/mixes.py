@@ -13,7 +13,9 @@ from powerinfer.formats.mixes import MIXES, Mix, ModelMatrices, fitting, weighed
 from powerinfer.formats.quant import block_type
 
 _FEW_BITS = {
-    name.lower(): mix for name, mix in MIXES.items() if mix.type.startswith(("IQ1", "IQ2", "IQ3", "TQ", "NVFP4"))
+    name.lower(): mix
+    for name, mix in MIXES.items()
+    if mix.type.startswith(("IQ1", "IQ2", "IQ3", "TQ", "NVFP4", "Q1_0", "Q2_0"))
 }
 DTYPES = {
     **{name.lower(): name for name in ("F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4")},
