@@ -41,6 +41,9 @@ def use_module(folder: Path) -> None:
 if "--module" in sys.argv[:-1]:  # before anything imports the installed one
     use_module(Path(sys.argv[sys.argv.index("--module") + 1]))
 
+from model_files import family_gguf  # noqa: E402
+from stored_weights import stored_evenly  # noqa: E402
+from test_checkpoint import with_type  # noqa: E402
 from test_fuzz import GGUF_BASES, damage, damaged_gguf  # noqa: E402
 
 from benchmarks.models.gguf_writer import Builder  # noqa: E402
@@ -49,11 +52,11 @@ from powerinfer.errors import ModelError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.formats.predictor_file import write_predictor  # noqa: E402
 from powerinfer.formats.prepared import BUNDLES, PREDICTOR, Kind, prepared_folder  # noqa: E402
-from powerinfer.formats.quant import BLOCK_TYPES  # noqa: E402
+from powerinfer.formats.quant import BLOCK_TYPES, block_type  # noqa: E402
+from powerinfer.formats.weight_types import NATIVE_TYPES, STORED_ROWS  # noqa: E402
 from powerinfer.neurons import Predictor  # noqa: E402
 
 RESULTS = ("dense worked", "dense refused", "sparse worked", "sparse refused")
-NATIVE_IDS = [0, 1, 30, 8, 2, 3, 6, 7, 12, 13, 14]
 CHUNK = 500  # cases of one process
 TOKENS = 37  # more than a page of the cache
 RANK = 32  # of the predictors
@@ -66,46 +69,72 @@ ROW_TYPES = [  # of gate and up, and of down
     ("BF16", "Q4_0"),
     ("Q8_0", "BF16"),
 ]
+COUNTED = (*RESULTS, *sorted(NATIVE_TYPES), *(f"rows of {kind}" for kind in (*dict(ROW_TYPES), *STORED_ROWS)))
+"""Of what there must be some: results, and types of matrices and of rows of gate and up in cases that worked."""
 
 
-def hostile_weights(rng: random.Random) -> bytes:
-    """A file whose header is right and whose weights are any bytes, infinite scales and NaN included."""
-    base = rng.choice(GGUF_BASES)
-    tensors = []
+def wide_gguf(kind: str, base: Builder | None = None) -> Builder:
+    """A Llama whose rows are whole blocks of every type; the matrices of its layers are of that type."""
+    builder, rng = with_type(kind, block_type(kind).id, base), np.random.default_rng(3)
+    for tensor in builder.tensors:
+        cols, rows = tensor.dims[0], math.prod(tensor.dims[1:])
+        name = BLOCK_TYPES[tensor.type_id].name
+        tensor.data = stored_evenly(name, rows, cols, cols**-0.5, rng).tobytes()
+    return builder
+
+
+WIDE = wide_gguf("Q8_0")
+
+
+def wide_relu(kind: str) -> Builder:
+    """As PowerInfer published them."""
+    return wide_gguf(kind, family_gguf("llama", published=True))
+
+
+def hostile_weights(rng: random.Random) -> tuple[bytes, set[str]]:
+    """A file whose header is right and whose weights are any bytes, infinite scales and NaN included, and the types of
+    its matrices."""
+    base = WIDE if rng.random() < 0.5 else rng.choice(GGUF_BASES)
+    tensors, types = [], set()
     for tensor in base.tensors:
-        kind = BLOCK_TYPES[rng.choice(NATIVE_IDS)]
-        if len(tensor.dims) < 2 or tensor.dims[0] % kind.block:
+        fitting = [kind for kind in sorted(NATIVE_TYPES) if tensor.dims[0] % block_type(kind).block == 0]
+        if len(tensor.dims) < 2:
             tensors.append(replace(tensor))
             continue
+        kind = block_type(rng.choice(fitting))
+        types.add(kind.name)
         size = tensor.dims[0] // kind.block * kind.nbytes * math.prod(tensor.dims[1:])
         tensors.append(replace(tensor, type_id=kind.id, data=rng.randbytes(size)))
     builder: Builder = replace(base, tensors=tensors)
-    return builder.encode()
+    return builder.encode(), types
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A whole model, and the file of each kind that is prepared for it."""
+    """A whole model, the file of each kind that is prepared for it, and the type of rows of gate and up."""
 
     model: bytes
     files: dict[Kind, bytes]
+    rows: str
 
 
 def prepare(folder: Path) -> list[Prepared]:
-    """Each model of `RELU_BASES` with bundles of each of `ROW_TYPES` and predictors."""
+    """Each model of `RELU_BASES` with bundles of each of `ROW_TYPES`, one of each of `STORED_ROWS`, and predictors."""
     from powerinfer.formats.bundle_types import choose_types
     from powerinfer.prepare.packing import pack
 
     path = folder / "whole.gguf"
     found = []
-    for base in RELU_BASES:
+    wanted: list[tuple[Builder, list[tuple[str | None, str | None]]]] = [(base, [*ROW_TYPES]) for base in RELU_BASES]
+    for base, pairs in [*wanted, *((wide_relu(kind), [(None, None)]) for kind in STORED_ROWS)]:
         model = base.encode()
         path.write_bytes(model)
         checkpoint = open_checkpoint(path)
         d_model, d_ff, layers = checkpoint.config.d_model, checkpoint.config.widest_ffn, checkpoint.config.n_layers
         rng = np.random.default_rng(len(found))
-        for gate, down in ROW_TYPES:
-            bundles = pack(checkpoint, None, choose_types(checkpoint, gate, down)).bundles.path
+        for gate, down in pairs:
+            types = choose_types(checkpoint, gate, down)
+            bundles = pack(checkpoint, None, types).bundles.path
             weights = [(rng.standard_normal((RANK, d_model)), rng.standard_normal((d_ff, RANK))) for _ in range(layers)]
             predictor = write_predictor(
                 checkpoint,
@@ -114,7 +143,8 @@ def prepare(folder: Path) -> list[Prepared]:
                 [Predictor(RANK, 0.0, int(rng.integers(d_ff)))] * layers,
                 [(inner.astype(np.float32), outer.astype(np.float32)) for inner, outer in weights],
             )
-            found.append(Prepared(model, {BUNDLES: bundles.read_bytes(), PREDICTOR: predictor.read_bytes()}))
+            files = {BUNDLES: bundles.read_bytes(), PREDICTOR: predictor.read_bytes()}
+            found.append(Prepared(model, files, types.gate))
     return found
 
 
@@ -132,16 +162,18 @@ def damaged_prepared(raw: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def write_case(path: Path, rng: random.Random, whole: list[Prepared]) -> str | None:
-    """Write a model, and what is prepared for it or None; the selector that it is to be used with."""
+def write_case(path: Path, rng: random.Random, whole: list[Prepared]) -> tuple[str | None, set[str]]:
+    """Write a model, and perhaps what is prepared for it; the selector that it is then to be used with, and the types
+    that are `COUNTED`."""
     path.unlink(missing_ok=True)
     folder = prepared_folder(path)
     folder.mkdir(exist_ok=True)
     for kind in (BUNDLES, PREDICTOR):
         (folder / f"{kind.name}.safetensors").unlink(missing_ok=True)
     if rng.random() < 0.6:
-        path.write_bytes(make(rng))
-        return None
+        model, types = make(rng)
+        path.write_bytes(model)
+        return None, types
     prepared = rng.choice(whole)
     path.write_bytes(prepared.model)
     chosen = rng.choice(list(prepared.files))
@@ -150,17 +182,18 @@ def write_case(path: Path, rng: random.Random, whole: list[Prepared]) -> str | N
             continue  # then the model's own is used
         damaged = damaged_prepared(raw, rng) if kind == chosen else raw
         (folder / f"{kind.name}.safetensors").write_bytes(damaged)
-    return "predicted" if chosen == PREDICTOR else rng.choice(["exact", "predicted", "threshold"])
+    selector = "predicted" if chosen == PREDICTOR else rng.choice(["exact", "predicted", "threshold"])
+    return selector, {f"rows of {prepared.rows}"}
 
 
-def make(rng: random.Random) -> bytes:
+def make(rng: random.Random) -> tuple[bytes, set[str]]:
     what = rng.random()
     if what < 0.5:
-        return damaged_gguf(rng)
+        return damaged_gguf(rng), set()
     if what < 0.75:
         return hostile_weights(rng)
     base = rng.choice(GGUF_BASES)
-    return damage(base.encode(), rng, len(base.header()))
+    return damage(base.encode(), rng, len(base.header())), set()
 
 
 def use(path: Path, isa: str, rng: random.Random, selector: str | None) -> None:
@@ -202,11 +235,11 @@ def run(cases: range, note: int, folder: Path, whole: list[Prepared]) -> Counter
     for case in cases:
         os.pwrite(note, case.to_bytes(8, "little"), 0)
         rng = random.Random(case)
-        selector = write_case(path, rng, whole)
+        selector, types = write_case(path, rng, whole)
         kind = "dense" if selector is None else "sparse"
         try:
             use(path, levels[case % len(levels)], rng, selector)
-            results[f"{kind} worked"] += 1
+            results.update((f"{kind} worked", *types))
         except (ModelError, RequestError) as error:
             results[f"{kind} refused"] += 1
             assert str(error).isprintable(), f"case {case}: {error!r}"
@@ -238,15 +271,15 @@ def main() -> int:
             if child == 0:
                 try:
                     results = run(cases, note, folder, whole)
-                    os.pwrite(note, b"".join(results[key].to_bytes(8, "little") for key in RESULTS), 8)
+                    os.pwrite(note, b"".join(results[key].to_bytes(8, "little") for key in COUNTED), 8)
                 except BaseException as error:
                     print(error, file=sys.stderr, flush=True)
                     os._exit(1)
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             if status == 0:
-                raw = os.pread(note, 8 * len(RESULTS), 8)
-                for at, key in enumerate(RESULTS):
+                raw = os.pread(note, 8 * len(COUNTED), 8)
+                for at, key in enumerate(COUNTED):
                     totals[key] += int.from_bytes(raw[8 * at : 8 * at + 8], "little")
                 first = cases.stop
             else:
@@ -254,8 +287,11 @@ def main() -> int:
                 first = int.from_bytes(os.pread(note, 8, 0), "little") + 1
                 print(f"case {first - 1} failed, status {os.waitstatus_to_exitcode(status)}", flush=True)
     counted = ", ".join(f"{totals[key]} {key}" for key in RESULTS)
+    missing = [key for key in COUNTED if not totals[key]]
     print(f"{counted}, {bad} failed, {time.monotonic() - start:.0f} s")
-    return 1 if bad or not all(totals[key] for key in RESULTS) else 0
+    if missing:
+        print(f"no case worked with {', '.join(missing)}")
+    return 1 if bad or missing else 0
 
 
 if __name__ == "__main__":
