@@ -62,6 +62,7 @@ ONE = {
     **dict.fromkeys(("F16", "BF16", "MXFP4"), Tile(4, 1024, 4)),
     **dict.fromkeys(("Q4_0", *K_CODES, *UNPACKED), Tile(4, 2048, 4)),
     "Q8_0": Tile(4, 4096, 4),
+    "Q2_0": Tile(2, 2048, 4),
 }
 # Several tokens: tiles for tensor cores, whose operands come in stages.
 SEVERAL = {**dict.fromkeys(ONE, Tile(32, 128, 4)), **dict.fromkeys(("F32", "BF16"), Tile(64, 64, 4))}
@@ -74,10 +75,10 @@ WIDE = {**dict.fromkeys(ONE, Tile(64, 64, 4)), **dict.fromkeys((*FOUR_BITS, "NVF
 HELD = {
     "F32": 40, "F16": 24, "BF16": 24, "Q8_0": 40, "Q4_0": 40, "MXFP4": 16, "Q4_K": 20, "Q5_K": 24, "Q6_K": 24,
     "Q3_K": 16, "Q2_K": 32, "TQ2_0": 32, "TQ1_0": 20, "IQ3_S": 20, "IQ3_XXS": 24, "IQ2_XS": 28, "IQ2_XXS": 32,
-    "IQ2_S": 24, "IQ1_S": 24, "IQ1_M": 24, "IQ4_XS": 32, "NVFP4": 32, "Q2_0": 32, "Q1_0": 32,
+    "IQ2_S": 24, "IQ1_S": 24, "IQ1_M": 24, "IQ4_XS": 32, "NVFP4": 32, "Q2_0": 40, "Q1_0": 32,
 }  # fmt: skip
 HELD_TOGETHER = {"Q8_0": 20, "Q4_0": 20, "Q4_K": 12, "Q5_K": 12, "Q6_K": 16} | dict.fromkeys(UNPACKED, 16)
-HELD_TOGETHER |= dict.fromkeys(("TQ2_0", "IQ2_XS", "IQ2_XXS"), 20)
+HELD_TOGETHER |= {**dict.fromkeys(("TQ2_0", "IQ2_XS", "IQ2_XXS"), 20), "Q2_0": 24}
 TOGETHER = 4  # tokens whose sums a program has at a time
 PROGRAMS = 24  # that a multiprocessor holds at most, however small they are
 IN_TURN = 8  # tokens at most whose products are of integers
