@@ -516,6 +516,9 @@ BY_FUNCTIONS = (
 )
 
 # Lines that several scenes go through have two of them each, in turn: the line is the same in all.
+OF_SEVERAL = {"ready.record(self._streams.current())", "self._streams.current().wait_event(passed.ready)"}
+"""Between two GPUs: test_several_gpus.py leaves them out."""
+
 LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it
     "self._came.record()": ("neurons", "experts, which are swapped"),
@@ -642,7 +645,7 @@ def test_every_line_that_waits_is_there() -> None:
             text = file.read_text()
             if "powerinfer.devices.streams import" in text and file.name != "trace.py":
                 found |= set(CALLS.findall(text))
-    assert found == set(LEFT_OUT)
+    assert found - OF_SEVERAL == set(LEFT_OUT)
 
 
 def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:

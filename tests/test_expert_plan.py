@@ -265,7 +265,7 @@ def test_a_load_follows_its_plan(tmp_path: Path) -> None:
         hardware, model = measure.measured(engine, gpu="cpu"), checkpoint_model(checkpoint)
         work = budget.Workload("f16", 64, 32, 8)
         planned = budget.on_gpu(model, hardware, work, budget.Division(2, True, tuple(slots)), True)
-        places = 8 * 4  # where each of the experts is, int32
+        places = (8 + 2) * 4  # where each of the experts is, and a counter a layer, int32
         assert held == planned["ffn"] + planned["experts"] + places
     finally:
         executor.close()

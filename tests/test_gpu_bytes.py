@@ -740,7 +740,7 @@ def test_a_load_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise ModelError("a tensor is left over")
 
     one = Resolved(checkpoint, EngineConfig(**OPTIONS), device=UsedGpu("cpu"), placement=Placement(1))
-    for owner, name, left in ((cpu_device, "CpuExecutor", {"share"}), (checkpoint, "finish", {"share", "gpu"})):
+    for owner, name, left in ((cpu_device, "CpuExecutor", set()), (checkpoint, "finish", {"share", "gpu"})):
         ended.clear()
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, failing)

@@ -448,7 +448,7 @@ def test_a_load_of_smallthinker_holds_what_is_planned(tmp_path: Path) -> None:
         hardware = measure.measured(engine, gpu="cpu")
         work = budget.Workload("f16", families.CONTEXT, TOTAL, 4)
         planned = budget.on_gpu(model, hardware, work, budget.Division(5, True, tuple(slots)), True)
-        tables = 5 * 4 * 6  # where each of the experts is, int32
+        tables = 5 * 4 * (6 + 1)  # where each of the experts is, and a counter, int32
         assert held["ffn"] + of_experts == planned["ffn"] + planned["experts"] + tables
         assert [held[part] for part in ("attention", "head", "kv")] == [
             planned[part] for part in ("attention", "head", "kv")
@@ -487,7 +487,7 @@ def test_a_load_with_states_holds_what_is_planned(name: str, tmp_path: Path) -> 
         assert [held[part] for part in ("attention", "head", "kv")] == [
             planned[part] for part in ("attention", "head", "kv")
         ]
-        tables = 4 * sum(model.n_experts)  # where each of the experts is, int32
+        tables = 4 * (sum(model.n_experts) + len(model.n_experts))  # where each of the experts is, and a counter, int32
         rest = planned["norms"] + planned["ffn"] + planned["experts"]
         assert held["norms"] + held["ffn"] + of_experts == rest + tables
         ours = families.run_chunks(executor, truth.texts[0], DECODED, families.scattered_pages(executor, 1)[0])
@@ -698,7 +698,7 @@ def test_a_plan_counts_experts_by_neuron(tmp_path: Path, capsys: pytest.CaptureF
         hardware = measure.measured(engine, gpu="cpu")
         division = budget.Division(LAYERS, True, tuple(slots))
         planned = budget.on_gpu(checkpoint_model(checkpoint), hardware, work, division, dense=True)
-        assert held == planned["ffn"] + planned["experts"] + LAYERS * 4 * 4
+        assert held == planned["ffn"] + planned["experts"] + LAYERS * (4 + 1) * 4
     finally:
         executor.close()
     flags = ["--gpu", "none", "--threads", "2", "--context", "64", "--json"]
@@ -756,7 +756,7 @@ def test_a_plan_counts_predictors_inside_experts(
         division = budget.Division(model.config.n_layers, True, slots)
         planned = budget.on_gpu(skipping, hardware, work, division, dense=True)
         assert sum(part["predictor"] for part in parts) == layers * inner.stored <= planned["predictor"]
-        tables = sum(ffn._slots.nbytes for ffn in sparsity.ffns)
+        tables = sum(ffn._slots.nbytes + 4 for ffn in sparsity.ffns)  # and a counter
         assert held == sum(planned[part] for part in ("norms", "ffn", "experts", "predictor")) + tables
     finally:
         executor.close()
@@ -803,7 +803,7 @@ def test_a_load_divides_experts_as_planned(
         )
         parts, of_gpu = [ffn.memory() for ffn in sparsity.ffns], executor.gpu.memory()
         held = of_gpu["norms"] + of_gpu["ffn"] + sum(sum(part.values()) for part in parts)
-        tables = sum(ffn._slots.nbytes for ffn in sparsity.ffns)
+        tables = sum(ffn._slots.nbytes + 4 for ffn in sparsity.ffns)  # and a counter
         assert held == sum(planned[part] for part in ("norms", "ffn", "experts", "predictor")) + tables
         in_ram = budget.in_ram(model, budget.Workload("f16", families.CONTEXT, TOTAL, 4), division_of(resolved))
         of_cpu = [own for ffn in sparsity.ffns if (part := ffn._cpu_part) is not None and (own := part.by_neuron)]

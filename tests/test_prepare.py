@@ -165,7 +165,7 @@ def test_without_predictors(
     model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], why: str, selector: str
 ) -> None:
     assert main([one for one in argv(model, *flags) if one != "--json"]) == 0
-    asked = " --selector exact" if "exact" in flags else " --context 128 --ram 1953125KiB"
+    asked = " --selector exact" if "exact" in flags else " --context 128 --ram 2GB"
     assert f'ready: powerinfer run "..." -m {model}{asked} --threads 1' in capsys.readouterr().out.splitlines(), (
         "what was prepared for"
     )

@@ -145,14 +145,14 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('auto', 'direct', 'cached', 'none')",  # how the disk is read
         "('auto', 'json', 'text')",  # how a server logs
         "('auto', 'mtp')",  # whether a draft head is read
+        "('auto', 'mtp')",
         "('auto', 'q8_0', 'f16')",
         "('auto', 'same', 'f32', 'f16', 'bf16', 'q8_0', 'q5_0', 'q4_0')",  # of the matrices that sparsify makes
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
-        "self.speculate != 'auto'",
     ],
     "cli/prepare.py": ["engine.selector == 'auto'"],
     "cli/serve.py": ["config.log_format == 'auto'"],
-    "devices/wanted.py": ["engine.gpu != 'auto'"],
+    "devices/wanted.py": ["engine.gpu != 'auto'", "engine.gpu != 'auto'"],
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
     "hybrid/beside_gpu.py": [

@@ -255,11 +255,14 @@ def test_a_gpu_waits_for_the_one_before_it(tmp_path: Path) -> None:
         with two_devices(seed) as machine:
             check_alike(run("deferred", machine), wanted)
             assert machine.replays
-    wait, differs = "self._streams.current().wait_event(x.ready)", False
+    wait, differs = "self._streams.current().wait_event(passed.ready)", False
     for seed in range(10):
         with two_devices(seed, wait) as machine:
-            ours = run("deferred", machine)
-            differs = any(not np.array_equal(*pair) for pair in zip(ours, wanted, strict=True))
+            try:
+                ours = run("deferred", machine)
+                differs = any(not np.array_equal(*pair) for pair in zip(ours, wanted, strict=True))
+            except RuntimeError:  # of recordings
+                differs = True
         if differs:
             break
     assert differs, "nothing shows that one device waits for the other"
@@ -328,7 +331,7 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
             planned = part.plan.bytes["gpu"]
             for use in ("attention", "kv", "norms", "head"):
                 assert ours[use] == planned.get(use, 0), (number, use)
-            places = 4 * 4 * (last - first) * (kind == "experts")  # where each expert is, int32
+            places = (4 + 1) * 4 * (last - first) * (kind == "experts")  # where each expert is, and a counter, int32
             assert ours["ffn"] + inside == planned.get("ffn", 0) + planned.get("experts", 0) + places
     finally:
         executor.close()

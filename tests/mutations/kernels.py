@@ -8,8 +8,8 @@ MUTATIONS = [
     Mutation(
         "what runs on a GPU computes what float64 does within derived rounding, in torch and in Triton, and compiles",
         "src/powerinfer/kernels/triton_kernels.py",
-        "low = (v - high.to(tl.float32)) * LOW",
-        "low = (v - high.to(tl.float32)) * 0",
+        "return high, ((v - high.to(tl.float32)) * LOW)",
+        "return high, ((v - high.to(tl.float32)) * 0)",
         "tests/test_gpu_kernels.py -k test_halves_have_22_bits",
     ),
     Mutation(

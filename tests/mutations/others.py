@@ -106,11 +106,18 @@ MUTATIONS = [
     Mutation(
         "calls by flags are made when they are asked for: a step that is broken off leaves no GPU that waits",
         "src/powerinfer/devices/gpu.py",
-        """            if self.link is not None:
-                self.link.release()
+        """        if self.link is not None:
+            self.link.release()
 """,
         "",
         "tests/test_flags.py -k broken_off",
+    ),
+    Mutation(
+        "layers on several GPUs have the bits of one that has them all: the one behind waits",
+        "src/powerinfer/devices/step_buffers.py",
+        "            self._streams.current().wait_event(passed.ready)\n",
+        "",
+        "tests/test_several_gpus.py -k waits_for_the_one_before",
     ),
     Mutation(
         "calls by flags are made when they are asked for: each step begins anew",

@@ -28,7 +28,7 @@ HostFlags::HostFlags(uint32_t* asked, uint32_t* answered, double patience)
 
 HostFlags::~HostFlags() {
   {
-    std::lock_guard<std::mutex> one(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     ends_ = true;
   }
   changed_.notify_all();
@@ -36,7 +36,7 @@ HostFlags::~HostFlags() {
 }
 
 void HostFlags::begin() {
-  std::lock_guard<std::mutex> one(mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   steps_++;
   store(asked_, 0);
   store(answered_, 0);
@@ -66,7 +66,7 @@ bool HostFlags::is_released() const { return load(answered_) == RELEASED; }
 
 void HostFlags::set_patience(double seconds) {
   {
-    std::lock_guard<std::mutex> one(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     patience_ = seconds;
   }
   changed_.notify_all();

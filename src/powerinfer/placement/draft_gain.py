@@ -74,12 +74,12 @@ def disk_gain(disk: DiskPlan, model: Model) -> float:
     freed, config = model.inventory.draft, model.config
     in_ram, resting = disk.held.get("experts", 0), disk.resting.get("experts", 0)
 
-    def read(streamed: int, held: int, tokens: int) -> float:
-        missing = max(0.0, 1 - held / resting) if resting else 0.0
+    def read(streamed: int, cached: int, tokens: int) -> float:
+        missing = max(0.0, 1 - cached / resting) if resting else 0.0
         total = float(streamed)
         for layer in disk.about.experts:
-            every = sum(one.file for one in model.experts[layer])
-            total += missing * every * _selected(config.experts[layer], tokens)
+            nbytes = sum(one.file for one in model.experts[layer])
+            total += missing * nbytes * _selected(config.experts[layer], tokens)
         return total
 
     reads = read(disk.streamed, in_ram, 2)
