@@ -418,7 +418,7 @@ def test_a_long_text_that_repeats_itself_is_no_work() -> None:
     assert longest_match(tokens) == (0, 0)
 
 
-def test_answers_with_lookup_stay_the_same() -> None:
+def test_answers_with_lookup_stay_the_same(many: None) -> None:
     texts = [[*b"abcabcabcabc"], [*b"to be or not to be"], prompt(40)]
     params = SamplingParams(temperature=0, max_tokens=80, regex="(ab){60}")  # which can be guessed
     llm = speculating(LookupDrafts())
