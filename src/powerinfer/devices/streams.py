@@ -296,6 +296,9 @@ class _Immediate:
         return True
 
 
+_NOT_LATER = "torch's CPU device is done when the host goes on"
+
+
 class ImmediateStreams:
     """The streams of torch's CPU device."""
 
@@ -332,13 +335,13 @@ class ImmediateStreams:
         call_now(function, data)
 
     def address(self, memory: Tensor) -> int:
-        raise RuntimeError("torch's CPU device is done when the host goes on")
+        raise RuntimeError(_NOT_LATER)
 
     def write_value(self, stream: Any, address: int, value: int) -> None:
-        raise NotImplementedError
+        raise RuntimeError(_NOT_LATER)
 
     def wait_value(self, stream: Any, address: int, value: int) -> None:
-        raise NotImplementedError
+        raise RuntimeError(_NOT_LATER)
 
     def recorder(self) -> None:
         return None
