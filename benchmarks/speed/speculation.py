@@ -24,9 +24,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lib import machine, results
-from powerinfer import LLM, SamplingParams
+from powerinfer import LLM, Completion, SamplingParams
 from powerinfer.runtime.request import AnswerRequest, Request
-from powerinfer.runtime.speculation import DraftSource, Outlook
+from powerinfer.runtime.speculation import DraftSource, Outlook, Speculation
 
 EDIT = (
     "Rename the class LookupDrafts to PromptLookup and the method outlook to prospect in this file. Print the whole "
@@ -74,12 +74,31 @@ class RatedDrafts:
         self._source.close()
 
 
-def rated(llm: LLM, right: float, most: int) -> RatedDrafts:
-    """Let a model's drafts be right in a given share of places."""
-    speculation = llm._runner._driver._speculation
-    assert speculation is not None
-    speculation.source = RatedDrafts(speculation.source, right, most, llm.config.vocab_size)
-    return speculation.source
+class Way:
+    """A way for a model to answer: with drafts, or without. Several of one model share its memory, so that they differ
+    in nothing else."""
+
+    def __init__(self, llm: LLM, speculation: Speculation | None) -> None:
+        self.llm, self.speculation = llm, speculation
+
+    def answer(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        self.take_over()
+        return self.llm.generate([prompt], params)[0]
+
+    def take_over(self) -> None:
+        self.llm._runner._driver._speculation = self.speculation
+
+
+def as_loaded(llm: LLM) -> Way:
+    return Way(llm, llm._runner._driver._speculation)
+
+
+def rated(llm: LLM, right: float, most: int) -> Way:
+    """A way in which a model's drafts are right in a given share of places."""
+    loaded = llm._runner._driver._speculation
+    assert loaded is not None
+    source = RatedDrafts(loaded.source, right, most, llm.config.vocab_size)
+    return Way(llm, Speculation(source, alone=loaded._alone))
 
 
 def peer_rate(command: Sequence[str]) -> float:
@@ -101,18 +120,18 @@ def peer_commands(folder: Path, model: Path, prompt: str, tokens: int, threads: 
 
 
 def measure(
-    llms: dict[str, LLM],
+    ways: dict[str, Way],
     prompt: Sequence[int],
     arguments: argparse.Namespace,
-    sources: dict[str, RatedDrafts],
     others: dict[str, Callable[[], float]],
 ) -> dict[str, Any]:
     """Rates of each engine, in rounds; the first, which is not counted, gives the answer that all must give."""
     params = SamplingParams(temperature=0.0, max_tokens=arguments.gen_tokens, ignore_eos=True)
-    answer = llms["off"].generate([prompt], params)[0].token_ids
-    for source in sources.values():
-        source.answer = [*prompt, *answer]
-    rates: dict[str, list[float]] = {name: [] for name in (*llms, *others)}
+    answer = ways["off"].answer(prompt, params).token_ids
+    for way in ways.values():
+        if way.speculation is not None and isinstance(way.speculation.source, RatedDrafts):
+            way.speculation.source.answer = [*prompt, *answer]
+    rates: dict[str, list[float]] = {name: [] for name in (*ways, *others)}
     drafts: dict[str, tuple[int, int]] = {}
     for number in range(arguments.rounds + 1):
         names = list(rates)
@@ -121,7 +140,7 @@ def measure(
                 rate = others[name]()
             else:
                 machine.wait_until_quiet(arguments.quiet)
-                one = llms[name].generate([prompt], params)[0]
+                one = ways[name].answer(prompt, params)
                 if one.token_ids != answer:
                     raise RuntimeError(f"{name}: another answer than without drafts")
                 rate = one.timings.decode_tok_s or 0.0
@@ -131,7 +150,7 @@ def measure(
     ratios = {
         name: median(rate / plain for rate, plain in zip(rates[name], rates["off"], strict=True)) for name in rates
     }
-    stats = {name: llm.stats().speculation for name, llm in llms.items()}
+    stats = {name: way.speculation.stats() for name, way in ways.items() if way.speculation is not None}
     return {
         "tok_s": rates,
         "median": {name: median(values) for name, values in rates.items()},
@@ -184,7 +203,8 @@ def of_text(name: str, text: str, ways: Sequence[str], arguments: argparse.Names
         ).items():
             others[label] = lambda command=command: peer_rate(command)  # type: ignore[misc]
     try:
-        return {"case": name, "model": arguments.coder.stem} | measure(llms, prompt, arguments, {}, others)
+        ways_of = {way: as_loaded(llm) for way, llm in llms.items()}
+        return {"case": name, "model": arguments.coder.stem} | measure(ways_of, prompt, arguments, others)
     finally:
         for llm in llms.values():
             llm.close()
@@ -193,19 +213,15 @@ def of_text(name: str, text: str, ways: Sequence[str], arguments: argparse.Names
 def of_head(model: Path, shares: Sequence[float], most: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """A case of a random model with a head."""
     options: dict[str, Any] = {"threads": arguments.threads, "context": 1024, "gpu": "none"}
-    llms = {"off": LLM(model, speculate="off", **options)}
-    sources = {}
-    for share in shares:
-        label = f"{100 * share:.0f} % right"
-        llms[label] = LLM(model, speculate="mtp", **options)
-        sources[label] = rated(llms[label], share, most)
-    prompt = [(7919 * i + 13) % llms["off"].config.vocab_size for i in range(32)]
-    try:
-        about = {"case": "a head", "model": model.stem, "most": most, "selector": str(llms["off"].choices["selector"])}
-        return about | measure(llms, prompt, arguments, sources, {})
-    finally:
-        for llm in llms.values():
-            llm.close()
+    with LLM(model, speculate="mtp", **options) as llm:
+        loaded = as_loaded(llm)
+        ways = {"off": Way(llm, None)} | {f"{100 * share:.0f} % right": rated(llm, share, most) for share in shares}
+        prompt = [(7919 * i + 13) % llm.config.vocab_size for i in range(32)]
+        about = {"case": "a head", "model": model.stem, "most": most, "selector": str(llm.choices["selector"])}
+        try:
+            return about | measure(ways, prompt, arguments, {})
+        finally:
+            loaded.take_over()
 
 
 def edit(arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:

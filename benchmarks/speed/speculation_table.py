@@ -1,6 +1,6 @@
 """Write the table of docs/speculation.md from the newest results of speculation.py.
 
-    python -m benchmarks.speed.speculation_table [--check]     --check: only say whether the table is up to date
+python -m benchmarks.speed.speculation_table [--check]     --check: only say whether the table is up to date
 """
 
 from __future__ import annotations

@@ -687,6 +687,7 @@ class Head : public Op {
 
  private:
   static constexpr int64_t ROWS = 8;  // of logits, computed together
+  static inline const std::vector<int32_t> ALL;
 
   void run_rows(const Here& here, const Step& step, int64_t first, int64_t rows) {
     const Program& p = here.p;
@@ -701,16 +702,29 @@ class Head : public Op {
     const PiActs two_planes = planes_ && !here.w.pool->is_late() ? split(here, acts, rows) : PiActs();
     float* const logits = step.logits + first * step.logit_stride;
     const int64_t planes = planes_ ? 2 : 1;
+    const std::vector<int32_t>& list = this == p.drafting_head() ? p.draft_panels : ALL;
+    // Panels [p0, p1) of the matrix, or of the list.
     const auto compute = [&](int64_t p0, int64_t p1, float* aside) {
       const int64_t c0 = p0 * PI_LANES, n = (p1 - p0) * PI_LANES, ld = aside ? n : step.logit_stride;
       float* const sums = aside ? aside : (planes_ ? (float*)planes_->data() : logits) + c0;
-      here.w.linear(thread, *w_, {}, planes_ ? &two_planes : acts, sums - c0, ld, planes * rows, false, p0, p1);
       float* const out = aside ? aside : logits + c0;
+      for (int64_t at = p0; at < p1;) {
+        const int64_t from = list.empty() ? at : list[(size_t)at];
+        int64_t end = list.empty() ? p1 : at + 1;
+        while (end < p1 && list[(size_t)end] == from + end - at) end++;
+        const int64_t column = (at - p0) * PI_LANES, numbers = (end - at) * PI_LANES;
+        here.w.linear(thread, *w_, {}, planes_ ? &two_planes : acts, sums + column - from * PI_LANES, ld,
+                      planes * rows, false, from, from + end - at);
+        for (int64_t i = 0; i < rows; i++) {
+          float* const to = out + i * ld + column;
+          const float *one = sums + 2 * i * ld + column, *other = one + ld;
+          if (planes_)
+            for (int64_t j = 0; j < numbers; j++) to[j] = one[j] + other[j];
+          for (int64_t j = 0; j < numbers && !bias_.empty(); j++) to[j] += bias_[(size_t)(from * PI_LANES + j)];
+        }
+        at = end;
+      }
       for (int64_t i = 0; i < rows; i++) {
-        const float *one = sums + 2 * i * ld, *other = one + ld;
-        if (planes_)
-          for (int64_t j = 0; j < n; j++) out[i * ld + j] = one[j] + other[j];
-        for (int64_t j = 0; j < n && !bias_.empty(); j++) out[i * ld + j] += bias_[(size_t)(c0 + j)];
         if (scale_ != 1.0f) here.kernels->scale(out + i * ld, scale_, n);
         if (cap_ != 0.0f) here.kernels->cap(out + i * ld, cap_, n);
       }
@@ -720,7 +734,7 @@ class Head : public Op {
       compute(own.p0, own.p1, nullptr);
       return here.barrier();
     }
-    here.w.pool->phase(w_->panels, 1, planes * rows * PI_LANES, compute,
+    here.w.pool->phase(list.empty() ? w_->panels : (int64_t)list.size(), 1, planes * rows * PI_LANES, compute,
                        [&](int64_t p0, int64_t p1, const float* aside) {
                          const int64_t n = (p1 - p0) * PI_LANES;
                          if (aside) copy_rows(aside, n, logits + p0 * PI_LANES, step.logit_stride, n, rows);
@@ -768,8 +782,18 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
   check(cap >= 0, "a cap of the logits is negative");
   check_bias(bias, w->rows, "the head");
   bias = padded(std::move(bias));
-  add(std::make_shared<Head>(std::move(norm), project, w, scale, cap, std::move(bias), workspace->pool->threads()),
-      {project, w});
+  const auto op =
+      std::make_shared<Head>(std::move(norm), project, w, scale, cap, std::move(bias), workspace->pool->threads());
+  drafting_head_ = op.get();
+  add(op, {project, w});
+}
+
+void Program::list_draft_panels(std::vector<int32_t> panels) {
+  check(lists_draft_panels(), "there is no output head in memory");
+  for (size_t i = 0; i < panels.size(); i++)
+    check(panels[i] >= 0 && panels[i] < head_panels && (i == 0 || panels[i] > panels[i - 1]),
+          "panels of the output head that are not in order");
+  workspace->pool->between_jobs([&] { draft_panels = std::move(panels); });
 }
 
 // ---- Draft head -----------------------------------------------------------------------------------------------------

@@ -220,6 +220,10 @@ class Program {
   // x = w . [embed_norm(scale * row of the token), hidden_norm(x)]. A draft head begins: its operators read no states,
   // and are run by themselves.
   void draft_input(DraftInput in);
+  // The panels whose logits the last head makes from now on, in ascending order: one behind the other, not where they
+  // would be of all. None: all.
+  void list_draft_panels(std::vector<int32_t> panels);
+  bool lists_draft_panels() const { return drafting_head_ && drafting_head_->matrices.back()->is_in_memory(); }
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
@@ -253,6 +257,8 @@ class Program {
   // limit.
   int64_t table_rows = 0, positions = 0, head_panels = 0;
   size_t draft_from = SIZE_MAX;  // the number of the first operator of the draft head
+  std::vector<int32_t> draft_panels;
+  const Op* drafting_head() const { return drafting_head_; }
 
   const Sizes sizes;
   const std::shared_ptr<Workspace> workspace;
@@ -323,6 +329,7 @@ class Program {
   void reserve_latents(int64_t q_latent, int64_t heads, int64_t kv, int64_t widest);
 
   std::shared_ptr<const Norm> final_norm_, draft_norm_;  // null: there is no such head
+  const Op* drafting_head_ = nullptr;                    // the last head
   std::vector<Rope> ropes_;
   std::vector<int32_t> rotated_;  // the positions that their angles are of
   Arena memory_;

@@ -1084,6 +1084,11 @@ class CpuExecutor:
         run = partial(self._run, first=first)
         self.drafter = CpuDraftHead(self._program, run, self.vocab_size, self._stores, output=output is not None)
 
+    @property
+    def list_draft_panels(self) -> Callable[[NDArray[np.int32]], None] | None:
+        """A call by which logits of some panels alone are made, as of `DraftHead.list_panels`; None: of all."""
+        return self._program.list_draft_panels if self._program.lists_draft_panels else None
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """A context in which operators are timed."""

@@ -41,6 +41,16 @@ class DraftHead(Protocol):
         """
         ...
 
+    @property
+    def lists(self) -> bool:
+        """Whether it can make logits of listed tokens alone."""
+        ...
+
+    def list_panels(self, panels: NDArray[np.int32]) -> None:
+        """From now on logits are those of these panels of `cpu.LANES` tokens, int32 [n], ascending, one behind the
+        other. Only where it `lists`."""
+        ...
+
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         """Hidden states that a further draft reads: those that the head gave tokens of its last `forward`, float32
         [n, d_model]. rows, and when: as of `inputs`."""
@@ -57,11 +67,13 @@ class CpuDraftHead:
         of those that store keys and values. output: they end in logits, else in what another device makes these of:
         `read` instead of `forward`, and no `inputs`."""
         self.output = output
+        self.lists = output and program.lists_draft_panels
         self._stores = stores
         self._last = program.size
         self._program = program
         self._run = run
         self._vocab_size = vocab_size
+        self._d_model = program.residual(1).shape[1]
         self._logits = np.empty((0, cpu.round_up(vocab_size, cpu.LANES)), np.float32)
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -80,13 +92,16 @@ class CpuDraftHead:
         self._program.residual(len(batch.tokens))[:] = inputs
         self._run(batch, last=self._last if n else self._stores, logits=self._logits)
 
+    def list_panels(self, panels: NDArray[np.int32]) -> None:
+        self._program.list_draft_panels(panels)
+
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         if not self.output:  # the last operator has normalised them
             return self._program.residual(int(rows.max(initial=0)) + 1)[rows]
         return self._hidden_states(rows, True)
 
     def _hidden_states(self, rows: NDArray[np.int32], draft: bool) -> NDArray[np.float32]:
-        out = np.empty((len(rows), self._program.residual(1).shape[1]), np.float32)
+        out = np.empty((len(rows), self._d_model), np.float32)
         self._program.hidden_states(rows, out, draft)
         return out
 
@@ -119,6 +134,10 @@ class GpuDraftHead:
         self._layer = layer
         self._output = output
         self._embed = embed
+        self.lists = False
+
+    def list_panels(self, panels: NDArray[np.int32]) -> None:
+        raise NotImplementedError("a GPU makes the logits of all tokens")
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._output.hidden_states(rows)
@@ -137,6 +156,10 @@ class SplitDraftHead:
     def __init__(self, head: CpuDraftHead, output: OutputHead) -> None:
         self._head = head
         self._output = output
+        self.lists = head.lists
+
+    def list_panels(self, panels: NDArray[np.int32]) -> None:
+        self._head.list_panels(panels)
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._output.hidden_states(rows)

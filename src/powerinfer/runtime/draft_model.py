@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
+from powerinfer.runtime.draft_vocabulary import DraftVocabulary
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, Request
 from powerinfer.runtime.speculation import FEW, Outlook, consecutive_drafts, likeliest
@@ -27,6 +28,7 @@ class _Sequence:
         self.pages: list[int] = []
         self.keys: list[bytes] = []
         self.checked = 0  # tokens of the request that the smaller model has in its vocabulary
+        self.seen = 0  # tokens of the request that are in the draft vocabulary
 
     def knows(self, tokens: Sequence[int], vocab: int) -> bool:
         """Whether all of a request's tokens, of which more were added, are below `vocab`."""
@@ -68,11 +70,21 @@ class DraftModel:
 
     name = "model"
 
-    def __init__(self, executor: Executor, vocab_size: int, chunk: int | None = None, *, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        vocab_size: int,
+        chunk: int | None = None,
+        *,
+        reuse: bool = True,
+        list_panels: Callable[[NDArray[np.int32]], None] | None = None,
+    ) -> None:
         """vocab_size: of the model that answers; tokens beyond it are not drafted. chunk: tokens of a text that it
         computes between two steps, at most; None: as many as fit a call; reuse: of texts that begin alike the begin is
-        computed once."""
+        computed once. list_panels: lets the executor make logits of a draft vocabulary alone; None: it cannot."""
         self._executor = executor
+        self._list_panels = list_panels
+        self._vocabulary = DraftVocabulary(executor.vocab_size if list_panels else 0)
         self._vocab = min(vocab_size, executor.vocab_size)
         self._chunk = min(chunk or executor.max_tokens, executor.max_tokens)
         self._few = min(_FEW, executor.max_tokens)
@@ -84,7 +96,7 @@ class DraftModel:
         lacks = len(request.tokens) - sequence.agree(request.tokens)
         fits = self._lacking_pages(sequence, len(request.tokens) + FEW) <= self._pages.available
         drafts = FEW if fits and sequence.knows(request.tokens, self._executor.vocab_size) else 0
-        return Outlook(drafts, "model", _LIKELY, lacks - 1 if lacks > self._few else 0)
+        return Outlook(drafts, "model", _LIKELY, lacks - 1 if lacks > self._few else 0, steady=True)
 
     def _sequence(self, request: AnswerRequest) -> _Sequence:
         sequence = self._sequences.get(request)
@@ -115,6 +127,12 @@ class DraftModel:
         self, requests: Sequence[AnswerRequest], drafts: Mapping[AnswerRequest, list[int]]
     ) -> list[tuple[int, float]]:
         """The most likely token behind each request's tokens and drafts, with its probability."""
+        for request in requests:
+            sequence = self._sequences[request]
+            self._vocabulary.see(request.tokens[sequence.seen :])
+            sequence.seen = len(request.tokens)
+        if self._list_panels and (panels := self._vocabulary.changed()) is not None:
+            self._list_panels(panels)
         result, room, batch = list[tuple[int, float]](), self._executor.max_tokens, list[AnswerRequest]()
         pending: dict[AnswerRequest, list[int]] = {}
         for request in requests:
@@ -134,8 +152,12 @@ class DraftModel:
         self, batch: Sequence[AnswerRequest], pending: dict[AnswerRequest, list[int]]
     ) -> list[tuple[int, float]]:
         logits = self._compute([(self._sequences[one], pending[one]) for one in batch], logits=True)
-        likely = map(likeliest, logits)
-        return [(token, probability if token < self._vocab else 0.0) for token, probability in likely]
+        likely = [likeliest(self._vocabulary.within(row)) for row in logits]
+        tokens = [self._vocabulary.token(number) for number, _ in likely]
+        return [
+            (token, probability if token < self._vocab else 0.0)
+            for token, (_, probability) in zip(tokens, likely, strict=True)
+        ]
 
     def _compute(self, parts: Sequence[tuple[_Sequence, list[int]]], logits: bool) -> NDArray[np.float32]:
         """Compute tokens of sequences; the logits of each one's last."""

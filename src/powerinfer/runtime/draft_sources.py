@@ -75,7 +75,9 @@ class SmallerModel:
         drafting = Drafting(pool=getattr(executor, "pool", None))  # whoever computes on the CPU has one
         room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
         drafts = load(self._checkpoint, engine, progress, room, drafting=drafting)
-        return DraftModel(drafts, config.vocab_size, engine.mixed_chunk, reuse=engine.prefix_cache)
+        lists = getattr(drafts, "list_draft_panels", None)
+        reuse, chunk = engine.prefix_cache, engine.mixed_chunk
+        return DraftModel(drafts, config.vocab_size, chunk, reuse=reuse, list_panels=lists)
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
         """NoDraftsError unless every token of both models is the same text. tokenizer: of the one that answers."""
@@ -149,7 +151,7 @@ def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) 
     if way in ("auto", "mtp") and head is not None:
         from powerinfer.runtime.mtp import MtpDrafts
 
-        return MtpDrafts(head, executor.page_size, executor.max_tokens)
+        return MtpDrafts(head, executor.page_size, executor.max_tokens, executor.vocab_size)
     if way != "lookup":
         return None
     from powerinfer.runtime.lookup import LookupDrafts

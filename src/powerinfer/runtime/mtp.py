@@ -13,6 +13,7 @@ import numpy as np
 
 from powerinfer.devices import Batch
 from powerinfer.placement.draft_gain import RIGHT
+from powerinfer.runtime.draft_vocabulary import DraftVocabulary
 from powerinfer.runtime.request import AnswerRequest, Request
 from powerinfer.runtime.speculation import FEW, Outlook, consecutive_drafts, likeliest
 
@@ -29,6 +30,7 @@ class _Pending:
 
     def __init__(self) -> None:
         self.begin = 0
+        self.seen = 0  # tokens of the request that are in the draft vocabulary
         self._memory = np.empty((0, 0), np.float32)
         self._first = self._end = 0
 
@@ -65,34 +67,38 @@ class MtpDrafts:
 
     name = "mtp"
 
-    def __init__(self, head: DraftHead, page_size: int, max_tokens: int) -> None:
+    def __init__(self, head: DraftHead, page_size: int, max_tokens: int, vocab_size: int) -> None:
         """max_tokens: of a call of the head; more requests at a time there are not."""
         self._head = head
         self._page_size = page_size
         self._max_tokens = max_tokens
         self._pending: dict[AnswerRequest, _Pending] = {}
+        self._vocabulary = DraftVocabulary(vocab_size if head.lists else 0)
 
     def outlook(self, request: AnswerRequest) -> Outlook:
         pending = self._pending.get(request)
         ready = pending is not None and pending.begin + len(pending) + 1 == len(request.tokens)
-        return Outlook(FEW if ready else 0, "mtp", RIGHT)  # the few tokens that wait are read in one call
+        most = FEW if ready else 0
+        return Outlook(most, "mtp", RIGHT, steady=True)  # the few tokens that wait are read in one call
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         answers = [(one, first, count) for one, first, count in parts if isinstance(one, AnswerRequest) and count]
         if not answers:
             return
-        rows = np.concatenate([np.arange(first, first + count, dtype=np.int32) for _, first, count in answers])
-        inputs = self._head.inputs(rows)
+        inputs = self._head.inputs(_rows(answers))
         read, at = [], 0
         for request, _, count in answers:
-            pending = self._pending.setdefault(request, _Pending())
+            pending = self._pending.get(request)
+            if pending is None:
+                pending = self._pending[request] = _Pending()
             pending.add(request.computed - count, inputs[at : at + count])
             at += count
             if request.computed <= request.n_prompt or count > FEW + 1:
                 read.append((request, *pending.take(1)))  # the last one waits for what follows it, and for drafts
             elif len(pending) > _WAITING:
                 pending.take(_WAITING)
-        self._read_on(read)
+        if read:
+            self._read_on(read)
 
     def prepare(self, requests: Sequence[AnswerRequest]) -> int:
         read = [(request, *self._pending[request].take(1)) for request in requests]
@@ -100,7 +106,14 @@ class MtpDrafts:
         return sum(len(inputs) for _, _, inputs in read)
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
-        inputs = {request: self._pending[request].take(0) for request, _ in wanted}
+        inputs = {}
+        for request, _ in wanted:
+            pending = self._pending[request]
+            inputs[request] = pending.take(0)
+            self._vocabulary.see(request.tokens[pending.seen :])
+            pending.seen = len(request.tokens)
+        if (panels := self._vocabulary.changed()) is not None:
+            self._head.list_panels(panels)
 
         def can_go_on(request: AnswerRequest, place: int) -> bool:
             begin, _ = inputs[request]
@@ -112,7 +125,8 @@ class MtpDrafts:
             logits, outputs = self._read([(request, *inputs[request]) for request in requests], drafts)
             for request, output in zip(requests, outputs, strict=True):
                 inputs[request] = len(request.tokens) - 1 + len(drafts[request]), output[None]
-            return [likeliest(row) for row in logits]
+            likely = [likeliest(self._vocabulary.within(row)) for row in logits]
+            return [(self._vocabulary.token(number), probability) for number, probability in likely]
 
         return consecutive_drafts(wanted, can_go_on, next_tokens)
 
@@ -151,6 +165,14 @@ class MtpDrafts:
     def close(self) -> None:
         self._pending.clear()
         del self._head  # which has the model
+
+
+def _rows(answers: Sequence[tuple[AnswerRequest, int, int]]) -> NDArray[np.int32]:
+    """Indices of so many tokens of each from its first one on, int32."""
+    if len(answers) == 1:  # in each step of decoding
+        _, first, count = answers[0]
+        return np.arange(first, first + count, dtype=np.int32)
+    return np.concatenate([np.arange(first, first + count, dtype=np.int32) for _, first, count in answers])
 
 
 def _calls(parts: Sequence[_Part], most: int) -> Iterator[list[_Part]]:

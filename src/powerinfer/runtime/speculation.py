@@ -38,6 +38,7 @@ _STALE = 512  # steps after which a size's times are forgotten
 _PLAIN_EVERY = 128  # steps with drafts after which one has none, so that it is known what these take
 _PATIENCE = 48  # steps without drafts after which one is tried again; doubled each time that this brings nothing
 _LONGEST_PATIENCE = 16 * _PATIENCE
+_REST = 8  # steps without drafts for which that was decided at once, where it can be
 _READING = 0.1  # of a step, what a source takes for a token that it lacks, until it was measured
 _TRIED = 0.02  # of the time without drafts, what it may take to read what is lacked for a try
 
@@ -45,12 +46,13 @@ _TRIED = 0.02  # of the time without drafts, what it may take to read what is la
 class Outlook(NamedTuple):
     """A source's outlook for a request. most: drafts; kind: of its guesses, by which they differ in how often they are
     right; likely: the share that is right, until it was measured; lacks: tokens of the request that the source has to
-    compute before."""
+    compute before; steady: the next tokens change nothing of it."""
 
     most: int
     kind: str
     likely: float
     lacks: int = 0
+    steady: bool = False
 
 
 class DraftSource(Protocol):
@@ -106,6 +108,7 @@ class Guessing:
     rates: dict[str, _Rate] = field(default_factory=dict)
     kind: str = ""  # of its drafts in this step
     idle: int = 0  # steps since it had drafts
+    rest: int = 0  # steps for which it will have none
     patience: int = _PATIENCE
     retried: bool = False  # its drafts of this step are a try
 
@@ -259,6 +262,8 @@ class Speculation:
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
             return
+        if self._all_rest(answers):
+            return
         begin = time.perf_counter()
         with self._drop_drafts_on_failure():
             outlooks = {request: self._outlook(request) for request in answers}
@@ -267,6 +272,16 @@ class Speculation:
             if wanted:
                 self._give_drafts(wanted)
                 self._drafted_s += time.perf_counter() - begin
+
+    def _all_rest(self, answers: Sequence[AnswerRequest]) -> bool:
+        """Whether none of the requests has drafts in this step, as was decided before."""
+        resting = [guessing for guessing in map(self._requests.get, answers) if guessing is not None and guessing.rest]
+        if len(resting) < len(answers):
+            return False
+        for guessing in resting:
+            guessing.rest -= 1
+            guessing.idle += 1
+        return True
 
     def _give_drafts(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> None:
         begin = time.perf_counter()
@@ -342,12 +357,14 @@ class Speculation:
         """Try a draft of a request again that had none for long. reading: steps for which the source reads before."""
         guessing = self._requests[request]
         if counts[request]:
-            guessing.idle = 0
+            guessing.idle = guessing.rest = 0
             return
         guessing.idle += 1
         if guessing.idle >= guessing.patience and outlook.most and reading <= _TRIED * guessing.idle:
             counts[request], guessing.idle, guessing.retried = 1, 0, True
             guessing.patience = min(2 * guessing.patience, _LONGEST_PATIENCE)
+        elif outlook.steady and outlook.most:
+            guessing.rest = max(0, min(_REST, guessing.patience - guessing.idle) - 1)
 
     def guessing(self, request: AnswerRequest) -> Guessing | None:
         """A request's record of its drafts, for `verified`; None: it never had an outlook."""

@@ -1,0 +1,71 @@
+"""Draft vocabulary: the tokens that drafts are chosen from, so that most of the output head need not be read for them.
+
+The output head is most of what a draft reads, and a few of its rows get almost all tokens: of vocabularies made by
+merging (BPE) the first ones, and those that a text has used before (a fixed set by frequency: FR-Spec, arXiv
+2502.14856). A token outside of it is never drafted, which costs that draft and no bit of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from powerinfer.kernels.cpu import LANES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SHARE = 8  # the first tokens are one of so many
+_LEAST = 4096  # or as many as this
+
+
+class DraftVocabulary:
+    """The first eighth of a model's tokens, in panels of `LANES`, and panels of tokens that requests had lately, of
+    which there are at most as many."""
+
+    def __init__(self, vocab_size: int) -> None:
+        first = max(_LEAST, vocab_size // _SHARE) // LANES
+        self._panels = vocab_size // LANES  # whole ones
+        self._first = first if 2 * first <= self._panels else self._panels
+        self._seen = np.zeros(self._panels, np.int64)  # when each was seen last; 0: never
+        self._time = 0
+        self._listed = np.arange(self._first, dtype=np.int32)
+        self._changed = True
+
+    @property
+    def restricts(self) -> bool:
+        """Whether it leaves tokens out; small vocabularies are drafted from as a whole."""
+        return self._first < self._panels
+
+    def see(self, tokens: Sequence[int]) -> None:
+        """Tokens of a request, which it may have again."""
+        if not self.restricts or not tokens:
+            return
+        panels = np.unique(np.asarray(tokens, np.int32) // LANES)
+        panels = panels[(panels >= self._first) & (panels < self._panels)]
+        self._changed |= bool((self._seen[panels] == 0).any())
+        self._time += 1
+        self._seen[panels] = self._time
+
+    def changed(self) -> NDArray[np.int32] | None:
+        """The panels to make logits of, ascending, if they are others than at the last call; else None."""
+        if not self.restricts or not self._changed:
+            return None
+        self._changed = False
+        seen = np.flatnonzero(self._seen)
+        if len(seen) > self._first:  # the half that was seen last stays
+            older = seen[np.argsort(-self._seen[seen], kind="stable")][self._first // 2 :]
+            self._seen[older] = 0
+            seen = np.flatnonzero(self._seen)
+        self._listed = np.concatenate([np.arange(self._first), seen]).astype(np.int32)
+        return self._listed
+
+    def within(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Of a row of logits, float32 [vocab], those that were made."""
+        return logits[: len(self._listed) * LANES] if self.restricts else logits
+
+    def token(self, number: int) -> int:
+        """The token of a number of these."""
+        return int(self._listed[number // LANES]) * LANES + number % LANES if self.restricts else number
