@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from benchmarks.lib.cells import fixed, percent
 from benchmarks.lib.machine import ROOT
+from benchmarks.lib.results import newest
 from benchmarks.lib.tables import Pages, paragraphs, table, write_tables
 from benchmarks.placement.assumptions import GIB, for_tokens, machine
 from powerinfer.config import AttentionConfig
@@ -43,6 +44,8 @@ RATES = ((0.65, 0.55, 0.45, 0.40), (0.75, 0.65, 0.55, 0.50), (0.85, 0.80, 0.75, 
 """Shares of drafts that are right, by their place, of those whose forerunners are."""
 
 
+TEXTS = ("documents", "Python", "C++")
+"""Those on which the draft vocabulary was measured that count."""
 USUAL = RATES[1]
 ASKED_OF = ("RTX 4060, 8 GB; RAM at 70 GB/s", "RTX 3060, 12 GB; RAM at 70 GB/s")
 DRAFTS = 2
@@ -74,9 +77,10 @@ class Head:
         return sum(one.stored for one in (*self.layer, self.output))
 
     def seconds(self, device: Device, panels: bool) -> float:
-        """Time of a draft."""
+        """Time of a draft; of the output head in RAM it reads the draft vocabulary."""
         head = device.head_seconds(
-            self.output.type if panels else self.output.gpu_type, self.output.panels if panels else self.output.stored
+            self.output.type if panels else self.output.gpu_type,
+            vocabulary().listed * self.output.panels if panels else self.output.stored,
         )
         return matrix_seconds(device, self.layer, panels) + head + 6e-6 * device.op_us
 
@@ -89,6 +93,27 @@ def draft_head() -> Head:
     longer = described_model(replace(config, layers=(*config.layers, kind)), DTYPE, SHAPE, 0.0)
     join = matrix("Q4_K", config.d_model, 2 * config.d_model)
     return Head((*longer.attention[-1], *longer.ffn[-1], join), longer.head)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The draft vocabulary as it was measured on texts: the share of tokens that it lists, and of a text's next tokens
+    that are of these."""
+
+    listed: float
+    covered: float
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    measured = newest("draft-vocabulary")
+    assert measured is not None
+    texts = [one for one in measured["texts"] if one["text"] in TEXTS]
+    tokens = sum(one["tokens"] for one in texts)
+    return Vocabulary(
+        sum(one["listed"] for one in texts) / len(texts) / measured["vocab"],
+        sum(one["covered"] * one["tokens"] for one in texts) / tokens,
+    )
 
 
 def expected_tokens(right: Sequence[float], drafts: int) -> float:
@@ -148,6 +173,8 @@ class Speculation:
         return chosen
 
     def gain_on_cpu(self, right: Sequence[float]) -> Gain:
+        """Every token that the draft vocabulary lacks is one that would have been right as often as others."""
+        right = [share * vocabulary().covered for share in right]
         return self.best(self.on_cpu, right, [n * self.each_on_cpu for n in range(MOST + 1)])
 
     def gain_on_gpu(self, right: Sequence[float]) -> Gain:
@@ -280,7 +307,8 @@ def body() -> str:
         f"Simulated, not measured (`python -m benchmarks.placement.drafts`): {SHAPE} in {DTYPE.upper()} with its draft "
         f"head, {CONTEXT:,} tokens of context half full. Gains over decoding without drafts, in brackets the best "
         f"number of drafts, at most {MOST}. Right are {', '.join(shares)} % of the drafts whose forerunners are, by "
-        "place. Rates: [hybrid.md](hybrid.md#assumed)."
+        f"place. In RAM a draft reads {percent(vocabulary().listed, 0)} of the output head, and as many fewer are "
+        f"right as that lacks tokens, {percent(1 - vocabulary().covered, 1)}. Rates: [hybrid.md](hybrid.md#assumed)."
     )
     return paragraphs(about, gains_table(every), verdict(every), step_table())
 

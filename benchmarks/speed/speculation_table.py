@@ -25,9 +25,10 @@ def rows(entry: dict[str, Any]) -> list[list[str]]:
         drafted, accepted = entry["drafts"].get(name, (0, 0))
         right = percent(accepted / drafted, 0) if drafted else ""
         step = fixed(entry["tokens_per_step"].get(name), 1)
+        ratio = entry["ratio"][name] if plain == "off" else rate / entry["median"][plain]
         without = entry["median"][plain]
         what = f"{entry['case']}, {entry['model']}"
-        found.append([what, name, number(rate), number(without), fixed(rate / without), right, step])
+        found.append([what, name, number(rate), number(without), fixed(ratio), right, step])
     return found
 
 

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 RIGHT = 0.7
 """The share of drafts of a head that is right, until it was measured."""
 
+SHARE = 8
+"""Drafts are chosen from the first tokens, one of so many, and those that a text used; but"""
+LEAST_TOKENS = 4096
+"""from as many as these at least, and from all where these would be most."""
+
 LEAST = 1.02
 """The least gain for which drafts are computed."""
 
@@ -36,14 +41,21 @@ DISPLACES = (
 )
 
 
+def first_tokens(vocab_size: int) -> int:
+    """Number of the first tokens that drafts are chosen from; all where the output head is small."""
+    first = max(LEAST_TOKENS, vocab_size // SHARE)
+    return first if 2 * first <= vocab_size else vocab_size
+
+
 def draft_gain(model: Model) -> float:
     """Expected speed with a draft in each step, as a multiple of that without; weights are in RAM, which is what takes
     the time of a step, and tokens select experts independently."""
     inventory, config = model.inventory, model.config
     assert config.draft is not None
-    head = _bytes(inventory.draft_units, config.with_draft, 1)
-    if not config.draft.head:
-        head += sum(one.panels for one in inventory.around("head"))
+    head = _bytes((one for one in inventory.draft_units if one.use != "head"), config.with_draft, 1)
+    units = inventory.draft_units if config.draft.head else inventory.units
+    output = sum(one.panels for one in units if one.use == "head")
+    head += output * first_tokens(config.vocab_size) / config.vocab_size
     return (1 + RIGHT) * _bytes(inventory.units, config, 1) / (_bytes(inventory.units, config, 2) + head)
 
 

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from powerinfer.kernels.cpu import LANES
+from powerinfer.placement.draft_gain import first_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-_SHARE = 8  # the first tokens are one of so many
-_LEAST = 4096  # or as many as this
 
 
 class DraftVocabulary:
@@ -26,13 +24,17 @@ class DraftVocabulary:
     which there are at most as many."""
 
     def __init__(self, vocab_size: int) -> None:
-        first = max(_LEAST, vocab_size // _SHARE) // LANES
         self._panels = vocab_size // LANES  # whole ones
-        self._first = first if 2 * first <= self._panels else self._panels
+        self._first = first_tokens(vocab_size) // LANES
         self._seen = np.zeros(self._panels, np.int64)  # when each was seen last; 0: never
         self._time = 0
         self._listed = np.arange(self._first, dtype=np.int32)
         self._changed = True
+
+    @property
+    def first(self) -> int:
+        """Number of its first tokens."""
+        return self._first * LANES
 
     @property
     def restricts(self) -> bool:
