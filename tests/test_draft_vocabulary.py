@@ -32,16 +32,16 @@ def test_first_tokens_and_those_that_were_seen() -> None:
     assert vocabulary.restricts
     listed = vocabulary.changed()
     assert listed is not None and listed.tolist() == list(range(first))
-    vocabulary.see([3, 20_001, 20_002, 79_999, 80_004])  # the last panel is not a whole one
+    vocabulary.note([3, 20_001, 20_002, 79_999, 80_004])  # the last panel is not a whole one
     listed = vocabulary.changed()
     assert listed is not None and listed.dtype == np.int32
     assert listed.tolist() == [*range(first), 20_001 // LANES, last - 1]
     assert vocabulary.token(7) == 7
     assert vocabulary.token(first * LANES + 1) == 20_001 // LANES * LANES + 1
     logits = np.arange(80_005, dtype=np.float32)
-    assert len(vocabulary.within(logits)) == len(listed) * LANES
-    vocabulary.see([20_003, 5])
-    vocabulary.see([])
+    assert len(vocabulary.narrow(logits)) == len(listed) * LANES
+    vocabulary.note([20_003, 5])
+    vocabulary.note([])
     assert vocabulary.changed() is None
 
 
@@ -50,8 +50,8 @@ def test_the_half_that_was_seen_last_stays() -> None:
     first = 10_000 // LANES
     panels = np.arange(first, 2 * first + 1)
     for panel in panels:
-        vocabulary.see([int(panel) * LANES])
-    vocabulary.see([int(panels[0]) * LANES])  # again
+        vocabulary.note([int(panel) * LANES])
+    vocabulary.note([int(panels[0]) * LANES])  # again
     listed = vocabulary.changed()
     assert listed is not None
     kept = listed[first:].tolist()
@@ -61,9 +61,9 @@ def test_the_half_that_was_seen_last_stays() -> None:
 @pytest.mark.parametrize("size", [0, 100, 8191])
 def test_a_small_vocabulary_is_drafted_from_as_a_whole(size: int) -> None:
     vocabulary = DraftVocabulary(size)
-    vocabulary.see([size // 2])
+    vocabulary.note([size // 2])
     assert not vocabulary.restricts and vocabulary.changed() is None and vocabulary.token(99) == 99
-    assert len(vocabulary.within(np.zeros(size, np.float32))) == size
+    assert len(vocabulary.narrow(np.zeros(size, np.float32))) == size
 
 
 @pytest.mark.parametrize("quantize", [None, "q8_0", "q4_0"])

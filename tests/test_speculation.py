@@ -347,6 +347,32 @@ def test_a_short_answer_on_a_noisy_machine_loses_little(right: float) -> None:
     assert speed > 0.97 and 0 < clock.speculation.stats().drafted < 12
 
 
+def test_without_drafts_few_steps_ask_a_steady_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are tried in the same steps as of one that each token may change."""
+    looks, tries = list[list[int]](), list[list[int]]()
+    for steady in (False, True):
+        looked: list[int] = []
+        tried: list[int] = []
+
+        def outlook(source: Guesses, request: AnswerRequest, steady: bool = steady, at: list[int] = looked) -> Outlook:
+            at.append(len(request.tokens))
+            return Outlook(MOST, "test", 0.5, steady=steady)
+
+        def draft(
+            source: Guesses, wanted: Sequence[tuple[AnswerRequest, int]], at: list[int] = tried
+        ) -> list[list[int]]:
+            at.append(len(wanted[0][0].tokens))
+            return [[VOCAB] for _ in wanted]
+
+        monkeypatch.setattr(Guesses, "outlook", outlook)
+        monkeypatch.setattr(Guesses, "draft", draft)
+        decoded(0.0, STEEP)
+        looks.append(looked)
+        tries.append(tried)
+    assert tries[0] == tries[1] and len(tries[0]) > 2
+    assert len(looks[0]) >= 599 and len(looks[1]) < 599 / 6
+
+
 def test_drafts_are_tried_again() -> None:
     """A text whose end can be guessed, though nothing before could: drafts come back."""
     source = Guesses(1.0)

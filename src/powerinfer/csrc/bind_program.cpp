@@ -542,7 +542,8 @@ void bind_program(nb::module_& m) {
             p.list_draft_panels(std::vector<int32_t>(panels.data(), panels.data() + panels.shape(0)));
           },
           "panels"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Where it `lists_draft_panels`, as its output head is in memory: the panels of LANES tokens whose logits the last head makes from now on, int32 [n], ascending: one behind "
+          "Where it `lists_draft_panels`, as its output head is in memory: the panels of LANES tokens whose logits the "
+          "last head makes from now on, int32 [n], ascending: one behind "
           "the\nother. None: all.")
       .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(), "draft"_a = false,
            "out [rows, d_model] = norm(x) with the norm of the head, or of the draft head: rows of the last step.")

@@ -708,21 +708,21 @@ class Head : public Op {
       const int64_t c0 = p0 * PI_LANES, n = (p1 - p0) * PI_LANES, ld = aside ? n : step.logit_stride;
       float* const sums = aside ? aside : (planes_ ? (float*)planes_->data() : logits) + c0;
       float* const out = aside ? aside : logits + c0;
-      for (int64_t at = p0; at < p1;) {
-        const int64_t from = list.empty() ? at : list[(size_t)at];
-        int64_t end = list.empty() ? p1 : at + 1;
-        while (end < p1 && list[(size_t)end] == from + end - at) end++;
-        const int64_t column = (at - p0) * PI_LANES, numbers = (end - at) * PI_LANES;
-        here.w.linear(thread, *w_, {}, planes_ ? &two_planes : acts, sums + column - from * PI_LANES, ld,
-                      planes * rows, false, from, from + end - at);
+      for (int64_t entry = p0; entry < p1;) {
+        const int64_t panel = list.empty() ? entry : list[(size_t)entry];
+        int64_t end = list.empty() ? p1 : entry + 1;
+        while (end < p1 && list[(size_t)end] == panel + end - entry) end++;
+        const int64_t column = (entry - p0) * PI_LANES, numbers = (end - entry) * PI_LANES;
+        here.w.linear(thread, *w_, {}, planes_ ? &two_planes : acts, sums + column - panel * PI_LANES, ld,
+                      planes * rows, false, panel, panel + end - entry);
         for (int64_t i = 0; i < rows; i++) {
           float* const to = out + i * ld + column;
           const float *one = sums + 2 * i * ld + column, *other = one + ld;
           if (planes_)
             for (int64_t j = 0; j < numbers; j++) to[j] = one[j] + other[j];
-          for (int64_t j = 0; j < numbers && !bias_.empty(); j++) to[j] += bias_[(size_t)(from * PI_LANES + j)];
+          for (int64_t j = 0; j < numbers && !bias_.empty(); j++) to[j] += bias_[(size_t)(panel * PI_LANES + j)];
         }
-        at = end;
+        entry = end;
       }
       for (int64_t i = 0; i < rows; i++) {
         if (scale_ != 1.0f) here.kernels->scale(out + i * ld, scale_, n);
@@ -786,14 +786,6 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
       std::make_shared<Head>(std::move(norm), project, w, scale, cap, std::move(bias), workspace->pool->threads());
   drafting_head_ = op.get();
   add(op, {project, w});
-}
-
-void Program::list_draft_panels(std::vector<int32_t> panels) {
-  check(lists_draft_panels(), "there is no output head in memory");
-  for (size_t i = 0; i < panels.size(); i++)
-    check(panels[i] >= 0 && panels[i] < head_panels && (i == 0 || panels[i] > panels[i - 1]),
-          "panels of the output head that are not in order");
-  workspace->pool->between_jobs([&] { draft_panels = std::move(panels); });
 }
 
 // ---- Draft head -----------------------------------------------------------------------------------------------------

@@ -258,6 +258,14 @@ void Program::set_window(std::shared_ptr<Window> window) {
   workspace->pool->between_jobs([&] { window_ = std::move(window); });
 }
 
+void Program::list_draft_panels(std::vector<int32_t> panels) {
+  check(lists_draft_panels(), "there is no output head in memory");
+  for (size_t i = 0; i < panels.size(); i++)
+    check(panels[i] >= 0 && panels[i] < head_panels && (i == 0 || panels[i] > panels[i - 1]),
+          "panels of the output head that are not in order");
+  workspace->pool->between_jobs([&] { draft_panels = std::move(panels); });
+}
+
 void Program::hidden_states(const int32_t* rows, int64_t count, float* out, bool draft) {
   const std::shared_ptr<const Norm> norm = draft ? draft_norm_ : final_norm_;
   check((bool)norm, "a program without a head has no hidden states");

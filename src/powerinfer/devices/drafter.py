@@ -47,7 +47,7 @@ class DraftHead(Protocol):
         ...
 
     def list_panels(self, panels: NDArray[np.int32]) -> None:
-        """From now on logits are those of these panels of `cpu.LANES` tokens, int32 [n], ascending, one behind the
+        """Make logits of these panels of `cpu.LANES` tokens alone from now on, int32 [n], ascending, one behind the
         other. Only where it `lists`."""
         ...
 

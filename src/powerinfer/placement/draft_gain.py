@@ -21,9 +21,9 @@ RIGHT = 0.7
 """The share of drafts of a head that is right, until it was measured."""
 
 SHARE = 8
-"""Drafts are chosen from the first tokens, one of so many, and those that a text used; but"""
+"""Drafts are chosen from one of so many tokens, the first, and from those that a text used."""
 LEAST_TOKENS = 4096
-"""from as many as these at least, and from all where these would be most."""
+"""Tokens of these first ones, at least; where they would be most, drafts are chosen from all."""
 
 LEAST = 1.02
 """The least gain for which drafts are computed."""

@@ -28,7 +28,7 @@ class _Sequence:
         self.pages: list[int] = []
         self.keys: list[bytes] = []
         self.checked = 0  # tokens of the request that the smaller model has in its vocabulary
-        self.seen = 0  # tokens of the request that are in the draft vocabulary
+        self.noted = 0  # tokens of the request that are in the draft vocabulary
 
     def knows(self, tokens: Sequence[int], vocab: int) -> bool:
         """Whether all of a request's tokens, of which more were added, are below `vocab`."""
@@ -129,8 +129,8 @@ class DraftModel:
         """The most likely token behind each request's tokens and drafts, with its probability."""
         for request in requests:
             sequence = self._sequences[request]
-            self._vocabulary.see(request.tokens[sequence.seen :])
-            sequence.seen = len(request.tokens)
+            self._vocabulary.note(request.tokens[sequence.noted :])
+            sequence.noted = len(request.tokens)
         if self._list_panels and (panels := self._vocabulary.changed()) is not None:
             self._list_panels(panels)
         result, room, batch = list[tuple[int, float]](), self._executor.max_tokens, list[AnswerRequest]()
@@ -152,7 +152,7 @@ class DraftModel:
         self, batch: Sequence[AnswerRequest], pending: dict[AnswerRequest, list[int]]
     ) -> list[tuple[int, float]]:
         logits = self._compute([(self._sequences[one], pending[one]) for one in batch], logits=True)
-        likely = [likeliest(self._vocabulary.within(row)) for row in logits]
+        likely = [likeliest(self._vocabulary.narrow(row)) for row in logits]
         tokens = [self._vocabulary.token(number) for number, _ in likely]
         return [
             (token, probability if token < self._vocab else 0.0)

@@ -26,7 +26,7 @@ class DraftVocabulary:
     def __init__(self, vocab_size: int) -> None:
         self._panels = vocab_size // LANES  # whole ones
         self._first = first_tokens(vocab_size) // LANES
-        self._seen = np.zeros(self._panels, np.int64)  # when each was seen last; 0: never
+        self._noted = np.zeros(self._panels, np.int64)  # when each was noted last; 0: never
         self._time = 0
         self._listed = np.arange(self._first, dtype=np.int32)
         self._changed = True
@@ -41,31 +41,31 @@ class DraftVocabulary:
         """Whether it leaves tokens out; small vocabularies are drafted from as a whole."""
         return self._first < self._panels
 
-    def see(self, tokens: Sequence[int]) -> None:
+    def note(self, tokens: Sequence[int]) -> None:
         """Tokens of a request, which it may have again."""
         if not self.restricts or not tokens:
             return
         panels = np.unique(np.asarray(tokens, np.int32) // LANES)
         panels = panels[(panels >= self._first) & (panels < self._panels)]
-        self._changed |= bool((self._seen[panels] == 0).any())
+        self._changed |= bool((self._noted[panels] == 0).any())
         self._time += 1
-        self._seen[panels] = self._time
+        self._noted[panels] = self._time
 
     def changed(self) -> NDArray[np.int32] | None:
         """The panels to make logits of, ascending, if they are others than at the last call; else None."""
         if not self.restricts or not self._changed:
             return None
         self._changed = False
-        seen = np.flatnonzero(self._seen)
-        if len(seen) > self._first:  # the half that was seen last stays
-            older = seen[np.argsort(-self._seen[seen], kind="stable")][self._first // 2 :]
-            self._seen[older] = 0
-            seen = np.flatnonzero(self._seen)
-        self._listed = np.concatenate([np.arange(self._first), seen]).astype(np.int32)
+        recent = np.flatnonzero(self._noted)
+        if len(recent) > self._first:  # the half that was noted last stays
+            older = recent[np.argsort(-self._noted[recent], kind="stable")][self._first // 2 :]
+            self._noted[older] = 0
+            recent = np.flatnonzero(self._noted)
+        self._listed = np.concatenate([np.arange(self._first), recent]).astype(np.int32)
         return self._listed
 
-    def within(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Of a row of logits, float32 [vocab], those that were made."""
+    def narrow(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits that were made, of a row, float32 [vocab]."""
         return logits[: len(self._listed) * LANES] if self.restricts else logits
 
     def token(self, number: int) -> int:

@@ -30,7 +30,7 @@ class _Pending:
 
     def __init__(self) -> None:
         self.begin = 0
-        self.seen = 0  # tokens of the request that are in the draft vocabulary
+        self.noted = 0  # tokens of the request that are in the draft vocabulary
         self._memory = np.empty((0, 0), np.float32)
         self._first = self._end = 0
 
@@ -110,8 +110,8 @@ class MtpDrafts:
         for request, _ in wanted:
             pending = self._pending[request]
             inputs[request] = pending.take(0)
-            self._vocabulary.see(request.tokens[pending.seen :])
-            pending.seen = len(request.tokens)
+            self._vocabulary.note(request.tokens[pending.noted :])
+            pending.noted = len(request.tokens)
         if (panels := self._vocabulary.changed()) is not None:
             self._head.list_panels(panels)
 
@@ -125,7 +125,7 @@ class MtpDrafts:
             logits, outputs = self._read([(request, *inputs[request]) for request in requests], drafts)
             for request, output in zip(requests, outputs, strict=True):
                 inputs[request] = len(request.tokens) - 1 + len(drafts[request]), output[None]
-            likely = [likeliest(self._vocabulary.within(row)) for row in logits]
+            likely = [likeliest(self._vocabulary.narrow(row)) for row in logits]
             return [(self._vocabulary.token(number), probability) for number, probability in likely]
 
         return consecutive_drafts(wanted, can_go_on, next_tokens)
