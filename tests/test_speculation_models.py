@@ -13,7 +13,7 @@ import pytest
 from draft_models import DraftModel, tier_of
 from families import case_named, random_model, save
 from model_files import conv_gguf, delta_gguf, mamba_gguf
-from toy_model import ToyTokenizer, idle
+from toy_model import VOCAB, ToyTokenizer, idle
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch
@@ -126,6 +126,30 @@ def test_answers_have_the_same_bits(path: Path) -> None:
     stats = llm.stats().speculation
     assert 0.3 * stats.drafted < stats.accepted < 0.9 * stats.drafted
     assert stats.accepted > 60
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1", "deepseek-v3"])
+def test_constrained_answers_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    """A grammar's mask follows the drafts, of layers of each kind."""
+    case = case_named(name)
+    config = case.config()
+    config.vocab_size = VOCAB  # of a tokenizer that can spell every text
+    path = save(case, config, random_model(case, config, 3), "folder", tmp_path)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, regex="[a-f]{3,30}z[0-9]{9}"),
+        SamplingParams(temperature=1, seed=9, max_tokens=60, regex="([a-c]|[0-3]){60}", logprobs=2),
+        SamplingParams(temperature=1, seed=3, max_tokens=40, choice=["a long answer of many letters", "a short one"]),
+    ]
+    engine = EngineConfig(threads=2, context=128, max_batch=2)
+    texts = prompts(VOCAB)[:3]
+    expected = llm_of(load(open_checkpoint(path), engine), engine).generate(texts, params)
+    answers = [text + one.token_ids for text, one in zip(texts, expected, strict=True)]
+    drafting = EngineConfig(threads=2, context=128, max_batch=2, speculate="lookup")
+    llm = llm_of(load(open_checkpoint(path), drafting), drafting, Truth(answers, VOCAB))
+    for one, before in zip(llm.generate(texts, params), expected, strict=True):
+        assert (one.token_ids, one.text, one.logprobs) == (before.token_ids, before.text, before.logprobs)
+    stats = llm.stats().speculation
+    assert 20 < stats.accepted < stats.drafted
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", "qwen35", "deepseek-v3", "ling-2", "ernie-moe", "nemotron-h-latents"])
