@@ -24,6 +24,7 @@ from toy_model import ToyTokenizer  # noqa: E402
 
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.batch import LogitsNeed  # noqa: E402
 from powerinfer.devices.cpu import Drafting  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -34,6 +35,7 @@ from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Needs, Placement, Resolved, UsedGpu, workload  # noqa: E402
 from powerinfer.hybrid.vram import smaller  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.kernels.candidates import CANDIDATES  # noqa: E402
 from powerinfer.kernels.cpu import PAGE  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.budget import Division, displaced_by_drafts, in_ram, whole_layers  # noqa: E402
@@ -44,7 +46,7 @@ from powerinfer.runtime.draft_model import DraftModel as SmallerModel  # noqa: E
 from powerinfer.runtime.draft_sources import draft_source  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
-from powerinfer.runtime.speculation import DraftSource  # noqa: E402
+from powerinfer.runtime.speculation import DraftSource, likeliest  # noqa: E402
 
 PLACES = {"split": (False, False), "output": (True, False), "whole": (True, True)}
 """Of a split model, whose output head is on the CPU: (output head on the GPU, draft head there)."""
@@ -81,6 +83,35 @@ def test_a_head_is_that_of_transformers(name: str, place: str, files: Files) -> 
             assert rms(got - exact) <= 2 * ROUNDING * rms(narrow - exact)
     executor.close()
     assert executor.drafter is None
+
+
+@pytest.mark.parametrize("place", ["output", "whole"])
+@pytest.mark.usefixtures("device")
+def test_a_draft_brings_candidates_in_place_of_logits(place: str, files: Files) -> None:
+    """The likeliest token of each row, with its probability."""
+    model, path = files["qwen35"]
+    executor = load_split(placed(path, place))
+    head, pages = executor.drafter, scattered_pages(executor, 1)[0]
+    assert head is not None
+    hidden = model.exact[0][:5].astype(np.float32)
+    batch = batch_of(model.tokens[1:6], 0, pages)
+    logits = head.forward(batch, hidden).copy()
+    batch.needs = LogitsNeed.CANDIDATES
+    records = head.forward(batch, hidden)
+    assert records.dtype == CANDIDATES and records.shape == (5,)
+    for record, row in zip(records, logits, strict=True):
+        (token, probability), (expected, its) = likeliest(record), likeliest(row)
+        assert token == expected and probability == pytest.approx(its, rel=1e-4)
+    executor.close()
+
+
+def test_candidates_without_a_likeliest_one() -> None:
+    record = np.zeros((), CANDIDATES)
+    record["count"], record["total"] = 200, 4
+    assert likeliest(record) == (0, 0.0)
+    for total in (np.nan, np.inf, 0.5):
+        record["count"], record["total"] = 64, total
+        assert likeliest(record)[1] == 0.0
 
 
 @pytest.mark.skipif(not TRITON or CUDA, reason="Triton's interpreter is not at hand")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.kernels import cpu
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ class DraftHead(Protocol):
         """
         ...
 
-    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Write keys and values of the head's layer and return logits, float32 [R, vocab_size], of the token after the
-        one that a position is given.
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[Any]:
+        """Write keys and values of the head's layer and return logits, float32 [R, vocab_size], or what the batch
+        `needs` of them, of the token after the one that a position is given.
 
         batch.tokens: at each position the token that follows it; inputs: float32 [T, d_model], of `inputs` or
         `outputs`, of each position. The states of a batch are neither read nor written. The result is a view that stays
@@ -113,16 +114,16 @@ class OutputHead(Protocol):
         """Hidden states of tokens of the last step, float32 [n, d_model]; rows: int32 [n]."""
         ...
 
-    def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits of hidden states, float32 [R, d_model] -> [R, vocab_size], in memory of their own."""
+    def logits(self, hidden: NDArray[np.float32], needs: LogitsNeed = LogitsNeed.LOGITS) -> NDArray[Any]:
+        """Logits of hidden states, float32 [R, d_model] -> [R, vocab_size], in memory of their own; or `CANDIDATES`."""
         ...
 
 
 class GpuDraftLayer(OutputHead, Protocol):
     """The layer of a draft head on a GPU (`GpuLayers`), with an output head."""
 
-    def run(self, batch: Batch, x: NDArray[np.float32], *, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits of a step; x: hidden states, inputs: embeddings, float32 [T, d_model]."""
+    def run(self, batch: Batch, x: NDArray[np.float32], *, inputs: NDArray[np.float32]) -> NDArray[Any]:
+        """Logits of a step, or what it needs of them; x: hidden states, inputs: embeddings, float32 [T, d_model]."""
         ...
 
 
@@ -142,7 +143,7 @@ class GpuDraftHead:
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._output.hidden_states(rows)
 
-    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[Any]:
         return self._layer.run(batch, inputs, inputs=self._embed(batch))
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -164,11 +165,11 @@ class SplitDraftHead:
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._output.hidden_states(rows)
 
-    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[Any]:
         if self._head.output:
             return self._head.forward(batch, inputs)
         self._head.read(batch, inputs)
-        return self._output.logits(self._head.outputs(batch.logit_rows))
+        return self._output.logits(self._head.outputs(batch.logit_rows), batch.needs)
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._head.outputs(rows)

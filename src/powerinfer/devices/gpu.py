@@ -984,16 +984,19 @@ class GpuLayers:
                 self._latest_logits = self.buffers.download(again, logits=True)
         return self._latest_logits
 
-    def logits(self, hidden: Float32) -> Float32:
+    def logits(self, hidden: Float32, needs: LogitsNeed = LogitsNeed.LOGITS) -> NDArray[Any]:
         """Logits, float32 [R, vocab_size], in memory of their own, of hidden states [R, d_model] as of `hidden_states`;
-        of layers that have the head. PowerInferError when the device fails."""
+        or `CANDIDATES` at temperature 1. Of layers that have the head. PowerInferError when the device fails."""
         assert self._output is not None
         torch = import_torch()
         if not len(hidden):
             return np.empty((0, self.vocab_size), np.float32)
         failures = gpu_failures(f"computing the logits of {len(hidden)} drafts", "lower --max-batch or --vram")
         with failures, current(self.device), torch.inference_mode():
-            values: Float32 = self._output.make(torch.from_numpy(hidden).to(self.device)).cpu().numpy()
+            logits = self._output.make(torch.from_numpy(hidden).to(self.device))
+            if needs == LogitsNeed.CANDIDATES:
+                return self.buffers.candidates(logits)
+            values: Float32 = logits.cpu().numpy()
         return values
 
     def _begin(self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None, inputs: Float32 | None = None) -> Step:
@@ -1118,8 +1121,8 @@ class GpuLayers:
         for tokens in sizes:
             self._rehearse(min(tokens, largest), logit_rows)
         self._rehearse(largest, logit_rows)
-        varies = self.has_head and not self._first  # a draft head's logits are always needed
-        recorded = [(tokens, needs) for tokens in few for needs in (LogitsNeed if varies else [LogitsNeed.LOGITS])]
+        kinds = LogitsNeed if self.has_head else [LogitsNeed.LOGITS]
+        recorded = [(tokens, needs) for tokens in few for needs in kinds]
         for tokens, needs in recorded:
             self._rehearse(tokens, logit_rows, needs=needs)
         if self._states and self._undo_tokens:

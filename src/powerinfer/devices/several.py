@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.devices.batch import Batch
+from powerinfer.devices.batch import Batch, LogitsNeed
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.gpu import GpuLayers
 from powerinfer.devices.split import SplitExecutor
@@ -98,9 +98,9 @@ class SeveralGpus:
         """Hidden states as of `GpuLayers.hidden_states`."""
         return self.cards[-1].hidden_states(rows)
 
-    def logits(self, hidden: Float32) -> Float32:
+    def logits(self, hidden: Float32, needs: LogitsNeed = LogitsNeed.LOGITS) -> NDArray[Any]:
         """Logits as of `GpuLayers.logits`."""
-        return self.cards[-1].logits(hidden)
+        return self.cards[-1].logits(hidden, needs)
 
     def noted(self, _: Trace) -> AbstractContextManager[None]:
         """RequestError: events of two devices have no common clock."""

@@ -135,6 +135,14 @@ class StepBuffers:
         else:
             self._host_logits[:rows].copy_(logits, non_blocking=True)
 
+    def candidates(self, logits: Tensor) -> NDArray[Any]:
+        """Candidates of logits, float32 [R, vocab_size], at temperature 1, in memory of their own."""
+        torch = import_torch()
+        records = torch.zeros((len(logits), candidates.WORDS), dtype=torch.int32, device=self._device)
+        gpu_candidates.select(logits, torch.ones(len(logits), device=self._device), records)
+        result: NDArray[Any] = records.cpu().numpy().view(candidates.CANDIDATES)[:, 0]
+        return result
+
     def _make_logits(self, rows: int) -> None:
         torch = import_torch()
         self._host_logits = self._streams.pinned((rows, self._vocab_size), torch.float32)

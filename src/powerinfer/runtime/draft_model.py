@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.runtime.draft_vocabulary import DraftVocabulary
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, Request
@@ -159,8 +160,8 @@ class DraftModel:
             for token, (_, probability) in zip(tokens, likely, strict=True)
         ]
 
-    def _compute(self, parts: Sequence[tuple[_Sequence, list[int]]], logits: bool) -> NDArray[np.float32]:
-        """Compute tokens of sequences; the logits of each one's last."""
+    def _compute(self, parts: Sequence[tuple[_Sequence, list[int]]], logits: bool) -> NDArray[Any]:
+        """Compute tokens of sequences; the logits, or candidates, of each one's last."""
         counts = [len(tokens) for _, tokens in parts]
         starts = [len(sequence.tokens) for sequence, _ in parts]
         table = np.full((len(parts), max(len(sequence.pages) for sequence, _ in parts)), -1, np.int32)
@@ -174,6 +175,7 @@ class DraftModel:
                 np.repeat(np.arange(len(parts), dtype=np.int32), counts),
                 table,
                 (ends - 1).astype(np.int32) if logits else np.empty(0, np.int32),
+                needs=LogitsNeed.CANDIDATES,
             )
         )
         for sequence, tokens in parts:

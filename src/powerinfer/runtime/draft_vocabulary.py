@@ -8,7 +8,7 @@ merging (BPE) the first ones, and those that a text has used before (a fixed set
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class DraftVocabulary:
         self._listed = np.concatenate([np.arange(self._first), recent]).astype(np.int32)
         return self._listed
 
-    def narrow(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def narrow(self, logits: NDArray[Any]) -> NDArray[Any]:
         """Logits that were made, of a row, float32 [vocab]."""
         return logits[: len(self._listed) * LANES] if self.restricts else logits
 

@@ -7,11 +7,12 @@ computed; those of answers when it is asked for drafts, so that an answer withou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from powerinfer.devices import Batch
+from powerinfer.devices.batch import LogitsNeed
 from powerinfer.placement.draft_gain import RIGHT
 from powerinfer.runtime.draft_vocabulary import DraftVocabulary
 from powerinfer.runtime.request import AnswerRequest, Request
@@ -137,8 +138,8 @@ class MtpDrafts:
 
     def _read(
         self, parts: Sequence[_Part], drafts: Mapping[AnswerRequest, list[int]]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The same of an input of each; logits and outputs. drafts: of each, tokens behind its own."""
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The same of an input of each; logits, or candidates, and outputs. drafts: of each, tokens behind its own."""
         batch = self._batch(parts, drafts)
         logits = self._head.forward(batch, np.concatenate([inputs for _, _, inputs in parts]))
         return logits, self._head.outputs(batch.logit_rows)
@@ -157,6 +158,7 @@ class MtpDrafts:
             np.repeat(np.arange(len(parts), dtype=np.int32), counts),
             table,
             np.empty(0, np.int32) if drafts is None else np.cumsum(counts).astype(np.int32) - 1,
+            needs=LogitsNeed.CANDIDATES,
         )
 
     def forget(self, request: AnswerRequest) -> None:

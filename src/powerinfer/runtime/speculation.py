@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from powerinfer.devices.states import UNDO_TOKENS
+from powerinfer.kernels.candidates import CANDIDATES
+from powerinfer.kernels.candidates import MOST as MOST_CANDIDATES
 from powerinfer.progress import Say, silent
 from powerinfer.runtime.request import AnswerRequest, Request
 
@@ -218,8 +220,14 @@ def consecutive_drafts(
     return [drafts[request] for request, _ in wanted]
 
 
-def likeliest(logits: NDArray[np.float32]) -> tuple[int, float]:
-    """The most likely token, and its probability. logits: float32 [vocab]."""
+def likeliest(logits: NDArray[Any]) -> tuple[int, float]:
+    """The most likely token, and its probability, 0 where it is not known. logits: float32 [vocab], or a record of
+    `CANDIDATES` at temperature 1."""
+    if logits.dtype == CANDIDATES:
+        count, total = int(logits["count"]), float(logits["total"])
+        if count > MOST_CANDIDATES or not 1 <= total < np.inf:
+            return 0, 0.0
+        return int(logits["ids"][logits["values"][:count].argmax()]), 1.0 / total
     token = int(logits.argmax())
     weights = np.exp(logits - logits[token])
     return token, 1.0 / float(weights.sum(dtype=np.float64))
