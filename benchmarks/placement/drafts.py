@@ -28,6 +28,7 @@ from powerinfer.config import AttentionConfig
 from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.errors import RequestError
 from powerinfer.hardware.description import Device, Hardware, load
+from powerinfer.kernels.draft_rows import first_tokens, recent_tokens
 from powerinfer.models.inventory import Matrix, matrix
 from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.cost import end_seconds, matrix_seconds
@@ -77,10 +78,12 @@ class Head:
         return sum(one.stored for one in (*self.layer, self.output))
 
     def seconds(self, device: Device, panels: bool) -> float:
-        """Time of a draft; of the output head in RAM it reads the draft vocabulary."""
+        """Time of a draft; of the output head it reads the draft vocabulary, on a GPU with all of its room."""
+        vocab = find_shape(SHAPE).config.vocab_size
+        room = (first_tokens(vocab) + recent_tokens(vocab)) / vocab
         head = device.head_seconds(
             self.output.type if panels else self.output.gpu_type,
-            vocabulary().listed * self.output.panels if panels else self.output.stored,
+            vocabulary().listed * self.output.panels if panels else room * self.output.stored,
         )
         return matrix_seconds(device, self.layer, panels) + head + 6e-6 * device.op_us
 
@@ -163,7 +166,9 @@ class Speculation:
     whole: bool = False
 
     def best(self, steps: Sequence[float] | None, right: Sequence[float], each: Sequence[float]) -> Gain:
-        """each: seconds that the drafts of a step add, by their number."""
+        """each: seconds that the drafts of a step add, by their number. Every token that the draft vocabulary lacks is
+        taken for one that would have been right as often as others."""
+        right = [share * vocabulary().covered for share in right]
         chosen = Gain(0, 1.0)
         for drafts in range(1, MOST + 1) if steps is not None else ():
             seconds = steps[drafts] + each[drafts]
@@ -173,8 +178,6 @@ class Speculation:
         return chosen
 
     def gain_on_cpu(self, right: Sequence[float]) -> Gain:
-        """Every token that the draft vocabulary lacks is one that would have been right as often as others."""
-        right = [share * vocabulary().covered for share in right]
         return self.best(self.on_cpu, right, [n * self.each_on_cpu for n in range(MOST + 1)])
 
     def gain_on_gpu(self, right: Sequence[float]) -> Gain:
@@ -190,7 +193,8 @@ class Speculation:
         for drafts in range(1, MOST + 1):
             whole = drafts * self.each_on_gpu
             hidden = min(whole, self.busy[drafts])
-            added.append(whole - hidden * (1.0 if always else foreseen(right, drafts)))
+            covered = [share * vocabulary().covered for share in right]
+            added.append(whole - hidden * (1.0 if always else foreseen(covered, drafts)))
         return self.best(self.on_gpu, right, added)
 
 
@@ -293,7 +297,7 @@ def step_table() -> str:
         seconds += [make_plan(replace(beside.request, hardware=one)).choice.seconds for one in slower]
         seconds.append(seconds[-1] + DRAFTS * head.seconds(hardware.gpu, False))
         parts = [seconds[0], *(b - a for a, b in pairwise(seconds)), seconds[-1]]
-        tokens = expected_tokens(USUAL, DRAFTS)
+        tokens = expected_tokens([share * vocabulary().covered for share in USUAL], DRAFTS)
         gain = tokens * seconds[0] / seconds[-1]
         body.append([name, *(fixed(1e3 * one, 1) for one in parts), fixed(tokens), fixed(gain)])
     heads = ["ms", "a plain step", "layers that give way to the head", "three tokens: the CPU", "the GPU"]

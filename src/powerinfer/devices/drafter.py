@@ -47,9 +47,9 @@ class DraftHead(Protocol):
         """Whether it can make logits of listed tokens alone."""
         ...
 
-    def list_panels(self, panels: NDArray[np.int32]) -> None:
-        """Make logits of these panels of `cpu.LANES` tokens alone from now on, int32 [n], ascending, one behind the
-        other. Only where it `lists`."""
+    def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Make logits of these panels of `cpu.LANES` tokens alone from now on, int32 [n], ascending; the order in which
+        they come, one behind the other. Only where it `lists`."""
         ...
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -93,8 +93,9 @@ class CpuDraftHead:
         self._program.residual(len(batch.tokens))[:] = inputs
         self._run(batch, last=self._last if n else self._stores, logits=self._logits)
 
-    def list_panels(self, panels: NDArray[np.int32]) -> None:
+    def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
         self._program.list_draft_panels(panels)
+        return panels
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         if not self.output:  # the last operator has normalised them
@@ -122,6 +123,15 @@ class OutputHead(Protocol):
 class GpuDraftLayer(OutputHead, Protocol):
     """The layer of a draft head on a GPU (`GpuLayers`), with an output head."""
 
+    @property
+    def lists(self) -> bool:
+        """As of `DraftHead`."""
+        ...
+
+    def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
+        """As of `DraftHead`."""
+        ...
+
     def run(self, batch: Batch, x: NDArray[np.float32], *, inputs: NDArray[np.float32]) -> NDArray[Any]:
         """Logits of a step, or what it needs of them; x: hidden states, inputs: embeddings, float32 [T, d_model]."""
         ...
@@ -135,10 +145,10 @@ class GpuDraftHead:
         self._layer = layer
         self._output = output
         self._embed = embed
-        self.lists = False
+        self.lists = layer.lists
 
-    def list_panels(self, panels: NDArray[np.int32]) -> None:
-        raise NotImplementedError("a GPU makes the logits of all tokens")
+    def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
+        return self._layer.list_panels(panels)
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._output.hidden_states(rows)
@@ -159,8 +169,8 @@ class SplitDraftHead:
         self._output = output
         self.lists = head.lists
 
-    def list_panels(self, panels: NDArray[np.int32]) -> None:
-        self._head.list_panels(panels)
+    def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
+        return self._head.list_panels(panels)
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._output.hidden_states(rows)

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -35,6 +35,7 @@ from powerinfer.config import (
 from powerinfer.devices.batch import Batch, LogitsNeed, StoppedError
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
+from powerinfer.devices.draft_rows import ListedRows, listed_rows
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_streams import GpuStreams
@@ -95,11 +96,27 @@ class CacheSize(NamedTuple):
     drafts: bool = False
 
 
-class OutputMatrix(NamedTuple):
-    """make: logits, float32 [R, vocab_size], of normalised rows [R, d_model]; for_codes: as of `gpu.norm`."""
+@dataclass(frozen=True)
+class OutputMatrix:
+    """An output head. rows: its product, behind that of `inner`; bias: float32 [vocab_size], before scale and cap."""
 
-    make: Callable[[Tensor], Tensor]
-    for_codes: bool
+    rows: Callable[[Tensor], Tensor]
+    inner: Matrices | None
+    bias: Tensor | None
+    scale: float
+    cap: float | None
+    for_codes: bool  # as of `gpu.norm`
+
+    def make(self, x: Tensor) -> Tensor:
+        """Logits, float32 [R, vocab_size], of normalised rows [R, d_model]."""
+        logits = self.rows(x if self.inner is None else self.inner(x))
+        if self.bias is not None:
+            logits.add_(self.bias)
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits
 
 
 class StepObserver(Protocol):
@@ -174,6 +191,7 @@ class GpuLayers:
         self._layers = [GpuLayer(index, one.parallel) for index, one in enumerate(config.layers)]
         self._head: Operator | None = None
         self._output: OutputMatrix | None = None
+        self._listed: ListedRows | None = None
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._shares: bool | None = None
@@ -720,18 +738,7 @@ class GpuLayers:
         out = self._upload("head", matrix)
         inner = None if projection is None else self._upload("head", projection)
         scale, cap, added = self._config.logit_scale, self._config.logit_cap, self._optional_vector(bias)
-
-        def make(x: Tensor) -> Tensor:
-            logits = out(x if inner is None else inner(x))
-            if added is not None:
-                logits.add_(added)
-            if scale != 1:
-                logits.mul_(scale)
-            if cap is not None:
-                logits.div_(cap).tanh_().mul_(cap)
-            return logits
-
-        self._end(norm, OutputMatrix(make, (inner or out).for_codes))
+        self._end(norm, OutputMatrix(out, inner, added, scale, cap, (inner or out).for_codes))
 
     def _end(self, norm: GpuNorm | None, output: OutputMatrix) -> None:
         """A step ends in logits of norm(x)."""
@@ -764,9 +771,26 @@ class GpuLayers:
         self._add(self._first, "draft input", run)
 
     def draft_head(self, norm: GpuNorm, matrix: RawTensor | None) -> None:
-        """The draft head's logits, with the output head that it shares."""
+        """The draft head's logits, with the output head that it shares, of its draft vocabulary."""
         assert matrix is None and self._output is not None
-        self._end(norm, self._output)
+        output = self._output
+        self._listed = None if output.bias is not None else listed_rows(output.rows)
+        if self._listed is not None:
+            self._bytes["head"] += self._listed.nbytes
+            output = replace(output, rows=self._listed)
+        self._end(norm, output)
+
+    @property
+    def lists(self) -> bool:
+        """Whether a draft head's logits are of listed tokens alone."""
+        return self._listed is not None
+
+    def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
+        """List panels as `DraftHead` does. PowerInferError when the device fails."""
+        assert self._listed is not None
+        failures = gpu_failures("copying rows of the output head", "lower --vram")
+        with failures, current(self.device), import_torch().inference_mode():
+            return self._listed.list_panels(panels)
 
     @property
     def has_head(self) -> bool:
@@ -1205,8 +1229,8 @@ class GpuLayers:
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
-            self._head = self._final_norm = self._output = self._operators = self.streams = self.observer = None
-            self._recorder = self._recordings = None
+            self._head = self._final_norm = self._output = self._listed = self._operators = None
+            self._recorder = self._recordings = self.streams = self.observer = None
             for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
             if self._cuda:

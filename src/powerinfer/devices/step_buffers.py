@@ -133,7 +133,7 @@ class StepBuffers:
             gpu_candidates.select(logits, step.inverse_temperatures, self._candidates[:rows])
             self._host_candidates[:rows].copy_(self._candidates[:rows], non_blocking=True)
         else:
-            self._host_logits[:rows].copy_(logits, non_blocking=True)
+            self._host_logits[:rows, : logits.shape[1]].copy_(logits, non_blocking=True)  # a draft's may be fewer
 
     def candidates(self, logits: Tensor) -> NDArray[Any]:
         """Candidates of logits, float32 [R, vocab_size], at temperature 1, in memory of their own."""

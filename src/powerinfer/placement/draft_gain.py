@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig, ExpertsConfig, ModelConfig
+from powerinfer.kernels.draft_rows import first_tokens
 
 if TYPE_CHECKING:
     from powerinfer.models.inventory import Unit
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 RIGHT = 0.7
 """The share of drafts of a head that is right, until it was measured."""
-
-SHARE = 8
-"""Drafts are chosen from one of so many tokens, the first, and from those that a text used."""
-LEAST_TOKENS = 4096
-"""Tokens of these first ones, at least; where they would be most, drafts are chosen from all."""
 
 LEAST = 1.02
 """The least gain for which drafts are computed."""
@@ -39,12 +35,6 @@ DISPLACES = (
     "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch, or "
     "ask for --speculate mtp"
 )
-
-
-def first_tokens(vocab_size: int) -> int:
-    """Number of the first tokens that drafts are chosen from; all where the output head is small."""
-    first = max(LEAST_TOKENS, vocab_size // SHARE)
-    return first if 2 * first <= vocab_size else vocab_size
 
 
 def draft_gain(model: Model) -> float:

@@ -40,6 +40,7 @@ from powerinfer.formats.mapped import shown
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES, STORED_ROWS
 from powerinfer.kernels import cpu, gpu, gpu_states
+from powerinfer.kernels.draft_rows import recent_tokens
 from powerinfer.kernels.gpu_types import BY_NEURON, EXPERT_TOKENS, PIECE
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
@@ -341,7 +342,15 @@ class Model:
         cached = (2 - bool(attention.latents)) * attention.cached_heads * gpu.kv_bytes(kv_type, attention.head_dim)
         pages = batch * -(-context // cpu.PAGE)
         rows = 4 * 2 * tokens * self.config.d_model
+        rows += self._draft_row_bytes
         return self.inventory.gpu_draft + pages * cpu.PAGE * cached + rows + self.rotation_bytes + LAYER_MARGIN
+
+    @property
+    def _draft_row_bytes(self) -> int:
+        """Bytes on a GPU of the copies of rows of the output head that drafts are chosen from."""
+        vocab = self.config.vocab_size
+        recent = recent_tokens(vocab) // cpu.LANES * cpu.LANES
+        return 0 if self.config.head_bias else recent * (self.head.stored // vocab + 4)
 
     def state_bytes(self, requests: int, layers: slice = _EVERY, undo_tokens: int = 0) -> int:
         """The states of sequences, if these layers have any, for that many requests and their prefixes; undo_tokens: as

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from powerinfer.kernels.candidates import CANDIDATES
 from powerinfer.kernels.cpu import LANES
-from powerinfer.placement.draft_gain import first_tokens
+from powerinfer.kernels.draft_rows import first_tokens, recent_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
 class DraftVocabulary:
-    """The first eighth of a model's tokens, in panels of `LANES`, and panels of tokens that requests had lately, of
-    which there are at most as many."""
+    """The first eighth of a model's tokens, in panels of `LANES`, and panels of tokens that requests had lately."""
 
     def __init__(self, vocab_size: int) -> None:
         self._panels = vocab_size // LANES  # whole ones
         self._first = first_tokens(vocab_size) // LANES
+        self._most = recent_tokens(vocab_size) // LANES
         self._noted = np.zeros(self._panels, np.int64)  # when each was noted last; 0: never
         self._time = 0
         self._listed = np.arange(self._first, dtype=np.int32)
@@ -57,16 +58,21 @@ class DraftVocabulary:
             return None
         self._changed = False
         recent = np.flatnonzero(self._noted)
-        if len(recent) > self._first:  # the half that was noted last stays
-            older = recent[np.argsort(-self._noted[recent], kind="stable")][self._first // 2 :]
+        if len(recent) > self._most:  # the half that was noted last stays
+            older = recent[np.argsort(-self._noted[recent], kind="stable")][self._most // 2 :]
             self._noted[older] = 0
             recent = np.flatnonzero(self._noted)
         self._listed = np.concatenate([np.arange(self._first), recent]).astype(np.int32)
         return self._listed
 
+    def order(self, listed: NDArray[np.int32]) -> None:
+        """Take the panels in another order, in which their logits come; some may come twice."""
+        self._listed = listed
+
     def narrow(self, logits: NDArray[Any]) -> NDArray[Any]:
-        """Logits that were made, of a row, float32 [vocab]."""
-        return logits[: len(self._listed) * LANES] if self.restricts else logits
+        """Logits that were made, of a row, float32 [vocab]; candidates as they are."""
+        whole = not self.restricts or logits.dtype == CANDIDATES
+        return logits if whole else logits[: len(self._listed) * LANES]
 
     def token(self, number: int) -> int:
         """The token of a number of these."""

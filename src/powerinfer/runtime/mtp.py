@@ -114,7 +114,7 @@ class MtpDrafts:
             self._vocabulary.note(request.tokens[pending.noted :])
             pending.noted = len(request.tokens)
         if (panels := self._vocabulary.changed()) is not None:
-            self._head.list_panels(panels)
+            self._vocabulary.order(self._head.list_panels(panels))
 
         def can_go_on(request: AnswerRequest, place: int) -> bool:
             begin, _ = inputs[request]
