@@ -74,8 +74,8 @@ class ListedRows:
     def _copy(self, panels: list[int], places: list[int]) -> None:
         for to, of in ((self._copies.data, self._weight.data), (self._copies.scales, self._weight.scales)):
             if to is not None and of is not None:
-                panels_of = of[: of.shape[0] // LANES * LANES]
-                to.view(-1, LANES, *to.shape[1:])[places] = panels_of.view(-1, LANES, *of.shape[1:])[panels]
+                rows = of[: of.shape[0] // LANES * LANES]
+                to.view(-1, LANES, *to.shape[1:])[places] = rows.view(-1, LANES, *of.shape[1:])[panels]
         self._bias.view(-1, LANES)[places] = 0.0
 
 

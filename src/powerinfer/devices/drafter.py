@@ -125,11 +125,11 @@ class GpuDraftLayer(OutputHead, Protocol):
 
     @property
     def lists(self) -> bool:
-        """As of `DraftHead`."""
+        """Whether it can, as of `DraftHead`."""
         ...
 
     def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
-        """As of `DraftHead`."""
+        """List panels as `DraftHead` does."""
         ...
 
     def run(self, batch: Batch, x: NDArray[np.float32], *, inputs: NDArray[np.float32]) -> NDArray[Any]:

@@ -71,8 +71,9 @@ class DraftVocabulary:
 
     def narrow(self, logits: NDArray[Any]) -> NDArray[Any]:
         """Logits that were made, of a row, float32 [vocab]; candidates as they are."""
-        whole = not self.restricts or logits.dtype == CANDIDATES
-        return logits if whole else logits[: len(self._listed) * LANES]
+        if not self.restricts or logits.dtype == CANDIDATES:
+            return logits
+        return logits[: len(self._listed) * LANES]
 
     def token(self, number: int) -> int:
         """The token of a number of these."""
