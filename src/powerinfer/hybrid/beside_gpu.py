@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
-from powerinfer.devices.wanted import gpu_names
-from powerinfer.errors import RequestError, demand
+from powerinfer.devices.wanted import gpu_names, wanted_gpu
+from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.hardware.description import SIZES_ALONE
+from powerinfer.hardware.description import SIZES_ALONE, RatedTypes
 from powerinfer.hybrid.in_ram import dense_request, placed_within, profile_of, shortened
 from powerinfer.hybrid.resolved import (
     Resolved,
@@ -77,6 +77,32 @@ def place_beside_gpu(
     if isinstance(placed, str) or engine.vram_bytes is None:
         return placed
     return replace(placed, vram=engine.vram_bytes - hardware.gpu.reserved_bytes)
+
+
+def planned_beside(
+    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, types: RatedTypes
+) -> PlanRequest | None:
+    """The request for a plan of a model beside its GPU, by rates of this machine, also of these types. None: it has no
+    GPU, or several, or cannot be placed, which its load says."""
+    from powerinfer.devices.torch_device import choose_device
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.budget import budgets
+
+    try:
+        name, _ = wanted_gpu(engine)
+        if name is None or len(gpu_names(name)) > 1:
+            return None
+        choose_device(name)
+        selection = _split_selection(checkpoint, engine, select(checkpoint, engine))
+        resolved = Resolved(checkpoint, cpu.beside_gpu(engine, name), selection, UsedGpu(name))
+        model = model_of(resolved)
+        rated = RatedTypes(types.dense | model.rated_types.dense, types.rows | model.rated_types.rows)
+        hardware = measured(resolved.engine, progress, gpu=name, types=rated)
+        if any(model.n_experts) or selection.bundles is not None:
+            return demand(_planned(resolved, model)(hardware))
+        return dense_request(resolved, model, hardware, budgets(hardware, engine.vram_bytes, engine.ram)[1])
+    except PowerInferError:
+        return None
 
 
 def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -> Selection:

@@ -60,19 +60,25 @@ class Loading:
 
 
 def load_resolved(
-    resolved: Resolved, sample: Sample, progress: Progress = silent, say: Say = silent
+    resolved: Resolved,
+    sample: Sample,
+    progress: Progress = silent,
+    say: Say = silent,
+    *,
+    again: bool = True,
 ) -> Loaded:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
-    say: told if the GPU turns out to have too little memory and is not used, or what a machine's nodes cost.
+    say: told if the GPU turns out to have too little memory and is not used, or what a machine's nodes cost. again: a
+    load for which the GPU has too little memory is tried again, with less there.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
     """
     nodes = read_nodes()
     if not nodes:
-        return _loaded(resolved, sample, progress, say)
+        return _loaded(resolved, sample, progress, say, again)
     with interleaved(nodes) as refused:
-        executor, sparsity = _loaded(resolved, sample, progress, say)
+        executor, sparsity = _loaded(resolved, sample, progress, say, again)
     numbers = ", ".join(map(str, nodes))
     if refused is None:
         near = f"each thread reads 1/{len(nodes)} of the weights from its own"
@@ -83,7 +89,7 @@ def load_resolved(
     return executor, sparsity
 
 
-def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) -> Loaded:
+def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say, again: bool) -> Loaded:
     from powerinfer.hybrid.expert_selector import with_choice
 
     failures, loading = 0, Loading(sample, progress, _once(say))
@@ -95,6 +101,8 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) ->
         try:
             outcome = _load_beside_gpu(resolved, loading, first, failures)
         except GpuMemoryError as error:
+            if not again:
+                raise
             resolved = _smaller_load(error, resolved, failures, say)
             failures += 1
         else:
