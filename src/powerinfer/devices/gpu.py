@@ -768,6 +768,10 @@ class GpuLayers:
         assert matrix is None and self._output is not None
         self._end(norm, self._output)
 
+    def count(self, part: str, nbytes: int) -> None:
+        """Count bytes on the device, of an FFN of parts, as a part of `memory`."""
+        self._bytes[part] += nbytes
+
     @property
     def has_head(self) -> bool:
         """Whether a step ends in logits."""

@@ -257,7 +257,8 @@ def _split_neurons(resolved: Resolved, request: PlanRequest) -> Resolved | Reque
 def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     """The same with the neurons, or experts, placed by a plan."""
     claims = plan.claims
-    placed = resolved.placed(layers=claims.gpu_layers, head=claims.gpu_head, plan=plan, staging=plan.staging)
+    place = {"layers": claims.gpu_layers, "head": claims.gpu_head, "draft": claims.gpu_draft}
+    placed = resolved.placed(**place, plan=plan, staging=plan.staging)
     if claims.slots is None:
         reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
     else:
@@ -313,7 +314,9 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved | RequestEr
     before = resolved.placement
     left_out = before.plan is not None and before.staging < before.plan.staging
     placed = _split_experts(resolved, request, streams=not left_out)
-    return with_policy(placed) if isinstance(placed, Resolved) else RequestError(placed)
+    if not isinstance(placed, Resolved):
+        return RequestError(placed)
+    return with_policy(placed.placed(draft=placed.placement.draft and before.draft))
 
 
 def with_fewer_layers(resolved: Resolved) -> Resolved | RequestError | None:
