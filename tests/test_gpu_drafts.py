@@ -32,7 +32,7 @@ from powerinfer.hardware.description import load as machine  # noqa: E402
 from powerinfer.hybrid import resolve as resolving  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
-from powerinfer.hybrid.resolved import Needs, Placement, Resolved, UsedGpu, workload  # noqa: E402
+from powerinfer.hybrid.resolved import Needs, Placement, Resolved, UsedGpu, needs, workload  # noqa: E402
 from powerinfer.hybrid.vram import smaller  # noqa: E402
 from powerinfer.kernels import draft_rows, gpu  # noqa: E402
 from powerinfer.kernels.candidates import CANDIDATES  # noqa: E402
@@ -165,19 +165,36 @@ def test_a_head_by_the_kernels_of_a_gpu(files: Files) -> None:
     executor.close()
 
 
-@pytest.mark.usefixtures("device")
-def test_experts_on_both_devices(files: Files) -> None:
-    """A load places all it can on the GPU, but not a head of experts."""
-    model, path = files["deepseek-v3"]
+def experts_placed(path: Path, vram: int, said: list[str]) -> Resolved:
+    """A model of experts as a load places it: all it can on the GPU."""
     options = {"context": 128, "prefill_chunk": TOKENS, "kv_type": "f32", "threads": 1, "max_batch": 2}
-    engine, said = EngineConfig(gpu=device_name(), vram=2 << 30, **options), list[str]()
-    resolved = resolve(open_checkpoint(path, draft_head=True), engine, say=said.append)
-    executor, _ = load_resolved(resolved, lambda: [1, 2, 3], say=said.append)
-    assert isinstance(executor, SplitExecutor) and executor.gpu.has_head and executor.draft is None and not said
-    _, *ours = run(executor, model.tokens, scattered_pages(executor, 1)[0], [TOKENS])  # type: ignore[arg-type]
-    for got, exact, narrow in zip(ours, model.exact, model.narrow, strict=True):
-        assert rms(got - exact) <= 2 * ROUNDING * rms(narrow - exact)
-    executor.close()
+    engine = EngineConfig(gpu=device_name(), vram=vram, **options)
+    return resolve(open_checkpoint(path, draft_head=True), engine, say=said.append)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.usefixtures("device")
+def test_a_head_of_experts(name: str, files: Files) -> None:
+    """It is on the GPU where that has the whole model, to the byte, else on the CPU; and leaves first."""
+    model, path = files[name]
+    said = list[str]()
+    whole = experts_placed(path, 2 << 30, said)
+    vram = needs(whole).vram
+    for budget, there in ((vram, True), (vram - 1, False)):
+        resolved = experts_placed(path, budget, said)
+        executor, _ = load_resolved(resolved, lambda: [1, 2, 3], say=said.append)
+        assert isinstance(executor, SplitExecutor) and executor.gpu.has_head and not executor.divided and not said
+        assert (executor.draft is not None) == there == resolved.placement.draft
+        chunks = [40, *[1] * 8, TOKENS - 48]
+        _, *ours = run(executor, model.tokens, scattered_pages(executor, 1)[0], chunks)  # type: ignore[arg-type]
+        for got, exact, narrow in zip(ours, model.exact, model.narrow, strict=True):
+            assert rms(got - exact) <= 2 * ROUNDING * rms(narrow - exact)
+        if executor.draft is not None:
+            planned = checkpoint_model(resolved.checkpoint).gpu_draft_bytes("f32", 128, 1, TOKENS)
+            assert 0 < executor.draft.memory()["ffn"] < sum(executor.draft.memory().values()) <= planned
+        executor.close()
+    less = smaller(whole, 0)
+    assert isinstance(less, Resolved) and less.placement == replace(whole.placement, draft=False)
 
 
 @pytest.mark.usefixtures("device")
@@ -231,7 +248,6 @@ def test_what_it_takes(kv_type: str, part: bool, files: Files, request: pytest.F
     rows = planned - model.gpu_draft_bytes(kv_type, work.context, work.batch, 0)
     assert planned - sum(memory.values()) == rows + LAYER_MARGIN
     executor.close()
-    assert checkpoint_model(placed(files["glm4-moe"][1], "split").checkpoint).inventory.gpu_draft == 0
 
 
 @pytest.mark.usefixtures("device")

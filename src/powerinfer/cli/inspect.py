@@ -221,7 +221,7 @@ def _resolved(
     try:
         if smaller is not None and has_tokenizer(checkpoint):
             smaller.check_vocabulary(tokenizer_of(checkpoint))
-        beside = engine if smaller is None else smaller.leave_room(engine)
+        beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
         resolved = resolve(checkpoint, beside, progress, lines.append)
         check_head(engine, checkpoint.config, [*checkpoint.notes, *lines])
         disk = open_tier(resolved, silent)
@@ -239,6 +239,8 @@ def _resolved(
     if smaller is not None:
         memory["drafts"] = smaller.ram_bytes
         memory["ram"] += memory["drafts"]
+        memory["vram"] += smaller.vram_bytes
+        chosen |= {"drafts": f"{engine.speculate}, {smaller.place}"} if smaller.place else {}
         if (note := smaller.size_note(checkpoint)) is not None:
             out.note(note)
     if placement.disk is not None and disk is not None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.estimates import Offer
     from powerinfer.placement.plan import Plan, PlanRequest
     from powerinfer.placement.plan_document import PlanDocument
+    from powerinfer.placement.request import Subject
     from powerinfer.placement.shapes import Model
 
 ENGINE = (
@@ -105,9 +106,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shape is None:
         _refuse_shape(args.model)
         checkpoint = open_model(args.model, engine, out, draft_head=True)
-        engine = _leave_room(checkpoint, engine, out)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
+        engine = _leave_room(checkpoint, subject, engine, planning, out)
     else:
         if engine.speculate not in WAYS:
             raise RequestError(f"--speculate {engine.speculate}: a shape has no vocabulary: give -m MODEL, or off")
@@ -133,10 +134,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _leave_room(checkpoint: Checkpoint, engine: EngineConfig, out: Output) -> EngineConfig:
-    """The options without what the model of --speculate takes of --ram, which a line says. RequestError for drafts that
-    a load would refuse."""
+def _leave_room(
+    checkpoint: Checkpoint, subject: Subject, engine: EngineConfig, planning: PlanConfig, out: Output
+) -> EngineConfig:
+    """The options without what the model of --speculate takes of --vram and --ram, which a line says. RequestError for
+    drafts that a load would refuse."""
+    from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import gib
+    from powerinfer.placement.request import plan_request
     from powerinfer.runtime.draft_sources import check_head, smaller_model
     from powerinfer.text.model_text import tokenizer_of
 
@@ -145,9 +150,16 @@ def _leave_room(checkpoint: Checkpoint, engine: EngineConfig, out: Output) -> En
     if smaller is None:
         return engine
     smaller.check_vocabulary(tokenizer_of(checkpoint))
+    with Bar() as bar:
+        if planning.described:
+            beside = smaller.plan_beside(plan_request(subject, engine, planning, bar), engine)
+        else:
+            beside = smaller.leave_room(engine, checkpoint, bar)
     rest = "--ram without it is planned for" if engine.ram is not None else "--ram SIZE would count it"
-    out.note(f"--speculate {smaller.name} takes {gib(smaller.ram_bytes)} of RAM beside the plan: {rest}")
-    return smaller.leave_room(engine)
+    vram = f"{gib(smaller.vram_bytes)} of VRAM and " if smaller.vram_bytes else ""
+    place = f"; it is {smaller.place}" if smaller.place else ""
+    out.note(f"--speculate {smaller.name} takes {vram}{gib(smaller.ram_bytes)} of RAM beside the plan: {rest}{place}")
+    return beside
 
 
 def _weigh_head(

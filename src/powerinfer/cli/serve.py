@@ -295,11 +295,11 @@ def _read_needs(path: Path, engine: EngineConfig) -> Needs:
         return needs(resolve(checkpoint, engine))
     try:
         smaller.check_vocabulary(tokenizer_of(checkpoint))
-        beside = smaller.leave_room(engine)
+        beside = smaller.leave_room(engine, checkpoint)
     except NoDraftsError:
         return needs(resolve(checkpoint, replace(engine, speculate="off")))
     of_model = needs(resolve(checkpoint, beside))
-    return of_model._replace(ram=of_model.ram + smaller.ram_bytes)
+    return of_model._replace(ram=of_model.ram + smaller.ram_bytes, vram=of_model.vram + smaller.vram_bytes)
 
 
 def _named(argument: str) -> tuple[str | None, str]:

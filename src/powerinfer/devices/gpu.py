@@ -792,6 +792,10 @@ class GpuLayers:
         with failures, current(self.device), import_torch().inference_mode():
             return self._listed.list_panels(panels)
 
+    def count(self, part: str, nbytes: int) -> None:
+        """Count bytes on the device, of an FFN of parts, as a part of `memory`."""
+        self._bytes[part] += nbytes
+
     @property
     def has_head(self) -> bool:
         """Whether a step ends in logits."""

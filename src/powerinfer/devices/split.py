@@ -109,10 +109,14 @@ class SplitExecutor:
             return self._forward(batch)
 
     @property
+    def divided(self) -> bool:
+        """Whether a step has work for the CPU behind the embedding."""
+        return not self._gpu.has_head or self._gpu.shares
+
+    @property
     def _on_both(self) -> bool:
-        """Whether a step has work for the CPU behind the embedding, all of it in RAM: reads take longer than threads
-        take to wake."""
-        return self.cpu.disk is None and (not self._gpu.has_head or self._gpu.shares)
+        """The same, all of it in RAM: reads take longer than threads take to wake."""
+        return self.cpu.disk is None and self.divided
 
     def _forward(self, batch: Batch) -> NDArray[Any]:
         with span(self.trace, "cpu", "embedding", -1):

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from powerinfer.config import EngineConfig
-from powerinfer.devices.wanted import gpu_names
-from powerinfer.errors import RequestError, demand
+from powerinfer.devices.wanted import gpu_names, wanted_gpu
+from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
-from powerinfer.hardware.description import SIZES_ALONE
+from powerinfer.hardware.description import SIZES_ALONE, RatedTypes
 from powerinfer.hybrid.in_ram import dense_request, placed_within, profile_of, shortened
 from powerinfer.hybrid.resolved import (
     Resolved,
@@ -77,6 +77,32 @@ def place_beside_gpu(
     if isinstance(placed, str) or engine.vram_bytes is None:
         return placed
     return replace(placed, vram=engine.vram_bytes - hardware.gpu.reserved_bytes)
+
+
+def planned_beside(
+    checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, types: RatedTypes
+) -> PlanRequest | None:
+    """The request for a plan of a model beside its GPU, by rates of this machine, also of these types. None: it has no
+    GPU, or several, or cannot be placed, which its load says."""
+    from powerinfer.devices.torch_device import choose_device
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.budget import budgets
+
+    try:
+        name, _ = wanted_gpu(engine)
+        if name is None or len(gpu_names(name)) > 1:
+            return None
+        choose_device(name)
+        selection = _split_selection(checkpoint, engine, select(checkpoint, engine))
+        resolved = Resolved(checkpoint, cpu.beside_gpu(engine, name), selection, UsedGpu(name))
+        model = model_of(resolved)
+        rated = RatedTypes(types.dense | model.rated_types.dense, types.rows | model.rated_types.rows)
+        hardware = measured(resolved.engine, progress, gpu=name, types=rated)
+        if any(model.n_experts) or selection.bundles is not None:
+            return demand(_planned(resolved, model)(hardware))
+        return dense_request(resolved, model, hardware, budgets(hardware, engine.vram_bytes, engine.ram)[1])
+    except PowerInferError:
+        return None
 
 
 def _split_selection(checkpoint: Checkpoint, engine: EngineConfig, selection: Selection) -> Selection:
@@ -231,7 +257,8 @@ def _split_neurons(resolved: Resolved, request: PlanRequest) -> Resolved | Reque
 def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     """The same with the neurons, or experts, placed by a plan."""
     claims = plan.claims
-    placed = resolved.placed(layers=claims.gpu_layers, head=claims.gpu_head, plan=plan, staging=plan.staging)
+    place = {"layers": claims.gpu_layers, "head": claims.gpu_head, "draft": claims.gpu_draft}
+    placed = resolved.placed(**place, plan=plan, staging=plan.staging)
     if claims.slots is None:
         reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPU"
     else:
@@ -287,7 +314,9 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved | RequestEr
     before = resolved.placement
     left_out = before.plan is not None and before.staging < before.plan.staging
     placed = _split_experts(resolved, request, streams=not left_out)
-    return with_policy(placed) if isinstance(placed, Resolved) else RequestError(placed)
+    if not isinstance(placed, Resolved):
+        return RequestError(placed)
+    return with_policy(placed.placed(draft=placed.placement.draft and before.draft))
 
 
 def with_fewer_layers(resolved: Resolved) -> Resolved | RequestError | None:

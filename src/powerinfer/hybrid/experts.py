@@ -78,7 +78,7 @@ class HybridExperts(HybridTerms):
     ) -> None:
         """RequestError where experts cannot be swapped, PowerInferError if a device runs out of memory."""
         super().__init__(layer, layers, split.stage)
-        config = cpu.config.layers[layer].ffn
+        config = cpu.config.with_draft.layers[layer].ffn
         assert isinstance(config, ExpertsConfig)
         self.config = config
         self.top_k = config.router.top_k

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from powerinfer.config import ExpertsConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.wanted import gpu_names
@@ -29,8 +30,11 @@ from powerinfer.sparsity import Sparsity
 from powerinfer.topology import read_nodes
 
 if TYPE_CHECKING:
+    from powerinfer.devices.cpu import CpuExecutor
+    from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.stage import Stage
+    from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.hybrid.copier import Copier, Pace
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
@@ -60,19 +64,25 @@ class Loading:
 
 
 def load_resolved(
-    resolved: Resolved, sample: Sample, progress: Progress = silent, say: Say = silent
+    resolved: Resolved,
+    sample: Sample,
+    progress: Progress = silent,
+    say: Say = silent,
+    *,
+    again: bool = True,
 ) -> Loaded:
     """The model, and how its layers decode. ModelError for a checkpoint with tensors missing or left over.
 
-    say: told if the GPU turns out to have too little memory and is not used, or what a machine's nodes cost.
+    say: told if the GPU turns out to have too little memory and is not used, or what a machine's nodes cost. again: a
+    load for which the GPU has too little memory is tried again, with less there.
 
     RequestError for options that cannot be met, PowerInferError if the GPU has too little memory.
     """
     nodes = read_nodes()
     if not nodes:
-        return _loaded(resolved, sample, progress, say)
+        return _loaded(resolved, sample, progress, say, again)
     with interleaved(nodes) as refused:
-        executor, sparsity = _loaded(resolved, sample, progress, say)
+        executor, sparsity = _loaded(resolved, sample, progress, say, again)
     numbers = ", ".join(map(str, nodes))
     if refused is None:
         near = f"each thread reads 1/{len(nodes)} of the weights from its own"
@@ -83,7 +93,7 @@ def load_resolved(
     return executor, sparsity
 
 
-def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) -> Loaded:
+def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say, again: bool) -> Loaded:
     from powerinfer.hybrid.expert_selector import with_choice
 
     failures, loading = 0, Loading(sample, progress, _once(say))
@@ -95,6 +105,8 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say) ->
         try:
             outcome = _load_beside_gpu(resolved, loading, first, failures)
         except GpuMemoryError as error:
+            if not again:
+                raise
             resolved = _smaller_load(error, resolved, failures, say)
             failures += 1
         else:
@@ -228,10 +240,11 @@ def load_split(
             if placement.draft:
                 size = CacheSize(engine.kv_type, cpu.n_pages, first=config.n_layers, drafts=True)
                 drafted, chosen = config.with_draft, choose_device(resolved.gpu)
-                draft = GpuLayers(drafted, chosen, layers=config.n_layers + 1, cache=size, **common)
+                routed = isinstance(drafted.layers[-1].ffn, ExpertsConfig)
+                draft = GpuLayers(drafted, chosen, layers=config.n_layers + 1, cache=size, split=routed, **common)
                 opened.callback(draft.close)
                 draft.share_output(gpus[0])
-                wire_draft(draft, checkpoint)
+                _wire_draft(draft, cpu, checkpoint)
             elif drafts:
                 wire_draft(cpu, checkpoint)
         checkpoint.finish()
@@ -243,6 +256,24 @@ def load_split(
             executor.choices.prefill_chunk = Choice(resolved.device.chunk, reason)
         opened.pop_all()  # the executor closes them
     return executor
+
+
+def _wire_draft(draft: GpuLayers, cpu: CpuExecutor, checkpoint: Checkpoint) -> None:
+    """Wire a draft head on a GPU, with all of its experts, if it has any."""
+    from powerinfer.hybrid.experts import ExpertSplit
+    from powerinfer.models.blocks import wire_split
+    from powerinfer.models.draft import wire_draft
+
+    layer = checkpoint.config.n_layers
+    ffn = checkpoint.config.with_draft.layers[layer].ffn
+    if not isinstance(ffn, ExpertsConfig):
+        wire_draft(draft, checkpoint)
+        return
+    hot = [np.empty(0, np.int32)] * layer + [np.arange(ffn.n_experts, dtype=np.int32)]
+    split = ExpertSplit(hot, hot_whole=True)
+    wire_draft(draft, checkpoint, partial(wire_split, cpu, draft, layer, split))
+    for made in split.ffns:
+        draft.count("ffn", sum(made.memory().values()))
 
 
 def _load_beside_gpu(

@@ -54,8 +54,8 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
         if not isinstance(less, Plan) or not (less.loads if rests else less.fits):
             return less if isinstance(less, RequestError) else None
         return resolved.placed(plan=less, disk=less.on_disk if rests else None)
-    if placement.staging:
-        return resolved.placed(staging=0)
+    if (first := _leaves_first(resolved)) is not None:
+        return first
     if placement.experts is None:
         return with_fewer_layers(resolved)
     assert placement.plan is not None
@@ -70,6 +70,17 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
     most = sum(len(hot) * model.expert_bytes(layer)[0] for layer, hot in enumerate(placement.experts))
     most += sum(model.hot_bytes(layer, hot)[0] for layer, hot in inside.items())
     return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + min(lacking, most))
+
+
+def _leaves_first(resolved: Resolved) -> Resolved | None:
+    """The same without a draft head beside experts, which RAM must hold then, or without buffers for long prompts.
+    None: there is neither."""
+    placement, ram = resolved.placement, resolved.engine.ram
+    if placement.draft and placement.experts is not None:
+        less = resolved.placed(draft=False)
+        if ram is None or needs(less).ram <= ram:
+            return less
+    return resolved.placed(staging=0) if placement.staging else None
 
 
 def fill(

@@ -129,7 +129,7 @@ def wire(
         if gpu is not None:
             of_gpu: OwnFfn[GpuNorm] | None = None
             if split is not None and isinstance(config.layers[layer].ffn, split.kind):
-                of_gpu = partial(_split, executor, gpu, layer, split)
+                of_gpu = partial(wire_split, executor, gpu, layer, split)
             wire_layer(gpu, checkpoint, layer, of_gpu)
         else:
             own: OwnFfn[Any] | None = None
@@ -217,7 +217,7 @@ def wire_layer(builder: Builder[Matrix, Norm], checkpoint: Tensors, layer: int, 
         builder.normalise(layer, builder.scale(float(scale[0])))
 
 
-def _split(
+def wire_split(
     executor: CpuExecutor,
     gpu: GpuLayers,
     layer: int,
@@ -226,6 +226,7 @@ def _split(
     given: Any,
     out_norm: GpuNorm | None,
 ) -> None:
+    """Wire an FFN that `split` makes (`OwnFfn`)."""
     bias = None if isinstance(given, ExpertWeights) else given.down_bias
     gpu.split_ffn(layer, norm, split(executor, gpu, layer, given), bias, out_norm)
 

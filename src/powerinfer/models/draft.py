@@ -8,7 +8,7 @@ from typing import Protocol
 from powerinfer.formats.layout import draft_prefix
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.blocks import wire_layer
-from powerinfer.models.builder import Builder, Matrix, Norm, Tensors, vector
+from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Tensors, vector
 
 
 class DraftBuilder(Builder[Matrix, Norm], Protocol):
@@ -20,8 +20,11 @@ class DraftBuilder(Builder[Matrix, Norm], Protocol):
     def draft_head(self, norm: Norm, matrix: RawTensor | None) -> None: ...
 
 
-def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None:
-    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once, and perhaps the final norm."""
+def wire_draft(
+    builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors, own: OwnFfn[Norm] | None = None
+) -> None:
+    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once, and perhaps the final norm. own:
+    wires the layer's FFN."""
     config, at = checkpoint.config, draft_prefix(checkpoint.config)
     draft = config.draft
     assert draft is not None
@@ -30,7 +33,7 @@ def wire_draft(builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors) -> None
     builder.draft_input(embedding, embed_norm, hidden_norm, checkpoint.take(f"{at}draft_join"))
     layers = copy(checkpoint)  # the same tensors, of a model with one more layer
     layers.config = config.with_draft
-    wire_layer(builder, layers, config.n_layers, None)
+    wire_layer(builder, layers, config.n_layers, own)
     norm = _norm(builder, checkpoint, f"{at}draft_norm" if draft.final_norm else "final_norm")
     builder.draft_head(norm, checkpoint.take(f"{at}draft_head") if draft.head else None)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from powerinfer.config import FfnConfig, ModelConfig
+from powerinfer.config import ModelConfig
 from powerinfer.devices.cpu import head_rows
 from powerinfer.formats.layout import draft_shapes, is_matrix, is_router, shapes
 from powerinfer.formats.quant import Float32, block_type
@@ -156,7 +156,7 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
 
 def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tuple[Unit, ...], int]:
     """(bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors; its units; its
-    bytes on a GPU: 0 of one with experts, or an embedding or output head of its own)."""
+    bytes on a GPU: 0 of one with an embedding or output head of its own)."""
     headers, recorder = Headers(config, type_of), Recorder(config.n_layers)
     headers.known.update(draft_shapes(config))
     wire_draft(recorder, headers)
@@ -165,7 +165,7 @@ def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tup
     vectors = 4 * sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))
     vectors += 0 if draft.final_norm else 4 * config.d_model
     in_ram = sum(unit.panels for unit in units) + recorder.tables + vectors
-    alone = draft.embedding or draft.head or not isinstance(draft.layer.ffn, FfnConfig)
+    alone = draft.embedding or draft.head
     return in_ram, units, 0 if alone else sum(one.stored for unit in units for one in unit.matrices) + vectors
 
 

@@ -278,6 +278,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
         scratch += 2 * 8 * sum(config.ffn_sizes[:layers]) + division.cached * model.sent_expert(layers)
+        scratch += division.draft * model.draft_link_bytes(work.tokens)
     held = {
         "runtime": RUNTIME_BYTES + (division.host_bytes if layers else 0),
         "scratch": scratch,
@@ -361,13 +362,21 @@ def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) ->
     return WholeLayers(layers, head, found)
 
 
-def draft_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> bool:
+def _head_fits(model: Model, hardware: Hardware, work: Workload, vram: int, division: Division) -> bool:
+    """`draft_fits`, where the GPU has all layers with all of their experts."""
+    whole = division.head and division.slots == model.n_experts
+    return whole and draft_fits(model, hardware, work, vram, division)
+
+
+def draft_fits(
+    model: Model, hardware: Hardware, work: Workload, vram: int, division: Division | None = None
+) -> bool:
     """Whether a draft head is on a GPU that has all layers as a whole, and the output head: in what these leave, since
     with one of the layers the output head would leave, too. Elsewhere the CPU has it: one of experts reads a few of
-    them there."""
+    them there. division: the model there, with all experts; None: it has none."""
     if not model.inventory.gpu_draft:
         return False
-    division = Division(model.config.n_layers, True, draft=True)
+    division = replace(division or Division(model.config.n_layers, True), draft=True)
     return sum(on_gpu(model, hardware, work, division, dense=True).values()) <= vram
 
 
@@ -589,10 +598,12 @@ def _claim_experts(
             found = slots_by_frequency(about, nbytes, rest)
         slots = tuple(found.get(layer, 0) for layer in range(model.config.n_layers))
         division = replace(none, slots=slots, inside=inside)
+        division = replace(division, draft=_head_fits(model, hardware, work, vram, division))
         gpu, cpu = on_gpu(model, hardware, work, division, dense=True), in_ram(model, work, division)
         left = ram - sum(cpu.values()) - staged_in_ram(staging)
         gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
-        return Claims(layers, head, gpu, cpu, gpu_left, left, 0, False, True, staging, slots, inside)
+        held = gpu, cpu, gpu_left, left
+        return Claims(layers, head, *held, 0, False, True, staging, slots, inside, gpu_draft=division.draft)
 
     staging = _expert_staging(model, work, own, room)
     if _may_divide(model, work, own):

@@ -28,6 +28,7 @@ from powerinfer.config import (
     ShortConvConfig,
 )
 from powerinfer.devices.cpu_experts import SharedPlace, expert_layout, plain_layout, shared_place, types_problem
+from powerinfer.devices.link import link_bytes
 from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
@@ -335,14 +336,14 @@ class Model:
         return batch * -(-context // cpu.PAGE) * cpu.PAGE * token
 
     def gpu_draft_bytes(self, kv_type: str, context: int, batch: int, tokens: int) -> int:
-        """Bytes of the draft head on a GPU: weights, a layer of the cache, two rows of `tokens` tokens, a margin.
-        Temporaries lie where those of the model were."""
+        """Bytes of the draft head on a GPU: weights, a layer of the cache, two rows of `tokens` tokens, a margin; of
+        one with experts buffers between the devices, and of their sums. Temporaries lie where those of the model
+        were."""
         assert self.config.draft is not None
         attention = self.config.draft.layer.attention
         cached = (2 - bool(attention.latents)) * attention.cached_heads * gpu.kv_bytes(kv_type, attention.head_dim)
         pages = batch * -(-context // cpu.PAGE)
-        rows = 4 * 2 * tokens * self.config.d_model
-        rows += self._draft_row_bytes
+        rows = 4 * 2 * tokens * self.config.d_model + 2 * self.draft_link_bytes(tokens) + self._draft_row_bytes
         return self.inventory.gpu_draft + pages * cpu.PAGE * cached + rows + self.rotation_bytes + LAYER_MARGIN
 
     @property
@@ -351,6 +352,12 @@ class Model:
         vocab = self.config.vocab_size
         recent = recent_tokens(vocab) // cpu.LANES * cpu.LANES
         return 0 if self.config.head_bias else recent * (self.head.stored // vocab + 4)
+
+    def draft_link_bytes(self, tokens: int) -> int:
+        """Bytes of RAM of the buffers between the devices of a draft head on a GPU, where it has experts."""
+        draft = self.config.draft
+        routed = draft is not None and isinstance(draft.layer.ffn, ExpertsConfig)
+        return link_bytes(tokens, self.config.with_draft) if routed else 0
 
     def state_bytes(self, requests: int, layers: slice = _EVERY, undo_tokens: int = 0) -> int:
         """The states of sequences, if these layers have any, for that many requests and their prefixes; undo_tokens: as

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from powerinfer.devices import Batch, Executor
 from powerinfer.devices.batch import LogitsNeed
+from powerinfer.runtime.draft_ahead import BesideThread
 from powerinfer.runtime.draft_vocabulary import DraftVocabulary
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, Request
@@ -22,10 +24,15 @@ _FEW = 8  # tokens that it computes with a draft, at most; more are a text's, wh
 
 
 class _Sequence:
-    """Tokens of a request that the smaller model has computed, and their pages, of which those with `keys` are full."""
+    """Tokens of a request that the smaller model has computed, and their pages, of which those with `keys` are full.
+
+    guesses: by a number of these tokens, the likeliest one behind them, and its probability. tokens and guesses may be
+    ahead of the request: those of drafts that may come true.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.guesses: dict[int, tuple[int, float]] = {}
         self.pages: list[int] = []
         self.keys: list[bytes] = []
         self.checked = 0  # tokens of the request that the smaller model has in its vocabulary
@@ -38,12 +45,22 @@ class _Sequence:
         return self.checked == len(tokens)
 
     def agree(self, tokens: Sequence[int]) -> int:
-        """Number of its tokens that begin these; the others are forgotten."""
+        """Number of its tokens that begin these. Unless it is ahead of all of them, the others are forgotten."""
         n = min(len(self.tokens), len(tokens))
         if self.tokens[:n] != tokens[:n]:
             n = next(at for at in range(n) if self.tokens[at] != tokens[at])
-        del self.tokens[n:]
+        if n < len(tokens):
+            self.cut(n)
         return n
+
+    def cut(self, n: int) -> None:
+        """Forget all but the first n tokens. What is computed behind them takes the others' places in the cache."""
+        del self.tokens[n:]
+        self.guesses = {end: guess for end, guess in self.guesses.items() if end <= n}
+
+    def forget_guesses(self, end: int) -> None:
+        """Forget the guesses behind fewer than `end` tokens."""
+        self.guesses = {at: guess for at, guess in self.guesses.items() if at >= end}
 
     def find(self, tokens: Sequence[int], salt: bytes, cache: PageCache, page_size: int) -> None:
         """Begin with the pages of the request's tokens that others have left."""
@@ -67,7 +84,11 @@ class _Sequence:
 
 class DraftModel:
     """Source of drafts: an executor of its own, with a context for each request. It computes a request's prompt when it
-    is first asked for drafts, a part between two steps, so that requests without drafts cost nothing."""
+    is first asked for drafts, a part between two steps, so that requests without drafts cost nothing.
+
+    thread: in which it drafts ahead; None: it does not. ready: of the drafts that were asked for last, those that were
+    there at once.
+    """
 
     name = "model"
 
@@ -78,11 +99,17 @@ class DraftModel:
         chunk: int | None = None,
         *,
         reuse: bool = True,
+        ahead: bool = False,
+        stream: Callable[[], AbstractContextManager[Any]] = nullcontext,
         list_panels: Callable[[NDArray[np.int32]], None] | None = None,
     ) -> None:
         """vocab_size: of the model that answers; tokens beyond it are not drafted. chunk: tokens of a text that it
         computes between two steps, at most; None: as many as fit a call; reuse: of texts that begin alike the begin is
-        computed once. list_panels: lets the executor make logits of a draft vocabulary alone; None: it cannot."""
+        computed once. ahead: it may draft ahead, for nothing else needs its device meanwhile; stream: makes the context
+        in which it computes. list_panels: lets the executor make logits of a draft vocabulary alone; None: it cannot."""
+        self.thread = BesideThread() if ahead else None
+        self.ready = 0
+        self._stream = stream
         self._executor = executor
         self._list_panels = list_panels
         self._vocabulary = DraftVocabulary(executor.vocab_size if list_panels else 0)
@@ -120,9 +147,26 @@ class DraftModel:
         return self._chunk - room
 
     def draft(self, wanted: Sequence[tuple[AnswerRequest, int]]) -> list[list[int]]:
+        self.ready = 0
+        for request, _ in wanted:
+            self._sequences[request].forget_guesses(len(request.tokens))
         return consecutive_drafts(
             wanted, lambda one, place: self._can_go_on(one, len(one.tokens) + place), self._next_tokens
         )
+
+    def go_on(self, wanted: Sequence[tuple[AnswerRequest, int]], stopped: Callable[[], bool]) -> None:
+        """Draft ahead, until it is told to stop: behind each request's drafts the token that is to follow them, and so
+        many drafts behind that. In the thread; nothing else may be asked meanwhile."""
+
+        def can_go_on(request: AnswerRequest, place: int) -> bool:
+            return not stopped() and self._can_go_on(request, len(request.tokens) + len(request.drafts) + place)
+
+        def next_tokens(
+            requests: Sequence[AnswerRequest], drafts: Mapping[AnswerRequest, list[int]]
+        ) -> list[tuple[int, float]]:
+            return self._next_tokens(requests, {one: [*one.drafts, *drafts[one]] for one in requests})
+
+        consecutive_drafts([(request, 1 + count) for request, count in wanted], can_go_on, next_tokens)
 
     def _next_tokens(
         self, requests: Sequence[AnswerRequest], drafts: Mapping[AnswerRequest, list[int]]
@@ -134,31 +178,32 @@ class DraftModel:
             sequence.noted = len(request.tokens)
         if self._list_panels and (panels := self._vocabulary.changed()) is not None:
             self._list_panels(panels)
-        result, room, batch = list[tuple[int, float]](), self._executor.max_tokens, list[AnswerRequest]()
-        pending: dict[AnswerRequest, list[int]] = {}
+        room, batch = self._executor.max_tokens, list[tuple[_Sequence, list[int]]]()
+        ends = dict[AnswerRequest, int]()
         for request in requests:
             tokens = [*request.tokens, *drafts[request]]
-            sequence = self._sequences[request]
-            missing = tokens[min(sequence.agree(tokens), len(tokens) - 1) :]
-            del sequence.tokens[len(tokens) - len(missing) :]
+            sequence, end = self._sequences[request], len(tokens)
+            ends[request], agreed = end, sequence.agree(tokens)
+            if agreed == end and end in sequence.guesses:
+                self.ready += 1
+                continue
+            sequence.cut(min(agreed, end - 1))
+            missing = tokens[len(sequence.tokens) :]
             if len(missing) > room:  # of a call that has some already
-                result += self._answer(batch, pending)
+                self._guess(batch)
                 batch, room = [], self._executor.max_tokens
-            batch.append(request)
-            pending[request] = missing
+            batch.append((sequence, missing))
             room -= len(missing)
-        return result + self._answer(batch, pending)
+        if batch:
+            self._guess(batch)
+        return [self._sequences[request].guesses[end] for request, end in ends.items()]
 
-    def _answer(
-        self, batch: Sequence[AnswerRequest], pending: dict[AnswerRequest, list[int]]
-    ) -> list[tuple[int, float]]:
-        logits = self._compute([(self._sequences[one], pending[one]) for one in batch], logits=True)
-        likely = [likeliest(self._vocabulary.narrow(row)) for row in logits]
-        tokens = [self._vocabulary.token(number) for number, _ in likely]
-        return [
-            (token, probability if token < self._vocab else 0.0)
-            for token, (_, probability) in zip(tokens, likely, strict=True)
-        ]
+    def _guess(self, batch: Sequence[tuple[_Sequence, list[int]]]) -> None:
+        """Compute tokens of sequences, and guess what follows."""
+        for (sequence, _), logits in zip(batch, self._compute(batch, logits=True), strict=True):
+            number, probability = likeliest(self._vocabulary.narrow(logits))
+            token = self._vocabulary.token(number)
+            sequence.guesses[len(sequence.tokens)] = token, probability if token < self._vocab else 0.0
 
     def _compute(self, parts: Sequence[tuple[_Sequence, list[int]]], logits: bool) -> NDArray[Any]:
         """Compute tokens of sequences; the logits, or candidates, of each one's last."""
@@ -168,16 +213,16 @@ class DraftModel:
         for row, (sequence, _) in enumerate(parts):
             table[row, : len(sequence.pages)] = sequence.pages
         ends = np.cumsum(counts)
-        result = self._executor.forward(
-            Batch(
-                np.concatenate([np.asarray(tokens, np.int32) for _, tokens in parts]),
-                np.concatenate([np.arange(at, at + n, dtype=np.int32) for at, n in zip(starts, counts, strict=True)]),
-                np.repeat(np.arange(len(parts), dtype=np.int32), counts),
-                table,
-                (ends - 1).astype(np.int32) if logits else np.empty(0, np.int32),
-                needs=LogitsNeed.CANDIDATES,
-            )
+        batch = Batch(
+            np.concatenate([np.asarray(tokens, np.int32) for _, tokens in parts]),
+            np.concatenate([np.arange(at, at + n, dtype=np.int32) for at, n in zip(starts, counts, strict=True)]),
+            np.repeat(np.arange(len(parts), dtype=np.int32), counts),
+            table,
+            (ends - 1).astype(np.int32) if logits else np.empty(0, np.int32),
+            needs=LogitsNeed.CANDIDATES,
         )
+        with self._stream():
+            result = self._executor.forward(batch)
         for sequence, tokens in parts:
             sequence.tokens += tokens
         return result
@@ -210,5 +255,7 @@ class DraftModel:
             self._pages.release(sequence.pages)
 
     def close(self) -> None:
+        if self.thread is not None:
+            self.thread.close()
         self._sequences.clear()
         self._executor.close()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Drafting
-from powerinfer.errors import ModelError, NoDraftsError, RequestError, did_you_mean
+from powerinfer.errors import GpuMemoryError, ModelError, NoDraftsError, RequestError, did_you_mean
 from powerinfer.formats.source import NO_MTP
-from powerinfer.progress import Progress
-from powerinfer.runtime.speculation import DraftSource
+from powerinfer.progress import Progress, silent
+from powerinfer.runtime.speculation import FEW, DraftSource
 
 if TYPE_CHECKING:
     from powerinfer.config import ModelConfig
     from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.placement.draft_place import DraftPlace
+    from powerinfer.placement.plan import PlanRequest
+    from powerinfer.placement.shapes import Model
+    from powerinfer.sparsity import Sparsity
     from powerinfer.text.tokenizer import Tokenizer
 
 WAYS = ("auto", "mtp", "lookup", "off")
@@ -26,7 +31,7 @@ WAYS = ("auto", "mtp", "lookup", "off")
 
 
 class SmallerModel:
-    """A model whose files are open, to draft for another one on the CPU."""
+    """A model whose files are open, to draft for another one: on its GPU, or on the CPU."""
 
     def __init__(self, engine: EngineConfig, longest: int, progress: Progress) -> None:
         """longest: the context of the model that answers. RequestError for a model that there is not, or that cannot
@@ -38,23 +43,55 @@ class SmallerModel:
             raise RequestError(f"--speculate {self.name}: its layers keep a state of what they read; use another model")
         context = min(engine.context or longest, config.context_length)
         plain = replace(engine, speculate="off", selector="all", threshold=None, prepared=None)
+        self._asked = engine
         self._engine = replace(plain, context=context, gpu="none", vram=None, ram=None)
+        self._place: DraftPlace | None = None  # None: there is no GPU
+        self._left_gpu = False
+
+    @property
+    def place(self) -> str:
+        """Place of it, and why, for people; "": there is no GPU."""
+        return "" if self._place is None else self._place.text
 
     @property
     def ram_bytes(self) -> int:
         """Bytes of RAM that it takes."""
-        from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, ram_bytes
-        from powerinfer.sparsity.selection import DENSE
+        from powerinfer.hybrid.resolved import ram_bytes
 
-        return ram_bytes(model_of(Resolved(self._checkpoint, self._engine, DENSE, UsedGpu(reason=""))), self._engine)
+        if self._place is not None and self._place.vram:
+            return self._place.ram
+        return ram_bytes(self._model, self._engine)
 
-    def leave_room(self, engine: EngineConfig) -> EngineConfig:
-        """The options of the model that answers: --ram without what this one needs. NoDraftsError if too little is
-        left."""
-        if engine.ram is None:
-            return engine
+    @property
+    def vram_bytes(self) -> int:
+        """Bytes of the GPU's memory that it takes; 0: it is on the CPU."""
+        return 0 if self._place is None else self._place.vram
+
+    def leave_room(self, engine: EngineConfig, checkpoint: Checkpoint, progress: Progress = silent) -> EngineConfig:
+        """The options of the model that answers, `checkpoint`: --vram and --ram without what this one needs where it is
+        best placed. NoDraftsError if too little is left."""
+        from powerinfer.hybrid.beside_gpu import planned_beside
+
+        if self._left_gpu:
+            return self._less(engine)
+        return self.plan_beside(planned_beside(checkpoint, engine, progress, self._model.rated_types), engine)
+
+    def plan_beside(self, answers: PlanRequest | None, engine: EngineConfig) -> EngineConfig:
+        """The same beside a model of that plan; None: there is no GPU for both."""
+        from powerinfer.placement.draft_place import place_drafts
+
+        self._place = None
+        if answers is not None and answers.hardware.gpu is not None and answers.vram != 0:
+            self._place = place_drafts(answers, self._request(answers), FEW)
+        return self._less(engine)
+
+    def _less(self, engine: EngineConfig) -> EngineConfig:
         from powerinfer.placement.budget import gib
 
+        if self._place is not None and self._place.left is not None:
+            engine = replace(engine, vram=self._place.left)
+        if engine.ram is None:
+            return engine
         needed = self.ram_bytes
         if needed >= engine.ram:
             raise NoDraftsError(
@@ -63,21 +100,77 @@ class SmallerModel:
             )
         return replace(engine, ram=engine.ram - needed)
 
+    @property
+    def _model(self) -> Model:
+        from powerinfer.hybrid.resolved import Resolved, model_of
+
+        return model_of(Resolved(self._checkpoint, self._engine))
+
+    def _on_gpu(self, name: str) -> EngineConfig:
+        """Its options there: the CPU looks up embeddings, and no call has more tokens than one between two steps."""
+        chunk = min(self._engine.chunk, self._engine.mixed_chunk)
+        return replace(self._engine, gpu=name, threads=1, prefill_chunk=max(1, chunk))
+
+    def _request(self, answers: PlanRequest) -> PlanRequest:
+        """The request for a plan of its own, on the machine of the other model's."""
+        from powerinfer.placement.request import Subject, even_profile
+
+        subject, engine = Subject(self._model, even_profile(self._model), "all"), self._on_gpu("auto")
+        return subject.request(answers.hardware, replace(engine, threads=0))
+
+    def leave_gpu(self) -> bool:
+        """Leave the GPU, which has too little memory; whether it was to be there."""
+        from powerinfer.placement.draft_place import IN_RAM, DraftPlace
+
+        was, self._left_gpu = self.vram_bytes > 0, True
+        self._place = DraftPlace(IN_RAM.format("the GPU ran out of memory with it"))
+        return was
+
     def load(self, executor: Executor, config: ModelConfig, progress: Progress) -> DraftSource:
-        """The source of drafts for a loaded model, on its threads."""
-        from powerinfer.hybrid.resolved import Resolved, UsedGpu, kv_bytes, model_of
+        """The source of drafts for a loaded model, on its threads, or on its GPU. GpuMemoryError if that has too little
+        memory."""
+        from powerinfer.hybrid.resolved import kv_bytes
         from powerinfer.models import load
         from powerinfer.runtime.draft_model import DraftModel
-        from powerinfer.sparsity.selection import DENSE
 
+        if self.vram_bytes:
+            return self._load_on_gpu(executor, config, progress)
         threads = executor.choices.threads
         engine = self._engine if threads is None else replace(self._engine, threads=threads.value)
         drafting = Drafting(pool=getattr(executor, "pool", None))  # whoever computes on the CPU has one
-        room = kv_bytes(model_of(Resolved(self._checkpoint, engine, DENSE, UsedGpu(reason=""))), engine)
+        room = kv_bytes(self._model, engine)
         drafts = load(self._checkpoint, engine, progress, room, drafting=drafting)
         lists = getattr(drafts, "list_draft_panels", None)
         reuse, chunk = engine.prefix_cache, engine.mixed_chunk
         return DraftModel(drafts, config.vocab_size, chunk, reuse=reuse, list_panels=lists)
+
+    def _load_on_gpu(self, executor: Executor, config: ModelConfig, progress: Progress) -> DraftSource:
+        from powerinfer.devices.streams import streams_of
+        from powerinfer.devices.torch_device import choose_device
+        from powerinfer.devices.wanted import wanted_gpu
+        from powerinfer.hybrid.load import load_split
+        from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu, pages_of
+        from powerinfer.hybrid.vram import hold_budget
+        from powerinfer.runtime.draft_model import DraftModel
+
+        name, _ = wanted_gpu(self._asked)
+        assert name is not None
+        engine = self._on_gpu(name)
+        placement = Placement(self._checkpoint.config.n_layers, head=True, pages=pages_of(self._model, engine))
+        place = {"device": UsedGpu(name), "placement": placement, "vram": self.vram_bytes}
+        resolved = Resolved(self._checkpoint, engine, **place)  # type: ignore[arg-type]
+        streams = streams_of(choose_device(name))
+        stream = partial(streams.on, streams.stream())
+        with stream():
+            drafts = load_split(resolved, progress=progress)
+            try:
+                hold_budget(drafts, resolved)
+            except BaseException:
+                drafts.close()
+                raise
+        options: dict[str, Any] = {"reuse": engine.prefix_cache, "stream": stream}
+        options["ahead"] = getattr(executor, "divided", True)
+        return DraftModel(drafts, config.vocab_size, engine.mixed_chunk, **options)
 
     def check_vocabulary(self, tokenizer: Tokenizer) -> None:
         """NoDraftsError unless every token of both models is the same text. tokenizer: of the one that answers."""
@@ -159,9 +252,71 @@ def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) 
     return LookupDrafts()
 
 
-def drafts_choice(engine: EngineConfig, source: DraftSource | None) -> Choice[str] | None:
-    """The choice of a source, for people; None: there was none to choose."""
+def drafts_choice(engine: EngineConfig, source: DraftSource | None, place: str = "") -> Choice[str] | None:
+    """The choice of a source, for people; None: there was none to choose. place: of a smaller model."""
     if source is None:
         return None
     value = source.name if source.name != "model" else engine.speculate
-    return Choice(value, "the model has a head for them" if engine.speculate == "auto" else "asked for")
+    more = f", {place}" if place else ""
+    return Choice(value, "the model has a head for them" if engine.speculate == "auto" else "asked for", more)
+
+
+class DraftingModel(NamedTuple):
+    """A loaded model, how its layers decode, and its source of drafts, if it has one."""
+
+    executor: Executor
+    sparsity: Sparsity
+    source: DraftSource | None
+
+
+def load_with_drafts(
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    smaller: SmallerModel | None,
+    sample: Callable[[], Sequence[int]],
+    progress: Progress,
+    notes: list[str],
+) -> DraftingModel:
+    """The model with what drafts for it. Where the GPU runs out of memory a smaller model leaves it first, and all is
+    loaded again.
+
+    smaller: the model that `--speculate` names; sample: gives a text for measurements; notes: for people, are added to.
+    Raises as `resolve` and `load_resolved` do, and NoDraftsError.
+    """
+    arguments = checkpoint, engine, smaller, sample, progress, notes
+    try:
+        return _load_once(*arguments)
+    except GpuMemoryError as error:
+        if smaller is None or not smaller.leave_gpu():
+            raise
+        notes.append(f"--speculate {smaller.name} drafts on the CPU: {error}")
+    loaded = _load_once(*arguments)
+    notes[:] = dict.fromkeys(notes)
+    return loaded
+
+
+def _load_once(
+    checkpoint: Checkpoint,
+    engine: EngineConfig,
+    smaller: SmallerModel | None,
+    sample: Callable[[], Sequence[int]],
+    progress: Progress,
+    notes: list[str],
+) -> DraftingModel:
+    from powerinfer.hybrid.load import load_resolved
+    from powerinfer.hybrid.resolve import resolve
+
+    beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
+    resolved = resolve(checkpoint, beside, progress, notes.append)
+    check_head(engine, checkpoint.config, notes)
+    again = smaller is None or not smaller.vram_bytes
+    executor, sparsity = load_resolved(resolved, sample, progress, notes.append, again=again)
+    try:
+        source = draft_source(engine, executor, checkpoint.config)
+        if smaller is not None:
+            source = smaller.load(executor, checkpoint.config, progress)
+        executor.choices.drafts = drafts_choice(engine, source, "" if smaller is None else smaller.place)
+    except BaseException:
+        executor.close()
+        raise
+    return DraftingModel(executor, sparsity, source)

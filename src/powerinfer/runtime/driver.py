@@ -353,7 +353,7 @@ class Driver:
             self._cached_tokens += request.cached
         batch.meanwhile = self._deliver if self._overlaps else None
         planned = self.scheduler.planned
-        result = self._rows(lambda: self.compute(batch, planned), planned)
+        result = self._rows(lambda: self._verified(batch, planned), planned)
         if result is not None:
             row, answered = 0, self._answer_tokens
             for request in self.scheduler.commit():
@@ -369,6 +369,13 @@ class Driver:
         self._steps += 1
         self._step_s += time.perf_counter() - entered
         return True
+
+    def _verified(self, batch: Batch, requests: Sequence[Request]) -> NDArray[Any]:
+        """`compute`, while what follows the requests' drafts may be drafted."""
+        if self._speculation is None:
+            return self.compute(batch, requests)
+        with self._speculation.drafting_ahead(requests):
+            return self.compute(batch, requests)
 
     def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[Any]:
         """The executor's result for a batch; StoppedError if before it is there the model is closed, or all of

@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
-from powerinfer.runtime.draft_sources import check_head, draft_source, drafts_choice, smaller_model
+from powerinfer.runtime.draft_sources import load_with_drafts, smaller_model
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
     EmbeddingOptions,
@@ -131,8 +131,6 @@ class LLM:
         progress = progress or silent
         from powerinfer.formats.checkpoint import open_checkpoint
         from powerinfer.hub import pinned_at, recommended_sampling, resolve_model
-        from powerinfer.hybrid.load import load_resolved
-        from powerinfer.hybrid.resolve import resolve
 
         path = resolve_model(model, say=_to_stderr, progress=progress)
         checkpoint = open_checkpoint(
@@ -153,16 +151,11 @@ class LLM:
         if smaller is not None:  # before weights are read
             smaller.check_vocabulary(tokenizer)
             notes.extend(filter(None, [smaller.size_note(checkpoint)]))
-        beside = engine if smaller is None else smaller.leave_room(engine)
-        resolved = resolve(checkpoint, beside, progress, notes.append)
-        check_head(engine, checkpoint.config, notes)
-        executor, sparsity = load_resolved(resolved, lambda: tokenizer.encode(SAMPLE), progress, notes.append)
-        source: DraftSource | None = None
+        loaded = load_with_drafts(
+            checkpoint, engine, smaller, lambda: tokenizer.encode(SAMPLE), progress, notes
+        )
+        executor, sparsity, source = loaded
         try:
-            source = draft_source(engine, executor, checkpoint.config)
-            if smaller is not None:
-                source = smaller.load(executor, checkpoint.config, progress)
-            executor.choices.drafts = drafts_choice(engine, source)
             load_s = time.perf_counter() - begin
             self._set_up(executor, tokenizer, checkpoint.config, engine, sparsity, load_s, source)
         except BaseException:

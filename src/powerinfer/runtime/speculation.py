@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -23,10 +23,13 @@ from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.kernels.candidates import CANDIDATES
 from powerinfer.kernels.candidates import MOST as MOST_CANDIDATES
 from powerinfer.progress import Say, silent
+from powerinfer.runtime.draft_ahead import AheadTrial
 from powerinfer.runtime.request import AnswerRequest, Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from powerinfer.runtime.draft_ahead import BesideThread
 
 MOST = UNDO_TOKENS - 1
 """Drafts of a request in one step, at most."""
@@ -89,6 +92,14 @@ class DraftSource(Protocol):
         ...
 
 
+class AheadSource(DraftSource, Protocol):
+    """A source that can draft in a thread while a step is computed."""
+
+    def go_on(self, wanted: Sequence[tuple[AnswerRequest, int]], stopped: Callable[[], bool]) -> None:
+        """Draft behind the drafts of each request, until it is told to stop."""
+        ...
+
+
 @dataclass
 class _Rate:
     """Share of drafts that were right, of those that were verified up to the first wrong one; older ones count less."""
@@ -122,7 +133,8 @@ class SpeculationStats:
     steps: those that had some; drafted, accepted: drafts, and those of them that were right; places: the right ones by
     their place behind a request's last token; tokens: that these steps brought; seconds: that they took, drafts
     included; plain_seconds: that their tokens would have taken without drafts, by steps that had none;
-    failed: whether the source failed, so that there are none until the model is loaded again.
+    failed: whether the source failed, so that there are none until the model is loaded again; ahead: of the drafts,
+    those that were there at once, made while the step before was computed.
     """
 
     steps: int = 0
@@ -133,6 +145,7 @@ class SpeculationStats:
     seconds: float = 0.0
     plain_seconds: float = 0.0
     failed: int = 0
+    ahead: int = 0
 
     @property
     def gain(self) -> float | None:
@@ -239,6 +252,10 @@ class Speculation:
     def __init__(self, source: DraftSource, *, alone: bool = False, say_failed: Say = silent) -> None:
         """alone: only requests that decode alone have drafts; say_failed: told the error of a source that fails."""
         self.source = source
+        self._thread: BesideThread | None = getattr(source, "thread", None)  # in which it drafts ahead
+        self._trial = AheadTrial()
+        self._ready = _Rate()  # drafts that were there at once
+        self._ahead = 0
         self._say_failed = say_failed
         self._alone = alone
         self._requests: dict[AnswerRequest, Guessing] = {}
@@ -255,7 +272,8 @@ class Speculation:
     def stats(self) -> SpeculationStats:
         places = tuple(count for count in self._places if count)  # no place is right without those before it
         counts = self._steps, self._drafted, self._accepted, places
-        return SpeculationStats(*counts, self._tokens, self._seconds, self._plain_seconds, int(self.failed))
+        times = self._tokens, self._seconds, self._plain_seconds
+        return SpeculationStats(*counts, *times, int(self.failed), self._ahead)
 
     def draft(self, requests: Sequence[Request]) -> None:
         """Give the requests of the next step their drafts. Where some of them are prompts there are none: what such a
@@ -298,10 +316,41 @@ class Speculation:
         if lacked:
             self._reading.append((prepared - begin) / lacked)
         drafted = self.source.draft(wanted)
-        if all(drafted):
-            self._drafting.add(sum(count for _, count in wanted), time.perf_counter() - prepared)
+        count, ready = sum(count for _, count in wanted), getattr(self.source, "ready", 0)
+        if all(drafted) and count > ready:
+            self._drafting.add(count - ready, time.perf_counter() - prepared)
+        self._ready.add(ready, count)
+        self._ahead += ready
         for (request, _), drafts in zip(wanted, drafted, strict=True):
             request.drafts = drafts
+
+    @contextmanager
+    def drafting_ahead(self, requests: Sequence[Request]) -> Iterator[None]:
+        """A context in which the step of these requests is computed, while the source drafts what may follow it, where
+        that gains. Behind it the source is idle."""
+        wanted = self._wanted_ahead(requests)
+        if not wanted or self.failed:
+            yield
+            return
+        thread, source = self._thread, cast("AheadSource", self.source)
+        assert thread is not None
+        with self._drop_drafts_on_failure():
+            thread.begin(lambda stopped: source.go_on(wanted, stopped))
+        try:
+            yield
+        finally:
+            if not self.failed:
+                with self._drop_drafts_on_failure():
+                    thread.end()
+
+    def _wanted_ahead(self, requests: Sequence[Request]) -> list[tuple[AnswerRequest, int]]:
+        """The requests of a step that have drafts in it, and may have some in the next one if all of them are right,
+        as many as now; none where nothing is drafted ahead."""
+        if self._thread is None or not self._trial.way:
+            return []
+        drafted = [one for one in requests if isinstance(one, AnswerRequest) and one.drafts]
+        counts = [(one, min(len(one.drafts), _left(one) - len(one.drafts) - 2)) for one in drafted]
+        return [(request, count) for request, count in counts if count > 0]
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         """The step was computed; as of `DraftSource`."""
@@ -347,7 +396,8 @@ class Speculation:
             expected += gain
             seconds = times.expect(len(outlooks) + count)
             assert seconds is not None
-            if (speed := expected / (seconds + (self._drafting.expect(count) or 0.0))) > best:
+            drafting = (self._drafting.expect(count) or 0.0) * (1 - self._ready.share(0.0))
+            if (speed := expected / (seconds + drafting)) > best:
                 best, best_count = speed, count
         for _, request in gains[:best_count]:
             counts[request] += 1
@@ -398,6 +448,8 @@ class Speculation:
             self._steps += 1
             self._tokens += brought
             self._seconds += seconds + self._drafted_s
+            if self._thread is not None:
+                self._trial.add(requests, tokens, seconds + self._drafted_s)
             self._plain_seconds += plain * brought / requests
             self._drafted_s = 0.0
         times.add(tokens, seconds)
