@@ -130,16 +130,17 @@ def test_drafts_are_of_the_draft_vocabulary(small: None, tmp_path: Path) -> None
     assert isinstance(smaller, CpuExecutor)
     source = SmallerModel(smaller, executor.vocab_size, list_panels=smaller.list_draft_panels)
     drafted: set[int] = set()
-    answer = source._answer
+    draft = source.draft
 
-    def watched(batch: list, pending: dict) -> list[tuple[int, float]]:
-        tokens = answer(batch, pending)
+    def watched(wanted: list) -> list[list[int]]:
+        drafts = draft(wanted)
         listed = source._vocabulary._listed
-        assert all(token // LANES in listed for token, _ in tokens)
-        drafted.update(token for token, _ in tokens)
-        return tokens
+        for tokens in drafts:
+            assert all(token // LANES in listed for token in tokens)
+            drafted.update(tokens)
+        return drafts
 
-    source._answer = watched  # type: ignore[method-assign, assignment]
+    source.draft = watched  # type: ignore[method-assign, assignment]
     llm = llm_of(executor, engine, source)
     text = [1, 2, 3]
     expected = llm_of(load(open_checkpoint(path), engine), engine).generate([text], PARAMS[0])[0].token_ids

@@ -106,7 +106,8 @@ class DraftModel:
         """vocab_size: of the model that answers; tokens beyond it are not drafted. chunk: tokens of a text that it
         computes between two steps, at most; None: as many as fit a call; reuse: of texts that begin alike the begin is
         computed once. ahead: it may draft ahead, for nothing else needs its device meanwhile; stream: makes the context
-        in which it computes. list_panels: lets the executor make logits of a draft vocabulary alone; None: it cannot."""
+        in which it computes. list_panels: lets the executor make logits of a draft vocabulary alone; None: it does
+        not."""
         self.thread = BesideThread() if ahead else None
         self.ready = 0
         self._stream = stream
