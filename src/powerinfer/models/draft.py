@@ -21,9 +21,9 @@ class DraftBuilder(Builder[Matrix, Norm], Protocol):
 
 
 def wire_draft(
-    builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors, own: OwnFfn[Norm] | None = None
+    builder: DraftBuilder[Matrix, Norm], checkpoint: Tensors, ffn: OwnFfn[Norm] | None = None
 ) -> None:
-    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once, and perhaps the final norm. own:
+    """Wire what it reads, its layer, and its logits. Every tensor of it is taken once, and perhaps the final norm. ffn:
     wires the layer's FFN."""
     config, at = checkpoint.config, draft_prefix(checkpoint.config)
     draft = config.draft
@@ -33,7 +33,7 @@ def wire_draft(
     builder.draft_input(embedding, embed_norm, hidden_norm, checkpoint.take(f"{at}draft_join"))
     layers = copy(checkpoint)  # the same tensors, of a model with one more layer
     layers.config = config.with_draft
-    wire_layer(builder, layers, config.n_layers, own)
+    wire_layer(builder, layers, config.n_layers, ffn)
     norm = _norm(builder, checkpoint, f"{at}draft_norm" if draft.final_norm else "final_norm")
     builder.draft_head(norm, checkpoint.take(f"{at}draft_head") if draft.head else None)
 

@@ -364,8 +364,8 @@ def whole_layers(model: Model, hardware: Hardware, work: Workload, vram: int) ->
 
 def _head_fits(model: Model, hardware: Hardware, work: Workload, vram: int, division: Division) -> bool:
     """`draft_fits`, where the GPU has all layers with all of their experts."""
-    whole = division.head and division.slots == model.n_experts
-    return whole and draft_fits(model, hardware, work, vram, division)
+    complete = division.head and division.slots == model.n_experts
+    return complete and draft_fits(model, hardware, work, vram, division)
 
 
 def draft_fits(
@@ -602,8 +602,8 @@ def _claim_experts(
         gpu, cpu = on_gpu(model, hardware, work, division, dense=True), in_ram(model, work, division)
         left = ram - sum(cpu.values()) - staged_in_ram(staging)
         gpu_left = vram - sum(gpu.values()) - staged_on_gpu(staging)
-        held = gpu, cpu, gpu_left, left
-        return Claims(layers, head, *held, 0, False, True, staging, slots, inside, gpu_draft=division.draft)
+        result = gpu, cpu, gpu_left, left
+        return Claims(layers, head, *result, 0, False, True, staging, slots, inside, gpu_draft=division.draft)
 
     staging = _expert_staging(model, work, own, room)
     if _may_divide(model, work, own):

@@ -7,6 +7,7 @@ the plans of both models, else in RAM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from powerinfer.errors import RequestError
@@ -49,18 +50,18 @@ def place_drafts(answers: PlanRequest, drafts: PlanRequest, most: int) -> DraftP
     vram, _ = budgets(answers.hardware, answers.vram, answers.ram)
     nbytes, ram = bytes_on_gpu(drafts), bytes_beside_gpu(drafts)
     left = vram - nbytes
-    beside = None if left <= 0 else place(_within(replace(answers, vram=left), ram))
+    beside = None if left <= 0 else place(_less_ram(replace(answers, vram=left), ram))
     if beside is None or isinstance(beside, RequestError) or not beside.claims.gpu_layers:
         return DraftPlace(IN_RAM.format(NO_ROOM))
     if answers.insist:
         return DraftPlace(ON_GPU.format(EMULATED), nbytes, ram, left)
-    before = place(_within(answers, sum(in_ram(drafts.model, drafts.workload).values())))
+    before = place(_less_ram(answers, sum(in_ram(drafts.model, drafts.workload).values())))
     if isinstance(before, RequestError):
         return DraftPlace(ON_GPU.format(ALONE), nbytes, ram, left)
-    there, here = draft_seconds(drafts, nbytes)
+    seconds = draft_seconds(drafts, nbytes)
     of_gpu, of_cpu = (
-        best_speed(beside.choice.seconds, there, most),
-        best_speed(before.choice.seconds, here, most),
+        best_speed(beside.choice.seconds, seconds[0], most),
+        best_speed(before.choice.seconds, seconds[1], most),
     )
     if of_gpu > of_cpu:
         return DraftPlace(ON_GPU.format(FASTER.format(of_gpu / of_cpu, "drafts in RAM")), nbytes, ram, left)
@@ -69,24 +70,26 @@ def place_drafts(answers: PlanRequest, drafts: PlanRequest, most: int) -> DraftP
 
 def bytes_on_gpu(request: PlanRequest) -> int:
     """Bytes that a model takes as a whole on a GPU that has another one, too."""
-    every = Division(request.model.config.n_layers, True)
-    held = on_gpu(request.model, request.hardware, request.workload, every, dense=True)
-    return sum(held.values()) - held["runtime"]
+    division = Division(request.model.config.n_layers, True)
+    footprint = on_gpu(request.model, request.hardware, request.workload, division, dense=True)
+    return sum(footprint.values()) - footprint["runtime"]
 
 
 def bytes_beside_gpu(request: PlanRequest) -> int:
     """Bytes of RAM that it takes there."""
-    held = in_ram(request.model, request.workload, Division(request.model.config.n_layers, True))
-    return sum(held.values()) - held["runtime"]
+    footprint = in_ram(request.model, request.workload, Division(request.model.config.n_layers, True))
+    return sum(footprint.values()) - footprint["runtime"]
 
 
 def draft_seconds(drafts: PlanRequest, nbytes: int) -> tuple[float, float]:
     """Seconds of a draft on the GPU, of which the model takes so many bytes, and in RAM."""
     assert drafts.hardware.gpu is not None
-    there = place(replace(drafts, vram=nbytes + drafts.hardware.gpu.reserved_bytes, ram=None))
-    here = place(replace(drafts, vram=0, ram=None))
-    outcomes = [float("inf") if isinstance(one, RequestError) else one.choice.seconds for one in (there, here)]
-    return outcomes[0], outcomes[1]
+    sizes = nbytes + drafts.hardware.gpu.reserved_bytes, 0
+    plans = [place(replace(drafts, vram=vram, ram=None)) for vram in sizes]
+    on_card, in_memory = (
+        math.inf if isinstance(plan, RequestError) else plan.choice.seconds for plan in plans
+    )
+    return on_card, in_memory
 
 
 def best_speed(step: float, draft: float, most: int) -> float:
@@ -100,6 +103,6 @@ def best_speed(step: float, draft: float, most: int) -> float:
     return best
 
 
-def _within(request: PlanRequest, ram: int) -> PlanRequest:
+def _less_ram(request: PlanRequest, ram: int) -> PlanRequest:
     """The request with so much less RAM, where that is limited."""
     return request if request.ram is None else replace(request, ram=max(0, request.ram - ram))

@@ -24,7 +24,7 @@ class BesideThread:
     """A thread for one piece of work at a time, beside that of its caller, which it outlives by nothing."""
 
     def __init__(self) -> None:
-        self._given = SimpleQueue[Work | None]()
+        self._tasks = SimpleQueue[Work | None]()
         self._outcomes = SimpleQueue[BaseException | None]()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -33,12 +33,12 @@ class BesideThread:
     def begin(self, work: Work) -> None:
         """Begin a piece of work. RuntimeError if there can be no thread."""
         if self._thread is None:
-            arguments = self._given, self._outcomes, self._stopped.is_set
+            arguments = self._tasks, self._outcomes, self._stopped.is_set
             self._thread = threading.Thread(target=_run, args=arguments, name="powerinfer drafts", daemon=True)
             self._thread.start()
         self._stopped.clear()
         self._busy = True
-        self._given.put(work)
+        self._tasks.put(work)
 
     def end(self) -> None:
         """Let it end soon, and wait for that; raises what it has raised."""
@@ -60,13 +60,13 @@ class BesideThread:
             self._thread = None
 
     def __del__(self) -> None:
-        self._given.put(None)
+        self._tasks.put(None)
 
 
 def _run(
-    given: SimpleQueue[Work | None], outcomes: SimpleQueue[BaseException | None], stopped: Callable[[], bool]
+    tasks: SimpleQueue[Work | None], outcomes: SimpleQueue[BaseException | None], stopped: Callable[[], bool]
 ) -> None:
-    while (work := given.get()) is not None:
+    while (work := tasks.get()) is not None:
         try:
             work(stopped)
         except BaseException as error:  # the caller's, who may end drafts with it

@@ -107,7 +107,7 @@ class SmallerModel:
         return model_of(Resolved(self._checkpoint, self._engine))
 
     def _on_gpu(self, name: str) -> EngineConfig:
-        """Its options there: the CPU looks up embeddings, and no call has more tokens than one between two steps."""
+        """Options of it there: the CPU looks up embeddings, and no call has more tokens than one between two steps."""
         chunk = min(self._engine.chunk, self._engine.mixed_chunk)
         return replace(self._engine, gpu=name, threads=1, prefill_chunk=max(1, chunk))
 
