@@ -58,7 +58,7 @@ STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """The tree of a file. To look for garbage among its many objects, which all stay, would take longer than to read it."""
+    """The tree of a file. To look for garbage among its many objects, which all stay, would take longer than that."""
     gc.disable()
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
