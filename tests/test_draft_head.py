@@ -351,7 +351,9 @@ class Counted(CpuExecutor):
         self._add(*([] if matrix is None else [self.matrix(matrix)]))
 
 
-def test_it_is_left_out_where_it_cannot_be_computed(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_left_out_where_it_cannot_be_computed(
+    files: Files, monkeypatch: pytest.MonkeyPatch, described: None
+) -> None:
     """Where memory is too little for it, and where some of the model stays on disk; not beside a GPU."""
     _, path = files["glm4-moe"]
     engine = EngineConfig(gpu="none", context=CONTEXT, threads=1, max_batch=1, speculate="mtp")
@@ -370,7 +372,7 @@ def test_it_is_left_out_where_it_cannot_be_computed(files: Files, monkeypatch: p
     less, said = resolved(ram=ram - 1, disk="none")
     assert less.checkpoint.config.draft is None
     assert said == ["the layers that predict further tokens (MTP) are left out: there is too little memory for them"]
-    beside, said = resolved(gpu="cpu", vram=1 << 30)
+    beside, said = resolved(gpu="cpu", vram=2 << 30)
     assert beside.checkpoint.config.draft is not None and not said
     executor, _ = load_resolved(beside, lambda: [1, 2, 3])
     assert executor.drafter is not None

@@ -59,7 +59,7 @@ from powerinfer.text.model_text import tokenizer_of  # noqa: E402
 LAYERS = families.SIZES["num_hidden_layers"]
 
 
-DECODED = [60, *[1] * 8, families.TOKENS - 68]
+DECODED = [62, *[1] * 3, families.TOKENS - 65]
 """Chunks of a text: a prompt, single tokens from its second page into its third, and what is left at once."""
 
 

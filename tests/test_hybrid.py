@@ -62,6 +62,13 @@ from powerinfer.sparsity.selection import Selection  # noqa: E402
 SPLITS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
+def in_small_steps(executor: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits of a text fed as decode does, some tokens alone and the others a few at a time."""
+    few, rest = divmod(len(tokens) - 9, 6)
+    sizes = [1] * 9 + [6] * few + [rest] * (rest > 0)
+    return families.run_chunks(executor, tokens, sizes, families.scattered_pages(executor, 1)[0])
+
+
 def placed(config: Any, share: float, seed: int = 0) -> NeuronPlacement:
     """Random neurons, each with this probability of being on the GPU."""
     rng = np.random.default_rng([seed, round(100 * share)])
@@ -109,7 +116,8 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
     allowed = model.allowed()
     path = packed(model, tmp_path)
     # Every share with a gate, with another place of the norm, beside attention; of the others, the extremes and half.
-    for share in SPLITS if case.name in ("llama-relu", "opt-post-norm", "falcon-40b") else SPLITS[::2]:
+    full = case.name in ("llama-relu", "opt-post-norm", "falcon-40b")
+    for share in SPLITS if full else SPLITS[::2]:
         with split(path, share) as (executor, ffns):
             pages = families.scattered_pages(executor, 1)[0]
             decoded = partial(families.run_chunks, executor, tokens[0], DECODED, pages)
@@ -125,9 +133,10 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
                 np.testing.assert_array_equal(other, alone)
             whole = families.run_chunks(executor, tokens[0], [len(tokens[0])], pages)  # a prompt
             assert families.rms(whole - truth[0]) <= allowed, share
-            together = side_by_side(executor, [one[:35] for one in tokens])
-            off = [families.rms(ours - exact[:35]) for ours, exact in zip(together, truth, strict=True)]
-            assert max(off) <= 2 * allowed, share
+            if full or share == 0.5:
+                together = side_by_side(executor, [one[:35] for one in tokens])
+                off = [families.rms(ours - exact[:35]) for ours, exact in zip(together, truth, strict=True)]
+                assert max(off) <= 2 * allowed, share
             assert all((ffn.neurons is None) == (share == 0) for ffn in ffns)
             assert all(bool(ffn.collect()["jobs"]) == (share < 1) for ffn in ffns)
 
@@ -144,7 +153,7 @@ def test_layers_that_do_not_fit_run_on_the_cpu_as_a_whole(name: str, layers: int
     path = packed(model, tmp_path)
     for head in (False, True):
         with split(path, 0.5, layers, head) as (executor, _):
-            assert families.rms(split_calls(executor, tokens) - truth) <= allowed
+            assert families.rms(in_small_steps(executor, tokens) - truth) <= allowed
             pages = families.scattered_pages(executor, 1)[0]
             chunks = families.run_chunks(executor, tokens, [9, 3, len(tokens) - 12], pages)
             assert families.rms(chunks - truth) <= allowed
@@ -176,10 +185,10 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
     path = packed(model, tmp_path)
     truth = model.logits[0]
     allowed = model.allowed()
-    answers = {}
-    for share in SPLITS:
+    answers, splits = {}, SPLITS if name == "llama-relu" else SPLITS[::2]
+    for share in splits:
         with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, _):
-            answers[share] = split_calls(executor, tokens)
+            answers[share] = in_small_steps(executor, tokens)
             together = side_by_side(executor, [tokens, tokens[::-1].copy()])
             assert families.rms(together[0] - answers[share]) <= 2 * allowed
             pages = families.scattered_pages(executor, 1)[0]
@@ -188,11 +197,11 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
             more = families.run_chunks(executor, tokens, [33, 42], pages)
             assert families.rms(more - truth) <= allowed, "of more tokens every gate is computed"
     assert families.rms(answers[0.0] - truth) > 100 * allowed, "the predictor leaves nothing out"
-    for share in SPLITS[1:]:
+    for share in splits[1:]:
         assert families.rms(answers[share] - answers[0.0]) <= 2 * allowed, share
     predictors = predictor_of(open_checkpoint(path).config)
     with split(path, 0.5, 1, False, predictors) as (executor, ffns):  # the others are the CPU's own
-        assert families.rms(split_calls(executor, tokens) - answers[0.0]) <= 2 * allowed
+        assert families.rms(in_small_steps(executor, tokens) - answers[0.0]) <= 2 * allowed
         together = side_by_side(executor, [tokens, tokens[::-1].copy()])
         assert families.rms(together[0] - answers[0.0]) <= 2 * allowed
         pages = families.scattered_pages(executor, 1)[0]
@@ -204,7 +213,7 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
         assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.config.widest_ffn
         executor.cpu.ffns[1].clear()
         with sparsity.suspended():
-            assert families.rms(split_calls(executor, tokens) - truth) <= allowed
+            assert families.rms(in_small_steps(executor, tokens) - truth) <= allowed
         counts = executor.cpu.ffns[1].counts()
         assert counts["candidates"] == counts["tokens"] * executor.cpu.config.widest_ffn
         whole = families.run_chunks(executor, tokens, [len(tokens)], pages)
@@ -239,9 +248,9 @@ def test_every_type_of_bundle(types: tuple[str, str], tmp_path: Path) -> None:
     pack(checkpoint, None, choose_types(checkpoint, *types))
     tokens = families.prompt(case)
     answers = []
-    for share in SPLITS:
+    for share in SPLITS if types[0] == types[1] else SPLITS[::2]:
         with split(path, share) as (executor, _):
-            answers.append(split_calls(executor, tokens))
+            answers.append(in_small_steps(executor, tokens))
     rounding = families.rms(answers[0] - answers[-1])  # of all activations to 8 bits; none for floating-point types
     assert rounding < 0.05 * families.rms(answers[-1])
     for answer in answers[1:-1]:
@@ -259,11 +268,11 @@ def test_both_devices_apply_the_threshold(tmp_path: Path) -> None:
     answers = []
     for share in SPLITS:
         with split(path, share, most=[0.05] * model.config.num_hidden_layers) as (executor, _):
-            answers.append(split_calls(executor, tokens))
+            answers.append(in_small_steps(executor, tokens))
             assert families.rms(answers[-1] - answers[0]) <= 2 * allowed
     assert families.rms(answers[0] - truth) > 100 * allowed
     with split(path, 0.5, 1, most=[0.05] * model.config.num_hidden_layers) as (executor, _):
-        assert families.rms(split_calls(executor, tokens) - answers[0]) <= 2 * allowed
+        assert families.rms(in_small_steps(executor, tokens) - answers[0]) <= 2 * allowed
 
 
 @pytest.mark.parametrize("activation", ["cats", "fatrelu"])
@@ -276,7 +285,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     tokens = [rng.integers(0, config.vocab_size, 40).astype(np.int32) for _ in range(2)]
     with opened(path, selector="all") as (executor, _):
-        wanted = [split_calls(executor, one) for one in tokens]
+        wanted = [in_small_steps(executor, one) for one in tokens]
     bound = 1e-4 * np.abs(wanted).max()
     for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
         stage = Stage(torch_device(), buffer_bytes(layout, config.widest_ffn, 1 << 15))
@@ -293,7 +302,7 @@ def test_thresholds_of_neurons(activation: str, tmp_path: Path) -> None:
     whole = Placement(config.n_layers, True)
     executor = load_split(Resolved(checkpoint, engine, selection, UsedGpu(device_name()), whole))
     try:
-        assert np.abs(split_calls(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
+        assert np.abs(in_small_steps(executor, tokens[0]) - wanted[0]).max() < bound  # whole layers
     finally:
         executor.close()
 
@@ -328,13 +337,13 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
     config = open_checkpoint(path).config
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40).astype(np.int32)
     with opened(path, selector="exact") as (executor, _):
-        dense = split_calls(executor, tokens)
+        dense = in_small_steps(executor, tokens)
     bound = 1e-4 * np.abs(dense).max()
     for select in (1.1, 0.7):
         about, weights = predictors_of(some_neurons(config.n_layers, config.widest_ffn, select), config.d_model)
         write_predictor(open_checkpoint(path), None, "F16", [about] * config.n_layers, weights)
         with opened(path, selector="predicted") as (executor, _):
-            wanted = split_calls(executor, tokens)
+            wanted = in_small_steps(executor, tokens)
         if select > 1:
             assert np.abs(wanted - dense).max() < bound
         else:
@@ -342,7 +351,7 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
         chosen = given(about, weights)
         for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
             with split(path, share, layers, predictors=chosen) as (executor, _):
-                assert np.abs(split_calls(executor, tokens) - wanted).max() < bound, (select, share, layers)
+                assert np.abs(in_small_steps(executor, tokens) - wanted).max() < bound, (select, share, layers)
                 together = side_by_side(executor, [tokens, tokens[::-1].copy()])
                 assert np.abs(together[0] - wanted).max() < bound
 
@@ -512,7 +521,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
             pages = families.scattered_pages(executor, 1)[0]
             families.run_chunks(executor, tokens, [len(tokens)], pages)  # a prompt does not count
             assert sparsity.report()["tokens"] == 0 and sparsity.report()["active_fraction"] is None
-            split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
             reports.append(sparsity.report())
             sparsity.clear()
             assert sparsity.report()["tokens"] == 0
@@ -521,7 +530,7 @@ def test_the_report_counts_what_fired_where(tmp_path: Path) -> None:
     assert shares[0] == 0 and shares[-1] == 1 and shares == sorted(shares)
     assert [report["jobs"] for report in reports] == [1, 1, 1, 1, 0]
     with split(path, 1.0, 1, False) as (executor, ffns):  # with layers that the CPU has as a whole
-        split_calls(executor, tokens)
+        in_small_steps(executor, tokens)
         report = HybridSparsity("exact", executor, ffns).report()
         assert [(layer["hot"] > 0, layer["gpu_share"], layer["jobs"]) for layer in report["layers"]] == [
             (True, 1, 0), *[(False, 0, 1)] * (len(report["layers"]) - 1)
@@ -572,29 +581,29 @@ def test_neurons_that_became_hot_are_swapped(tmp_path: Path) -> None:
         sparsity = HybridSparsity("exact", executor, ffns)
         assert not sparsity.adjust()  # nothing was counted yet
         for _ in range(10):
-            split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
         for ffn in ffns:
             ffn.collect()
             ffn.place(np.sort(np.argsort(ffn.recent, kind="stable")[: len(ffn.hot)]).astype(np.int32))
-        split_calls(executor, tokens)
+        in_small_steps(executor, tokens)
         sparsity.clear()
         sizes = [(len(ffn.hot), ffn.cold_bytes) for ffn in ffns]
         for _ in range(5):
-            split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
         worst = sparsity.report()["gpu_share"]
         turns = 0
         while sparsity.adjust():
             turns += 1
         assert turns and sparsity.traded and sizes == [(len(ffn.hot), ffn.cold_bytes) for ffn in ffns]
         sparsity.clear()
-        assert families.rms(split_calls(executor, tokens) - truth) <= allowed
+        assert families.rms(in_small_steps(executor, tokens) - truth) <= allowed
         report = sparsity.report()
         assert report["gpu_share"] > worst + 0.2 and report["traded"] == sparsity.traded
         while sparsity.adjust():  # equally hot neurons stay
             pass
         traded = sparsity.traded
         for _ in range(5):
-            split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
         while sparsity.adjust():
             pass
         assert sparsity.traded - traded < 0.2 * traded
@@ -609,15 +618,15 @@ def test_swapped_neurons_exchange_their_memory(types: tuple[str, str], tmp_path:
     pack(checkpoint, None, choose_types(checkpoint, *types))
     tokens = families.prompt(case)
     with split(path, 0.5, 2, False) as (executor, ffns):
-        first, before = split_calls(executor, tokens), [ffn.hot for ffn in ffns]
+        first, before = in_small_steps(executor, tokens), [ffn.hot for ffn in ffns]
         for ffn in ffns:  # the CPU has none of the first group then, and so not the scales that it shares
             memory = ffn._cpu_part.memory.ctypes.data
             ffn.place(np.arange(len(ffn.hot), dtype=np.int32))
             assert ffn._cpu_part.memory.ctypes.data == memory and ffn.cold[0] >= 32
-        assert families.rms(split_calls(executor, tokens) - first) < 0.05 * families.rms(first)
+        assert families.rms(in_small_steps(executor, tokens) - first) < 0.05 * families.rms(first)
         for ffn, hot in zip(ffns, before, strict=True):
             ffn.place(hot)
-        np.testing.assert_array_equal(split_calls(executor, tokens), first)
+        np.testing.assert_array_equal(in_small_steps(executor, tokens), first)
 
 
 def test_only_clear_differences_are_swapped() -> None:
@@ -679,7 +688,7 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
         for _ in range(5):
-            split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
         before, whole, failures = [len(ffn.hot) for ffn in ffns], hybrid.gpu.resident, [1 if room else 2]
 
         def failing(*args: Any) -> Any:
@@ -694,7 +703,7 @@ def test_a_layer_can_be_computed_after_a_failed_swap(
                 pass
         left = [len(ffn.hot) for ffn in ffns]
         assert left == before if room else sorted(left)[0] == 0 < sorted(left)[1]
-        assert families.rms(split_calls(executor, tokens) - truth) <= allowed
+        assert families.rms(in_small_steps(executor, tokens) - truth) <= allowed
 
 
 @pytest.mark.usefixtures("device")
@@ -706,8 +715,8 @@ def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with split(path, 0.5) as (executor, ffns):
         sparsity = HybridSparsity("exact", executor, ffns)
         for _ in range(5):
-            split_calls(executor, tokens)
-        answer = split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
+        answer = in_small_steps(executor, tokens)
         before = [ffn.hot for ffn in ffns]
         whole, calls = hybrid.gpu.resident, []
 
@@ -722,4 +731,4 @@ def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             while sparsity.adjust():
                 pass
         assert all((one == ffn.hot).all() for one, ffn in zip(before, ffns, strict=True))
-        np.testing.assert_array_equal(split_calls(executor, tokens), answer)
+        np.testing.assert_array_equal(in_small_steps(executor, tokens), answer)

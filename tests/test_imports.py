@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Container, Iterator
 from functools import cache
 from pathlib import Path
@@ -51,9 +52,18 @@ FILES = sorted(SOURCES.rglob("*.py"))
 TYPES = SOURCES / "powerinfer/formats/weight_types.py"  # which reads the table that the native module is compiled with
 
 
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""What may have statements within it."""
+
+
 @cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    """The tree of a file. To look for garbage among its many objects, which all stay, would take longer than that."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
 
 
 def imported(tree: ast.AST, modules: Container[str] = ()) -> Iterator[tuple[str, int]]:
@@ -68,8 +78,13 @@ def imported(tree: ast.AST, modules: Container[str] = ()) -> Iterator[tuple[str,
             assert node.level == 0, f"relative import in line {node.lineno}"
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
                 yield name if node.module == "powerinfer" or name in modules else node.module or "", node.lineno
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+        elif isinstance(node, STATEMENTS) and not (isinstance(node, ast.If) and for_types(node)):
             yield from imported(node, modules)
+
+
+def for_types(node: ast.If) -> bool:
+    """Whether type checkers alone read what it guards."""
+    return any("TYPE_CHECKING" in (getattr(one, "id", ""), getattr(one, "attr", "")) for one in ast.walk(node.test))
 
 
 @cache

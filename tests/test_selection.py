@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama
+from test_imports import parsed
 
 from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.cli.main import main
@@ -122,10 +123,11 @@ def test_nobody_else_knows_what_auto_means() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         if path == Path(selection.__file__):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(parsed(path)) if any(name in text for name in names) else ():
             if isinstance(node, ast.IfExp):
                 given = {one.value for one in (node.body, node.orelse) if isinstance(one, ast.Constant)}
-                asks = ast.unparse(node.test)
+                asks = ast.unparse(node.test) if given & names else ""
                 assert not (given & names and ("rectified" in asks.lower() or "activation" in asks)), f"{path}: {asks}"
 
 
@@ -211,11 +213,12 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
 def test_whoever_looks_for_auto_is_known() -> None:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        texts = []
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            parts = node.keys if isinstance(node, ast.Dict) else list(ast.iter_child_nodes(node))
-            looks = isinstance(node, (ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Set, ast.MatchValue))
-            if looks and any(isinstance(part, ast.Constant) and part.value == "auto" for part in parts):
+        texts, text = [], path.read_text(encoding="utf-8")
+        for node in ast.walk(parsed(path)) if "auto" in text else ():
+            if not isinstance(node, (ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Set, ast.MatchValue)):
+                continue
+            parts = node.keys if isinstance(node, ast.Dict) else ast.iter_child_nodes(node)
+            if any(isinstance(part, ast.Constant) and part.value == "auto" for part in parts):
                 texts.append(ast.unparse(node))
         if texts and path != Path(selection.__file__):
             found[path.relative_to(PACKAGE).as_posix()] = sorted(texts)

@@ -6,16 +6,19 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
-from tests.test_imports import FILES, SOURCES, parsed
+from test_imports import FILES, SOURCES, STATEMENTS, parsed
 
 DECISIONS = 20
 ARGUMENTS = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 
 
 def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:
     """(name within the file, function) of every function below `tree`, those within functions too."""
     for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, STATEMENTS):
+            continue
         name = within
         if isinstance(node, Function | ast.ClassDef):
             name = f"{within}.{node.name}" if within else node.name
@@ -27,17 +30,19 @@ def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]
 def decisions(tree: ast.AST) -> int:
     """McCabe's complexity of a function less one: branches, loops, cases, handlers, conditions of comprehensions, and
     each `and` and `or`; those of functions within it too. Assertions, which tell types to mypy, are none."""
-    if isinstance(tree, ast.Assert):
-        return 0
-    count = 0
-    match tree:
-        case ast.If() | ast.IfExp() | ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler() | ast.match_case():
-            count = 1
-        case ast.BoolOp():
-            count = len(tree.values) - 1
-        case ast.comprehension():
-            count = 1 + len(tree.ifs)
-    return count + sum(decisions(node) for node in ast.iter_child_nodes(tree))
+    count, below = 0, [tree]
+    while below:
+        node = below.pop()
+        if isinstance(node, ast.Assert):
+            continue
+        if isinstance(node, BRANCHES):
+            count += 1
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        below += ast.iter_child_nodes(node)
+    return count
 
 
 def arguments(function: Function) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from test_imports import parsed
+
 SOURCES = Path(__file__).parent.parent / "src"
 LIMITS = Path(__file__).with_name("words.txt")
 
@@ -41,7 +43,10 @@ SHORT = 3
 """Lines of a loop or a lambda whose variables may have any name."""
 
 Offence = tuple[str, str, int, str]  # kind, file, line, word
-LOOPS = ast.For | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NAMELESS = (ast.Constant, ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+"""Parts of expressions, which bind nothing."""
+LOOPS = (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 def offends(name: str, function: bool) -> bool:
@@ -59,32 +64,35 @@ def loop_names(node: ast.AST) -> set[ast.AST]:
     return {below for loop in loops for below in ast.walk(loop.target)}
 
 
-def offences(file: str, tree: ast.AST) -> Iterator[Offence]:
+def offences(file: str, tree: ast.AST) -> list[Offence]:
     """Names that a function, class or module binds, once each, and strings that stand as docstrings."""
     skipped: set[ast.AST] = set()
     seen: set[tuple[int, str]] = set()
+    found: list[Offence] = []
 
-    def visit(node: ast.AST, scope: int) -> Iterator[Offence]:
+    def visit(node: ast.AST, scope: int) -> None:
         skipped.update(loop_names(node))
         name, kind = "", "names"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             name, kind = node.name, "names" if isinstance(node, ast.ClassDef) else "functions"
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             name = node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
             name = node.arg
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             begin = re.findall(r"\w+", node.value.value)
             if begin and begin[0].lower() in BEGINNINGS:
-                yield "docstrings", file, node.lineno, " ".join(begin[:4])
-        if node not in skipped and offends(name, kind == "functions") and (scope, name) not in seen:
+                found.append(("docstrings", file, node.lineno, " ".join(begin[:4])))
+        if name and node not in skipped and offends(name, kind == "functions") and (scope, name) not in seen:
             seen.add((scope, name))
-            yield kind, file, node.lineno, name
+            found.append((kind, file, node.lineno, name))
         inside = kind == "functions" or isinstance(node, ast.ClassDef)
         for below in ast.iter_child_nodes(node):
-            yield from visit(below, node.lineno if inside else scope)
+            if not isinstance(below, NAMELESS):
+                visit(below, node.lineno if inside else scope)
 
-    return visit(tree, 0)
+    visit(tree, 0)
+    return found
 
 
 def native_offences(file: str, text: str) -> Iterator[Offence]:
@@ -103,11 +111,11 @@ def offences_by_room() -> dict[str, list[Offence]]:
     for path in sorted(SOURCES.rglob("*.*")):
         package, *inner = path.relative_to(SOURCES).parts
         room = inner[0] if len(inner) > 1 else package
-        file, text = str(path.relative_to(SOURCES)), path.read_text() if path.suffix in (".py", ".h", ".cpp") else ""
+        file, text = str(path.relative_to(SOURCES)), path.read_text() if path.suffix in (".h", ".cpp") else ""
         if path.suffix != ".py":
             rooms[room].extend(native_offences(file, text))
             continue
-        tree = ast.parse(text)
+        tree = parsed(path)
         rooms[room].extend(offences(file, tree))
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
