@@ -402,7 +402,7 @@ def test_the_model_is_counted_as_it_is_used(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("d_model", "some", "last"),
-    [(64, {32, 64}, 64), (288, {224, 256, 288}, 288), (20, {20}, 20), (4096, {1024, 1280}, 4096)],
+    [(64, {32, 64}, 64), (288, {224, 256, 288}, 288), (20, {20}, 20), (2048, {1024, 1280}, 2048)],
 )
 def test_the_sizes_that_are_tried(tmp_path: Path, d_model: int, some: set[int], last: int) -> None:
     model = checkpoint(tmp_path / "m.gguf", d_model=d_model, d_ff=d_model)
