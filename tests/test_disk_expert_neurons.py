@@ -34,6 +34,8 @@ from powerinfer.prepare.expert_packing import pack_experts
 from powerinfer.sparsity.selection import select
 
 STEPS = (1, 25, TOKENS)  # a token, some that are computed sparsely, and a prompt, which is not
+WAYS = ((1, 3, True, (1, 25, TOKENS)), (2, 1, False, (TOKENS, 1, 25)), (PLAIN_EXPERTS, 3, True, (25, TOKENS, 1)))
+"""Slots, threads, whether reads are direct, and steps, of which each comes first once, and last."""
 
 
 def resting(
@@ -75,9 +77,9 @@ def test_the_bits_are_those_in_memory(kind: str, shared: str | None, latents: in
     path = plain_model(tmp_path, kind, shared, latents)
     inside = [opened(path, exact=True, threads=threads) for threads in (1, 3)]
     right = {(one, step): logits(inside[one > 1], step) for one in (1, 3) for step in STEPS}
-    for slots, threads, direct in ((1, 3, True), (2, 1, False), (PLAIN_EXPERTS, 3, True)):
+    for slots, threads, direct, steps in WAYS:
         executor = resting(path, slots, threads, direct=direct)
-        for step in (*STEPS, 1):
+        for step in steps:
             assert np.array_equal(logits(executor, step), right[threads, step]), (slots, step)
         executor.close()
 
@@ -90,9 +92,9 @@ def test_what_a_predictor_selects_has_the_bits_in_memory(
     path = give_plain_predictors(plain_model(tmp_path, kind, shared, latents), threshold=3.0)
     inside = [opened_predicted(path, threads=threads) for threads in (1, 3)]
     right = {(one, step): logits(inside[one > 1], step) for one in (1, 3) for step in STEPS}
-    for slots, threads, direct in ((1, 3, True), (2, 1, False), (PLAIN_EXPERTS, 3, True)):
+    for slots, threads, direct, steps in WAYS:
         executor = resting(path, slots, threads, direct=direct, predicted=True)
-        for step in (*STEPS, 1):
+        for step in steps:
             assert np.array_equal(logits(executor, step), right[threads, step]), (slots, step)
         for ffn in executor.expert_ffns.values():
             counts = ffn.counts()

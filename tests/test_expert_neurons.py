@@ -10,11 +10,12 @@ from typing import Any
 import model_files
 import numpy as np
 import pytest
+from levels import each_level
 from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf, mamba_gguf
 from stored_weights import stored_evenly
 
 from benchmarks.models.gguf_writer import F32, STRING
-from powerinfer import LLM, RequestError, SamplingParams, _native
+from powerinfer import LLM, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import THRESHOLDED, EngineConfig, ExpertsConfig, RouterConfig
 from powerinfer.devices import Batch
@@ -26,7 +27,7 @@ from powerinfer.formats.weight_types import STORED_ROWS
 from powerinfer.models import load
 from powerinfer.sparsity.selection import auto
 
-TOKENS = 75  # as a prompt more than what is computed sparsely, and whole steps of those otherwise
+TOKENS = 50  # as a prompt more than what is computed sparsely, and whole steps of those otherwise
 TYPES = {"F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "MXFP4": 39}
 ALLOWED = {"F16": 1e-5, "BF16": 0.004, "Q4_0": 1e-5, "Q5_1": 1e-5, "Q8_0": 1e-5}  # of the logits; whole BF16 rounds h
 ACTIVATIONS = ("relu", "relu2", "fatrelu", "drelu", "cats")
@@ -68,8 +69,7 @@ def far(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.quantile(errors, 0.9))
 
 
-@pytest.mark.parametrize("kind", ALLOWED)
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", [*ALLOWED])
 def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
     """The bundles become the panels that the file's matrices would."""
     path = model(tmp_path, kind)
@@ -85,8 +85,7 @@ def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path:
 
 
 @pytest.mark.parametrize("step", [1, 25])
-@pytest.mark.parametrize("kind", ALLOWED)
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", [*ALLOWED], prompts=False)
 def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_path: Path) -> None:
     path = model(tmp_path, kind)
     whole, exact = (opened(path, exact=one, level=level) for one in (False, True))
@@ -233,8 +232,7 @@ def plain_model(folder: Path, kind: str, shared: str | None = None, latents: int
     return builder.write(folder / f"{kind}-{shared}-{latents}.gguf")
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", [*PLAIN])
 def test_prompts_of_experts_without_gates_have_the_bits_of_whole_ones(kind: str, level: str, tmp_path: Path) -> None:
     """Rows of down, whose blocks lie across neurons, become the panels that the file's matrices would."""
     path = plain_model(tmp_path, kind)
@@ -248,8 +246,7 @@ def test_prompts_of_experts_without_gates_have_the_bits_of_whole_ones(kind: str,
 WIDE = 672  # columns of a row: more than a line of 128, and of 512 with fifth bits
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", [*PLAIN])
 def test_wide_rows_become_the_panels_of_the_matrix(kind: str, level: str, tmp_path: Path) -> None:
     """Line by line, the next one asked for meanwhile; of experts with many and with few rows."""
     checkpoint, rng = open_checkpoint(plain_model(tmp_path, "F16")), np.random.default_rng(9)
@@ -299,8 +296,7 @@ def test_small_steps_skip_rows_of_down(kind: str, shared: str | None, latents: i
         one.close()
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q5_0"])
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", ["F16", "Q5_0"])
 def test_experts_of_latents_at_every_level(kind: str, level: str, tmp_path: Path) -> None:
     """Prompts have the bits of whole experts; so has a suspended selector."""
     path = plain_model(tmp_path, kind, latents=32)

@@ -185,12 +185,13 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
     path = packed(model, tmp_path)
     truth = model.logits[0]
     allowed = model.allowed()
+    some = [tokens[:20], tokens[::-1][:20].copy()]
     answers, splits = {}, SPLITS if name == "llama-relu" else SPLITS[::2]
     for share in splits:
         with split(path, share, predictors=predictor_of(open_checkpoint(path).config)) as (executor, _):
             answers[share] = in_small_steps(executor, tokens)
-            together = side_by_side(executor, [tokens, tokens[::-1].copy()])
-            assert families.rms(together[0] - answers[share]) <= 2 * allowed
+            together = side_by_side(executor, some)
+            assert families.rms(together[0] - answers[share][: len(some[0])]) <= 2 * allowed
             pages = families.scattered_pages(executor, 1)[0]
             pieces = families.run_chunks(executor, tokens, [32, 9, 31, 3], pages)
             assert families.rms(pieces - answers[share]) <= 2 * allowed, "the names of many tokens"
@@ -202,14 +203,14 @@ def test_predicted_is_the_same_wherever_neurons_are_placed(name: str, tmp_path: 
     predictors = predictor_of(open_checkpoint(path).config)
     with split(path, 0.5, 1, False, predictors) as (executor, ffns):  # the others are the CPU's own
         assert families.rms(in_small_steps(executor, tokens) - answers[0.0]) <= 2 * allowed
-        together = side_by_side(executor, [tokens, tokens[::-1].copy()])
-        assert families.rms(together[0] - answers[0.0]) <= 2 * allowed
+        together = side_by_side(executor, some)
+        assert families.rms(together[0] - answers[0.0][: len(some[0])]) <= 2 * allowed
         pages = families.scattered_pages(executor, 1)[0]
         pieces = families.run_chunks(executor, tokens, [32, 9, 31, 3], pages)
         assert families.rms(pieces - answers[0.0]) <= 2 * allowed
         sparsity = HybridSparsity("predicted", executor, ffns)
         counts = executor.cpu.ffns[1].counts()
-        assert counts["tokens"] == 4 * len(tokens)
+        assert counts["tokens"] == 2 * (len(tokens) + len(some[0]))
         assert counts["active"] <= counts["candidates"] < 0.9 * counts["tokens"] * executor.cpu.config.widest_ffn
         executor.cpu.ffns[1].clear()
         with sparsity.suspended():
@@ -352,8 +353,8 @@ def test_predicted_with_thresholds(limits: bool | float, tmp_path: Path) -> None
         for share, layers in ((0.0, None), (0.5, None), (1.0, None), (0.5, 1)):
             with split(path, share, layers, predictors=chosen) as (executor, _):
                 assert np.abs(in_small_steps(executor, tokens) - wanted).max() < bound, (select, share, layers)
-                together = side_by_side(executor, [tokens, tokens[::-1].copy()])
-                assert np.abs(together[0] - wanted).max() < bound
+                together = side_by_side(executor, [tokens[:12], tokens[::-1][:12].copy()])
+                assert np.abs(together[0] - wanted[:12]).max() < bound
 
 
 @pytest.mark.usefixtures("device")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from levels import LEVELS, each_level
 from reference import seen_by
 from stored_weights import stored_evenly
 
@@ -326,8 +327,7 @@ def test_blocks_across_neurons_are_kept(kind: str) -> None:
         np.testing.assert_array_equal(back, held)
 
 
-@pytest.mark.parametrize("level", _native.levels())
-@pytest.mark.parametrize(
+@each_level(
     "types",
     [
         ("F16", "F16"),
@@ -340,6 +340,7 @@ def test_blocks_across_neurons_are_kept(kind: str) -> None:
         *((kind if kind in (*TYPES, *DOTS_ALONE) else "Q8_0", f"{kind}X32") for kind in BLOCKS[2:]),
         *((kind, "F16") for kind in STORED_ROWS),
     ],
+    prompts=False,
 )
 def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
     block = block_type(types[0]).block
@@ -356,7 +357,7 @@ def test_every_type_and_width(types: tuple[str, str], level: str) -> None:
             check(layer, tokens(n, k), np.arange(23), level)
 
 
-@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str, gated: bool, level: str) -> None:
@@ -365,7 +366,7 @@ def test_every_activation(activation: str, gated: bool, level: str) -> None:
         check(layer, tokens(3, 64), np.arange(37), level)
 
 
-@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["fatrelu", "cats"])
 def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None:
@@ -381,7 +382,7 @@ def test_thresholds_of_neurons(activation: str, gated: bool, level: str) -> None
         assert (np.abs(wrong - part(layer, x, np.arange(70), level)) > bound).any(), name
 
 
-@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("activation", ["fatrelu", "cats"])
 def test_thresholds_alike_are_one(activation: str, level: str) -> None:
     """They give the same bits as one threshold of the layer, and a NaN in the input still gives NaN."""
@@ -413,8 +414,7 @@ def test_thresholds_that_do_not_go_together_are_refused() -> None:
         make_layer(64, 37, ("F16", "F16"), "cats", gated=False, limits=own, product_limits=own)
 
 
-@pytest.mark.parametrize("level", _native.levels())
-@pytest.mark.parametrize("kind", [*TYPES, *ACROSS])
+@each_level("kind", [*TYPES, *ACROSS], prompts=False)
 def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
     first = ACROSS.get(kind, kind)
     layer = make_layer(96, 41, (first if first in (*TYPES, *DOTS_ALONE) else "Q8_0", kind))
@@ -423,7 +423,7 @@ def test_lists_empty_full_short_and_unordered(kind: str, level: str) -> None:
         check(layer, x, np.asarray(index, np.int32), level)
 
 
-@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     layer = make_layer(64, 50, ("Q8_0", "Q8_0"), "silu")
     x = tokens(3, 64)
@@ -432,8 +432,7 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
     assert np.abs(dense - part(layer, x, np.arange(50), level, 2.0)).max() > 1e-2, "nothing was left out"
 
 
-@pytest.mark.parametrize("level", _native.levels())
-@pytest.mark.parametrize(
+@each_level(
     "types",
     [
         ("F16", "F16"),
@@ -446,6 +445,7 @@ def test_neurons_below_the_threshold_are_left_out(level: str) -> None:
         ("Q8_0", "Q8_0X32"),
         *((kind, "F16") for kind in STORED_ROWS),
     ],
+    prompts=False,
 )
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, str], level: str) -> None:
     k = block_type(types[0]).block if types[0] in STORED_ROWS else 160
@@ -459,10 +459,10 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_and_again(types: tuple[str, 
         np.testing.assert_array_equal(some.view(np.uint32), whole[32 - n :].view(np.uint32))
 
 
-@pytest.mark.parametrize("level", _native.levels())
-@pytest.mark.parametrize(
+@each_level(
     "types",
     [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_0X32"), ("Q4_1", "Q4_1X32")],
+    prompts=False,
 )
 def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], level: str) -> None:
     layer = make_layer(128, 200, types, "drelu")
@@ -475,7 +475,7 @@ def test_wherever_neurons_are_placed_the_parts_add_up(types: tuple[str, str], le
         assert (np.abs(total - want) <= bound + 1e-30).all()
 
 
-@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_nan_and_infinity_reach_the_output(level: str) -> None:
     layer = make_layer(32, 20, ("F16", "F16"))
     for value in (np.nan, np.inf):

@@ -11,11 +11,12 @@ from typing import Any
 import model_files
 import numpy as np
 import pytest
+from levels import LEVELS, each_level
 from model_files import FF, LAYERS, PLAIN_EXPERTS, SHARED, D, experts_gguf
 from test_expert_neurons import ACTIVATIONS, ALLOWED, BESIDE, OF_LATENTS, TOKENS, far, logits, model, plain_model
 from test_prepared import describe
 
-from powerinfer import LLM, ModelError, RequestError, SamplingParams, _native
+from powerinfer import LLM, ModelError, RequestError, SamplingParams
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, cpu_experts
@@ -172,8 +173,7 @@ def test_candidates_of_every_type(kind: str, tmp_path: Path) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("kind", ALLOWED)
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", [*ALLOWED])
 def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
     """Gates, too, become the panels that the file's matrices would."""
     path = give_predictors(model(tmp_path, kind))
@@ -189,8 +189,7 @@ def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path:
 
 
 @pytest.mark.parametrize("step", [1, 25])
-@pytest.mark.parametrize("kind", ALLOWED)
-@pytest.mark.parametrize("level", _native.levels())
+@each_level("kind", [*ALLOWED], prompts=False)
 def test_where_all_are_candidates_it_is_exact(kind: str, level: str, step: int, tmp_path: Path) -> None:
     path = give_predictors(model(tmp_path, kind), threshold=-1e5, kind="Q8_0")
     exact, predicted = whole(path, exact=True, level=level), opened(path, level=level, recall_every=2)
@@ -447,7 +446,7 @@ def test_a_plan_counts_what_a_load_holds(
     assert sum(held) - of_predictors == planned["attention"] + planned["head"] + planned["panels"]
 
 
-@pytest.mark.parametrize("level", _native.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_without_gates_at_every_level(level: str, tmp_path: Path) -> None:
     path = give_plain_predictors(plain_model(tmp_path, "Q5_0"), threshold=-1e5, kind="Q8_0")
     exact, predicted = whole(path, exact=True, level=level), opened(path, level=level)

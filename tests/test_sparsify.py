@@ -80,7 +80,7 @@ def limits(checkpoint: Checkpoint) -> list[float]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_makes_a_model_that_runs(recipe: str, dense: Path, tmp_path: Path) -> None:
-    about = made(dense, tmp_path, recipe=recipe, type="f16").document
+    about = made(dense, tmp_path, recipe=recipe, type="f16", tokens=5120).document
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     assert checkpoint.config.activations == RECIPES[recipe].activation
     assert np.allclose(limits(checkpoint), about["limits"] or [0, 0], rtol=1e-5)

@@ -124,6 +124,12 @@ def made(path: Path, config: TrainConfig = QUICK) -> PredictorFile:
     return train(open_checkpoint(path), None, config, threads=1).file
 
 
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> PredictorFile:
+    """Its predictor, in a folder of its own."""
+    return made(copied(model, tmp_path_factory.mktemp("trained")))
+
+
 def held_out(samples: SamplesFile, layer: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(x, which neurons fire) of some rows."""
     x, active = samples.layers[layer]
@@ -133,11 +139,10 @@ def held_out(samples: SamplesFile, layer: int, rows: np.ndarray) -> tuple[np.nda
 # ---------------------------------------------------------------- what is learnt
 
 
-def test_few_directions_are_learnt_at_the_smallest_size(model: Path, tmp_path: Path) -> None:
-    path = copied(model, tmp_path)
-    file = made(path)
+def test_few_directions_are_learnt_at_the_smallest_size(model: Path, trained: PredictorFile) -> None:
+    file = trained
     assert [one.predictor.rank for one in file.layers.values()] == [32, 32]
-    samples = open_samples(open_checkpoint(path))
+    samples = open_samples(open_checkpoint(model))
     rows = split_rows(samples.rows, samples.windows)
     assert file.training is not None
     for layer, (one, told) in enumerate(zip(file.layers.values(), file.training["layers"], strict=True)):
@@ -164,10 +169,9 @@ def test_more_directions_need_a_larger_size(tmp_path: Path) -> None:
     assert all(one["candidate_fraction"] - one["active_fraction"] < 0.08 for one in file.training["layers"])
 
 
-def test_low_rank_is_taken_where_training_adds_nothing(model: Path, tmp_path: Path) -> None:
-    file = made(copied(model, tmp_path))
-    assert file.training is not None
-    for one in file.training["layers"]:
+def test_low_rank_is_taken_where_training_adds_nothing(trained: PredictorFile) -> None:
+    assert trained.training is not None
+    for one in trained.training["layers"]:
         assert one["method"] == "svd" and one["steps"] == 0
         assert (one["recall"], one["candidate_fraction"]) == (one["svd_recall"], one["svd_candidate_fraction"])
 
@@ -398,7 +402,7 @@ def test_the_model_is_counted_as_it_is_used(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("d_model", "some", "last"),
-    [(64, {32, 64}, 64), (288, {224, 256, 288}, 288), (20, {20}, 20), (4096, {1024, 1280}, 4096)],
+    [(64, {32, 64}, 64), (288, {224, 256, 288}, 288), (20, {20}, 20), (2048, {1024, 1280}, 2048)],
 )
 def test_the_sizes_that_are_tried(tmp_path: Path, d_model: int, some: set[int], last: int) -> None:
     model = checkpoint(tmp_path / "m.gguf", d_model=d_model, d_ff=d_model)
@@ -451,7 +455,7 @@ def test_a_size_that_needs_no_training_bounds_the_search() -> None:
 
 # ---------------------------------------------------------------- again and again
 
-UNREACHED = replace(QUICK, lost=0.0, steps=60)
+UNREACHED = replace(QUICK, lost=0.0, steps=20)
 """Every size is tried and trained."""
 
 

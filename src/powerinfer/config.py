@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -1257,7 +1258,7 @@ class ModelConfig:
         """Number of layers."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def ffn_sizes(self) -> tuple[int, ...]:
         """Neurons of each layer; 0 where they are not separable (`FfnKind.neurons`), and where there is no FFN."""
         return tuple(0 if layer.ffn.neurons is None else layer.ffn.neurons.size for layer in self.layers)
@@ -1308,7 +1309,7 @@ class ModelConfig:
         """The layers that have such neurons."""
         return tuple(at for at, neurons in enumerate(self.separable) if neurons)
 
-    @property
+    @cached_property
     def experts(self) -> dict[int, ExpertsConfig]:
         """The FFNs of the layers that have experts, by layer."""
         return {at: layer.ffn for at, layer in enumerate(self.layers) if isinstance(layer.ffn, ExpertsConfig)}
@@ -1318,7 +1319,7 @@ class ModelConfig:
         """The kinds of attention of the layers, each once."""
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
-    @property
+    @cached_property
     def states(self) -> dict[int, StateKind]:
         """The layers that keep a state for each sequence."""
         kinds = ((number, layer.attention) for number, layer in enumerate(self.layers))
@@ -1384,7 +1385,7 @@ class ModelConfig:
         first = min((source for source in sources if source is not None), default=self.n_layers)
         return layers if layers >= self.n_layers else min(layers, first)
 
-    @property
+    @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary embeddings of the layers, each once."""
         return self.ropes_of(0, self.n_layers)

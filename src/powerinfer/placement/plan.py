@@ -814,7 +814,7 @@ def _solved(request: PlanRequest, claims: Claims, policies: Sequence[str] = POLI
     tables = {False: _tables(request, claims, _orders(request, "time"))}
     if claims.whole:
         policies = (request.policy,)
-    shuffled = claims.gpu_layers and "random" in policies
+    shuffled = claims.gpu_layers and claims.bundles and "random" in policies
     tables[True] = _tables(request, claims, _orders(request, "random")) if shuffled else tables[False]
     others: dict[str, Choice] = {}
     for policy in reversed(policies):  # `time` starts with the answers of the others

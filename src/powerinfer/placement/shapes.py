@@ -146,6 +146,13 @@ class Model:
 
     def expert_bytes(self, layer: int) -> tuple[int, int]:
         """Bytes of an expert on a GPU and in panels, with its rows of a predictor; 0 where there are none."""
+        return self._expert_bytes[layer]
+
+    @cached_property
+    def _expert_bytes(self) -> tuple[tuple[int, int], ...]:
+        return tuple(map(self._bytes_of_expert, range(self.config.n_layers)))
+
+    def _bytes_of_expert(self, layer: int) -> tuple[int, int]:
         n, own, biases = max(1, self.n_experts[layer]), self.experts[layer], self.expert_biases(layer)
         stored, panels = sum(one.stored for one in own) // n, sum(one.panels for one in own) // n
         for outer in self.expert_predictor(layer)[1:]:
@@ -429,6 +436,14 @@ class Model:
         """Bytes of a layer's predictor on a GPU, with the numbers of its neurons."""
         return sum(one.stored for one in pair) + 4 * self.config.widest_ffn * bool(pair)
 
+    @cached_property
+    def _gpu_rows(self) -> tuple[int, set[tuple[int, int]], set[tuple[int, int]]]:
+        """Numbers of a token's row in attention, (matrices, width) of the FFNs, (experts of a token, size) of experts."""
+        every = [layer.ffn for layer in self.config.layers]
+        heads = max(_gpu_row(layer.attention) for layer in self.config.layers)
+        experts = {(ffn.router.top_k, ffn.size) for ffn in every if isinstance(ffn, ExpertsConfig)}
+        return heads, {(1 + ffn.gated, ffn.width) for ffn in every}, experts
+
     def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
         """Working memory on a GPU of steps of up to `tokens` tokens and `requests` logits: an estimate from above.
 
@@ -438,12 +453,9 @@ class Model:
         (`hybrid/vram.py`).
         """
         config = self.config
-        every = [layer.attention for layer in config.layers]
-        heads = max(map(_gpu_row, every))
-        ffns = [(1 + layer.ffn.gated, layer.ffn.width) for layer in config.layers]
-        experts = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+        heads, ffns, experts = self._gpu_rows
         longer = tokens > EXPERT_TOKENS  # rows of two blocks are kept, beside the hidden ones, and these as float16
-        rows = ((one.router.top_k, 2 * config.d_model + (2 + longer) * one.size // 2) for one in experts)
+        rows = ((top_k, 2 * config.d_model + (2 + longer) * size // 2) for top_k, size in experts)
         pairs = max((top_k * row for top_k, row in rows), default=0)
         piece = min(max(heads, *(first * size for first, size in ffns)), PIECE // config.d_model)
         largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
