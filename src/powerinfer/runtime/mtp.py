@@ -39,9 +39,9 @@ class _Pending:
         """An input a token, float32 [n, d_model], from position `begin` on; others than those before it are dropped."""
         if self.begin + len(self) != begin:
             self.begin, self._first, self._end = begin, 0, 0
-        if self._end + len(inputs) > len(self._memory):
-            older, room = self._memory[self._first : self._end], max(len(self) + len(inputs), 2 * _WAITING)
-            if room > len(self._memory):
+        older, room = self._memory[self._first : self._end], max(len(self) + len(inputs), 2 * _WAITING)
+        if self._end + len(inputs) > len(self._memory) or len(self._memory) > 2 * room:  # the latter behind a prompt
+            if not room <= len(self._memory) <= 2 * room:
                 self._memory = np.empty((room, inputs.shape[1]), np.float32)
             self._first, self._end = 0, len(older)
             if len(older):
@@ -75,7 +75,7 @@ class MtpDrafts:
     def outlook(self, request: AnswerRequest) -> Outlook:
         pending = self._pending.get(request)
         ready = pending is not None and pending.begin + len(pending) + 1 == len(request.tokens)
-        return Outlook(FEW if ready else 0, "mtp", RIGHT)  # the few tokens that wait are read in one call
+        return Outlook(FEW if ready else 0, self.name, RIGHT)  # the few tokens that wait are read in one call
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         answers = [(one, first, count) for one, first, count in parts if isinstance(one, AnswerRequest) and count]
@@ -112,7 +112,7 @@ class MtpDrafts:
             logits, outputs = self._read([(request, *inputs[request]) for request in requests], drafts)
             for request, output in zip(requests, outputs, strict=True):
                 inputs[request] = len(request.tokens) - 1 + len(drafts[request]), output[None]
-            return [likeliest(row) for row in logits]
+            return [self._likeliest(row) for row in logits]
 
         return consecutive_drafts(wanted, can_go_on, next_tokens)
 
@@ -144,6 +144,9 @@ class MtpDrafts:
             table,
             np.empty(0, np.int32) if drafts is None else np.cumsum(counts).astype(np.int32) - 1,
         )
+
+    def _likeliest(self, logits: NDArray[np.float32]) -> tuple[int, float]:
+        return likeliest(logits)
 
     def forget(self, request: AnswerRequest) -> None:
         self._pending.pop(request, None)
