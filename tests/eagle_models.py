@@ -211,7 +211,7 @@ class EagleModel:
             "model_type": "llama", "hidden_size": D, "intermediate_size": FF, "num_attention_heads": HEADS,
             "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu", "rms_norm_eps": self.eps,
             "rope_theta": self.theta, "rope_scaling": None, "max_position_embeddings": 64, "vocab_size": self.vocab,
-            "num_hidden_layers": 1, "attention_bias": self.kind.bias, "tie_word_embeddings": False,
+            "num_hidden_layers": 1, "attention_bias": True, "tie_word_embeddings": False,
         }  # fmt: skip
         if self.kind.window:
             layer |= {"layer_types": ["sliding_attention"], "sliding_window": self.kind.window}

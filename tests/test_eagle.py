@@ -26,9 +26,9 @@ from powerinfer.config import AttentionConfig, EngineConfig  # noqa: E402
 from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu_ffn import pack  # noqa: E402
 from powerinfer.devices.drafter import EagleHead  # noqa: E402
-from powerinfer.errors import NoDraftsError  # noqa: E402
+from powerinfer.errors import ModelError, NoDraftsError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
-from powerinfer.formats.eagle import is_eagle  # noqa: E402
+from powerinfer.formats.eagle import is_eagle, open_eagle  # noqa: E402
 from powerinfer.formats.tensors import float32_tensor  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import needs  # noqa: E402
@@ -151,6 +151,18 @@ def test_a_copy_of_the_models_embedding_is_not_read(saved: dict[str, Saved], tmp
     assert draft is not None and not draft.embedding and draft.head
 
 
+def test_all_tokens_in_their_order_need_no_rows_of_their_own(saved: dict[str, Saved], tmp_path: Path) -> None:
+    model, path, _ = saved["eagle"]
+    head = model.save(tmp_path, draft_vocab_size=VOCAB)
+    tensors = {name: one for name, one in model.tensors().items() if name != "lm_head.weight"}
+    save_file(tensors | {"d2t": np.zeros(VOCAB, np.int64)}, head / "model.safetensors")
+    draft = joined(path, head).config.draft
+    assert draft is not None and not draft.head
+    save_file(tensors | {"d2t": np.arange(VOCAB)[::-1] - np.arange(VOCAB)}, head / "model.safetensors")
+    with pytest.raises(NoDraftsError, match=r"lm_head.weight is missing"):
+        joined(path, head)
+
+
 def test_a_head_is_quantised_as_its_model_is(saved: dict[str, Saved]) -> None:
     _, path, head = saved["eagle"]
     checkpoint = joined(path, head, quantize="q8_0")
@@ -225,6 +237,38 @@ def test_heads_that_are_refused(
     with pytest.raises(NoDraftsError, match=message) as error:
         joined(path, head)
     assert str(error.value).startswith(f"--speculate {head}: ")
+
+
+ODD: list[Any] = [None, -1, 1 << 40, 0.5, "x", [], {"a": []}, [True, 1]]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "speculators"])
+def test_odd_settings_are_refused_or_read(kind: str, saved: dict[str, Saved], tmp_path: Path) -> None:
+    model, path, _ = saved[kind]
+    checkpoint, head = open_checkpoint(path), model.save(tmp_path)
+    config, refused = json.loads((head / "config.json").read_text()), 0
+    places = [(config, key) for key in list(config)]
+    places += [(inner, key) for inner in (config.get("transformer_layer_config", {}),) for key in list(inner)]
+    for place, key in places:
+        for value in ODD:
+            before, place[key] = place[key], value
+            (head / "config.json").write_text(json.dumps(config))
+            place[key] = before
+            try:
+                open_eagle(head, checkpoint.config, checkpoint.stored("embed"))
+            except ModelError as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert refused > 2 * len(places)
+
+
+def test_a_cut_file_is_refused(saved: dict[str, Saved], tmp_path: Path) -> None:
+    _, path, head = saved["gguf"]
+    checkpoint, whole = open_checkpoint(path), head.read_bytes()
+    for n in range(0, len(whole), len(whole) // 23 + 1):
+        (cut := tmp_path / "cut.gguf").write_bytes(whole[:n])
+        with pytest.raises(ModelError):
+            open_eagle(cut, checkpoint.config, checkpoint.stored("embed"))
 
 
 def test_the_native_operators_are_checked() -> None:

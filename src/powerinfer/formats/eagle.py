@@ -94,6 +94,8 @@ def open_eagle(path: Path, model: ModelConfig, embedding: StoredTensor) -> Sourc
     _check_sizes(head, model, path)
     for file in head.files:
         file.check()
+    if head.ids is not None and np.array_equal(head.ids, np.arange(model.vocab_size)):
+        head = replace(head, ids=None)
     stored, at = _numbered(head, model.n_layers), layout.draft_prefix(model)
     table, output = (f"{head.around[part]}.weight" for part in ("embed", "head"))
     if table in stored and _alike(stored[table], embedding):
@@ -138,7 +140,8 @@ def _alike(table: SingleTensor, embedding: StoredTensor) -> bool:
         return False
     rows = np.linspace(0, table.shape[0] - 1, _ROWS).astype(int)
     first, second = (np.concatenate([one.values(row, row + 1) for row in rows]) for one in (table, other))
-    return bool(np.linalg.norm(first - second) <= _ALIKE * np.linalg.norm(second))
+    with np.errstate(invalid="ignore", over="ignore"):  # what is no number is not alike
+        return bool(np.linalg.norm(first - second) <= _ALIKE * np.linalg.norm(second))
 
 
 def _tokens(head: _Head, vocab: int, path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -188,7 +191,7 @@ def _read_folder(path: Path, model: ModelConfig) -> _Head:
     layers = Fields(of_layer, source).integer("num_hidden_layers", 1, layout.MAX_LAYERS, 1)
     if layers != 1:
         raise ModelError(f"{source}: a head of {layers} layers is not read, only of one: take another head")
-    config = _layer_config(of_layer, "layers.0.self_attn.q_norm.weight" in stored, path)
+    config = _layer_config(of_layer, stored, path)
     _check_width(config, fields)
     offsets = _integers(stored.pop("d2t", None), path)  # from the numbers of the rows
     eagle = EagleConfig(
@@ -218,11 +221,14 @@ def _check_width(config: ModelConfig, fields: Fields) -> None:
         raise fields.bad("target_hidden_size", problem)
 
 
-def _layer_config(of_layer: dict[str, Any], normed_heads: bool, path: Path) -> ModelConfig:
-    """A model of the head's layer. normed_heads: q and k have norms, as in Qwen3."""
+def _layer_config(of_layer: dict[str, Any], stored: Mapping[str, SingleTensor], path: Path) -> ModelConfig:
+    """A model of the head's layer: Llama's, or Qwen3's if q and k have norms. Settings of biases may be those of the
+    model that it was trained for."""
+    normed_heads = "layers.0.self_attn.q_norm.weight" in stored
     name, kind = ("Qwen3ForCausalLM", "qwen3") if normed_heads else ("LlamaForCausalLM", "llama")
     metadata = {key: one for key, one in of_layer.items() if key not in _OF_HEAD}
     metadata |= {"architectures": [name], "model_type": kind, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    metadata |= {"attention_bias": "layers.0.self_attn.q_proj.bias" in stored, "mlp_bias": False}
     config = read_config(metadata, path)
     if of_layer.get("layer_types") != ["sliding_attention"]:
         return config
