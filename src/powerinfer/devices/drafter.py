@@ -116,6 +116,7 @@ class EagleHead(CpuDraftHead):
         features what `outputs` stand for; normed: these are what the final norm gives."""
         super().__init__(program, run, vocab_size, stores, output=normed)
         self.tokens = tokens
+        self.lists = False  # tokens to draft from: its rows are of few already
         self._fused = fused
 
     def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from powerinfer.runtime.mtp import MtpDrafts
-from powerinfer.runtime.speculation import likeliest
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from powerinfer.devices.drafter import EagleHead
 
 
@@ -19,10 +15,10 @@ class EagleDrafts(MtpDrafts):
 
     name = "eagle"
 
-    def __init__(self, head: EagleHead, page_size: int, max_tokens: int) -> None:
-        super().__init__(head, page_size, max_tokens)
+    def __init__(self, head: EagleHead, *sizes: int) -> None:
+        """sizes: as of `MtpDrafts`."""
+        super().__init__(head, *sizes)
         self._tokens = head.tokens
 
-    def _likeliest(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        row, probability = likeliest(logits)
-        return int(self._tokens[row]), probability
+    def _token(self, number: int) -> int:
+        return int(self._tokens[super()._token(number)])

@@ -112,7 +112,8 @@ class MtpDrafts:
             logits, outputs = self._read([(request, *inputs[request]) for request in requests], drafts)
             for request, output in zip(requests, outputs, strict=True):
                 inputs[request] = len(request.tokens) - 1 + len(drafts[request]), output[None]
-            return [self._likeliest(row) for row in logits]
+            likely = [likeliest(row) for row in logits]
+            return [(self._token(number), probability) for number, probability in likely]
 
         return consecutive_drafts(wanted, can_go_on, next_tokens)
 
@@ -145,8 +146,9 @@ class MtpDrafts:
             np.empty(0, np.int32) if drafts is None else np.cumsum(counts).astype(np.int32) - 1,
         )
 
-    def _likeliest(self, logits: NDArray[np.float32]) -> tuple[int, float]:
-        return likeliest(logits)
+    def _token(self, number: int) -> int:
+        """The model's token of that number among the logits."""
+        return number
 
     def forget(self, request: AnswerRequest) -> None:
         self._pending.pop(request, None)
