@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_models import DraftModel
+from eagle_models import EagleModel
 from model_files import delta_gguf, tiny_gguf
 from sparse_models import TEXT, give_bundles, tiny_llama
 
@@ -108,9 +109,9 @@ def test_smaller_models_that_are_refused(plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("bogus", "--speculate takes auto, mtp, lookup, off or a smaller MODEL, not 'bogus': no model bogus"),
+        ("bogus", "takes auto, mtp, lookup, off, a smaller MODEL or an EAGLE head, not 'bogus': no model bogus"),
         ("Lookup", "not 'Lookup': .*; did you mean lookup?"),
-        ("", "or a smaller MODEL, not ''$"),
+        ("", "a smaller MODEL or an EAGLE head, not ''$"),
         (None, "speculate must be auto, .* a model, not None"),
         (4, "speculate must be auto, .* not 4"),
     ],
@@ -153,6 +154,41 @@ def test_a_server_of_several_answers_without_drafts(
         assert f"it answers without drafts: --speculate {way}: " in (said := caplog.messages[-1]) and line in said
     assert main(["serve", "-m", f"a={plain}", "-m", f"b={path}", "--speculate", "bogus"]) == 2
     assert "--speculate takes auto" in capsys.readouterr().err
+
+
+def test_an_eagle_head(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answers, what commands say of it, its memory, and a server of several models."""
+    model, other = EagleModel("eagle", vocab=40), EagleModel("eagle")
+    head, strange = model.save(tmp_path / "head"), other.save(tmp_path / "strange")
+    with LLM(plain, **OPTIONS) as llm:
+        expected = llm.generate(TEXT[:60], PARAMS).token_ids
+    with LLM(plain, speculate=str(head), **OPTIONS) as llm:
+        assert llm.generate(TEXT[:60], PARAMS).token_ids == expected
+        assert llm.drafts == "eagle" and llm.choices["drafts"].startswith(str(head))
+        assert llm.stats().speculation.drafted > 0 and not llm.stats().speculation.failed
+    shown = []
+    for flags in (["--speculate", str(head)], []):
+        assert main(["inspect", "-m", str(plain), *COMMAND, "--json", *flags]) == 0
+        shown.append(document(capsys))
+    assert shown[0]["draft_head"]["eagle"]["vocab"] == 40 and shown[1]["draft_head"] is None
+    assert 0 < shown[0]["draft_head"]["bytes"] < shown[0]["memory"]["ram"] - shown[1]["memory"]["ram"]
+    assert main(["inspect", "-m", str(plain), *COMMAND, "--json", "--speculate", str(strange)]) == 0
+    assert "vocabulary 101 does not go with a model of vocabulary 40" in document(capsys)["choices"]["refused"]
+    command = ["plan", "-m", str(plain), "--hardware", "pc-16gb", "--dry-run", *COMMAND, "--json"]
+    assert main([*command, "--speculate", str(head)]) == 0
+    planned = document(capsys)["bytes"]["cpu"]
+    assert planned["draft"] > 0
+    assert main([*command, "--speculate", str(strange)]) == 2
+    less = [*command, "--speculate", str(head), "--ram", f"{sum(planned.values()) - 1}B"]
+    assert main(less) == 2
+    assert "the EAGLE head is left out: there is too little memory" in capsys.readouterr().err
+    engine, budget = EngineConfig(**OPTIONS), Budget(1 << 31)
+    taken = [serve._needs(plain, replace(engine, speculate=str(way)), budget).ram for way in (head, strange, "off")]
+    assert taken[0] > taken[1] == taken[2]
+    with serve._load("m", plain, replace(engine, speculate=str(strange)), lambda *_: None, budget) as llm:
+        assert llm.drafts is None
+    with pytest.raises(RequestError, match=r"the EAGLE head is left out: there is too little memory.*: raise --ram"):
+        LLM(plain, speculate=str(head), ram=taken[0] - 1, **OPTIONS)
 
 
 def test_quantize_keeps_the_head(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1202,18 +1202,39 @@ def uniform(n_layers: int, layer: LayerConfig) -> tuple[LayerConfig, ...]:
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """Settings of an EAGLE-3 head (arXiv 2503.01840): a draft head in files of its own, trained for a model.
+
+    It reads of a position features, what some layers of the model get, side by side, which a projection makes as wide
+    as the model, and the embedding of the token that follows. Its attention reads a norm of each, side by side, the
+    embedding first, and what attention gives is added to the projected features. layers: that get the features; the
+    number of layers: what the last one gives. vocab: rows of its output head, each of a token of the model. norm_eps:
+    of its norms. norms: of the features: "none", "whole", of all together, "each". normed: attention's result is added
+    to the norm of the projected features; normed_output: further drafts read what the final norm gives.
+    """
+
+    layers: tuple[int, ...]
+    vocab: int
+    norm_eps: float
+    norms: str = "none"
+    normed: bool = False
+    normed_output: bool = False
+
+
+@dataclass(frozen=True)
 class DraftHeadConfig:
     """A head that predicts the token after the next (MTP), as of DeepSeek-V3 (arXiv 2412.19437).
 
     It reads of a position what the model's final norm gives, and the embedding of the token that follows: a norm of
     each, both side by side, the embedding first, and a projection make the input of its layer. embedding, head,
-    final_norm: it has its own, else it uses the model's.
+    final_norm: it has its own, else it uses the model's. eagle: it is an EAGLE head, which reads other things.
     """
 
     layer: LayerConfig
     embedding: bool = False
     head: bool = False
     final_norm: bool = True
+    eagle: EagleConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -1515,8 +1536,8 @@ class EngineConfig:
     speculate: str = option(
         "auto",
         "draft tokens, which the model verifies several at a time; answers stay the same: mtp, by the model's own "
-        "layers for that; lookup, by what followed the same words before; a smaller MODEL of the same vocabulary; off; "
-        "auto: mtp where the model has such layers",
+        "layers for that; lookup, by what followed the same words before; a smaller MODEL of the same vocabulary, or "
+        "an EAGLE-3 head; off; auto: mtp where the model has such layers",
         metavar="HOW|MODEL",
     )
     isa: str | None = option(None, "instruction set of the CPU kernels; default: the best supported", metavar="NAME")

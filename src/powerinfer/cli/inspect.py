@@ -64,6 +64,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         checkpoint = open_model(args.model, engine, out, bar, fetch_pinned=False, draft_head=True)
         document = describe(checkpoint)
         document["choices"], document["memory"] = _resolved(checkpoint, engine, bar, out)
+        if checkpoint.config.draft is not None:  # an EAGLE head has joined it
+            document["draft_head"] = _draft_head(checkpoint)
     document["prepared"] = prepared(checkpoint, engine.prepared)
     _show(document, checkpoint.config, out)
     out.document(document)
@@ -213,7 +215,7 @@ def _resolved(
     from powerinfer.hybrid.disk import open_tier
     from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
-    from powerinfer.runtime.draft_sources import check_head, smaller_model
+    from powerinfer.runtime.draft_sources import check_head, join_head, smaller_model
     from powerinfer.sparsity.selection import choose
 
     machine, lines = machine_choices(engine).texts(), list[str]()
@@ -221,6 +223,7 @@ def _resolved(
     try:
         if smaller is not None and has_tokenizer(checkpoint):
             smaller.check_vocabulary(tokenizer_of(checkpoint))
+        join_head(checkpoint, engine, progress)
         beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
         resolved = resolve(checkpoint, beside, progress, lines.append)
         check_head(engine, checkpoint.config, [*checkpoint.notes, *lines])

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from powerinfer.cli.common import Output, config_flags, config_from, model_argument, model_flag, open_model
 from powerinfer.config import EngineConfig, PlanConfig
-from powerinfer.errors import RequestError, demand
+from powerinfer.errors import NoDraftsError, RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
 from powerinfer.progress import silent
 
@@ -142,9 +142,10 @@ def _leave_room(
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import gib
     from powerinfer.placement.request import plan_request
-    from powerinfer.runtime.draft_sources import check_head, smaller_model
+    from powerinfer.runtime.draft_sources import check_head, join_head, smaller_model
     from powerinfer.text.model_text import tokenizer_of
 
+    join_head(checkpoint, engine, silent)
     check_head(engine, checkpoint.config, checkpoint.notes)
     smaller = smaller_model(engine, checkpoint.config.context_length, silent)
     if smaller is None:
@@ -167,13 +168,15 @@ def _weigh_head(
 ) -> tuple[PlanRequest, Plan | RequestError]:
     """The request and its plan, without the model's draft head where a load leaves that out."""
     from powerinfer.devices.states import tokens_to_undo
-    from powerinfer.formats.source import NO_MTP
+    from powerinfer.formats.source import NO_EAGLE, NO_MTP
     from powerinfer.placement.draft_gain import drop_head
     from powerinfer.placement.plan import place
 
     plan = place(request)
     if request.model.config.draft is None or not (reason := _no_head(plan, request, engine)):
         return request, plan
+    if request.model.config.draft.eagle is not None:
+        raise NoDraftsError(f"--speculate {engine.speculate}: {NO_EAGLE}: {reason}")
     out.note(f"{NO_MTP}: {reason}")
     model = drop_head(request.model)
     drafts = engine.drafts_for(model.config)
@@ -193,8 +196,11 @@ def _head_assumption(model: Model) -> list[str]:
 def _no_head(plan: Plan | RequestError, request: PlanRequest, engine: EngineConfig) -> str | None:
     """The reason for which a load leaves the draft head out, for people; None: it does not."""
     from powerinfer.placement.budget import displaced_by_drafts, gib
-    from powerinfer.placement.draft_gain import DISPLACES, NO_ROOM, problem_from_disk, too_little_gain
+    from powerinfer.placement.draft_gain import BESIDE_GPU, DISPLACES, NO_ROOM, problem_from_disk, too_little_gain
 
+    draft = request.model.config.draft
+    if draft is not None and draft.eagle is not None and not isinstance(plan, RequestError) and plan.claims.gpu_layers:
+        return BESIDE_GPU
     if reason := too_little_gain(request.model, engine):
         return reason
     if isinstance(plan, RequestError):

@@ -286,18 +286,19 @@ def _read_needs(path: Path, engine: EngineConfig) -> Needs:
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
-    from powerinfer.runtime.draft_sources import smaller_model
+    from powerinfer.runtime.draft_sources import join_head, smaller_model
     from powerinfer.text.model_text import tokenizer_of
 
     checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
     smaller = smaller_model(engine, checkpoint.config.context_length, silent)
-    if smaller is None:
-        return needs(resolve(checkpoint, engine))
     try:
+        join_head(checkpoint, engine, silent)
+        if smaller is None:
+            return needs(resolve(checkpoint, engine))
         smaller.check_vocabulary(tokenizer_of(checkpoint))
         beside = smaller.leave_room(engine, checkpoint)
     except NoDraftsError:
-        return needs(resolve(checkpoint, replace(engine, speculate="off")))
+        return _read_needs(path, replace(engine, speculate="off"))
     of_model = needs(resolve(checkpoint, beside))
     return of_model._replace(ram=of_model.ram + smaller.ram_bytes, vram=of_model.vram + smaller.vram_bytes)
 

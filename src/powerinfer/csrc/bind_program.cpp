@@ -405,12 +405,27 @@ void bind_operators(nb::class_<Program>& program) {
       .def(
           "draft_input",
           [](Program& p, std::shared_ptr<Table> table, const Norm& embed_norm, const Norm& hidden_norm,
-             std::shared_ptr<Matrix> w,
-             float scale) { p.draft_input({std::move(table), embed_norm, hidden_norm, std::move(w), scale}); },
-          "table"_a, "embed_norm"_a, "hidden_norm"_a, "w"_a, "scale"_a = 1.0f, nb::keep_alive<1, 2>(),
+             std::shared_ptr<Matrix> w, float scale,
+             bool normed) { p.draft_input({std::move(table), embed_norm, hidden_norm, std::move(w), scale, normed}); },
+          "table"_a, "embed_norm"_a, "hidden_norm"_a, "w"_a.none(), "scale"_a = 1.0f, "normed"_a = false,
+          nb::keep_alive<1, 2>(),
           "x = w . [embed_norm(scale * row of the token), hidden_norm(x)]: a draft head begins, behind the model's "
           "head.\n\n"
-          "Its operators are run by themselves, with any states or none.");
+          "Its operators are run by themselves, with any states or none. w: None behind `fuse`, where the next\n"
+          "attention reads both; normed: x = hidden_norm(x) then.")
+      .def("keep_feature", &Program::keep_feature, "place"_a, "places"_a,
+           "The features that an EAGLE head reads, d_model numbers at each of `places`: those at `place` = x.")
+      .def(
+          "fuse",
+          [](Program& p, const std::vector<const Norm*>& norms, std::shared_ptr<Matrix> w) {
+            std::vector<Norm> all;
+            for (const Norm* one : norms) all.push_back(norm_of(one));
+            p.fuse(std::move(all), std::move(w));
+          },
+          "norms"_a, "w"_a,
+          "x = w . norms(features): an EAGLE head begins, and `draft_input` follows. norms: none, one as wide as all "
+          "places,\n"
+          "or one of each.");
 }
 
 }  // namespace
@@ -545,6 +560,16 @@ void bind_program(nb::module_& m) {
           "Where it `lists_draft_panels`, as its output head is in memory: the panels of LANES tokens whose logits the "
           "last head makes from now on, int32 [n], ascending: one behind "
           "the\nother. None: all.")
+      .def(
+          "features",
+          [](Program& p, int64_t tokens) {
+            require(p.features && tokens > 0 && tokens <= p.sizes.max_tokens, "there is no EAGLE head");
+            return nb::ndarray<nb::numpy, float, nb::ndim<2>>(p.features, {(size_t)tokens, (size_t)p.feature_width},
+                                                              nb::find(p), {p.ldfeatures, 1});
+          },
+          "tokens"_a,
+          "The features of the last step, [tokens, places * d_model]: the program's own memory, which may be\n"
+          "written.")
       .def("hidden_states", &hidden_states, "rows"_a, "out"_a.noconvert(), "draft"_a = false,
            "out [rows, d_model] = norm(x) with the norm of the head, or of the draft head: rows of the last step.")
       .def(

@@ -112,7 +112,9 @@ class AttentionIn : public Op {
     Program& p = here.p;
     const int64_t heads = heads_, kv = kv_.kv_heads;
     const int forms = in_.q->form() | (in_.k ? in_.k->form() | in_.v->form() : 0);
-    const PiActs* acts = here.w.prepare(t.id, p.residual(0, step.tokens), in_.norm, forms);
+    const Rows input =
+        in_.q->k == p.sizes.d_model ? p.residual(0, step.tokens) : Rows{p.joined, p.ldjoined, in_.q->k, step.tokens};
+    const PiActs* acts = here.w.prepare(t.id, input, in_.norm, forms);
     // Whole heads to each thread: it can rotate them and store them without waiting for another.
     const auto multiply = [&](const Heads& to) {
       part(here, *in_.q, in_.q_bias, acts, step, to, 0, heads);
@@ -474,7 +476,8 @@ void Program::attention_input(AttentionInput in) {
   check(!in.k == !in.v && !in.k == !kv, "a layer has keys and values, or neither and no room for them");
   check(in.q->rows == q && (!in.k || (in.k->rows == kv && in.v->rows == kv)),
         "q, k or v has another number of rows than its heads need");
-  check(in.q->k == sizes.d_model && (!in.k || (in.k->k == sizes.d_model && in.v->k == sizes.d_model)),
+  const bool joins = joined && !in.norm && in.q->k == 2 * sizes.d_model;
+  check((joins || in.q->k == sizes.d_model) && (!in.k || (in.k->k == in.q->k && in.v->k == in.q->k)),
         "q, k or v has another number of columns than d_model");
   check_norm(in.norm, sizes.d_model, "the attention norm");
   check_bias(in.q_bias, q, "q");
@@ -778,7 +781,7 @@ void Program::head(Norm norm, std::shared_ptr<Matrix> project, std::shared_ptr<M
         "the head's projection does not lead from the width of the model to embed_dim");
   check_norm(norm, sizes.d_model, "the final norm");
   (draft_from < ops_.size() ? draft_norm_ : final_norm_) = std::make_shared<const Norm>(norm);
-  head_panels = w->panels;
+  head_panels = std::max(head_panels, w->panels);  // a draft head may have fewer
   check(cap >= 0, "a cap of the logits is negative");
   check_bias(bias, w->rows, "the head");
   bias = padded(std::move(bias));
@@ -807,8 +810,10 @@ class DraftIn : public Op {
         if (in_.scale != 1.0f) here.kernels->scale(row, in_.scale, table.k);
         in_.embed_norm.apply(here.kernels, row, row);
         in_.hidden_norm.apply(here.kernels, p.x + i * p.ldx, hidden);
+        if (in_.normed) memcpy(p.x + i * p.ldx, hidden, (size_t)p.sizes.d_model * 4);
       }
     });
+    if (!in_.w) return;
     const PiActs* acts = here.w.prepare(t.id, {p.joined, p.ldjoined, in_.w->k, step.tokens}, {}, in_.w->form());
     here.w.finish_product(t.id, *in_.w, acts, step.tokens, {p.x, p.ldx, false, NO_BIAS});
   }
@@ -817,13 +822,81 @@ class DraftIn : public Op {
   const DraftInput in_;
 };
 
+class KeepFeature : public Op {
+ public:
+  explicit KeepFeature(int64_t place) : place_(place) {}
+  const char* name() const override { return "feature"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    const Program& p = here.p;
+    here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        memcpy(p.features + i * p.ldfeatures + place_ * p.sizes.d_model, p.x + i * p.ldx, (size_t)p.sizes.d_model * 4);
+    });
+  }
+
+ private:
+  const int64_t place_;
+};
+
+class Fuse : public Op {
+ public:
+  Fuse(std::vector<Norm> norms, std::shared_ptr<Matrix> w) : norms_(std::move(norms)), w_(std::move(w)) {}
+  const char* name() const override { return "fuse"; }
+  void run(Thread& t, const Step& step) override {
+    const Here here(t);
+    const Program& p = here.p;
+    const int64_t width = norms_.empty() ? 0 : p.feature_width / (int64_t)norms_.size();
+    if (width)
+      here.w.pool->phase(step.tokens, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+          for (size_t n = 0; n < norms_.size(); n++) {
+            float* const row = p.features + i * p.ldfeatures + (int64_t)n * width;
+            norms_[n].apply(here.kernels, row, row);
+          }
+      });
+    const PiActs* acts = here.w.prepare(t.id, {p.features, p.ldfeatures, w_->k, step.tokens}, {}, w_->form());
+    here.w.finish_product(t.id, *w_, acts, step.tokens, {p.x, p.ldx, false, NO_BIAS});
+  }
+
+ private:
+  const std::vector<Norm> norms_;
+  const std::shared_ptr<Matrix> w_;
+};
+
 }  // namespace
+
+void Program::keep_feature(int64_t place, int64_t places) {
+  check(place >= 0 && place < places && places <= 64, "there is no such place among the features");
+  check(!features || feature_width == places * sizes.d_model, "a program has one draft head");
+  if (!features) {
+    feature_width = places * sizes.d_model;
+    ldfeatures = pi_round_up(feature_width, PI_LANES);
+    features = (float*)memory_.allocate(sizes.max_tokens * ldfeatures * 4);
+    workspace->reserve(sizes.max_tokens, feature_width);
+  }
+  add(std::make_shared<KeepFeature>(place));
+}
+
+void Program::fuse(std::vector<Norm> norms, std::shared_ptr<Matrix> w) {
+  check(features && draft_from > ops_.size(), "an EAGLE head without features, or a second one");
+  check(w->rows == sizes.d_model && w->k == feature_width, "the draft head's projection has a wrong shape");
+  check(norms.size() <= 1 || (int64_t)norms.size() * sizes.d_model == feature_width,
+        "there is not a norm of each feature");
+  for (const Norm& norm : norms) {
+    check((bool)norm, "there is no norm");
+    check_norm(norm, feature_width / (int64_t)norms.size(), "the norm of features");
+  }
+  draft_from = ops_.size();
+  add(std::make_shared<Fuse>(std::move(norms), w), {w});
+}
 
 void Program::draft_input(DraftInput in) {
   const int64_t d = sizes.d_model;
   check(!joined, "a program has one draft head");
   check(in.table->k == d && sizes.embed_dim == d, "the draft head's embedding has rows of another width than d_model");
-  check(in.w->rows == d && in.w->k == 2 * d, "the draft head's projection has a wrong shape");
+  check(in.w ? in.w->rows == d && in.w->k == 2 * d : draft_from < ops_.size(),
+        "the draft head's projection has a wrong shape");
   check(in.embed_norm && in.hidden_norm, "a draft head has norms of what it reads");
   check_norm(in.embed_norm, d, "the norm of the draft head's embedding");
   check_norm(in.hidden_norm, d, "the norm of the draft head's hidden states");
@@ -831,7 +904,8 @@ void Program::draft_input(DraftInput in) {
   ldjoined = pi_round_up(2 * d, PI_LANES);
   joined = (float*)memory_.allocate(sizes.max_tokens * ldjoined * 4);
   workspace->reserve(sizes.max_tokens, 2 * d);
-  draft_from = ops_.size();
+  draft_from = std::min(draft_from, ops_.size());
   const auto w = in.w;
-  add(std::make_shared<DraftIn>(std::move(in)), {w});
+  add(std::make_shared<DraftIn>(std::move(in)),
+      w ? std::vector<std::shared_ptr<Matrix>>{w} : std::vector<std::shared_ptr<Matrix>>{});
 }

@@ -260,8 +260,9 @@ void Program::set_window(std::shared_ptr<Window> window) {
 
 void Program::list_draft_panels(std::vector<int32_t> panels) {
   check(lists_draft_panels(), "there is no output head in memory");
+  const int64_t all = drafting_head_->matrices.back()->panels;
   for (size_t i = 0; i < panels.size(); i++)
-    check(panels[i] >= 0 && panels[i] < head_panels && (i == 0 || panels[i] > panels[i - 1]),
+    check(panels[i] >= 0 && panels[i] < all && (i == 0 || panels[i] > panels[i - 1]),
           "panels of the output head that are not in order");
   workspace->pool->between_jobs([&] { draft_panels = std::move(panels); });
 }

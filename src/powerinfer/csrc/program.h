@@ -107,12 +107,13 @@ struct EmbedInput {
   float scale = 1;                          // of the token's row
 };
 
-// The first operator of a draft head, whose operators follow the model's.
+// The first operator of a draft head, whose operators follow the model's; of an EAGLE head the second.
 struct DraftInput {
   std::shared_ptr<Table> table;  // the embedding of the token that follows
   Norm embed_norm, hidden_norm;
-  std::shared_ptr<Matrix> w;  // from [embedding, hidden state] to d_model
+  std::shared_ptr<Matrix> w;  // from [embedding, hidden state] to d_model; null: attention reads both
   float scale = 1;            // of the token's row
+  bool normed = false;        // without w: x = hidden_norm(x)
 };
 
 struct AttentionInput {
@@ -224,6 +225,10 @@ class Program {
   // would be of all. None: all.
   void list_draft_panels(std::vector<int32_t> panels);
   bool lists_draft_panels() const { return drafting_head_ && drafting_head_->matrices.back()->is_in_memory(); }
+  // The features that an EAGLE head reads of a token, d_model numbers at each of `places`: those at `place` = x.
+  void keep_feature(int64_t place, int64_t places);
+  // x = w . norms(features); norms: none, one of all places together, or one of each. An EAGLE head begins.
+  void fuse(std::vector<Norm> norms, std::shared_ptr<Matrix> w);
   // x += FFN(x), see ffn.h. Its neurons as matrices or as bundles, either of which may be null; a predictor, of bundles,
   // or null.
   std::shared_ptr<Ffn> ffn(FfnSpec spec, std::shared_ptr<const DenseNeurons> dense,
@@ -275,6 +280,8 @@ class Program {
   int64_t ldinputs = 0;
   float* joined = nullptr;  // of the draft head, rows of `ldjoined`; null: there is none
   int64_t ldjoined = 0;
+  float* features = nullptr;                  // of an EAGLE head, rows of `ldfeatures`; null: there is none
+  int64_t ldfeatures = 0, feature_width = 0;  // the second: without what pads a row
   Streams streams;
   ActMemory hidden;                         // forms of an FFN's activations, whose floats are in `gate`
   std::shared_ptr<ExpertRows> expert_rows;  // null: there are no experts

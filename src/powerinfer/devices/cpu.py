@@ -39,7 +39,7 @@ from powerinfer.devices.cpu_experts import (
 )
 from powerinfer.devices.cpu_ffn import CpuFfn, PartMaker, Selecting, Weights, pack
 from powerinfer.devices.disk import DiskTier
-from powerinfer.devices.drafter import CpuDraftHead
+from powerinfer.devices.drafter import CpuDraftHead, EagleHead
 from powerinfer.devices.file_rows import ROOM, FileRows
 from powerinfer.devices.states import Slots, StateMemory, state_bytes, state_slots
 from powerinfer.errors import ModelError, RequestError
@@ -270,6 +270,8 @@ class CpuExecutor:
         self.config = config
         wired = config.with_draft if drafting.head else replace(config, draft=None)
         self._layers = wired.layers
+        self._norm_eps = config.norm_eps  # of the norms that are wired
+        self._eagle = config.draft.eagle if drafting.head and config.draft is not None else None
         self.drafter: CpuDraftHead | None = None
         self.disk = disk
         if disk is not None:
@@ -299,6 +301,7 @@ class CpuExecutor:
         self._embedding: _native.Table | None = None
         self._head: _native.Matrix | None = None
         self._draft_from: int | None = None  # the first operator of the draft head
+        self._fused = 0  # the end of those that project an EAGLE head's features
         self._stores = 0  # the end of the operators that store keys and values, so far
         self._of_model = False, 0  # `in_experts` and `bytes_per_token`, while that is wired
         self._ropes = {rope: self._program.add_rope(*rotation) for rope, rotation in rotations.items()}
@@ -363,7 +366,7 @@ class CpuExecutor:
     ) -> _native.Norm:
         """A norm of the model's kind over rows of d_model. order: number i of the result is that of number order[i];
         eps: None, the model's."""
-        eps = self.config.norm_eps if eps is None else eps
+        eps = self._norm_eps if eps is None else eps
         return _native.Norm(weight, eps, bias, self.config.norm == "layer", order=order)
 
     def scale(self, factor: float) -> _native.Norm:
@@ -436,7 +439,7 @@ class CpuExecutor:
         q, k, v = qkv[0], qkv[1] if stores else None, qkv[-1] if stores else None
         q_bias, k_bias, v_bias = biases[0], biases[1] if stores else None, biases[len(qkv) - 1] if stores else None
         of_v = np.ones(settings.head_dim, np.float32) if settings.v_norm and stores else None
-        eps, separate = self.config.norm_eps, settings.qk_norm == "separate"
+        eps, separate = self._norm_eps, settings.qk_norm == "separate"
         of_q, of_k = (None if w is None else _native.Norm(w, eps, None, separate) for w in (q_norm, k_norm))
         of_v_ = None if of_v is None else _native.Norm(of_v, eps)
         place = layer - self.first_layer
@@ -1059,14 +1062,17 @@ class CpuExecutor:
     ) -> None:
         """x = matrix . [embed_norm(row of the embedding), hidden_norm(x)]: the draft head begins, behind all of the
         model. embedding: its own, None: the model's."""
+        table, join = self._begin_draft(embedding), self.matrix(matrix)
+        self._program.draft_input(table, embed_norm, hidden_norm, join, self.config.embedding_scale)
+
+    def _begin_draft(self, embedding: RawTensor | None) -> _native.Table:
+        """Begin the draft head, whose operators follow. Returns its embedding."""
         self._draft_from, self._of_model = self._program.size, (self.in_experts, self.bytes_per_token)
         self.in_experts = False
-        table = self._embedding
         if embedding is not None:
-            table = self._table(replace(embedding, data=embedding.data.copy()))
-        assert table is not None
-        join = self.matrix(matrix)
-        self._program.draft_input(table, embed_norm, hidden_norm, join, self.config.embedding_scale)
+            return self._table(replace(embedding, data=embedding.data.copy()))
+        assert self._embedding is not None
+        return self._embedding
 
     def draft_head(self, norm: _native.Norm, matrix: RawTensor | None) -> None:
         """The logits of the draft head, as of `head`; None: with the model's, and only norm(x) where another device has
@@ -1078,11 +1084,51 @@ class CpuExecutor:
             self.normalise(self.config.n_layers, norm)
         else:
             self._program.head(norm, output, None, self.config.logit_scale, self.config.logit_cap or 0.0, None)
+        self._end_draft()
+        run = partial(self._run, first=first)
+        self.drafter = CpuDraftHead(self._program, run, self.vocab_size, self._stores, output=output is not None)
+
+    def _end_draft(self) -> None:
+        """End the draft head: what was wired since `_begin_draft` is no part of the model."""
         for parts in (self.ffns, self._experts):
             parts.pop(self.config.n_layers, None)
         self.in_experts, self.bytes_per_token = self._of_model
-        run = partial(self._run, first=first)
-        self.drafter = CpuDraftHead(self._program, run, self.vocab_size, self._stores, output=output is not None)
+
+    def keep_features(self, layer: int) -> None:
+        """Features of an EAGLE head: x, which that layer gets, if the head reads it."""
+        layers = () if self._eagle is None else self._eagle.layers
+        for place, one in enumerate(layers):
+            if one == layer:
+                self._program.keep_feature(place, len(layers))
+
+    def eagle_input(
+        self,
+        norms: Sequence[_native.Norm],
+        matrix: RawTensor,
+        embedding: RawTensor | None,
+        embed_norm: _native.Norm,
+        hidden_norm: _native.Norm,
+    ) -> None:
+        """x = matrix . norms(features), and attention that follows reads [embed_norm(row of the embedding),
+        hidden_norm(x)]: an EAGLE head begins. norms: as of `Program.fuse`; embedding: as of `draft_input`."""
+        assert self._eagle is not None
+        table, fuse = self._begin_draft(embedding), self.matrix(matrix)
+        self._program.fuse(norms, fuse)
+        self._fused, self._norm_eps = self._program.size, self._eagle.norm_eps
+        self._program.draft_input(table, embed_norm, hidden_norm, None, 1.0, self._eagle.normed)
+
+    def eagle_head(self, norm: _native.Norm, matrix: RawTensor | None, tokens: Float32 | None) -> None:
+        """The logits of an EAGLE head, which ends, as of `draft_head`. tokens: the model's token of each row."""
+        assert self._eagle is not None and tokens is not None
+        first, output = self._draft_from, self._head if matrix is None else self.matrix(matrix)
+        assert first is not None and output is not None
+        self._program.head(norm, output)
+        self._norm_eps = self.config.norm_eps
+        self._end_draft()
+        self.drafter = EagleHead(
+            self._program, partial(self._run, first=first), self._stores, tokens=tokens.astype(np.int32),
+            vocab_size=self.vocab_size, fused=self._fused, normed=self._eagle.normed_output,
+        )  # fmt: skip
 
     @property
     def list_draft_panels(self) -> Callable[[NDArray[np.int32]], None] | None:
@@ -1206,7 +1252,8 @@ class CpuExecutor:
 
     def _run(self, batch: Batch, first: int, last: int, logits: Float32 | None = None) -> None:
         """Operators `first` up to `last` of a call. logits: where they go, None: those of the model."""
-        if self._file_rows is not None and (first < self._embedded or first == self._draft_from):
+        drafts = self._draft_from is not None and first >= self._draft_from
+        if self._file_rows is not None and (first < self._embedded or drafts):
             self._file_rows.fetch(batch.tokens)
         for file in self.mapped:
             file.check_unchanged()

@@ -90,15 +90,19 @@ class CpuDraftHead:
         n = len(batch.logit_rows)
         if n > len(self._logits):
             self._logits = np.empty((n, self._logits.shape[1]), np.float32)
-        self._program.residual(len(batch.tokens))[:] = inputs
-        self._run(batch, last=self._last if n else self._stores, logits=self._logits)
+        self._run(batch, last=self._last if n else self._stores, logits=self._logits, **self._place(inputs))
+
+    def _place(self, inputs: NDArray[np.float32]) -> dict[str, int]:
+        """Put inputs where the operators read them. Arguments of `run` beside the others."""
+        self._program.residual(len(inputs))[:] = inputs
+        return {}
 
     def list_panels(self, panels: NDArray[np.int32]) -> NDArray[np.int32]:
         self._program.list_draft_panels(panels)
         return panels
 
     def outputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
-        if not self.output:  # the last operator has normalised them
+        if not self.output:  # the last operator has normalised them, or they are what the final norm reads
             return self._program.residual(int(rows.max(initial=0)) + 1)[rows]
         return self._hidden_states(rows, True)
 
@@ -106,6 +110,43 @@ class CpuDraftHead:
         out = np.empty((len(rows), self._d_model), np.float32)
         self._program.hidden_states(rows, out, draft)
         return out
+
+
+class EagleHead(CpuDraftHead):
+    """An EAGLE head. `inputs` are features, float32 [n, features * d_model], and `forward` takes these or `outputs`.
+
+    tokens: int32 [rows of its logits], the model's token of each.
+    """
+
+    def __init__(
+        self,
+        program: _native.Program,
+        run: Callable[..., None],
+        stores: int,
+        *,
+        tokens: NDArray[np.int32],
+        vocab_size: int,
+        fused: int,
+        normed: bool,
+    ) -> None:
+        """run, stores: as of `CpuDraftHead`; vocab_size: of the model; fused: the end of the operators that make of
+        features what `outputs` stand for; normed: these are what the final norm gives."""
+        super().__init__(program, run, vocab_size, stores, output=normed)
+        self.tokens = tokens
+        self.lists = False  # tokens to draft from: its rows are of few already
+        self._fused = fused
+
+    def inputs(self, rows: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._program.features(int(rows.max(initial=0)) + 1)[rows]
+
+    def forward(self, batch: Batch, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        return super().forward(batch, inputs)[:, : len(self.tokens)]
+
+    def _place(self, inputs: NDArray[np.float32]) -> dict[str, int]:
+        if inputs.shape[1] == self._program.residual(1).shape[1]:
+            return super()._place(inputs) | {"first": self._fused}
+        self._program.features(len(inputs))[:] = inputs
+        return {}
 
 
 class OutputHead(Protocol):

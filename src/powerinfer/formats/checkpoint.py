@@ -11,8 +11,9 @@ and per layer `layers.N.` + `attn_norm q k v o q_norm k_norm attn_out_norm ffn_n
 (`LatentAttentionConfig`). Layers of experts have `router experts_gate experts_up experts_down` (of all experts,
 [experts, out, in]) and perhaps `shared_gate shared_up shared_down shared_weight` in place of `gate up down`. A draft
 head is one more layer, with `draft_join` [d_model, 2 * d_model], `draft_embed_norm draft_hidden_norm`, and perhaps
-`draft_embed draft_head draft_norm` (`DraftHeadConfig`). Which of
-them a model has follows from its configuration (`layout.py`). A file may also have `predictor_in` [rank, d_model] and
+`draft_embed draft_head draft_norm` (`DraftHeadConfig`); an EAGLE head has `draft_fuse` [d_model, features] in place of
+`draft_join`, perhaps norms of features, and `draft_tokens`, the number of each row's token. Which of them a model has
+follows from its configuration (`layout.py`). A file may also have `predictor_in` [rank, d_model] and
 `predictor_out` [neurons, rank] for every layer, and may store `down` as `down_rows` [neurons, d_model], or `k_b` as
 `k_b_rows`; then there are both. All matrices are [out_features, in_features]. Opening reads headers only; tensors are
 views of mapped files.
@@ -36,7 +37,7 @@ from powerinfer.formats.layout import draft_matrices, draft_prefix, is_router, m
 from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.mixes import stated_mix
 from powerinfer.formats.quant import Bytes, Float32, all_numbers, block_type
-from powerinfer.formats.source import NO_MTP, Source
+from powerinfer.formats.source import NO_EAGLE, NO_MTP, Source
 from powerinfer.formats.tensors import RawTensor, RestingTensor, StackedTensor, StoredTensor, convert, transpose
 from powerinfer.formats.weight_types import FLOAT_TYPES, NATIVE_TYPES
 from powerinfer.neurons import Indices
@@ -379,15 +380,36 @@ class Checkpoint:
         """Whether a tensor is neither of a predictor nor of the draft head."""
         return not _is_predictor(name) and not name.startswith(draft_prefix(self.config))
 
+    def join_draft(self, head: Source) -> None:
+        """Take the draft head of other files, an EAGLE head. Its matrices of floats get the type of `quantize`, or
+        Q8_0 where the model's are quantised."""
+        quantised = self.main_type not in FLOAT_TYPES
+        target = _QUANTIZE[self.quantize] if self.quantize else "Q8_0" if quantised else None
+        self.config = head.config
+        self._files = [*self._files, *head.files]
+        self._tensors |= head.tensors
+        self._stored_types |= {name: one.type for name, one in head.tensors.items()}
+        types = {name: _loaded_type(name, one) for name, one in head.tensors.items()}
+        floats = [name for name in draft_matrices(self.config) if types[name] in FLOAT_TYPES]
+        if target is not None:
+            block = block_type(target).block
+            types |= {name: target for name in floats if self._columns(name) % block == 0}
+        changed = {name: new for name, new in types.items() if new != head.tensors[name].type}
+        if target in changed.values():
+            count = sum(new == target for new in changed.values())
+            self.notes.append(f"quantising {count} matrices of the EAGLE head to {target}")
+        self._targets |= changed
+        self._to_convert = sum(self._tensors[self._stored_name(name)].size for name in self._targets)
+
     def leave_draft(self, reason: str) -> str:
         """Leave the draft head out. reason, and the line that is returned: for people."""
-        of_head = draft_prefix(self.config)
+        of_head, draft = draft_prefix(self.config), self.config.draft
         self._tensors = {name: one for name, one in self._tensors.items() if not name.startswith(of_head)}
         self._targets = {name: one for name, one in self._targets.items() if not name.startswith(of_head)}
         self._stored_types = {name: one for name, one in self._stored_types.items() if name in self._tensors}
         self._to_convert = sum(self._tensors[self._stored_name(name)].size for name in self._targets)
         self.config = replace(self.config, draft=None)
-        return f"{NO_MTP}: {reason}"
+        return f"{NO_MTP if draft is None or draft.eagle is None else NO_EAGLE}: {reason}"
 
     @property
     def draft_bytes(self) -> int:

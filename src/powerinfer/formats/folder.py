@@ -59,8 +59,8 @@ def open_folder(folder: Path, draft_head: bool = False) -> Source:
     unread: list[str] = []
     config = read_config(metadata, folder, notes, unread)
     layout.check(config, str(folder / "config.json"))
-    in_files, files = _read_weights(folder)
-    stored: Tensors = {name: tensor for name, tensor in in_files.items() if not _is_buffer(name)}
+    in_files, files = read_weights(folder)
+    stored: Tensors = {name: tensor for name, tensor in in_files.items() if not is_buffer(name)}
     settings = quantisation(metadata)
     if settings is not None:
         for file in files:
@@ -224,7 +224,7 @@ _BUFFERS = (
 )  # fmt: skip
 
 
-def _is_buffer(name: str) -> bool:
+def is_buffer(name: str) -> bool:
     """Whether a tensor is what a class saved beside its weights, and makes anew from the configuration."""
     return name.rpartition(".")[2] in _BUFFERS
 
@@ -232,7 +232,7 @@ def _is_buffer(name: str) -> bool:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]:
+def read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]:
     """All tensors of the folder, from one file or from the shards that the index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
@@ -253,7 +253,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, RawTensor], list[MappedFile]]
             if (first.type, first.shape) != (other.type, other.shape) or not np.array_equal(first.data, other.data):
                 raise ModelError(f"{folder / name}: tensor {shown(twice)} is in another file, too, with other values")
         tensors |= shard
-    missing = {tensor for tensor in places.keys() - tensors.keys() if not _is_buffer(tensor)}
+    missing = {tensor for tensor in places.keys() - tensors.keys() if not is_buffer(tensor)}
     if missing:
         raise ModelError(f"{index}: tensor {shown(min(missing))} is not in {shown(places[min(missing)])}")
     return tensors, files

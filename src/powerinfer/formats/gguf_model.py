@@ -146,7 +146,7 @@ _OF_PICTURES = ("v.", "mm.", "a.", "model.vision_tower.")
 _OF_DRAFT = "mtp."  # and to what predicts further tokens
 _ENDS = {**dict.fromkeys((".ssm_a", ".ssm_d", ".ffn_norm", ".attn_sinks"), "weight"), ".ssm_dt": "bias"}
 """Kinds of names that have none in files: the third is Falcon-H1's, the last two are Ollama's."""
-_DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
+DIVISORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")  # of the frequencies of the rotary embedding
 _OPT_OFFSET = 2  # of the rows in OPT's table of positions
 
 
@@ -199,7 +199,7 @@ def stored_tensors(file: GGUFFile, config: ModelConfig, layers: int | None = Non
     """The tensors under the names of the file, without those that became part of the configuration. layers: of which
     they are, None: those of the model."""
     layers = config.n_layers if layers is None else layers
-    read = [f"{name}.weight" for name in _DIVISORS] if config.ropes else []
+    read = [f"{name}.weight" for name in DIVISORS] if config.ropes else []
     beyond = tuple(f"blk.{layer}." for layer in range(layers, _blocks(file, config)))
     left_out = {*read, *redundant_tensors(file, config, layers)}
     stored = {
@@ -972,7 +972,7 @@ def _rope(file: GGUFFile, fields: Fields, family: Gguf, head_dim: int) -> RopeCo
         dim = fields.integer("rope.dimension_count", 2, head_dim, head_dim)
     fields.only("rope.dimension_count", dim)
     theta = fields.number("rope.freq_base", 1.0001, layout.MAX_THETA, 10000.0)
-    divisors, short, long = (_divisors(file, name, dim) for name in _DIVISORS)
+    divisors, short, long = (_divisors(file, name, dim) for name in DIVISORS)
     plain = RopeConfig(theta, dim, family.interleaved, divisors=divisors)
     multiplier = 0.0
     if family.multiplied:

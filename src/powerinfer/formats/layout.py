@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from powerinfer.config import (
     AltUpConfig,
     AttentionConfig,
+    EagleConfig,
     ExpertsConfig,
     FfnConfig,
     LayerConfig,
@@ -113,12 +114,36 @@ def draft_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     draft, at, d_model = config.draft, draft_prefix(config), config.d_model
     if draft is None:
         return
-    yield from _layer_shapes(config.with_draft, config.n_layers)
+    of_layer = _layer_shapes(config.with_draft, config.n_layers)
+    yield from of_layer if draft.eagle is None else _eagle_shapes(draft.eagle, of_layer, d_model, at)
     for name in ("draft_embed_norm", "draft_hidden_norm", *["draft_norm"] * draft.final_norm):
         yield from _norm(config, f"{at}{name}")
-    yield f"{at}draft_join", (d_model, 2 * d_model)
-    for name in [*["draft_embed"] * draft.embedding, *["draft_head"] * draft.head]:
-        yield f"{at}{name}", (config.vocab_size, d_model)
+    if draft.eagle is None:
+        yield f"{at}draft_join", (d_model, 2 * d_model)
+    if draft.embedding:
+        yield f"{at}draft_embed", (config.vocab_size, d_model)
+    if draft.head:
+        yield f"{at}draft_head", (config.vocab_size if draft.eagle is None else draft.eagle.vocab, d_model)
+
+
+def _eagle_shapes(
+    eagle: EagleConfig, of_layer: Iterator[tuple[str, Shape]], d_model: int, at: str
+) -> Iterator[tuple[str, Shape]]:
+    """The same of what an EAGLE head has beside the others. of_layer: of a layer that reads one row."""
+    joined = [f"{at}{part}" for part in "qkv"]
+    for name, shape in of_layer:
+        if name != f"{at}attn_norm":
+            yield name, (shape[0], 2 * d_model) if name in joined else shape
+    yield f"{at}draft_fuse", (d_model, len(eagle.layers) * d_model)
+    yield from ((f"{at}{name}", (width * d_model,)) for name, width in feature_norms(eagle).items())
+    yield f"{at}draft_tokens", (eagle.vocab,)
+
+
+def feature_norms(eagle: EagleConfig) -> dict[str, int]:
+    """Names of the norms of an EAGLE head's features, and of how many of these each is."""
+    if eagle.norms == "each":
+        return {f"draft_feature{place}_norm": 1 for place in range(len(eagle.layers))}
+    return {"draft_features_norm": len(eagle.layers)} if eagle.norms == "whole" else {}
 
 
 def draft_matrices(config: ModelConfig) -> Iterator[str]:
@@ -217,6 +242,8 @@ def _check_draft(config: ModelConfig, source: str) -> None:
         "inputs of layers": config.layer_inputs > 0,
         "no final norm": not config.final_norm,
     }
+    if config.draft is not None and config.draft.eagle is not None:
+        reasons |= {"other norms than RMS": config.norm != "rms", "several residual streams": config.altup is not None}
     if config.draft is not None and (strange := [reason for reason, true in reasons.items() if true]):
         raise ModelError(f"{source}: a draft head does not go with {strange[0]}")
 

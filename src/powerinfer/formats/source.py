@@ -221,6 +221,7 @@ MTP = "(MTP)"
 """The sign of notes about draft heads."""
 
 NO_MTP = f"the layers that predict further tokens {MTP} are left out"
+NO_EAGLE = "the EAGLE head is left out"
 
 
 def drop_head_predictor(stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
-from powerinfer.errors import PowerInferError, RequestError, demand
+from powerinfer.errors import NoDraftsError, PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, needs, workload
 from powerinfer.progress import Progress, Say, silent
@@ -44,7 +44,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
     if checkpoint.config.draft is None:
         return demand(permitted(_placed(checkpoint, engine, progress, say)))
-    from powerinfer.placement.draft_gain import NO_ROOM, too_little_gain
+    from powerinfer.placement.draft_gain import BESIDE_GPU, NO_ROOM, too_little_gain
     from powerinfer.placement.shapes import checkpoint_model
 
     lines: list[str] = []
@@ -55,6 +55,8 @@ def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: P
         except RequestError:  # perhaps of memory that the head is too much for
             reason = NO_ROOM
         else:
+            if checkpoint.config.draft.eagle is not None and resolved.device.gpu is not None:
+                raise NoDraftsError(f"--speculate {engine.speculate}: {BESIDE_GPU}")
             reason = draft_problem(resolved) or _displacement(resolved)
             if reason is None:
                 for line in lines:

@@ -125,6 +125,7 @@ def wire(
         streams = first[0] if first else executor
         altup.expand(streams, checkpoint)
     for layer in range(config.n_layers):
+        executor.keep_features(layer)
         gpu = next((card for card in first if layer < card.layers), None)
         if gpu is not None:
             of_gpu: OwnFfn[GpuNorm] | None = None
@@ -141,6 +142,7 @@ def wire(
                 wire_layer(last, checkpoint, layer, own)
         checkpoint.release()  # packed: the file's pages need not stay in memory
         progress("loading weights", layer + 1, config.n_layers)
+    executor.keep_features(config.n_layers)
     if streams is not None:
         altup.merge(streams, checkpoint)
     if first and head:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 from powerinfer.formats.layout import draft_prefix
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.models.blocks import wire_layer
 from powerinfer.models.builder import Builder, Matrix, Norm, OwnFfn, Tensors, vector
+from powerinfer.models.eagle import wire_eagle
 
 
 class DraftBuilder(Builder[Matrix, Norm], Protocol):
@@ -28,6 +29,9 @@ def wire_draft(
     config, at = checkpoint.config, draft_prefix(checkpoint.config)
     draft = config.draft
     assert draft is not None
+    if draft.eagle is not None:
+        device: Any = builder  # an `EagleBuilder`, which a GPU is not
+        return wire_eagle(device, checkpoint)
     embed_norm, hidden_norm = (_norm(builder, checkpoint, f"{at}draft_{name}_norm") for name in ("embed", "hidden"))
     embedding = checkpoint.take(f"{at}draft_embed") if draft.embedding else None
     builder.draft_input(embedding, embed_norm, hidden_norm, checkpoint.take(f"{at}draft_join"))

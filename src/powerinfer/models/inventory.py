@@ -156,7 +156,7 @@ def take_inventory(config: ModelConfig, type_of: Callable[[str], str]) -> Invent
 
 def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tuple[Unit, ...], int]:
     """(bytes in RAM of the draft head: matrices in panels, its own embedding as a file has it, vectors; its units; its
-    bytes on a GPU: 0 of one with an embedding or output head of its own)."""
+    bytes on a GPU: 0 of one with an embedding or output head of its own, and of an EAGLE head)."""
     headers, recorder = Headers(config, type_of), Recorder(config.n_layers)
     headers.known.update(draft_shapes(config))
     wire_draft(recorder, headers)
@@ -165,7 +165,7 @@ def _draft(config: ModelConfig, type_of: Callable[[str], str]) -> tuple[int, tup
     vectors = 4 * sum(prod(shape) for name, shape in draft_shapes(config) if not is_matrix(name, shape))
     vectors += 0 if draft.final_norm else 4 * config.d_model
     in_ram = sum(unit.panels for unit in units) + recorder.tables + vectors
-    alone = draft.embedding or draft.head
+    alone = draft.embedding or draft.head or draft.eagle
     return in_ram, units, 0 if alone else sum(one.stored for unit in units for one in unit.matrices) + vectors
 
 
@@ -355,6 +355,19 @@ class Recorder:
             rows, cols = embedding.shape
             self.tables += rows * block_type(embedding.type).row_bytes(cols)
         self.add("projection", None, self.matrix(matrix))
+
+    def eagle_input(
+        self,
+        norms: Sequence[bool],
+        matrix: RawTensor,
+        embedding: RawTensor | None,
+        embed_norm: bool,
+        hidden_norm: bool,
+    ) -> None:
+        self.draft_input(embedding, embed_norm, hidden_norm, matrix)
+
+    def eagle_head(self, norm: bool, matrix: RawTensor | None, tokens: Vector) -> None:
+        self.draft_head(norm, matrix)
 
     def draft_head(self, norm: bool, matrix: RawTensor | None) -> None:
         self.add("head", None, *([] if matrix is None else [self.matrix(matrix)]))

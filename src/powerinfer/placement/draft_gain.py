@@ -30,6 +30,10 @@ FROM_DISK = (
     "their {:,.0f} MB of RAM would hold more of what is read from disk, so they give {:.2f} times the speed: ask for "
     "--speculate mtp, or raise --ram"
 )
+BESIDE_GPU = (
+    "an EAGLE head reads hidden states of layers, which only those on the CPU give: use --gpu none, lookup, a smaller "
+    "model, or off"
+)
 NO_ROOM = "there is too little memory for them"
 DISPLACES = (
     "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch, or "
@@ -59,13 +63,13 @@ def too_little_gain(model: Model, engine: EngineConfig) -> str | None:
 
 def problem_from_disk(disk: DiskPlan, model: Model, speculate: str) -> str | None:
     """The reason to leave out a head, which is in RAM, where some of the model stays on disk, for people; None: there
-    is none. speculate: the option, of which `mtp` asks for it."""
+    is none. speculate: the option, which asks for it unless it is `auto`."""
     assert model.config.draft is not None
     if disk.about.neurons:
         return SELECTED
     if not model.config.draft.head and model.head.name in disk.about.matrices:
         return NO_OUTPUT
-    if speculate == "mtp" or (gain := disk_gain(disk, model)) >= LEAST:
+    if speculate != "auto" or (gain := disk_gain(disk, model)) >= LEAST:
         return None
     return FROM_DISK.format(model.inventory.draft / 1e6, gain)
 

@@ -481,15 +481,18 @@ class Model:
     @property
     def row_bytes(self) -> int:
         """Of that, of each token, what every model has between its operators, and forgets behind a step."""
-        config = self.config
-        every = [layer.attention for layer in config.layers]
+        config, layers = self.config, self.config.with_draft
+        every, widest = [layer.attention for layer in layers.layers], layers.widest_ffn
         qkv = max((one.n_heads + 2 * one.n_kv_heads) * cpu.round_up(one.head_dim, cpu.LANES) for one in every)
         wide = max(config.d_model, config.embed_dim, *(one.width for one in every))
-        hidden = max(config.widest_ffn, config.d_model, config.embed_dim, config.layer_inputs)
+        hidden = max(widest, config.d_model, config.embed_dim, config.layer_inputs)
         joined = 2 * config.d_model if config.draft is not None else 0
+        eagle = None if config.draft is None else config.draft.eagle
+        features = 0 if eagle is None else len(eagle.layers) * config.d_model
         streams = 0 if config.altup is None else config.altup.streams * config.d_model
         floats = config.d_model + qkv + wide + 2 * hidden + config.layer_inputs * config.n_layers + joined + streams
-        rows = max(wide, joined) + config.widest_ffn
+        floats += features
+        rows = max(wide, joined, features) + widest
         forms = rows * (4 + 2 + 1) + rows * 12 // 32  # F32, BF16, Q8: scales and sums
         return 4 * floats + forms
 

@@ -12,12 +12,15 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Drafting
+from powerinfer.devices.drafter import EagleHead
 from powerinfer.errors import GpuMemoryError, ModelError, NoDraftsError, RequestError, did_you_mean
-from powerinfer.formats.source import NO_MTP
+from powerinfer.formats.source import NO_EAGLE, NO_MTP
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.speculation import FEW, DraftSource
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from powerinfer.config import ModelConfig
     from powerinfer.formats.checkpoint import Checkpoint
     from powerinfer.placement.draft_place import DraftPlace
@@ -203,7 +206,7 @@ def _opened(name: str, quantize: str | None, progress: Progress) -> Checkpoint:
     from powerinfer.formats.checkpoint import open_checkpoint
     from powerinfer.hub import resolve_model
 
-    takes = f"--speculate takes {', '.join(WAYS)} or a smaller MODEL, not {name!r}"
+    takes = f"--speculate takes {', '.join(WAYS)}, a smaller MODEL or an EAGLE head, not {name!r}"
     if not name:
         raise RequestError(takes)
     try:
@@ -221,13 +224,45 @@ def _opened(name: str, quantize: str | None, progress: Progress) -> Checkpoint:
 
 
 def smaller_model(engine: EngineConfig, longest: int, progress: Progress) -> SmallerModel | None:
-    """The model that `--speculate` names; None: it names none. longest: as of `SmallerModel`."""
-    return None if engine.speculate in WAYS else SmallerModel(engine, longest, progress)
+    """The model that `--speculate` names; None: it names none, or an EAGLE head. longest: as of `SmallerModel`."""
+    none = engine.speculate in WAYS or _eagle_path(engine, progress) is not None
+    return None if none else SmallerModel(engine, longest, progress)
+
+
+def _eagle_path(engine: EngineConfig, progress: Progress) -> Path | None:
+    """The files of the EAGLE head that `--speculate` names; None: it names none."""
+    from powerinfer.formats.eagle import is_eagle
+    from powerinfer.hub import resolve_model
+
+    if engine.speculate in WAYS or not engine.speculate:
+        return None
+    with suppress(RequestError, ModelError):  # which the smaller model that it names instead gives rise to, too
+        path = resolve_model(engine.speculate, progress=progress)
+        return path if is_eagle(path) else None
+    return None
+
+
+def join_head(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) -> None:
+    """Give a model, whose draft head was not read, the EAGLE head that `--speculate` names, if it names one.
+    NoDraftsError for one that cannot be read, or that is another model's."""
+    path = _eagle_path(engine, progress)
+    if path is None:
+        return
+    from powerinfer.formats.eagle import open_eagle
+
+    try:
+        checkpoint.join_draft(open_eagle(path, checkpoint.config, checkpoint.stored("embed")))
+    except ModelError as error:
+        raise NoDraftsError(f"--speculate {engine.speculate}: {error}") from None
 
 
 def check_head(engine: EngineConfig, config: ModelConfig, notes: Iterable[str]) -> None:
-    """NoDraftsError where `--speculate mtp` is for a model without a draft head. notes: lines of its files and of how
-    it is to be loaded, of which one may say why it has none."""
+    """NoDraftsError where `--speculate mtp` is for a model without a draft head, or an EAGLE head was left out. notes:
+    lines of its files and of how it is to be loaded, of which one may say why it has none."""
+    left_out = next((one for one in notes if one.startswith(NO_EAGLE)), None)
+    if left_out is not None:
+        more = "raise --ram, lower --context, or use lookup or off"
+        raise NoDraftsError(f"--speculate {engine.speculate}: {left_out}: {more}")
     if engine.speculate == "mtp" and config.draft is None:
         none = "the model's file has no layers that predict further tokens"
         line = next((one for one in notes if one.startswith(NO_MTP)), none)
@@ -241,6 +276,10 @@ def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) 
     way, head = engine.speculate, executor.drafter
     if not engine.drafts_for(config):
         return None
+    if isinstance(head, EagleHead):
+        from powerinfer.runtime.eagle import EagleDrafts
+
+        return EagleDrafts(head, executor.page_size, executor.max_tokens, executor.vocab_size)
     if way in ("auto", "mtp") and head is not None:
         from powerinfer.runtime.mtp import MtpDrafts
 
@@ -256,7 +295,7 @@ def drafts_choice(engine: EngineConfig, source: DraftSource | None, place: str =
     """The choice of a source, for people; None: there was none to choose. place: of a smaller model."""
     if source is None:
         return None
-    value = source.name if source.name != "model" else engine.speculate
+    value = engine.speculate if source.name in ("model", "eagle") else source.name
     more = f", {place}" if place else ""
     return Choice(value, "the model has a head for them" if engine.speculate == "auto" else "asked for", more)
 

@@ -19,7 +19,7 @@ from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
-from powerinfer.runtime.draft_sources import load_with_drafts, smaller_model
+from powerinfer.runtime.draft_sources import join_head, load_with_drafts, smaller_model
 from powerinfer.runtime.live import Live
 from powerinfer.runtime.options import (
     EmbeddingOptions,
@@ -138,6 +138,7 @@ class LLM:
         )
         if check is not None:
             check(checkpoint)
+        join_head(checkpoint, engine, progress)
         tokenizer = tokenizer_of(checkpoint)
         sampling = sampling_defaults_of(checkpoint)
         threads, line = limited_threads(engine.threads)
@@ -295,7 +296,7 @@ class LLM:
 
     @property
     def drafts(self) -> str | None:
-        """The source of drafts: "mtp", "lookup" or "model"; None: the model decodes without."""
+        """The source of drafts: "mtp", "eagle", "lookup" or "model"; None: the model decodes without."""
         return self._runner.drafts
 
     def running(self) -> list[RunningRequest]:

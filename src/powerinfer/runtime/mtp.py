@@ -42,9 +42,9 @@ class _Pending:
         """An input a token, float32 [n, d_model], from position `begin` on; others than those before it are dropped."""
         if self.begin + len(self) != begin:
             self.begin, self._first, self._end = begin, 0, 0
-        if self._end + len(inputs) > len(self._memory):
-            older, room = self._memory[self._first : self._end], max(len(self) + len(inputs), 2 * _WAITING)
-            if room > len(self._memory):
+        older, room = self._memory[self._first : self._end], max(len(self) + len(inputs), 2 * _WAITING)
+        if self._end + len(inputs) > len(self._memory) or len(self._memory) > 2 * room:  # the latter behind a prompt
+            if not room <= len(self._memory) <= 2 * room:
                 self._memory = np.empty((room, inputs.shape[1]), np.float32)
             self._first, self._end = 0, len(older)
             if len(older):
@@ -80,7 +80,7 @@ class MtpDrafts:
         pending = self._pending.get(request)
         ready = pending is not None and pending.begin + len(pending) + 1 == len(request.tokens)
         most = FEW if ready else 0
-        return Outlook(most, "mtp", RIGHT, steady=True)  # the few tokens that wait are read in one call
+        return Outlook(most, self.name, RIGHT, steady=True)  # the few tokens that wait are read in one call
 
     def observe(self, parts: Sequence[tuple[Request, int, int]]) -> None:
         answers = [(one, first, count) for one, first, count in parts if isinstance(one, AnswerRequest) and count]
@@ -127,7 +127,7 @@ class MtpDrafts:
             for request, output in zip(requests, outputs, strict=True):
                 inputs[request] = len(request.tokens) - 1 + len(drafts[request]), output[None]
             likely = [likeliest(self._vocabulary.narrow(row)) for row in logits]
-            return [(self._vocabulary.token(number), probability) for number, probability in likely]
+            return [(self._token(number), probability) for number, probability in likely]
 
         return consecutive_drafts(wanted, can_go_on, next_tokens)
 
@@ -160,6 +160,10 @@ class MtpDrafts:
             np.empty(0, np.int32) if drafts is None else np.cumsum(counts).astype(np.int32) - 1,
             needs=LogitsNeed.CANDIDATES,
         )
+
+    def _token(self, number: int) -> int:
+        """The model's token of that number among the logits."""
+        return self._vocabulary.token(number)
 
     def forget(self, request: AnswerRequest) -> None:
         self._pending.pop(request, None)
