@@ -89,7 +89,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
-    from powerinfer.runtime.draft_sources import WAYS
+    from powerinfer.runtime.draft_sources import WAYS, join_head
 
     if args.names:
         return _names(out)
@@ -106,6 +106,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shape is None:
         _refuse_shape(args.model)
         checkpoint = open_model(args.model, engine, out, draft_head=True)
+        join_head(checkpoint, engine, silent)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
         engine = _leave_room(checkpoint, subject, engine, planning, out)
@@ -142,10 +143,9 @@ def _leave_room(
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import gib
     from powerinfer.placement.request import plan_request
-    from powerinfer.runtime.draft_sources import check_head, join_head, smaller_model
+    from powerinfer.runtime.draft_sources import check_head, smaller_model
     from powerinfer.text.model_text import tokenizer_of
 
-    join_head(checkpoint, engine, silent)
     check_head(engine, checkpoint.config, checkpoint.notes)
     smaller = smaller_model(engine, checkpoint.config.context_length, silent)
     if smaller is None:
