@@ -47,13 +47,27 @@ from powerinfer.devices.gpu_weights import (
     StreamedMatrices,
 )
 from powerinfer.devices.link import WAYS, Link, Way
-from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
+from powerinfer.devices.recording import (
+    LEAST_SHAPES,
+    MOST_SHAPES,
+    RECORDED_BYTES,
+    Recorder,
+    Recordings,
+    recorder_of,
+)
 from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import PassedRows, StepBuffers
 from powerinfer.devices.streams import streams_of
-from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
+from powerinfer.devices.torch_device import (
+    MemoryShare,
+    current,
+    free_workspaces,
+    gpu_failures,
+    held_beside_tensors,
+    import_torch,
+)
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
@@ -202,7 +216,7 @@ class GpuLayers:
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
         self._recorded_at = self.buffers.addresses
-        self._shapes = MOST_SHAPES
+        self._shapes = self._most_shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
         self._latest_logits: Float32 | None = None  # of a step that brought candidates, once they were asked for
 
@@ -625,6 +639,8 @@ class GpuLayers:
                 if config.activation == GAUSSIAN:
                     halves = gpu.exceeding(halves[0], config.threshold), halves[1]
                 hidden = gpu.activate(activation, *halves, limit, top, product_limits, for_codes)
+                del halves
+            del product  # its memory is what the next products take
             if inner is not None:
                 hidden = inner(hidden, for_codes=second.for_codes)
             step.add_product(second, hidden, out_norm)
@@ -1079,7 +1095,8 @@ class GpuLayers:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
 
         scratch: buffers that are kept from step to step and, once steps were rehearsed, the operators' temporaries and
-        the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others'.
+        the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others', and
+        beside the temporaries.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
@@ -1087,15 +1104,26 @@ class GpuLayers:
         buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
         parts["scratch"] = buffers + self._passed + self._recorded_bytes
         if self._cuda:
-            cuda = import_torch().cuda
-            unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
-            parts["allocator"] = max(0, unused - self._passed)
+            parts["allocator"] = max(0, held_beside_tensors(self.device) - self._passed)
         return parts
 
     @property
     def recorded_bytes(self) -> int:
         """Maximum bytes of recordings, which are the driver's, not torch's; once steps were rehearsed."""
         return self._recorded_bytes
+
+    def record_less(self, nbytes: int) -> int:
+        """Keep recordings of fewer shapes, so that their maximum is so many bytes less, or as many as `LEAST_SHAPES`
+        allow; the bytes that it is less."""
+        if not self._recorded_bytes:
+            return 0
+        of_shape, least = self._recorded_bytes // self._shapes, min(LEAST_SHAPES, self._shapes)
+        shapes = max(least, self._shapes - -(-nbytes // of_shape))
+        freed = (self._shapes - shapes) * of_shape
+        self._shapes = self._most_shapes = shapes
+        self._recorded_bytes -= freed
+        self._recordings = None
+        return freed
 
     def rehearse(self, logit_rows: int) -> int:
         """Run steps that launch every kernel: the largest, with that number of rows of logits, those that are recorded,
@@ -1106,6 +1134,7 @@ class GpuLayers:
         """
         torch, allocated = import_torch(), 0
         if self._cuda:
+            free_workspaces()
             allocated = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         largest = min(self.max_tokens, self.n_pages * self.page_size)
@@ -1138,7 +1167,7 @@ class GpuLayers:
             self._passed += max(0, after[0] - before[0])
             before, per_shape = after, max(per_shape, after[1] - before[1])
         if per_shape:
-            self._shapes = max(1, min(MOST_SHAPES, RECORDED_BYTES // per_shape))
+            self._shapes = max(1, min(self._most_shapes, RECORDED_BYTES // per_shape))
             self._recorded_bytes = self._shapes * per_shape
             self._recordings = None
         return self._passed
@@ -1207,6 +1236,7 @@ class GpuLayers:
             for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
             if self._cuda:
+                free_workspaces()  # they may lie between weights
                 import_torch().cuda.empty_cache()
         finally:
             self.share.end()

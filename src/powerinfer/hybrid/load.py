@@ -21,7 +21,7 @@ from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, draft_problem, on_cpu_alone, permitted
-from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy, kept_on_gpus
 from powerinfer.kernels import cpu as cpu_kernels
 from powerinfer.numa import interleaved
 from powerinfer.progress import Progress, Say, silent
@@ -185,7 +185,7 @@ def load_split(
     from powerinfer.devices.several import SeveralGpus
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
-    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
+    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures, make_room
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
     from powerinfer.models.draft import wire_draft
@@ -211,10 +211,12 @@ def load_split(
         with checkpoint.names_damage(), gpu_failures("the model was loaded", advice):
             gpus: list[GpuLayers] = []
             common: dict[str, Any] = {"max_tokens": cpu.max_tokens}
-            for name, first, last in resolved.card_layers:
+            for number, (name, first, last) in enumerate(resolved.card_layers):
                 device = choose_device(name)
                 share = MemoryShare(device)
                 opened.callback(share.end)
+                if device.type == "cuda":
+                    make_room(device, kept_on_gpus(resolved)[number])
                 cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens, first)
                 ropes = config.ropes_of(first, last) if placement.firsts else rotary
                 common |= {"rotations": {rope: rotary[rope] for rope in ropes}, "share": share}
@@ -373,6 +375,7 @@ def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progre
 def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tight: bool) -> Loaded:
     """The model with its neurons placed by the plan, or by a better one once memory is measured. first, tight: the plan
     before that; the GPU ran out of memory with it."""
+    from powerinfer.hybrid.beside_gpu import neurons_with_chunk
     from powerinfer.hybrid.fusion import Fusion
     from powerinfer.hybrid.memory_trial import Working, neurons_memory
     from powerinfer.hybrid.sparsity import HybridSparsity
@@ -383,8 +386,13 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
     memory, earlier = neurons_memory(resolved, first), None
     saved = None if tight else memory.find()
     if saved is not None:
-        rests = resolved.engine.disk != "none"
-        plan = _as_saved(first, saved.result.working, rests)
+        rests, short = resolved.engine.disk != "none", saved.result.chunk
+        planned = None
+        if 0 < short < resolved.device.chunk:
+            planned = neurons_with_chunk(resolved.with_fewer_tokens(short), first.request)
+        if isinstance(planned, Resolved):
+            resolved = planned
+        plan = _as_saved(resolved.placement.neurons or first, saved.result.working, rests)
         if plan is not None:
             resolved = resolved.placed(plan=plan, disk=plan.on_disk if rests else None)
             earlier = saved.result.measured
@@ -410,7 +418,8 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
         plan = filled.placement.neurons
         assert plan is not None
         if measured is not None and (earlier is None or plan is not start):
-            memory.keep(Working(plan.claims.gpu["scratch"], measured))
+            chunk = plan.request.chunk
+            memory.keep(Working(plan.claims.gpu["scratch"], measured, chunk if chunk != first.request.chunk else 0))
         if plan is not first:
             executor.tell(f"{100 * plan.choice.mass_on_gpu:.0f} % since memory was measured")
         settle_steps(executor, split, resolved)
@@ -491,11 +500,13 @@ def _keep_memory(resolved: Resolved) -> None:
     """Save what experts were placed by, unless that is the estimate, and always was."""
     from powerinfer.hybrid.memory_trial import ExpertsMemory, experts_memory
 
-    placement = resolved.placement
+    placement, device = resolved.placement, resolved.device
     assert placement.plan is not None
-    trial = experts_memory(resolved, placement.plan.request)
+    request, planned = placement.plan.request, placement.plan.staging
+    trial = experts_memory(resolved, replace(request, chunk=device.first_chunk or request.chunk))
     saved = trial.find()
-    used = ExpertsMemory(placement.scratch, streams=placement.staging == placement.plan.staging)
+    staging = None if placement.staging == planned else placement.staging
+    used = ExpertsMemory(placement.scratch, staging, device.chunk if device.first_chunk else 0)
     if used != (ExpertsMemory() if saved is None else saved.result):
         trial.keep(used)
 
