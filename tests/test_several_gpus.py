@@ -486,6 +486,22 @@ def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFix
         assert any(one in text for one in message.split("|")), (message, text)
 
 
+def test_what_was_measured_of_each_gpu_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = replace(load("pc-high"), key={"isa": "avx2"}).with_cards([load("pc-low")])
+    monkeypatch.setattr("powerinfer.hardware.measure.saved_hardware", lambda *_: both)
+    assert main(["measure", "--gpu", "cpu,cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("between the two: ") == len(both.all_cards) == 2
+    for card in both.all_cards:
+        assert f"\n{card.device.name}, " in shown and f": {card.copy_gb_s:.1f} GB/s; " in shown
+    assert main(["measure", "--gpu", "cpu,cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(document["paths"]) == 2 and document["path"] == document["paths"][0]
+    assert len(document["hardware"]["cards"]) == 1
+
+
 @pytest.mark.usefixtures("two_described")
 def test_gpus_that_run_out_of_memory_are_given_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each as much as was lacking on one; where nothing is left to leave out, its own line is what is said."""
