@@ -191,6 +191,8 @@ class GpuLayers:
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._shares: bool | None = None
+        numbers = config.layer_inputs
+        self._inputs_here = slice(None) if drafts else slice(self._first * numbers, layers * numbers)
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
@@ -209,7 +211,7 @@ class GpuLayers:
             device,
             *vectors,
             totals=split and changed,
-            inputs=config.d_model if drafts else config.layer_inputs * config.n_layers,
+            inputs=config.d_model if drafts else config.layer_inputs * (layers - self._first),
             undo_tokens=undo_tokens,
         )
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
@@ -671,7 +673,8 @@ class GpuLayers:
         """x += norm(out . (activation(gate . x) * what the layer gets of the token))."""
         first, second = self._products("attention", gate), self._products("attention", out)
         numbers = self._config.layer_inputs
-        columns = slice(layer * numbers, (layer + 1) * numbers)
+        at = (layer - self._first) * numbers
+        columns = slice(at, at + numbers)
 
         def run(step: Step) -> None:
             assert step.inputs is not None
@@ -858,17 +861,21 @@ class GpuLayers:
         """
         run = partial(self._run, self._download, batch, x, slots, inputs)
         result = self._again_without_limit(run)
+        self.end_step(len(batch.tokens))
+        return result
+
+    def end_step(self, tokens: int) -> None:
+        """Tell the observer, if there is one, that a step of so many tokens has ended, and its result is there."""
         if self.observer is not None:
             with gpu_failures("exchanging experts", "give less --vram"), current(self.device):
-                self.observer.end(len(batch.tokens))
-        return result
+                self.observer.end(tokens)
 
     def pass_on(
         self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> PassedRows:
         """x after these layers for another GPU that has those behind them: nothing is waited for. Arguments and errors
-        as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there."""
-        assert self.observer is None
+        as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there; behind
+        that comes `end_step`."""
         return self._again_without_limit(partial(self._run, self.buffers.pass_on, batch, x, slots, inputs))
 
     def check_passed(self) -> None:
@@ -928,10 +935,14 @@ class GpuLayers:
         try:
             yield
         except BaseException:
-            self.finish()
-            if self.observer is not None:
-                self.observer.forget()
+            self.break_off()
             raise
+
+    def break_off(self) -> None:
+        """A step is broken off: wait for what the device was given of it, and let the observer forget it."""
+        self.finish()
+        if self.observer is not None:
+            self.observer.forget()
 
     def finish(self) -> None:
         """Wait for all that the device was given, be it that it fails; it waits for the CPU no more."""
@@ -1019,7 +1030,7 @@ class GpuLayers:
         elif slots is None:
             numbers = np.arange(len(batch.page_table), dtype=np.int32)
             slots = numbers, numbers
-        step = self.buffers.upload(batch, x, slots, inputs)
+        step = self.buffers.upload(batch, x, slots, None if inputs is None else inputs[:, self._inputs_here])
         if self.link is not None:
             step.read = self.link.read(len(batch.tokens))
             self.link.begin_step()

@@ -288,21 +288,41 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     plan = resolved.placement.several
     assert plan is not None
     with ExitStack() as opened:
-        stages = stages_of(resolved, plan, opened)
-        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages)
+        stages, copiers = stages_of(resolved, plan, opened), _copiers(resolved, plan)
+        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages, copiers)
         for made in splits:
             opened.callback(made.close)
         streams = plan.claims.whole or plan.claims.passes
         parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
         executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
         opened.pop_all()  # the executor closes them
+    exchanging = [copier for copier in copiers if copier is not None]
     try:
+        for copier in exchanging:
+            copier.on = False  # what is measured is no text
         _settle_cards(executor, resolved, splits, loading)
         sparsity = _sparsity_of_cards(executor, resolved, splits)
+        for copier in exchanging:
+            copier.start()
+            copier.tell = sparsity.end_policy  # type: ignore[attr-defined]
     except BaseException:
         executor.close()
         raise
     return executor, sparsity
+
+
+def _copiers(resolved: Resolved, plan: Plan) -> list[Copier | None]:
+    """What exchanges the experts of each GPU, of its layers alone; None where they stay."""
+    from powerinfer.hybrid.copier import Copier
+
+    name = resolved.policy.name
+    if resolved.placement.experts is None or name in (None, "static"):
+        return [None] * len(plan.parts)
+    assert name is not None
+    return [
+        Copier(_policy(resolved, name, part.first, part.last), _pace(plan, part.plan.request.hardware.copy_gb_s))
+        for part in plan.parts
+    ]
 
 
 def _settle_cards(
@@ -327,7 +347,7 @@ def _settle_cards(
         hold_card(alone, single, part.plan, split or alone.streamed)
         settle()
         if split is not None:
-            settle_steps(alone, split, single)
+            settle_steps(alone, split, single, card.observer is not None)
         prefill.append(executor.choices.prefill)
     texts = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
     if len(texts) > 1:
@@ -348,8 +368,9 @@ def _sparsity_of_cards(
         choices.selector = Choice(sparsity.selector, "layers as a whole")
         return sparsity
     if resolved.placement.experts is not None:
-        of_experts = ExpertSparsity(executor, ffns)  # type: ignore[arg-type]
-        choices.experts = Choice("static", resolved.policy.reason)
+        name = resolved.policy.name or "static"
+        of_experts = ExpertSparsity(executor, ffns, name)  # type: ignore[arg-type]
+        choices.experts = Choice(name, resolved.policy.reason)
         choices.selector = Choice(of_experts.selector, "experts on the GPUs and the CPU", _expert_selector(resolved))
         of_experts.clear()
         return of_experts
@@ -457,7 +478,7 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
         resolved = replace(resolved, policy=_tried_policies(resolved, loading))
     name = resolved.policy.name
     assert name is not None
-    copier = None if name == "static" else Copier(_policy(resolved, name), _pace(resolved))
+    copier = None if name == "static" else Copier(_policy(resolved, name), _pace_of(resolved))
     executor, split, used = _split_of_experts(resolved, copier, loading)
     scratch = resolved.placement.scratch
     try:
@@ -552,7 +573,7 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
     if earlier is not None:
         return UsedPolicy(*chosen(earlier))
     make = partial(_policy, resolved)
-    copier = Copier(make("static"), _pace(resolved))
+    copier = Copier(make("static"), _pace_of(resolved))
     executor, _, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
     try:
         sample, progress = loading.sample(), loading.progress
@@ -561,13 +582,15 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
         executor.close()
 
 
-def _policy(resolved: Resolved, name: str) -> Policy:
-    """The policy of a name, of which the GPU at first has the experts of the plan."""
+def _policy(resolved: Resolved, name: str, first: int = 0, last: int | None = None) -> Policy:
+    """The policy of a name, of which the GPU at first has the experts of the plan. first, last: of the GPU's layers,
+    None: all that are on one."""
     from powerinfer.placement.experts import make_policy
 
     routed, experts = resolved.checkpoint.config.experts, resolved.placement.experts
     assert experts is not None
-    slots = {layer: len(experts[layer]) for layer in routed if layer < resolved.placement.layers}
+    last = resolved.placement.layers if last is None else last
+    slots = {layer: len(experts[layer]) for layer in routed if first <= layer < last}
     sizes = {layer: routed[layer].n_experts for layer in slots}
     frequencies = resolved.placement.frequencies or {
         layer: np.full(n, routed[layer].router.top_k / n) for layer, n in sizes.items()
@@ -575,13 +598,17 @@ def _policy(resolved: Resolved, name: str) -> Policy:
     return make_policy(name, slots, sizes, {layer: frequencies[layer] for layer in slots})
 
 
-def _pace(resolved: Resolved) -> Pace:
+def _pace_of(resolved: Resolved) -> Pace:
     """The time for copies of experts beside a step, by the plan and the rates that were measured."""
-    from powerinfer.hybrid.copier import Pace
-
     plan = resolved.placement.plan
     assert plan is not None
-    return Pace(plan.choice.seconds, 1e9 * plan.request.hardware.copy_gb_s)
+    return _pace(plan, plan.request.hardware.copy_gb_s)
+
+
+def _pace(plan: Plan, copy_gb_s: float) -> Pace:
+    from powerinfer.hybrid.copier import Pace
+
+    return Pace(plan.choice.seconds, 1e9 * copy_gb_s)
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:

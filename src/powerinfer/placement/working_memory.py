@@ -62,7 +62,7 @@ def working_memory(config: ModelConfig, tokens: int, requests: int, layers: int)
     ffns = max(_ffn_row(layer.ffn, result) for layer in config.layers)
     pairs = max(_pair_bytes(layer.ffn, d, many) for layer in config.layers)
     streams = 0 if config.altup is None else 3 * config.altup.streams * d  # kept, mixed, made
-    row = 3 * d + config.layer_inputs * config.n_layers + streams  # x, what neurons read, and their total
+    row = 3 * d + config.layer_inputs * layers + streams  # x, what neurons read, and their total
     beside = 4 * d  # a norm's result and its halves, what comes behind the operator, and a norm of that
     return {
         "rows": 4 * many * row + 2 * selection_bytes(tokens, config),
