@@ -9,6 +9,7 @@ import pytest
 from powerinfer.config import DEFAULT_CHUNK, EngineConfig, PlanConfig
 from powerinfer.hardware.cards import described_machine
 from powerinfer.placement.chunks import CHUNKS, SHARE, WEIGHTS
+from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import PlanRequest, make_plan
 from powerinfer.placement.request import shape_subject
 
@@ -61,3 +62,10 @@ def test_chunks_stay_short_where_nothing_streams() -> None:
     assert planned("qwen3-30b-a3b", 12 * GIB, context=300).chunk == DEFAULT_CHUNK
     assert planned("qwen3-30b-a3b", 0).chunk == DEFAULT_CHUNK
     assert planned("qwen3-8b", 24 * GIB, context=4096).chunk == DEFAULT_CHUNK
+
+
+def test_the_table_of_all_models_counts_with_the_chunks_of_a_load() -> None:
+    machine = described_machine("RTX 4060", 32 * GIB)
+    engine = EngineConfig(context=4096, max_batch=8)
+    wanted = shape_subject("qwen3-30b-a3b", "q4_0", "all").request(machine, engine, PlanConfig(hardware="x"))
+    assert estimate_request("qwen3-30b-a3b", "Q4_0", machine).chunk == wanted.chunk > DEFAULT_CHUNK

@@ -59,8 +59,9 @@ from powerinfer.neurons import Tier  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
 from powerinfer.placement.budget import Division, Workload, on_gpu  # noqa: E402
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan  # noqa: E402
-from powerinfer.placement.shapes import GPU_MARGIN, LAYER_MARGIN, Model, checkpoint_model, described_model, find_shape  # noqa: E402
+from powerinfer.placement.shapes import Model, checkpoint_model, described_model, find_shape  # noqa: E402
 from powerinfer.placement.solver import GROUP  # noqa: E402
+from powerinfer.placement.working_memory import GPU_MARGIN, LAYER_MARGIN, working_memory  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.request import SamplingParams  # noqa: E402
@@ -256,7 +257,9 @@ def check_dense_layers(path: Path, tmp_path: Path, kv_type: str, layers: int, he
     planned = on_gpu(model, load("pc-low"), work, Division(layers, head), dense=True)
     checkpoint, engine, pages = open_checkpoint(path), EngineConfig(**OPTIONS, kv_type=kv_type), -(-CONTEXT // cpu.PAGE)
     placement = Placement(layers, head, pages=pages)
-    executor = load_split(Resolved(checkpoint, engine, device=UsedGpu(device_name()), placement=placement))
+    whole = Resolved(checkpoint, engine, device=UsedGpu(device_name()), placement=placement)
+    assert resolved.kept_on_gpus(whole) == [sum(planned.values()) - planned["runtime"] - planned["scratch"]]
+    executor = load_split(whole)
     try:
         for when in steps(executor):
             held = {part: nbytes for part, nbytes in held_on_gpu(executor, []).items() if nbytes}
@@ -305,8 +308,8 @@ def test_many_rows_of_logits_dequantise_the_head() -> None:
     model = described_model(find_shape("qwen3-30b-a3b").config, "q4_0", "a model", 0.0)
     assert model.config.vocab_size * model.config.d_model > gpu_types.PIECE
     rows = gpu_types.FEW
-    few, more, many = (model.gpu_scratch(512, n, 1) for n in (rows - 1, rows, rows + 1))
-    assert gpu_types.PIECE <= many - more - (more - few) <= 2 * gpu_types.PIECE - (32 << 20)
+    few, more, many = (working_memory(model.config, 512, n, 1) for n in (rows - 1, rows, rows + 1))
+    assert few["pieces"] == more["pieces"] < many["pieces"] == 2 * gpu_types.PIECE
 
 
 @pytest.mark.usefixtures("device")
@@ -708,6 +711,40 @@ def test_what_experts_have_to_leave_is_saved(experts_card: ExpertsCard) -> None:
     assert len(first) > 1 and not card.streams[-1] and card.start(-few) == first[-1:] and not card.streams[-1]
 
 
+def test_chunks_give_way_where_they_take_more_than_they_are_worth(
+    tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that were chosen, on a device which runs out of memory with long ones: later starts begin with short ones;
+    those that were asked for stay, and experts leave."""
+    path, tried, most = tmp_path / "m.gguf", list[tuple[int, int]](), {"tokens": 512, "experts": 99}
+    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("f16"))
+    monkeypatch.setattr(Model, "gpu_scratch", lambda _, tokens, *__: (1 << 20) + 4 * tokens)
+    monkeypatch.setattr(vram, "_LACKING", 1 << 15)
+    monkeypatch.setattr(budget, "EXPERT_STAGED", 1)
+    chosen = {"context": 2048, "prefill_chunk": 0}
+    every = resolve.resolve(open_checkpoint(path), EngineConfig(**OPTIONS | chosen, gpu="cpu"))
+    assert every.placement.plan is not None
+    given = resolved.needs(every).vram - 4 * every.placement.plan.request.model.expert_bytes(0)[0]
+
+    def full(executor: Any, _: int) -> None:
+        hot = sum(len(layer._ffn.parts.hot) for layer in executor.gpu._layers if layer._ffn is not None)
+        tried.append((executor.max_tokens, hot))
+        if executor.max_tokens > most["tokens"] or hot > most["experts"]:
+            raise GpuMemoryError("the GPU ran out of memory while it was tried: give less --vram")
+
+    monkeypatch.setattr(vram, "rehearsed", full)
+    for loads in ([2048, 512], [512]):
+        tried.clear()
+        with load_within(path, None, given, **chosen) as llm:
+            assert [tokens for tokens, _ in tried] == loads
+            assert llm.choices["prefill_chunk"].startswith("512 ")
+            assert llm.generate([[5, 9, 2]], SHORT)
+    most |= {"tokens": 2048, "experts": tried[-1][1] - 1}
+    tried.clear()
+    with load_within(path, None, given, context=2048, prefill_chunk=2048):
+        assert len(tried) > 1 and {tokens for tokens, _ in tried} == {2048}
+
+
 def test_options_hold_when_a_load_is_tried_again(
     experts_card: ExpertsCard, wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -847,6 +884,27 @@ def test_a_margin_stays_free(card: Card, estimate: int, monkeypatch: pytest.Monk
     card.working += WORKING // vram.MARGIN
     assert WORKING // vram.MARGIN > 2 * GROUP * NEURON, "or rounding to groups would do"
     assert card.start(budget) == first and card.rehearsals == 1
+
+
+def test_recordings_give_way_before_neurons(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that suffices, on every start."""
+    lacking = 4 * GROUP * NEURON
+    monkeypatch.setattr(Model, "gpu_scratch", lambda *_: WORKING - lacking)
+    budget, recorded, gave = card.budget(24) - WORKING + lacking, 0, list[int]()
+
+    def record_less(layers: GpuLayers, nbytes: int) -> int:
+        gave.append(min(nbytes, recorded))
+        return gave[-1]
+
+    monkeypatch.setattr(GpuLayers, "record_less", record_less)
+    fewer = sum(map(len, card.start(budget)))
+    assert card.rehearsals == 2
+    card.saved.unlink()
+    recorded = 2 * lacking
+    for _ in range(2):
+        gave.clear()
+        assert sum(map(len, card.start(budget))) > fewer + GROUP and card.rehearsals == 1
+        assert 0 < sum(gave) < recorded
 
 
 @pytest.mark.parametrize("estimate", [0, WORKING + WORKING // 4], ids=["neurons leave", "neurons come"])

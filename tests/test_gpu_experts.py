@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -105,6 +107,17 @@ def some_biases(tensors: list[RawTensor]) -> list[Float32]:
     return [3 * floats(at, *tensor.shape[:2]) for at, tensor in enumerate(tensors)]
 
 
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Triton's kernels, which are of float32, are not used within this context."""
+    before = gpu._forced[0]
+    gpu.force_triton(False)
+    try:
+        yield
+    finally:
+        gpu.force_triton(before)
+
+
 def exact_sum(
     about: ExpertsConfig, tensors: list[RawTensor], x: Float32, experts: np.ndarray, weights: Float32, biases: Any
 ) -> tuple[np.ndarray, float]:
@@ -120,7 +133,8 @@ def exact_sum(
             *of_gate, of_up, of_down = (np.float64(0) if bias is None else bias[expert] for bias in biases)
             second = torch.from_numpy(up @ read + of_up)
             first = torch.from_numpy(gate[0] @ read + of_gate[0]) if gate else second
-            h = gpu.activate(about.activation, first, second if gate else None, about.threshold).numpy()
+            with plain_torch():
+                h = gpu.activate(about.activation, first, second if gate else None, about.threshold).numpy()
             out[i] += weight * (down @ h + of_down)
             most = max(most, float((np.abs(down) @ np.abs(weight * h)).max()))
     return out, most

@@ -381,6 +381,23 @@ def test_the_number_of_recordings_is_bounded(tmp_path: Path, monkeypatch: pytest
     assert len(made) == 6 + 5  # all shapes again except the first of the second round, which came last
 
 
+def test_recordings_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is lacking, but for those of the last shapes; a later rehearsal does not bring them back."""
+    static_where_emulated(monkeypatch)
+    truth, made = Truth(case_named("llama-gqa"), "folder", tmp_path), []
+    with opened(truth.path, everything()) as executor:
+        layers, before = executor.gpu, executor.gpu.memory()["scratch"]
+        assert layers.record_less(1) == 0, "nothing is recorded"
+        layers.record(counting_recorder(made))
+        monkeypatch.setattr(layers, "_memory_taken", lambda: (0, 10 * len(made)))
+        layers.rehearse(2)
+        assert layers.recorded_bytes == 160 and layers.memory()["scratch"] >= before + 160
+        assert [layers.record_less(n) for n in (0, 35)] == [0, 40] and layers.recorded_bytes == 120
+        layers.rehearse(2)
+        assert layers.recorded_bytes == 120
+        assert [layers.record_less(n) for n in (1000, 1)] == [80, 0] and layers.recorded_bytes == 40
+
+
 def test_codes_are_of_one_recording() -> None:
     """What a kernel makes beside its result is used by those that are recorded with it, and by no others."""
     seen: list[list[bool]] = []

@@ -39,6 +39,7 @@ from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
 from powerinfer.hybrid import vram  # noqa: E402
+from powerinfer.hybrid.copier import Copier  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
@@ -47,6 +48,7 @@ from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu, needs  # no
 from powerinfer.hybrid.several import CardSplits  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement.experts import make_policy  # noqa: E402
 from powerinfer.placement.plan import Plan, place  # noqa: E402
 from powerinfer.placement.request import PlanConfig, shape_subject  # noqa: E402
 from powerinfer.placement.request import described as described_for  # noqa: E402
@@ -173,6 +175,40 @@ def test_experts_of_layers_on_two_gpus(name: str, gpu: str, tmp_path: Path) -> N
         wanted = answers(one, model.texts)
     with loaded(model.path, (0, 1), gpu, make=make) as two:
         check_alike(answers(two, model.texts), wanted)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_experts_that_a_policy_exchanges_on_two_gpus(policy: str, tmp_path: Path) -> None:
+    """Each has a policy over its own layers, which decides as that of one GPU does."""
+    model = Truth(case_named("mixtral"), "gguf", tmp_path)
+    experts = open_checkpoint(model.path).config.experts
+    layers = range(max(experts) + 1)
+
+    def split(first: int, last: int) -> ExpertSplit:
+        sizes = {layer: about.n_experts for layer, about in experts.items() if first <= layer < last}
+        start = {layer: np.full(n, 1 / n) for layer, n in sizes.items()}
+        hot = [np.arange(2 * (layer in experts), dtype=np.int32) for layer in layers]
+        return ExpertSplit(hot, copier=Copier(make_policy(policy, dict.fromkeys(sizes, 2), sizes, start)))
+
+    def run(firsts: tuple[int, ...]) -> tuple[list[np.ndarray], list[Any]]:
+        ends = [*firsts[1:], len(layers)]
+        made = iter([split(*each) for each in zip(firsts, ends, strict=True)])
+        splits = list[ExpertSplit]()
+
+        def make() -> ExpertSplit:
+            splits.append(next(made))
+            return splits[-1]
+
+        with loaded(model.path, firsts, make=make) as executor:
+            found = [*answers(executor, model.texts), *answers(executor, model.texts)]
+            for card in executor.cards:
+                card.observer.settle()
+            return found, [(ffn.hot.tolist(), ffn.collect()["copied"]) for one in splits for ffn in one.ffns]
+
+    wanted, held = run((0,))
+    ours, on_two = run((0, 1))
+    check_alike(ours, wanted)
+    assert on_two == held and all(copied for _, copied in held)
 
 
 def test_a_failure_on_either_gpu_fails_its_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +381,23 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_described")
+def test_layers_that_get_inputs_of_their_own_on_two_gpus(tmp_path: Path) -> None:
+    """Each GPU gets those of its layers; those that read others' keys and values are beside these."""
+    model = Truth(case_named("gemma4-e"), folder=tmp_path)
+    sizes = {"context": families.CONTEXT, "prefill_chunk": families.TOKENS, "kv_type": "f32"}
+    engine = EngineConfig(threads=1, max_batch=8, gpu="cpu,cpu", trial=False, **sizes)
+    resolved = resolve(open_checkpoint(model.path), engine)
+    assert resolved.placement.several is not None and resolved.placement.head
+    executor, _ = load_resolved(resolved, lambda: [1, 2, 3])
+    try:
+        model.check(families.run_chunks(executor, model.texts[0], CHUNKS, families.scattered_pages(executor, 1)[0]))
+        config, widths = open_checkpoint(model.path).config, [card.buffers._inputs.shape[1] for card in executor.cards]
+        assert sum(widths) == config.layer_inputs * config.n_layers and all(widths)
+    finally:
+        executor.close()
+
+
+@pytest.mark.usefixtures("two_described")
 def test_answers_on_two_gpus(tmp_path: Path) -> None:
     """By every way into the engine; where one of them holds nothing, a line says how much would do."""
     path = tiny_model(tmp_path)
@@ -358,9 +411,10 @@ def test_answers_on_two_gpus(tmp_path: Path) -> None:
         assert found == alone and choices["gpu"].startswith("2 layers and the head on cpu, cpu")
     adjusted, _ = answer(path, gpu="cpu,cpu", adjust=True)
     assert adjusted == alone
+    exchanged, choices = answer(path, gpu="cpu,cpu", expert_policy="lru")
+    assert exchanged == alone and choices["experts"] == "lru (asked for: --expert-policy)"
     refused = {
         "hold no layer .* give --vram": {"vram": (2 * GIB, MIB)},
-        "--expert-policy lru is for one GPU": {"expert_policy": "lru"},
         "nothing stays on disk": {"ram": 64 * MIB},
     }
     for message, options in refused.items():
@@ -484,6 +538,22 @@ def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(arguments) == 2, message
         text = capsys.readouterr().err
         assert any(one in text for one in message.split("|")), (message, text)
+
+
+def test_what_was_measured_of_each_gpu_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = replace(load("pc-high"), key={"isa": "avx2"}).with_cards([load("pc-low")])
+    monkeypatch.setattr("powerinfer.hardware.measure.saved_hardware", lambda *_: both)
+    assert main(["measure", "--gpu", "cpu,cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("between the two: ") == len(both.all_cards) == 2
+    for card in both.all_cards:
+        assert f"\n{card.device.name}, " in shown and f": {card.copy_gb_s:.1f} GB/s; " in shown
+    assert main(["measure", "--gpu", "cpu,cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(document["paths"]) == 2 and document["path"] == document["paths"][0]
+    assert len(document["hardware"]["cards"]) == 1
 
 
 @pytest.mark.usefixtures("two_described")

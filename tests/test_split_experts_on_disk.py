@@ -403,7 +403,7 @@ def test_a_policy_for_what_is_not_on_disk_is_said(large: Path) -> None:
 
 
 def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
-    """Where it runs out of memory; buffers for long prompts go before experts."""
+    """Where it runs out of memory; half of the buffers for long prompts go before experts, and then all."""
     resolved = planned(large, 20, 12 * MIB)
     fewer = smaller(resolved, 1)
     assert isinstance(fewer, Resolved)
@@ -413,7 +413,13 @@ def test_with_fewer_experts_on_the_gpu_more_stay_on_disk(large: Path) -> None:
     assert fewer.placement.disk.resting["experts"] > resolved.placement.disk.resting["experts"]
     assert needs(fewer).ram <= (fewer.engine.ram or 0)
     enough = planned(large, 20)
-    assert smaller(enough.placed(staging=1 << 20), 1) == enough.placed(staging=0)
+    halves = smaller(enough.placed(staging=16 << 20), 1)
+    assert isinstance(halves, Resolved) and 0 < halves.placement.staging <= 8 << 20
+    assert halves == enough.placed(staging=halves.placement.staging)
+    assert smaller(halves, 1, 1) == enough.placed(staging=0)
+    more = smaller(enough.placed(staging=16 << 20), 32 << 20)
+    assert isinstance(more, Resolved) and more.placement.experts is not None and enough.placement.experts is not None
+    assert sum(map(len, more.placement.experts)) < sum(map(len, enough.placement.experts))
     enough = enough.placed(staging=0)
     at_most = replace(enough, engine=replace(enough.engine, ram=needs(enough).ram))
     fewer = smaller(at_most, 1)

@@ -21,7 +21,7 @@ from powerinfer.formats.json_file import checked
 from powerinfer.hardware import cards
 from powerinfer.hardware.cards import Card, described_machine
 from powerinfer.hardware.description import OTHER, Device, Hardware
-from powerinfer.kernels.gpu_types import EXPERT_TOKENS, PIECE
+from powerinfer.kernels.gpu_types import EXPERT_TOKENS, PIECE, piece_elements
 
 GIB = 1 << 30
 RAM = 64 * GIB
@@ -44,7 +44,7 @@ PIECE_LAUNCHES = {"panels": (2, 9), "experts": (3, 9)}
 """Triton's launches and torch's for a piece that streams, of panels of a dense matrix with its product, and of whole
 experts without theirs: what is sent, and becomes the GPU's order of bytes. Of types that a kernel makes of panels."""
 PRODUCT_LAUNCHES = (1, 4)
-"""The same for a dense product with many tokens, of `PIECE` weights at most."""
+"""The same for a dense product with many tokens, of a piece of a matrix."""
 EXPERT_LAUNCHES = (4, 6)
 """The same for sums of some experts for a block of tokens: of a layer's on the GPU, or a piece of those that stream."""
 ORDER_LAUNCHES = (2, 8)
@@ -257,8 +257,9 @@ def assumptions() -> list[Assumption]:
         Assumption(
             "launches in a chunk of a prompt, Triton's and torch's",
             f"{_both(CHUNK_LAUNCHES)} a layer, {_both(PRODUCT_LAUNCHES)} for {PIECE >> 20}M weights of a dense "
-            f"product; of a piece that streams {piece}; for {EXPERT_TOKENS:,} tokens {_both(ORDER_LAUNCHES)} a layer "
-            f"of experts, and {_both(EXPERT_LAUNCHES)} for those on the GPU and again for each piece",
+            f"product, of 2,048 tokens for {piece_elements(2048) >> 20}M; of a piece that streams {piece}; for "
+            f"{EXPERT_TOKENS:,} tokens {_both(ORDER_LAUNCHES)} a layer of experts, and {_both(EXPERT_LAUNCHES)} for "
+            "those on the GPU and again for each piece",
             "counted in the code",
         ),
         Assumption(

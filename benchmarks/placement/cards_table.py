@@ -54,8 +54,8 @@ IN_RAM = (
     "qwen3.6-35b-a3b", "Q4_K_M", "RTX 4070", 32, 34.6,
     "https://dev.to/kenimo49/rtx-4070-qwen-35b-28x-speedup-from-one-llamacpp-flag-cpu-moe-569o",
 )  # fmt: skip
-"""The same with all experts in RAM (--cpu-moe), which `HELD` of VRAM leave there."""
-HELD = 4 * GIB
+"""The same with all experts in RAM (--cpu-moe), which `HELD` of VRAM leave there, and the output head."""
+HELD = 18 * GIB // 5
 _LEAST = 1.0  # billions of parameters of a model in docs/models.md
 
 

@@ -113,10 +113,15 @@ class _Chunk:
     def _on_cpu(self, matrices: Sequence[Matrix], flops: float = 0.0) -> float:
         return (2 * elements(matrices) * self.tokens + flops) / self._cpu_flops
 
+    @property
+    def _piece(self) -> int:
+        """Weights of a dense matrix that are multiplied at a time."""
+        return gpu_types.piece_elements(self.tokens)
+
     def _multiplied(self, matrices: Sequence[Matrix]) -> float:
         """Seconds of the host for dense products with these."""
         return self._host(
-            assumptions.PRODUCT_LAUNCHES, sum(max(1.0, elements([one]) / gpu_types.PIECE) for one in matrices)
+            assumptions.PRODUCT_LAUNCHES, sum(max(1.0, elements([one]) / self._piece) for one in matrices)
         )
 
     def _host(self, launches: tuple[int, int], times: float = 1.0) -> float:

@@ -6,8 +6,8 @@ should be idle meanwhile: a disturbed result is marked, and replaced when the ma
 the user's cache folder and reused until the engine, the CPU, the GPU or the number of threads changes, or --force is
 given. The file can be used with `plan --hardware` on another machine.
 
-JSON: path, measured (false: an earlier result was used), seconds, hardware (the description, as in the file; gpu is
-null if there is none).
+JSON: path, paths (of several GPUs each has a file), measured (false: an earlier result was used), seconds, hardware
+(the description, as in the file; gpu is null if there is none, cards are the GPUs behind it).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
-    from powerinfer.hardware.measure import gpu_beside, kept_at, measure_and_keep, saved_hardware
+    from powerinfer.devices.wanted import gpu_names
+    from powerinfer.hardware.measure import gpu_beside, kept_at, machine_key, measure_and_keep, saved_hardware
 
     engine = config_from(args, EngineConfig)
     begin = time.perf_counter()
@@ -41,13 +42,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if hardware is None:
         with Bar() as bar:
             hardware = measure_and_keep(engine, bar, out.note, gpu=gpu, again=args.force)
-    path = kept_at(hardware.key)
+    paths = [str(kept_at(machine_key(engine, name))) for name in ([None] if gpu is None else gpu_names(gpu))]
     _show(hardware, out)
     if cached is not None:
-        out.line(f"measured earlier ({path}); --force measures again")
+        out.line(f"measured earlier ({', '.join(paths)}); --force measures again")
     out.document(
         {
-            "path": str(path),
+            "path": paths[0],
+            "paths": paths,
             "measured": cached is None,
             "seconds": time.perf_counter() - begin,
             "hardware": dataclasses.asdict(hardware),
@@ -62,13 +64,13 @@ def _show(hardware: Hardware, out: Output) -> None:
     _show_device(cpu, out)
     if cpu.cache_bytes:
         out.line(f"steps of up to {cpu.cache_bytes / 1e6:.0f} MB are {cpu.cache_gain:.1f} times as fast")
-    gpu = hardware.gpu
-    if gpu is not None:
+    for card in hardware.all_cards:
+        gpu = card.device
         reserved = f", of which {gpu.reserved_bytes / 1e9:.2f} GB are the driver's" if gpu.reserved_bytes else ""
         out.line(f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB of usable memory{reserved}")
         _show_device(gpu, out)
         out.line(
-            f"between the two: {hardware.copy_gb_s:.1f} GB/s; synchronisation of a layer {hardware.sync_us:.1f} us; "
+            f"between the two: {card.copy_gb_s:.1f} GB/s; synchronisation of a layer {card.sync_us:.1f} us; "
             f"{hardware.host_bytes / 1e9:.2f} GB of RAM for libraries and driver"
         )
     disk = hardware.disk

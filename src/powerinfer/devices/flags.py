@@ -40,6 +40,9 @@ OPERATIONS = 16
 _SPACING = 32
 """Numbers of 32 bits from one flag to the other: the two are in lines of a cache that are never fetched together."""
 
+FLAG_BYTES = 4 * 2 * _SPACING
+"""Bytes of RAM of both."""
+
 
 class Flags:
     """The flags of a GPU's calls, one at a time. Calls of a step have numbers, from 1, that grow."""

@@ -48,13 +48,27 @@ from powerinfer.devices.gpu_weights import (
     StreamedMatrices,
 )
 from powerinfer.devices.link import WAYS, Link, Way
-from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
+from powerinfer.devices.recording import (
+    LEAST_SHAPES,
+    MOST_SHAPES,
+    RECORDED_BYTES,
+    Recorder,
+    Recordings,
+    recorder_of,
+)
 from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import PassedRows, StepBuffers
 from powerinfer.devices.streams import streams_of
-from powerinfer.devices.torch_device import MemoryShare, current, gpu_failures, import_torch
+from powerinfer.devices.torch_device import (
+    MemoryShare,
+    current,
+    free_workspaces,
+    gpu_failures,
+    held_beside_tensors,
+    import_torch,
+)
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import GpuMemoryError
 from powerinfer.formats.quant import Float32
@@ -195,6 +209,8 @@ class GpuLayers:
         self._final_norm: GpuNorm | None = None
         self._operators: list[Operator] | None = None
         self._shares: bool | None = None
+        numbers = config.layer_inputs
+        self._inputs_here = slice(None) if drafts else slice(self._first * numbers, layers * numbers)
         self._attended_for_codes: set[int] = set()  # layers whose attention `project` multiplies as codes
         self._rotations = {rope: (self._vector(rotation[0]), rotation[1]) for rope, rotation in rotations.items()}
         self._new_cache = partial(gpu.new_cache, kv_type, pages)
@@ -213,14 +229,14 @@ class GpuLayers:
             device,
             *vectors,
             totals=split and changed,
-            inputs=config.d_model if drafts else config.layer_inputs * config.n_layers,
+            inputs=config.d_model if drafts else config.layer_inputs * (layers - self._first),
             undo_tokens=undo_tokens,
         )
         static = gpu.which(torch.empty(0, device=device)) == "triton"  # torch's own operators look at the data
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
         self._recorded_at = self.buffers.addresses
-        self._shapes = MOST_SHAPES
+        self._shapes = self._most_shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
         self._latest_logits: Float32 | None = None  # of a step that brought candidates, once they were asked for
 
@@ -643,6 +659,8 @@ class GpuLayers:
                 if config.activation == GAUSSIAN:
                     halves = gpu.exceeding(halves[0], config.threshold), halves[1]
                 hidden = gpu.activate(activation, *halves, limit, top, product_limits, for_codes)
+                del halves
+            del product  # its memory is what the next products take
             if inner is not None:
                 hidden = inner(hidden, for_codes=second.for_codes)
             step.add_product(second, hidden, out_norm)
@@ -673,7 +691,8 @@ class GpuLayers:
         """x += norm(out . (activation(gate . x) * what the layer gets of the token))."""
         first, second = self._products("attention", gate), self._products("attention", out)
         numbers = self._config.layer_inputs
-        columns = slice(layer * numbers, (layer + 1) * numbers)
+        at = (layer - self._first) * numbers
+        columns = slice(at, at + numbers)
 
         def run(step: Step) -> None:
             assert step.inputs is not None
@@ -870,17 +889,21 @@ class GpuLayers:
         """
         run = partial(self._run, self._download, batch, x, slots, inputs)
         result = self._again_without_limit(run)
+        self.end_step(len(batch.tokens))
+        return result
+
+    def end_step(self, tokens: int) -> None:
+        """Tell the observer, if there is one, that a step of so many tokens has ended, and its result is there."""
         if self.observer is not None:
             with gpu_failures("exchanging experts", "give less --vram"), current(self.device):
-                self.observer.end(len(batch.tokens))
-        return result
+                self.observer.end(tokens)
 
     def pass_on(
         self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
     ) -> PassedRows:
         """x after these layers for another GPU that has those behind them: nothing is waited for. Arguments and errors
-        as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there."""
-        assert self.observer is None
+        as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there; behind
+        that comes `end_step`."""
         return self._again_without_limit(partial(self._run, self.buffers.pass_on, batch, x, slots, inputs))
 
     def check_passed(self) -> None:
@@ -940,10 +963,14 @@ class GpuLayers:
         try:
             yield
         except BaseException:
-            self.finish()
-            if self.observer is not None:
-                self.observer.forget()
+            self.break_off()
             raise
+
+    def break_off(self) -> None:
+        """A step is broken off: wait for what the device was given of it, and let the observer forget it."""
+        self.finish()
+        if self.observer is not None:
+            self.observer.forget()
 
     def finish(self) -> None:
         """Wait for all that the device was given, be it that it fails; it waits for the CPU no more."""
@@ -1034,7 +1061,7 @@ class GpuLayers:
         elif slots is None:
             numbers = np.arange(len(batch.page_table), dtype=np.int32)
             slots = numbers, numbers
-        step = self.buffers.upload(batch, x, slots, inputs)
+        step = self.buffers.upload(batch, x, slots, None if inputs is None else inputs[:, self._inputs_here])
         if self.link is not None:
             step.read = self.link.read(len(batch.tokens))
             self.link.begin_step()
@@ -1110,7 +1137,8 @@ class GpuLayers:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
 
         scratch: buffers that are kept from step to step and, once steps were rehearsed, the operators' temporaries and
-        the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others'.
+        the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others', and
+        beside the temporaries.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
@@ -1118,15 +1146,26 @@ class GpuLayers:
         buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
         parts["scratch"] = buffers + self._passed + self._recorded_bytes
         if self._cuda:
-            cuda = import_torch().cuda
-            unused = int(cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device))
-            parts["allocator"] = max(0, unused - self._passed)
+            parts["allocator"] = max(0, held_beside_tensors(self.device) - self._passed)
         return parts
 
     @property
     def recorded_bytes(self) -> int:
         """Maximum bytes of recordings, which are the driver's, not torch's; once steps were rehearsed."""
         return self._recorded_bytes
+
+    def record_less(self, nbytes: int) -> int:
+        """Keep recordings of fewer shapes, so that their maximum is so many bytes less, or as many as `LEAST_SHAPES`
+        allow; the bytes that it is less."""
+        if not self._recorded_bytes:
+            return 0
+        of_shape, least = self._recorded_bytes // self._shapes, min(LEAST_SHAPES, self._shapes)
+        shapes = max(least, self._shapes - -(-nbytes // of_shape))
+        freed = (self._shapes - shapes) * of_shape
+        self._shapes = self._most_shapes = shapes
+        self._recorded_bytes -= freed
+        self._recordings = None
+        return freed
 
     def rehearse(self, logit_rows: int) -> int:
         """Run steps that launch every kernel: the largest, with that number of rows of logits, those that are recorded,
@@ -1137,6 +1176,7 @@ class GpuLayers:
         """
         torch, allocated = import_torch(), 0
         if self._cuda:
+            free_workspaces()
             allocated = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         largest = min(self.max_tokens, self.n_pages * self.page_size)
@@ -1169,7 +1209,7 @@ class GpuLayers:
             self._passed += max(0, after[0] - before[0])
             before, per_shape = after, max(per_shape, after[1] - before[1])
         if per_shape:
-            self._shapes = max(1, min(MOST_SHAPES, RECORDED_BYTES // per_shape))
+            self._shapes = max(1, min(self._most_shapes, RECORDED_BYTES // per_shape))
             self._recorded_bytes = self._shapes * per_shape
             self._recordings = None
         return self._passed
@@ -1238,6 +1278,7 @@ class GpuLayers:
             for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
             if self._cuda:
+                free_workspaces()  # they may lie between weights
                 import_torch().cuda.empty_cache()
         finally:
             self.share.end()

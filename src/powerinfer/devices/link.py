@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig, ModelConfig
-from powerinfer.devices.flags import PATIENCE, Flags
+from powerinfer.devices.flags import FLAG_BYTES, PATIENCE, Flags
 from powerinfer.devices.streams import Event, streams_of
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
@@ -29,11 +29,12 @@ EXPERT_BYTES = 8
 
 
 def link_bytes(max_tokens: int, config: ModelConfig) -> int:
-    """Bytes of the buffers of a `Link` in RAM."""
-    return 2 * 4 * max_tokens * config.d_model + _selection_bytes(max_tokens, config) + _hidden_bytes(config)
+    """Bytes of the buffers of a `Link` in RAM, with those of flags, which not every device has."""
+    rows = 2 * 4 * max_tokens * config.d_model
+    return rows + selection_bytes(max_tokens, config) + _hidden_bytes(config) + FLAG_BYTES
 
 
-def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
+def selection_bytes(max_tokens: int, config: ModelConfig) -> int:
     """Bytes of the largest selection. Single neurons are selected in steps of up to NEURON_TOKENS tokens, since more of
     them select nearly all. Experts are, with their weights, in every step."""
     neurons = min(max_tokens, NEURON_TOKENS) * max(config.ffn_sizes)
@@ -62,7 +63,7 @@ class Link:
 
         d_model, streams = config.d_model, streams_of(to)
         self._d_model = d_model
-        selection = _selection_bytes(max_tokens, config)
+        selection = selection_bytes(max_tokens, config)
         nbytes = 4 * max_tokens * d_model + selection
         self._on_device = torch.zeros(nbytes, dtype=torch.uint8, device=to)
         self._host = streams.pinned(nbytes, torch.uint8)
@@ -78,8 +79,8 @@ class Link:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers in RAM."""
-        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes)
+        """Bytes of the buffers in RAM, with room for flags."""
+        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes) + FLAG_BYTES
 
     @property
     def gpu_bytes(self) -> int:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 MOST_SHAPES = 16
 """Shapes whose recordings are kept; the least recently used is dropped first."""
 
-RECORDED_BYTES = 256 << 20
+RECORDED_BYTES = 128 << 20
 """Limit of the GPU memory of recordings, which the driver allocates; it may allow fewer shapes."""
+
+LEAST_SHAPES = 4
+"""The number of shapes that stay where a GPU has less memory than was planned: a request alone seldom needs more."""
 
 State = tuple["Tensor | None", "tuple[Norm, Tensor] | None", "Tensor | None"]
 """State that operators pass on besides x, read and total: attended, normed and hidden of a step."""

@@ -90,8 +90,10 @@ class SeveralGpus:
                 card.check_passed()
         except BaseException:
             for card in self.cards:  # they may still read what the next step writes
-                card.finish()
+                card.break_off()
             raise
+        for card in first:
+            card.end_step(len(batch.tokens))
         return result
 
     def hidden_states(self, rows: NDArray[np.int32]) -> Float32:

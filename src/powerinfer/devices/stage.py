@@ -88,12 +88,18 @@ def return_buffer(page: int, tokens: int, staging: int) -> int:
     return page and max(page, min(staging, (tokens // PAGE + 2) * page))
 
 
-def expert_buffer(matrices: Sequence[int], experts: int) -> int:
-    """Bytes of a buffer for whole experts of layers that have that number: half a layer at most. matrices: bytes of
-    each of an expert's."""
-    count = max(1, min(PIECE // sum(matrices), -(-experts // 2)))
+def expert_buffer(matrices: Sequence[int], experts: int, most: int = 1 << 62) -> int:
+    """Bytes of a buffer for whole experts of layers that have that number: half a layer at most, or `most` experts.
+    matrices: bytes of each of an expert's."""
+    count = max(1, min(PIECE // sum(matrices), -(-experts // 2), most))
     size = lines_bytes([8 * experts]) + count * lines_bytes(matrices)
     return -(-size // _SEGMENT) * _SEGMENT if size >= _SEGMENT else size
+
+
+def experts_held(nbytes: int, matrices: Sequence[int], experts: int) -> int:
+    """The number of experts that a buffer of so many bytes holds beside the table of their places; arguments as of
+    `expert_buffer`."""
+    return (nbytes - lines_bytes([8 * experts])) // lines_bytes(matrices)
 
 
 class Stage:
@@ -142,7 +148,7 @@ class Stage:
     def experts_at_once(self, matrices: Sequence[int], experts: int) -> int:
         """The number of experts that a buffer holds beside the table of their places; arguments as of
         `expert_buffer`."""
-        return (self._size - lines_bytes([8 * experts])) // lines_bytes(matrices)
+        return experts_held(self._size, matrices, experts)
 
     def panels_at_once(self, kind: str, k: int, nbytes: int) -> int:
         """The number of panels of k columns, of `nbytes` each, that a buffer holds as they are and converted; at least

@@ -19,6 +19,7 @@ else:
     device = Any
 
 _NO_MEMORY = re.compile("out of memory|ALLOC_FAILED")
+_MARGIN = 32  # 1/_MARGIN of a model's tensors are not in the piece of memory that the others share
 OLDEST = (8, 0)  # compute capability: kernels take more shared memory than earlier GPUs have
 
 
@@ -131,6 +132,32 @@ class _Shares:
 
 _SHARES: dict[int, _Shares] = {}
 _SHARING = Lock()
+
+
+def make_room(device: device, nbytes: int) -> None:
+    """Let torch take a CUDA device's memory in one piece for tensors of so many bytes that come next, but for a part of
+    them, so that nothing of it is left to others, for which torch would keep all of it. It would take 20 MiB for some
+    of them at a time, and for each large one up to 2 MiB too many. Where there is no such piece, it does."""
+    if device.type == "cuda":
+        torch = import_torch()
+        torch.cuda.empty_cache()
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(nbytes - nbytes // _MARGIN, dtype=torch.uint8, device=device)
+
+
+def held_beside_tensors(device: device) -> int:
+    """Bytes of CUDA memory that torch holds and no tensor has: free ones, and those by which it rounds tensors up."""
+    cuda = import_torch().cuda
+    asked_for = cuda.memory_stats(device).get("requested_bytes.all.current", cuda.memory_allocated(device))
+    return int(cuda.memory_reserved(device)) - int(asked_for)
+
+
+def free_workspaces() -> None:
+    """Free what torch gave cuBLAS to work in. The next product with many tokens takes it again: so it counts as one of
+    the temporaries of the steps that follow."""
+    free = getattr(import_torch()._C, "_cuda_clearCublasWorkspaces", None)
+    if free is not None:
+        free()
 
 
 def import_torch() -> Any:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from powerinfer.config import EngineConfig
+from powerinfer.config import DEFAULT_CHUNK, EngineConfig
 from powerinfer.devices.wanted import gpu_names, wanted_gpu
 from powerinfer.errors import PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
@@ -267,16 +267,18 @@ def with_plan(resolved: Resolved, plan: Plan) -> Resolved:
     return replace(placed, device=replace(resolved.device, reason=reason))
 
 
-def _split_experts(resolved: Resolved, request: PlanRequest, streams: bool = True) -> Resolved | RequestError | str:
+def _split_experts(
+    resolved: Resolved, request: PlanRequest, staging: int | None = None
+) -> Resolved | RequestError | str:
     """A plan that places experts; the reason if that is slower than the CPU alone; the error where they do not fit.
-    streams: with buffers for long prompts, where there is room."""
+    staging: bytes of a buffer for long prompts, None: as planned."""
     from powerinfer.placement.plan import place
 
     plan = place(request)
     if isinstance(plan, RequestError) or plan.claims.slots is None:
         return plan if isinstance(plan, RequestError) else plan.reasons[0]
     placed = with_plan(resolved, plan).placed(scratch=request.scratch)
-    return placed if streams else placed.placed(staging=0)
+    return placed if staging is None else placed.placed(staging=min(staging, plan.staging))
 
 
 def _experts_as_saved(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError | str:
@@ -286,7 +288,10 @@ def _experts_as_saved(resolved: Resolved, request: PlanRequest) -> Resolved | Re
     saved = experts_memory(resolved, request).find()
     if saved is None:
         return _split_experts(resolved, request)
-    return _split_experts(resolved, replace(request, scratch=saved.result.working), saved.result.streams)
+    memory = saved.result
+    if 0 < memory.chunk < resolved.device.chunk:
+        resolved, request = resolved.with_fewer_tokens(memory.chunk), replace(request, chunk=memory.chunk)
+    return _split_experts(resolved, replace(request, scratch=memory.working), memory.staging)
 
 
 def with_selector(resolved: Resolved, selection: Selection) -> Resolved | None:
@@ -312,8 +317,8 @@ def with_other_experts(resolved: Resolved, scratch: int) -> Resolved | RequestEr
     if isinstance(request, RequestError):
         return request
     before = resolved.placement
-    left_out = before.plan is not None and before.staging < before.plan.staging
-    placed = _split_experts(resolved, request, streams=not left_out)
+    less = before.plan is not None and before.staging < before.plan.staging
+    placed = _split_experts(resolved, request, before.staging if less else None)
     if not isinstance(placed, Resolved):
         return RequestError(placed)
     return with_policy(placed.placed(draft=placed.placement.draft and before.draft))
@@ -336,3 +341,53 @@ def with_fewer_layers(resolved: Resolved) -> Resolved | RequestError | None:
 def estimated_scratch(resolved: Resolved) -> int:
     """Bytes of working memory on the GPU that experts are placed by where nothing was measured."""
     return needs(resolved.placed(scratch=None)).vram - needs(resolved.placed(scratch=0)).vram
+
+
+# ---------------------------------------------------------------- where the GPU has less memory than was estimated
+
+
+def with_shorter_chunk(resolved: Resolved, lacking: int) -> Resolved | RequestError | None:
+    """The same with shorter chunks of prompts, where these were chosen for the GPU, and take more than they are worth
+    (placement/chunks.py) now that so many bytes are lacking; None: they do not. The error where RAM does not hold what
+    leaves the GPU."""
+    from powerinfer.hardware.measure import measured
+    from powerinfer.placement.budget import budgets
+    from powerinfer.placement.chunks import with_long_chunks
+
+    if not resolved.device.chunk:
+        return None
+    plan, model = resolved.placement.plan, model_of(resolved)
+    if plan is None:
+        hardware = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE)
+        _, ram = budgets(hardware, resolved.engine.vram_bytes, resolved.engine.ram)
+        request = dense_request(resolved, model, hardware, ram)
+    else:
+        request = replace(plan.request, scratch=None)
+    tokens = with_long_chunks(replace(request, chunk=DEFAULT_CHUNK), lacking).chunk
+    if tokens >= request.chunk:
+        return None
+    shorter = resolved.with_fewer_tokens(tokens)
+    if plan is None:
+        return shorter
+    if resolved.placement.experts is not None:
+        return with_other_experts(shorter, estimated_scratch(shorter) + lacking)
+    return neurons_with_chunk(shorter, request)
+
+
+def neurons_with_chunk(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError | None:
+    """The same with a plan of its neurons, as of a request, with the chunks that it has; None: they are not split so.
+    The error where they do not fit."""
+    placed = _split_neurons(resolved, replace(request, chunk=resolved.engine.chunk))
+    if isinstance(placed, str) or (isinstance(placed, Resolved) and placed.placement.neurons is None):
+        return None
+    return placed
+
+
+def half_buffer(resolved: Resolved) -> int:
+    """Bytes of buffers for long prompts that are half as large; 0: they would be too small."""
+    from powerinfer.placement.budget import fewer_experts_staged, streamed_buffer
+
+    placement, model = resolved.placement, model_of(resolved)
+    if placement.experts is not None:
+        return fewer_experts_staged(model, placement.layers, placement.staging)
+    return streamed_buffer(model, workload(model, resolved.engine), placement.staging // 2)

@@ -536,6 +536,7 @@ class HybridExperts(HybridTerms):
         gate = product[:, : config.shared_size] if config.gated else product
         up = product[:, config.shared_size :] if config.gated else None
         hidden = gpu.activate(config.activation, gate, up, config.threshold, for_codes=output.for_codes)
+        del product, gate, up  # their memory is what the next products take
         if self._separate is not None:
             step.shared = output(hidden)
         elif self._shared_weight is None:

@@ -22,7 +22,7 @@ from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import GpuMemoryError, RequestError
 from powerinfer.hybrid.disk import open_tier
 from powerinfer.hybrid.resolve import NOT_USED, draft_problem, on_cpu_alone, permitted
-from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedPolicy, kept_on_gpus
 from powerinfer.kernels import cpu as cpu_kernels
 from powerinfer.numa import interleaved
 from powerinfer.progress import Progress, Say, silent
@@ -197,7 +197,7 @@ def load_split(
     from powerinfer.devices.several import SeveralGpus
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
-    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures
+    from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures, make_room
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
     from powerinfer.models.draft import wire_draft
@@ -223,10 +223,12 @@ def load_split(
         with checkpoint.names_damage(), gpu_failures("the model was loaded", advice):
             gpus: list[GpuLayers] = []
             common: dict[str, Any] = {"max_tokens": cpu.max_tokens}
-            for name, first, last in resolved.card_layers:
+            for number, (name, first, last) in enumerate(resolved.card_layers):
                 device = choose_device(name)
                 share = MemoryShare(device)
                 opened.callback(share.end)
+                if device.type == "cuda":
+                    make_room(device, kept_on_gpus(resolved)[number])
                 cache = CacheSize(engine.kv_type, cpu.n_pages, cpu.n_states, cpu.undo_tokens, first)
                 ropes = config.ropes_of(first, last) if placement.firsts else rotary
                 common |= {"rotations": {rope: rotary[rope] for rope in ropes}, "share": share}
@@ -317,21 +319,41 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     plan = resolved.placement.several
     assert plan is not None
     with ExitStack() as opened:
-        stages = stages_of(resolved, plan, opened)
-        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages)
+        stages, copiers = stages_of(resolved, plan, opened), _copiers(resolved, plan)
+        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages, copiers)
         for made in splits:
             opened.callback(made.close)
         streams = plan.claims.whole or plan.claims.passes
         parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
         executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
         opened.pop_all()  # the executor closes them
+    exchanging = [copier for copier in copiers if copier is not None]
     try:
+        for copier in exchanging:
+            copier.on = False  # what is measured is no text
         _settle_cards(executor, resolved, splits, loading)
         sparsity = _sparsity_of_cards(executor, resolved, splits)
+        for copier in exchanging:
+            copier.start()
+            copier.tell = sparsity.end_policy  # type: ignore[attr-defined]
     except BaseException:
         executor.close()
         raise
     return executor, sparsity
+
+
+def _copiers(resolved: Resolved, plan: Plan) -> list[Copier | None]:
+    """What exchanges the experts of each GPU, of its layers alone; None where they stay."""
+    from powerinfer.hybrid.copier import Copier
+
+    name = resolved.policy.name
+    if resolved.placement.experts is None or name in (None, "static"):
+        return [None] * len(plan.parts)
+    assert name is not None
+    return [
+        Copier(_policy(resolved, name, part.first, part.last), _pace(plan, part.plan.request.hardware.copy_gb_s))
+        for part in plan.parts
+    ]
 
 
 def _settle_cards(
@@ -356,7 +378,7 @@ def _settle_cards(
         hold_card(alone, single, part.plan, split or alone.streamed)
         settle()
         if split is not None:
-            settle_steps(alone, split, single)
+            settle_steps(alone, split, single, card.observer is not None)
         prefill.append(executor.choices.prefill)
     texts = dict.fromkeys(str(choice) for choice in prefill if choice is not None)
     if len(texts) > 1:
@@ -377,8 +399,9 @@ def _sparsity_of_cards(
         choices.selector = Choice(sparsity.selector, "layers as a whole")
         return sparsity
     if resolved.placement.experts is not None:
-        of_experts = ExpertSparsity(executor, ffns)  # type: ignore[arg-type]
-        choices.experts = Choice("static", resolved.policy.reason)
+        name = resolved.policy.name or "static"
+        of_experts = ExpertSparsity(executor, ffns, name)  # type: ignore[arg-type]
+        choices.experts = Choice(name, resolved.policy.reason)
         choices.selector = Choice(of_experts.selector, "experts on the GPUs and the CPU", _expert_selector(resolved))
         of_experts.clear()
         return of_experts
@@ -404,6 +427,7 @@ def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progre
 def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tight: bool) -> Loaded:
     """The model with its neurons placed by the plan, or by a better one once memory is measured. first, tight: the plan
     before that; the GPU ran out of memory with it."""
+    from powerinfer.hybrid.beside_gpu import neurons_with_chunk
     from powerinfer.hybrid.fusion import Fusion
     from powerinfer.hybrid.memory_trial import Working, neurons_memory
     from powerinfer.hybrid.sparsity import HybridSparsity
@@ -414,8 +438,13 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
     memory, earlier = neurons_memory(resolved, first), None
     saved = None if tight else memory.find()
     if saved is not None:
-        rests = resolved.engine.disk != "none"
-        plan = _as_saved(first, saved.result.working, rests)
+        rests, short = resolved.engine.disk != "none", saved.result.chunk
+        planned = None
+        if 0 < short < resolved.device.chunk:
+            planned = neurons_with_chunk(resolved.with_fewer_tokens(short), first.request)
+        if isinstance(planned, Resolved):
+            resolved = planned
+        plan = _as_saved(resolved.placement.neurons or first, saved.result.working, rests)
         if plan is not None:
             resolved = resolved.placed(plan=plan, disk=plan.on_disk if rests else None)
             earlier = saved.result.measured
@@ -441,7 +470,8 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
         plan = filled.placement.neurons
         assert plan is not None
         if measured is not None and (earlier is None or plan is not start):
-            memory.keep(Working(plan.claims.gpu["scratch"], measured))
+            chunk = plan.request.chunk
+            memory.keep(Working(plan.claims.gpu["scratch"], measured, chunk if chunk != first.request.chunk else 0))
         if plan is not first:
             executor.tell(f"{100 * plan.choice.mass_on_gpu:.0f} % since memory was measured")
         settle_steps(executor, split, resolved)
@@ -479,7 +509,7 @@ def _load_experts(resolved: Resolved, loading: Loading) -> Loaded | Resolved:
         resolved = replace(resolved, policy=_tried_policies(resolved, loading))
     name = resolved.policy.name
     assert name is not None
-    copier = None if name == "static" else Copier(_policy(resolved, name), _pace(resolved))
+    copier = None if name == "static" else Copier(_policy(resolved, name), _pace_of(resolved))
     executor, split, used = _split_of_experts(resolved, copier, loading)
     scratch = resolved.placement.scratch
     try:
@@ -522,11 +552,13 @@ def _keep_memory(resolved: Resolved) -> None:
     """Save what experts were placed by, unless that is the estimate, and always was."""
     from powerinfer.hybrid.memory_trial import ExpertsMemory, experts_memory
 
-    placement = resolved.placement
+    placement, device = resolved.placement, resolved.device
     assert placement.plan is not None
-    trial = experts_memory(resolved, placement.plan.request)
+    request, planned = placement.plan.request, placement.plan.staging
+    trial = experts_memory(resolved, replace(request, chunk=device.first_chunk or request.chunk))
     saved = trial.find()
-    used = ExpertsMemory(placement.scratch, streams=placement.staging == placement.plan.staging)
+    staging = None if placement.staging == planned else placement.staging
+    used = ExpertsMemory(placement.scratch, staging, device.chunk if device.first_chunk else 0)
     if used != (ExpertsMemory() if saved is None else saved.result):
         trial.keep(used)
 
@@ -572,7 +604,7 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
     if earlier is not None:
         return UsedPolicy(*chosen(earlier))
     make = partial(_policy, resolved)
-    copier = Copier(make("static"), _pace(resolved))
+    copier = Copier(make("static"), _pace_of(resolved))
     executor, _, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
     try:
         sample, progress = loading.sample(), loading.progress
@@ -581,13 +613,15 @@ def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
         executor.close()
 
 
-def _policy(resolved: Resolved, name: str) -> Policy:
-    """The policy of a name, of which the GPU at first has the experts of the plan."""
+def _policy(resolved: Resolved, name: str, first: int = 0, last: int | None = None) -> Policy:
+    """The policy of a name, of which the GPU at first has the experts of the plan. first, last: of the GPU's layers,
+    None: all that are on one."""
     from powerinfer.placement.experts import make_policy
 
     routed, experts = resolved.checkpoint.config.experts, resolved.placement.experts
     assert experts is not None
-    slots = {layer: len(experts[layer]) for layer in routed if layer < resolved.placement.layers}
+    last = resolved.placement.layers if last is None else last
+    slots = {layer: len(experts[layer]) for layer in routed if first <= layer < last}
     sizes = {layer: routed[layer].n_experts for layer in slots}
     frequencies = resolved.placement.frequencies or {
         layer: np.full(n, routed[layer].router.top_k / n) for layer, n in sizes.items()
@@ -595,13 +629,17 @@ def _policy(resolved: Resolved, name: str) -> Policy:
     return make_policy(name, slots, sizes, {layer: frequencies[layer] for layer in slots})
 
 
-def _pace(resolved: Resolved) -> Pace:
+def _pace_of(resolved: Resolved) -> Pace:
     """The time for copies of experts beside a step, by the plan and the rates that were measured."""
-    from powerinfer.hybrid.copier import Pace
-
     plan = resolved.placement.plan
     assert plan is not None
-    return Pace(plan.choice.seconds, 1e9 * plan.request.hardware.copy_gb_s)
+    return _pace(plan, plan.request.hardware.copy_gb_s)
+
+
+def _pace(plan: Plan, copy_gb_s: float) -> Pace:
+    from powerinfer.hybrid.copier import Pace
+
+    return Pace(plan.choice.seconds, 1e9 * copy_gb_s)
 
 
 def _planned_split(resolved: Resolved, plan: Plan) -> NeuronSplit:

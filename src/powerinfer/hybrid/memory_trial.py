@@ -20,19 +20,23 @@ MARGIN = 8
 
 @dataclass(frozen=True)
 class Working:
-    """Bytes of working memory that neurons were placed by; measured: bytes that dense parts and steps took then."""
+    """Bytes of working memory that neurons were placed by; measured: bytes that dense parts and steps took then. chunk:
+    tokens of a prompt in a step, where they had to be fewer than was planned, 0: they did not."""
 
     working: Annotated[int, Between(0, 1 << 50)]
     measured: Annotated[int, Between(0, 1 << 50)]
+    chunk: Annotated[int, Between(0, 1 << 16)] = 0
 
 
 @dataclass(frozen=True)
 class ExpertsMemory:
     """The memory that experts were placed by in a load that succeeded. working: bytes of working memory, None: the
-    estimate; streams: buffers for long prompts did not have to be left out."""
+    estimate; staging: bytes of a buffer for long prompts, where it had to be smaller than was planned, None: it did
+    not; chunk: as of `Working`."""
 
     working: Annotated[int, Between(0, 1 << 50)] | None = None
-    streams: bool = True
+    staging: Annotated[int, Between(0, 1 << 32)] | None = None
+    chunk: Annotated[int, Between(0, 1 << 16)] = 0
 
 
 MEMORY = TrialSubject("working memory", Working)

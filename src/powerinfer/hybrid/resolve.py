@@ -101,10 +101,6 @@ def permitted(resolved: Resolved) -> Resolved | RequestError:
         return RequestError("--adjust moves neurons between devices, and some of them rest on disk: leave it out")
     if engine.adjust and placement.plan is None:
         return RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
-    if moving and placement.several is not None:
-        return RequestError(
-            f"--expert-policy {engine.expert_policy} is for one GPU: leave it out, or name one with --gpu"
-        )
     if moving and placement.experts is None:
         return RequestError(f"--expert-policy {engine.expert_policy} is for experts on a GPU: leave it out")
     return resolved

@@ -29,12 +29,14 @@ class UsedGpu:
     """The device beside the CPU. gpu: its name (`choose_device`), or those of several GPUs (`wanted_gpu`), None: there
     is none; reason: for people.
     spared: cores that automatic threads leave to the GPU's driver; the options have the threads that remain. chunk: of
-    prompts, chosen for it, which the options have too; 0: not for it."""
+    prompts, chosen for it, which the options have too; 0: not for it. first_chunk: chosen at first, before the GPU ran
+    out of memory; 0: that one."""
 
     gpu: str | None = None
     reason: str = ""
     spared: int = 0
     chunk: int = 0
+    first_chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,13 @@ class Resolved:
         engine, device = replace(self.engine, prefill_chunk=tokens), replace(self.device, chunk=tokens)
         return replace(self, engine=engine, device=device)
 
+    def with_fewer_tokens(self, tokens: int) -> Resolved:
+        """The same with shorter chunks of prompts than were chosen for its GPU."""
+        assert 0 < tokens < self.device.chunk
+        first = self.device.first_chunk or self.device.chunk
+        device = replace(self.device, chunk=tokens, first_chunk=first)
+        return replace(self, engine=replace(self.engine, prefill_chunk=tokens), device=device)
+
     def placed(self, **changes: object) -> Resolved:
         """The same with changes of the placement."""
         return replace(self, placement=replace(self.placement, **changes))  # type: ignore[arg-type]
@@ -194,15 +203,33 @@ def needs(resolved: Resolved) -> Needs:
     return Needs(ram + staged_in_ram(staging), 0, vram + staged_on_gpu(staging))
 
 
+def kept_on_gpus(resolved: Resolved) -> list[int]:
+    """Bytes of weights and caches on each GPU, as the budgets count them."""
+    from powerinfer.placement.budget import kept_on_gpu
+
+    placement, beside = resolved.placement, ("runtime", "scratch", "staging")
+    plans = [placement.neurons] if placement.several is None else [part.plan for part in placement.several.parts]
+    if plans != [None]:
+        footprints = [plan.bytes["gpu"] for plan in plans if plan is not None]
+        return [sum(nbytes for use, nbytes in one.items() if use not in beside) for one in footprints]
+    model = model_of(resolved)
+    footprint = kept_on_gpu(model, workload(model, resolved.engine), _division(resolved), dense=True)
+    return [sum(footprint.values())]
+
+
 def division_of(resolved: Resolved) -> Division:
     """The part of the model that the GPU has."""
     from powerinfer.hardware.description import SIZES_ALONE
     from powerinfer.hardware.measure import measured
+
+    return _division(resolved, measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE).host_bytes)
+
+
+def _division(resolved: Resolved, host_bytes: int = 0) -> Division:
     from powerinfer.placement.budget import Division
 
     placement, experts = resolved.placement, resolved.placement.experts
     slots = None if experts is None else tuple(map(len, experts))
-    host_bytes = measured(resolved.engine, gpu=resolved.gpu, types=SIZES_ALONE).host_bytes
     cached = experts is not None and resolved.policy.name != "static"
     inside = {} if placement.plan is None else placement.plan.claims.inside
     return Division(placement.layers, placement.head, slots, cached, host_bytes, inside, placement.draft)

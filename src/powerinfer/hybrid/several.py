@@ -1,8 +1,7 @@
 """A model on several GPUs: placing it by a plan whose parts are theirs, and the splits of its FFNs.
 
 Each GPU has some layers that follow each other, split between it and the CPU as beside one GPU: buffers for prompts,
-trials and budgets are its own. What moves between requests or steps, or stays on disk, is for one GPU, but for
-`--adjust`, which moves neurons or experts within a layer.
+trials and budgets are its own, and so is what exchanges its experts. What stays on disk is for one GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.stage import Stage
     from powerinfer.hardware.description import Hardware
+    from powerinfer.hybrid.copier import Copier
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
     from powerinfer.placement.shapes import Model
@@ -132,8 +132,10 @@ def stages_of(resolved: Resolved, plan: Plan, opened: ExitStack) -> list[Stage |
     return stages
 
 
-def splits_of(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) -> list[NeuronSplit | ExpertSplit]:
-    """The split of each GPU's layers."""
+def splits_of(
+    resolved: Resolved, plan: Plan, stages: Sequence[Stage | None], copiers: Sequence[Copier | None]
+) -> list[NeuronSplit | ExpertSplit]:
+    """The split of each GPU's layers. copiers: of each, what exchanges its experts, None: they stay."""
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
 
@@ -141,7 +143,8 @@ def splits_of(resolved: Resolved, plan: Plan, stages: Sequence[Stage | None]) ->
     if placement.experts is not None:
         experts, inside = placement.experts, placement.hot_neurons
         adjust, hot_whole = resolved.engine.adjust, not selection.on_gpu
-        return [ExpertSplit(experts, adjust, stage, hot_whole=hot_whole, inside=inside) for stage in stages]
+        pairs = zip(stages, copiers, strict=True)
+        return [ExpertSplit(experts, adjust, stage, copier, hot_whole, inside) for stage, copier in pairs]
     bundles, profile = selection.bundles, plan.request.profile
     assert bundles is not None
     placed = [part.plan.placement(part.plan.request.profile) for part in plan.parts]

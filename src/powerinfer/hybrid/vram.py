@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, cast
 
 from powerinfer.errors import GpuMemoryError, RequestError, demand
 from powerinfer.hardware.description import SIZES_ALONE
-from powerinfer.hybrid.beside_gpu import estimated_scratch, with_fewer_layers, with_other_experts
+from powerinfer.hybrid.beside_gpu import (
+    estimated_scratch,
+    half_buffer,
+    with_fewer_layers,
+    with_other_experts,
+    with_shorter_chunk,
+)
 from powerinfer.hybrid.memory_trial import MARGIN
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.kernels.gpu import FEW
@@ -37,8 +43,10 @@ _LACKING = 256 << 20
 
 
 def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | RequestError | None:
-    """The same with less on the GPU, once that ran out of memory: fewer neurons; or no buffers for long prompts; or
-    fewer experts, or layers. None: nothing is left to leave out; the error where RAM does not hold what would leave.
+    """The same with less on the GPU, once that ran out of memory. What costs least gives way first: chunks of prompts
+    that take more than they are worth; then some neurons, or half of the buffers for long prompts, with some experts;
+    then the buffers; then more experts, or layers. None: nothing is left to leave out; the error where RAM does not
+    hold what would leave.
 
     lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
@@ -47,40 +55,67 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
         from powerinfer.hybrid.several import with_less
 
         return with_less(resolved, lacking)
+    shorter = with_shorter_chunk(resolved, lacking)
+    if isinstance(shorter, Resolved) and shorter.placement.neurons is not None:
+        return _fewer_neurons(shorter, lacking) or shorter
+    if shorter is not None:
+        return shorter
     if placement.neurons is not None:
-        hot_bytes = _hot_bytes(placement.neurons)
-        less = with_less_vram(placement.neurons, min(lacking, hot_bytes)) if hot_bytes else None
-        rests = resolved.engine.disk != "none"
-        if not isinstance(less, Plan) or not (less.loads if rests else less.fits):
-            return less if isinstance(less, RequestError) else None
-        return resolved.placed(plan=less, disk=less.on_disk if rests else None)
-    if (first := _leaves_first(resolved)) is not None:
-        return first
+        return _fewer_neurons(resolved, lacking)
+    if (headless := _without_draft_head(resolved)) is not None:
+        return headless
     if placement.experts is None:
+        if placement.staging:
+            return resolved.placed(staging=0 if failures else half_buffer(resolved))
         return with_fewer_layers(resolved)
-    assert placement.plan is not None
+    return _fewer_experts(resolved, lacking, failures)
+
+
+def _fewer_neurons(resolved: Resolved, lacking: int) -> Resolved | RequestError | None:
+    """`smaller`, by so many bytes of neurons."""
+    plan = resolved.placement.neurons
+    assert plan is not None
+    hot_bytes = _hot_bytes(plan)
+    less = with_less_vram(plan, min(lacking, hot_bytes)) if hot_bytes else None
+    rests = resolved.engine.disk != "none"
+    if not isinstance(less, Plan) or not (less.loads if rests else less.fits):
+        return less if isinstance(less, RequestError) else None
+    return resolved.placed(plan=less, disk=less.on_disk if rests else None)
+
+
+def _fewer_experts(resolved: Resolved, lacking: int, failures: int) -> Resolved | RequestError | None:
+    """`smaller`, by buffers and by so many bytes of experts."""
+    placement = resolved.placement
+    assert placement.plan is not None and placement.experts is not None
     inside, model = placement.plan.claims.inside, placement.plan.request.model
-    if not any(map(len, placement.experts)) and not inside:
+    estimate, scratch = estimated_scratch(resolved), placement.scratch
+    measured = scratch is not None and scratch < estimate  # now or at an earlier start, and it does not hold
+    hot = any(map(len, placement.experts)) or inside
+    if placement.staging and (failures or not hot):
+        return resolved.placed(staging=0)
+    if not hot:
         return None
-    estimate = estimated_scratch(resolved)
-    scratch = placement.scratch
-    if scratch is not None and scratch < estimate:  # what was measured, now or at an earlier start, does not hold
+    if measured:
         return with_other_experts(resolved, estimate)
+    if placement.staging:
+        half = half_buffer(resolved)
+        lacking -= staged_on_gpu(placement.staging) - staged_on_gpu(half)
+        resolved = resolved.placed(staging=half)
+        if lacking <= 0:
+            return resolved
     spare = max(0, placement.plan.claims.gpu_left)
     most = sum(len(hot) * model.expert_bytes(layer)[0] for layer, hot in enumerate(placement.experts))
     most += sum(model.hot_bytes(layer, hot)[0] for layer, hot in inside.items())
     return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + min(lacking, most))
 
 
-def _leaves_first(resolved: Resolved) -> Resolved | None:
-    """The same without a draft head beside experts, which RAM must hold then, or without buffers for long prompts.
-    None: there is neither."""
+def _without_draft_head(resolved: Resolved) -> Resolved | None:
+    """The same without a draft head beside experts, which RAM must hold then; None: there is none, or it does not."""
     placement, ram = resolved.placement, resolved.engine.ram
-    if placement.draft and placement.experts is not None:
-        less = resolved.placed(draft=False)
-        if ram is None or needs(less).ram <= ram:
-            return less
-    return resolved.placed(staging=0) if placement.staging else None
+    if not placement.draft or placement.experts is None:
+        return None
+    less = resolved.placed(draft=False)
+    return less if ram is None or needs(less).ram <= ram else None
 
 
 def fill(
@@ -118,7 +153,7 @@ def hold_budget(
     GpuMemoryError if the budget cannot be kept so.
     """
     vram, plan = resolved.vram, resolved.placement.neurons
-    used = _rehearsal(executor, resolved, split)
+    used = _rehearsal(executor, resolved, split, vram)
     if plan is not None:
         filled = fill(plan, used, _lacking(used, split, vram), earlier, tight=tight)
         if filled is not None:
@@ -128,14 +163,14 @@ def hold_budget(
                 raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
             resolved = resolved.placed(plan=filled)
             _move(cast("NeuronSplit", split), filled)
-            used = _rehearsal(executor, resolved, split)
+            used = _rehearsal(executor, resolved, split, vram)
     while True:
         lacking = _lacking(used, split, vram)
         if lacking > 0:
             raise _budget_error(lacking, vram)
         if not settle():
             break
-        used = _rehearsal(executor, resolved, split)
+        used = _rehearsal(executor, resolved, split, vram)
     if vram is not None:
         recorded = sum(one.recorded_bytes for one in (executor.gpu, executor.draft) if one is not None)
         executor.gpu.share.limit(vram - recorded)
@@ -145,10 +180,11 @@ def hold_budget(
 def hold_card(executor: SplitExecutor, resolved: Resolved, plan: Plan, split: Split | None) -> None:
     """Run the largest steps of one of several GPUs, which are placed by its part of the plan. split: as of
     `hold_budget`. GpuMemoryError if its budget cannot be kept."""
-    used, gpu = _rehearsal(executor, resolved, split), plan.request.hardware.gpu
-    if used is None or gpu is None or not resolved.engine.vrams:
+    gpu = plan.request.hardware.gpu
+    limit = None if gpu is None or not resolved.engine.vrams else (plan.request.vram or 0) - gpu.reserved_bytes
+    used = _rehearsal(executor, resolved, split, limit)
+    if used is None or limit is None:
         return
-    limit = (plan.request.vram or 0) - gpu.reserved_bytes
     lacking = _lacking(used, split, limit)
     if lacking > 0:
         raise _budget_error(lacking, limit)
@@ -229,16 +265,19 @@ def _working(plan: Plan, used: int) -> int:
     return max(0, working)
 
 
-def _rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None) -> int | None:
-    """`rehearsed`; what streaming neurons passes on is part of the largest steps."""
+def _rehearsal(executor: SplitExecutor, resolved: Resolved, split: Split | None, vram: int | None) -> int | None:
+    """`rehearsed`; what streaming neurons passes on is part of the largest steps. Where that is beyond the limit,
+    recordings of shapes that seldom occur give way before anything else does: they are made again when these do."""
     stage, requests = None if split is None else split.stage, resolved.engine.max_batch
-    if stage is None:
-        return rehearsed(executor, requests)
-    stage.least = FEW + 1
+    if stage is not None:
+        stage.least = FEW + 1
     try:
-        return rehearsed(executor, requests)
+        used = rehearsed(executor, requests)
     finally:
-        stage.least = None
+        if stage is not None:
+            stage.least = None
+    lacking = _lacking(used, split, vram)
+    return used if used is None or lacking <= 0 else used - executor.gpu.record_less(lacking)
 
 
 def rehearsed(executor: SplitExecutor, requests: int) -> int | None:

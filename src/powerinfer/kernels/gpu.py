@@ -32,7 +32,16 @@ from powerinfer.kernels.gpu_types import CUT as CUT
 from powerinfer.kernels.gpu_types import DELTA_CHUNK as DELTA_CHUNK
 from powerinfer.kernels.gpu_types import FACTORED as FACTORED
 from powerinfer.kernels.gpu_types import FEW as FEW
-from powerinfer.kernels.gpu_types import FLOAT16_MAX, GELU_CUBIC, GELU_SCALE, MADE_CODES, OAI_LIMIT, OAI_SCALE, Q8_STEP
+from powerinfer.kernels.gpu_types import (
+    FLOAT16_MAX,
+    GELU_CUBIC,
+    GELU_SCALE,
+    MADE_CODES,
+    OAI_LIMIT,
+    OAI_SCALE,
+    Q8_STEP,
+    piece_elements,
+)
 from powerinfer.kernels.gpu_types import INTEGERS as INTEGERS
 from powerinfer.kernels.gpu_types import K_CODES as K_CODES
 from powerinfer.kernels.gpu_types import PAGE as PAGE
@@ -283,9 +292,10 @@ def _put(out: Tensor | None, first: int, rows: Bytes | None) -> None:
         own.copy_(host)
 
 
-def pieces(rows: int, k: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
-    """(begin, end) of as many rows of k elements at a time as are multiplied, or `elements`, together; at least one."""
-    step = max(1, (elements or _PIECE) // k)
+def pieces(rows: int, k: int, elements: int | None = None, tokens: int = 0) -> Iterator[tuple[int, int]]:
+    """(begin, end) of as many rows of k elements at a time as are multiplied with that number of tokens, or `elements`,
+    together; at least one."""
+    step = max(1, (elements or piece_elements(tokens, _PIECE)) // k)
     for begin in range(0, rows, step):
         yield begin, min(begin + step, rows)
 
@@ -364,7 +374,7 @@ def linear(
         return _kernels().linear(w, x, bias, into)
     import torch
 
-    cut = list(pieces(w.rows, w.k))
+    cut = list(pieces(w.rows, w.k, tokens=len(x)))
     if len(cut) == 1:
         out = activations.product(operand(w, 0, w.rows).T)
     else:
@@ -466,7 +476,7 @@ def activate(
     of xielu; kept: neurons of a bank, of topk; product_limits: float32 [neurons], with up: h that does not exceed it in
     magnitude is zero. for_codes: h is multiplied with weights of `INTEGERS`.
     """
-    if isinstance(limit, float | tuple) and product_limits is None and x.shape[0] <= FEW and _triton(x):
+    if isinstance(limit, float | tuple) and product_limits is None and _triton(x):
         from powerinfer.kernels import triton_neurons
 
         return triton_neurons.activate(activation, x, up, limit, for_codes)
@@ -480,7 +490,7 @@ def activate(
         h = _keep_largest(h, limit, kept)
     if up is None:
         return h
-    return _above(h * (up.relu() if activation == "drelu" else up), product_limits)
+    return _above(h.mul_(up.relu() if activation == "drelu" else up), product_limits)
 
 
 def exceeding(gates: Tensor, deviations: float) -> Tensor:
@@ -950,7 +960,7 @@ def neuron_sum(
 def add_down(neurons: Neurons, h: Tensor, total: Tensor) -> Tensor:
     """total, float32 [T, d_model], with the neurons' columns of down times their h, float32 [T, n], added up."""
     activations = activations_of(h)
-    for begin, end in pieces(neurons.n, neurons.down.k):
+    for begin, end in pieces(neurons.n, neurons.down.k, tokens=len(h)):
         total += activations.product(operand(neurons.down, begin, end, neurons), slice(begin, end))
     return total
 
@@ -959,7 +969,6 @@ def products(
     neurons: Neurons, activations: Tensor | Activations, selected: Tensor | None, threshold: float
 ) -> Tensor:
     """h of all neurons, float32 [T, n], with arguments as `neuron_sum`."""
-    import torch
 
     x = activations_of(activations)
     first = neurons.up if neurons.gate is None else neurons.gate
@@ -972,7 +981,7 @@ def products(
     if neurons.gate is not None:
         up = linear(neurons.up, x, neurons.up_bias)
         up = up.relu_() if neurons.activation == "drelu" else up
-        h = torch.where(h == 0, h, h * up)  # where gate is zero, up is ignored, even NaN
+        h.mul_(up.masked_fill_(h == 0, 0))  # where gate is zero, up is ignored, even NaN
     return _above(h, neurons.product_limits)
 
 
@@ -992,16 +1001,16 @@ def _keep_largest(h: Tensor, unit: Tensor, kept: int) -> Tensor:
 
 
 def activated(x: Tensor, activation: str, limit: Limit | Tensor = 0.0) -> Tensor:
-    """The activation; of drelu, the gate's half; of topk without its selection. NaN propagates."""
+    """The activation, a tensor of its own; of drelu, the gate's half; of topk without its selection. NaN propagates."""
     if activation in ("silu", "topk"):
-        return x * x.sigmoid()
+        return x.sigmoid().mul_(x)
     if activation == "gelu_tanh":
         return x * (GELU_SCALE * (x + GELU_CUBIC * x * x * x)).sigmoid()
     if activation == "fatrelu":
         return x.masked_fill(x <= limit, 0)
     if activation == "cats":
-        s = x * x.sigmoid()
-        return s.masked_fill(s.abs() <= limit, 0)
+        s = x.sigmoid().mul_(x)
+        return s.masked_fill_(s.abs() <= limit, 0)
     if activation == "xielu":
         import torch
 
@@ -1009,4 +1018,4 @@ def activated(x: Tensor, activation: str, limit: Limit | Tensor = 0.0) -> Tensor
         line, m = beta * x, x.clamp(max=least)
         return torch.where(x > 0, above * x * x + line, below * (m.expm1() - x) + line)
     kept = x.relu()
-    return kept * kept if activation == "relu2" else kept
+    return kept.square_() if activation == "relu2" else kept

@@ -43,7 +43,7 @@ def per_head(w: Weight, x: Tensor, by_token: bool = False) -> Tensor:
 
         triton_latent.per_head(w, x, each)
         return out
-    for begin, end in gpu.pieces(heads, rows * max(k, tokens)):
+    for begin, end in gpu.pieces(heads, rows * max(k, tokens), tokens=tokens):
         own = gpu.operand(w, begin * rows, end * rows).view(end - begin, rows, k)
         each[begin:end] = gpu.product(x[begin:end], own.transpose(1, 2))
     return out

@@ -26,8 +26,13 @@ PAGE = 32
 FEW = 32
 """Most tokens whose products read weights as they are; for more of them matrices are dequantised first."""
 
-PIECE = 1 << 26
-"""Elements of a matrix that are dequantised, and multiplied with many tokens, at a time."""
+PIECE = 1 << 25
+"""Elements of a matrix that are dequantised at a time, and multiplied with up to PIECE_TOKENS tokens."""
+
+PIECE_TOKENS = 512
+
+MOST_PIECES = 4
+"""Most pieces in place of one, however many the tokens: a product must keep a GPU busier than its host."""
 
 EXPERT_TOKENS = 1024
 """Tokens of a prompt whose experts are summed at a time: the rows of all pairs of a token and an expert take memory,
@@ -355,3 +360,9 @@ class Replay:
 def tensor_bytes(*tensors: Tensor | None) -> int:
     """Bytes of some tensors; a missing one has none."""
     return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
+
+
+def piece_elements(tokens: int, piece: int = PIECE) -> int:
+    """Elements of a matrix that are dequantised, and multiplied with that number of tokens, at a time: of more tokens
+    fewer, so that their products with a piece take no more memory. piece: for up to `PIECE_TOKENS` tokens."""
+    return max(piece // MOST_PIECES, piece * PIECE_TOKENS // max(PIECE_TOKENS, tokens))

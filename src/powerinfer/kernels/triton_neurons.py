@@ -209,7 +209,7 @@ def _activate_kernel(
 
 
 def activate(activation: str, x: Tensor, up: Tensor | None, limit: Limit, for_codes: bool) -> Tensor:
-    """`gpu.activate` of at most `gpu.FEW` tokens, with one threshold; x and up may be parts of a larger tensor."""
+    """`gpu.activate` with one threshold; x and up may be parts of a larger tensor."""
     rows, k = x.shape
     assert x.stride(1) == 1
     out = torch.empty((rows, k), dtype=torch.float32, device=x.device)

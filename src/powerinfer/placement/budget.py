@@ -27,7 +27,14 @@ from numpy.typing import NDArray
 
 from powerinfer.config import AttentionConfig, ExpertsConfig
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.stage import BUFFERS, buffer_bytes, expert_buffer, layer_buffer, return_buffer
+from powerinfer.devices.stage import (
+    BUFFERS,
+    buffer_bytes,
+    expert_buffer,
+    experts_held,
+    layer_buffer,
+    return_buffer,
+)
 from powerinfer.devices.states import UNDO_TOKENS
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
@@ -232,15 +239,19 @@ def check_ram(ram: int, helps: str) -> None:
 
 
 def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division, dense: bool = False) -> Footprint:
-    """Bytes on a GPU that has at least one layer.
+    """Bytes on a GPU that has at least one layer, as of `kept_on_gpu`, with those of its driver and of steps."""
+    assert hardware.gpu is not None
+    scratch = model.gpu_scratch(work.tokens, work.requests, division.layers) if work.scratch is None else work.scratch
+    return {"runtime": hardware.gpu.reserved_bytes, "scratch": scratch} | kept_on_gpu(model, work, division, dense)
+
+
+def kept_on_gpu(model: Model, work: Workload, division: Division, dense: bool = False) -> Footprint:
+    """Bytes of weights and caches on a GPU.
 
     Neurons do not count, but FFNs whose neurons are not told apart; with `dense` the FFNs are dense, and all count.
     """
-    assert hardware.gpu is not None
     layers, head, slots = division.layers, division.head, division.slots
     held = {
-        "runtime": hardware.gpu.reserved_bytes,
-        "scratch": model.gpu_scratch(work.tokens, work.requests, layers) if work.scratch is None else work.scratch,
         "norms": model.rotation_bytes + model.layer_vectors(dense, layers) + head * model.end_vectors,
         "attention": sum(map(_stored, model.attention[:layers])),
         "kv": model.gpu_kv_bytes(work.kv_type, work.context, work.batch, slice(layers))
@@ -663,10 +674,23 @@ def _expert_staging(model: Model, work: Workload, layers: Sequence[int], room: i
     stays = (one.type == one.gpu_type != kernels.FACTORED for layer in layers for one in model.experts[layer])
     if not model.in_place or not all(stays):
         return 0
-    largest = max(layers, key=lambda layer: every[layer])
-    matrices = [one.stored // model.n_experts[largest] for one in model.experts[largest]]
-    size = expert_buffer(matrices, max(model.n_experts))
+    size = expert_buffer(_largest_expert(model, layers), max(model.n_experts))
     return size if EXPERT_STAGED * staged_on_gpu(size) <= room else 0
+
+
+def _largest_expert(model: Model, layers: Sequence[int]) -> list[int]:
+    """Bytes on the GPU of each matrix of the largest expert of these layers."""
+    largest = max(layers, key=lambda layer: model.expert_bytes(layer)[0])
+    return [one.stored // model.n_experts[largest] for one in model.experts[largest]]
+
+
+def fewer_experts_staged(model: Model, layers: int, staging: int) -> int:
+    """Bytes of a buffer that holds half as many experts of the first layers as one of `staging` bytes; 0: less than
+    one."""
+    matrices = _largest_expert(model, [layer for layer in range(layers) if model.n_experts[layer]])
+    experts = max(model.n_experts)
+    held = experts_held(staging, matrices, experts)
+    return expert_buffer(matrices, experts, held // 2) if held > 1 else 0
 
 
 def _too_large(model: Model, gpu: Footprint, cpu: Footprint, ram: int, hardware: Hardware) -> RequestError:

@@ -23,8 +23,9 @@ SHARE = 12
 about a fourth of the time of four with 512 while weights stream, and decode loses no more than that share."""
 
 
-def with_long_chunks(request: PlanRequest) -> PlanRequest:
-    """The same with the longest chunks that there is working memory for, where weights stream; else as it is."""
+def with_long_chunks(request: PlanRequest, lacking: int = 0) -> PlanRequest:
+    """The same with the longest chunks that there is working memory for, where weights stream; else as it is. lacking:
+    bytes by which steps take more of the GPU than they are counted with."""
     before = _streaming(request)
     if before is None:
         return request
@@ -36,7 +37,7 @@ def with_long_chunks(request: PlanRequest) -> PlanRequest:
             lost = _all_but_scratch(before) - _all_but_scratch(after)  # of layers that leave, too
             of_gpu = max(lost, after.gpu["scratch"] - before.gpu["scratch"])
             of_cpu = after.cpu["scratch"] - before.cpu["scratch"]
-            if SHARE * of_gpu <= least and SHARE * of_cpu <= limits[1]:
+            if SHARE * (of_gpu + lacking) <= least and SHARE * of_cpu <= limits[1]:
                 return longer
     return request
 

@@ -19,6 +19,7 @@ from powerinfer.formats.catalogue_names import short_name
 from powerinfer.hardware.description import Hardware
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import Claims, Footprint
+from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.mixes import read_dtype
 from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.power_law import assumed_profile
@@ -35,7 +36,6 @@ LARGER = 30.0
 """Tokens a second that a larger download than the usual one must keep."""
 
 _REQUESTS = 8  # that decode together, as the engine's own default
-_CHUNK = 512
 _KEPT = 0.9  # of the experts on the GPU, or the weights beside a disk, that a longer context may not take away
 
 
@@ -142,7 +142,9 @@ def estimate_request(
     model = _model(shape, read_dtype(quantisation or "bf16"))
     profile = _profile(model.config.ffn_sizes)
     context = min(context, model.config.context_length)
-    return PlanRequest(model, profile, hardware, context=context, chunk=_CHUNK, requests=_REQUESTS, selector="all")
+    return with_long_chunks(
+        PlanRequest(model, profile, hardware, context=context, requests=_REQUESTS, selector="all")
+    )
 
 
 def estimate(shape: str, quantisation: str | None, hardware: Hardware, context: int = CONTEXT) -> Estimate | None:

@@ -82,7 +82,7 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 17
+GPU_ACCOUNTING = 18
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
 RAM_ACCOUNTING = 3

@@ -172,8 +172,6 @@ def _refusal(request: PlanRequest) -> RequestError | None:
     config = request.model.config
     if config.altup is not None:
         return RequestError(TOGETHER.format(request.model.name, "residual streams"))
-    if config.layer_inputs:
-        return RequestError(TOGETHER.format(request.model.name, "layers, which get inputs of their own,"))
     if request.policy == "random":
         return RequestError("--policy random is of one GPU: leave it out, or plan for one card")
     if config.n_layers < len(request.hardware.all_cards):
@@ -301,6 +299,10 @@ def joined(
     )
     cpu = in_ram(model, request.workload, request.division(claimed), panels=not claimed.bundles)
     cpu["scratch"] += (len(claims) - 1) * link_bytes(request.workload.tokens, model.config)
+    if request.cached:  # each sends experts through a buffer of its own, the first one is counted
+        pairs = zip(requests, claims, strict=True)
+        cpu["scratch"] += sum(part.model.sent_expert(claim.gpu_layers) for part, claim in pairs)
+        cpu["scratch"] -= model.sent_expert(layers)
     passing = sum(own.cpu.get("passing", 0) for own in claims)
     cpu |= {"passing": passing} if passing else {}
     _, ram = budgets(request.hardware, None, request.ram)

@@ -15,21 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powerinfer.config import (
-    AttentionKind,
-    ChannelDeltaConfig,
-    DeltaNetConfig,
-    ExpertsConfig,
-    GatedAttentionConfig,
-    LatentAttentionConfig,
-    Mamba2Config,
-    ModelConfig,
-    ParallelConfig,
-    ShortConvConfig,
-)
+from powerinfer.config import ExpertsConfig, ModelConfig
 from powerinfer.devices.cpu_experts import SharedPlace, expert_layout, plain_layout, shared_place, types_problem
 from powerinfer.devices.link import link_bytes
-from powerinfer.devices.recording import RECORDED_BYTES
 from powerinfer.devices.states import state_bytes, state_slots
 from powerinfer.errors import RequestError
 from powerinfer.experts import NeuronUse
@@ -42,11 +30,12 @@ from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import ACROSS, FLOAT_TYPES, PACKED_DOWN, ROW_TYPES, STORED_ROWS
 from powerinfer.kernels import cpu, gpu, gpu_states
 from powerinfer.kernels.draft_rows import recent_tokens
-from powerinfer.kernels.gpu_types import BY_NEURON, EXPERT_TOKENS, PIECE
+from powerinfer.kernels.gpu_types import BY_NEURON
 from powerinfer.models.inventory import Inventory, Matrix, matrix, take_inventory
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout
 from powerinfer.placement.mixes import DTYPES, stored_type
 from powerinfer.placement.power_law import FAMILIES, Law
+from powerinfer.placement.working_memory import LAYER_MARGIN, working_memory
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -61,14 +50,6 @@ SELECTED_PER_FIRING = 1.5
 have 1.0 to 2.1 (arXiv 2402.13516, table 3)."""
 MOST_NEURONS = 1 << 24
 """Maximum for a plan; OPT-175B has 4.7 million."""
-
-GPU_MARGIN = RECORDED_BYTES + (112 << 20)
-"""Bytes of a GPU for recorded steps, and for uncounted memory: a piece of a quantised matrix as it is converted, the
-grids of types (50 KB), attention's partial sums, segments of torch's allocator that are not full."""
-_MARGIN_PIECE = 32 << 20
-"""Bytes of that of a piece of a matrix as float16, of which large ones have more."""
-LAYER_MARGIN = 3 << 20
-"""The same for each layer: torch's allocator rounds tensors of 10 MiB and more up to whole 2 MiB."""
 
 _PREDICTOR_TYPE = "Q8_0"
 _EVERY = slice(None)
@@ -436,36 +417,12 @@ class Model:
         """Bytes of a layer's predictor on a GPU, with the numbers of its neurons."""
         return sum(one.stored for one in pair) + 4 * self.config.widest_ffn * bool(pair)
 
-    @cached_property
-    def _gpu_rows(self) -> tuple[int, set[tuple[int, int]], set[tuple[int, int]]]:
-        """Numbers of a row in attention, (matrices, width) of the FFNs, (experts of a token, size) of experts."""
-        every = [layer.ffn for layer in self.config.layers]
-        heads = max(_gpu_row(layer.attention) for layer in self.config.layers)
-        experts = {(ffn.router.top_k, ffn.size) for ffn in every if isinstance(ffn, ExpertsConfig)}
-        return heads, {(1 + ffn.gated, ffn.width) for ffn in every}, experts
-
     def gpu_scratch(self, tokens: int, requests: int, layers: int) -> int:
         """Working memory on a GPU of steps of up to `tokens` tokens and `requests` logits: an estimate from above.
 
-        The residual stream, the buffers between the devices, and for each token the largest tensors that operators hold
-        at a time: q, k, v and what attention gives, or gate, up and their product, and the results of a piece of a
-        matrix; logits; and what cannot be counted (`GPU_MARGIN`, `LAYER_MARGIN`). What a load really takes is measured
-        (`hybrid/vram.py`).
+        What takes it is in `working_memory`; what a load really takes is measured (`hybrid/vram.py`).
         """
-        config = self.config
-        heads, ffns, experts = self._gpu_rows
-        longer = tokens > EXPERT_TOKENS  # rows of two blocks are kept, beside the hidden ones, and these as float16
-        rows = ((top_k, 2 * config.d_model + (2 + longer) * size // 2) for top_k, size in experts)
-        pairs = max((top_k * row for top_k, row in rows), default=0)
-        piece = min(max(heads, *(first * size for first, size in ffns)), PIECE // config.d_model)
-        largest = max(heads, *((2 * first + 5) * size // 2 for first, size in ffns))
-        streams = 0 if config.altup is None else 3 * config.altup.streams * config.d_model  # kept, mixed, made
-        dequantised = piece if requests <= gpu.FEW else max(piece, min(config.vocab_size, PIECE // config.d_model))
-        halves = max(0, 2 * dequantised * config.d_model - _MARGIN_PIECE)
-        row = 5 * config.d_model + largest + 2 * piece + config.layer_inputs * config.n_layers + streams
-        pairs *= min(tokens, EXPERT_TOKENS) + gpu.FEW
-        logits = 4 * requests * (config.vocab_size + config.embed_dim)
-        return 4 * ((tokens + gpu.FEW) * row + pairs + logits) + halves + GPU_MARGIN + layers * LAYER_MARGIN
+        return sum(working_memory(self.config, tokens, requests, layers).values())
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).
@@ -684,30 +641,6 @@ def _model(
         parameters=inventory.parameters,
         inventory=inventory,
     )
-
-
-def _gpu_row(about: AttentionKind) -> int:
-    """Numbers of a token that a GPU holds at a time for attention, or what stands in its place."""
-    if isinstance(about, ParallelConfig):
-        return _gpu_row(about.attention) + _gpu_row(about.mamba)
-    row = (7 * about.n_heads + 4 * about.n_kv_heads) * about.head_dim // 2
-    if isinstance(about, GatedAttentionConfig):
-        row += about.width
-    elif isinstance(about, DeltaNetConfig):  # the products, of each matrix by itself, too, or what kernels pass on
-        products = about.channels + about.width + 2 * about.n_heads
-        if isinstance(about, ChannelDeltaConfig):  # once more, put together
-            products += 2 * (about.n_heads * about.key_dim + about.rank) + about.channels + about.width
-        passed = about.n_heads * (about.key_dim + about.value_dim + gpu.DELTA_CHUNK + 1)
-        row = products + max(products, about.channels + about.width + passed)
-    elif isinstance(about, Mamba2Config):  # likewise
-        products = about.channels + about.width + about.n_heads
-        row = products + max(products, about.channels + about.width + gpu.SCAN_CHUNK * about.n_groups)
-    elif isinstance(about, ShortConvConfig):
-        row = 6 * about.size  # likewise: what is passed on is less
-    elif isinstance(about, LatentAttentionConfig):  # queries, those for latents, and what heads get; a copy of some
-        row = about.n_heads * (about.query_dim + about.plain_dim + 2 * about.latents)
-        row += 2 * ((about.q_latents or 0) + about.head_dim)
-    return row
 
 
 def _check_size(config: ModelConfig) -> None:
