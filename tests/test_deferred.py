@@ -11,6 +11,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from test_sparse import packed, side_by_side  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
+from powerinfer.devices.batch import Batch, LogitsNeed  # noqa: E402
 from powerinfer.devices.flags import Flags  # noqa: E402
 from powerinfer.devices.link import Link, Way  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
@@ -345,6 +347,39 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
         executor.close()
 
 
+def launched_ahead(name: str, folder: Path) -> list[np.ndarray]:
+    """The whole model, which launches steps before their tokens are known where the device can: two sequences, a step that
+    nobody asks for, and one whose logits all are needed."""
+    checkpoint = open_checkpoint(saved(name, folder))
+    executor = load_split(Resolved(checkpoint, engine_of(), **on_gpu(checkpoint.config.n_layers, head=True)))
+    executor.gpu.record(recorder_of(executor.gpu.device))
+    table, rows = families.scattered_pages(executor, 2), np.arange(2, dtype=np.int32)
+    text = np.random.default_rng(5).integers(0, executor.vocab_size, 36).astype(np.int32)
+    ahead, found = list[bool](), list[np.ndarray]()
+    try:
+        for pages in table:
+            families.run_chunks(executor, text, [36], pages)
+        position, tokens = 36, np.array([3, 4], np.int32)
+        for steps in (5, 4, 1):
+            batch: Batch | None = None
+            for _ in range(steps):
+                if batch is None:
+                    batch = Batch(tokens, np.full(2, position, np.int32), rows, table, rows, needs=LogitsNeed.LARGEST)
+                launched: list[Batch] = []
+                following = replace(batch, tokens=np.zeros(2, np.int32), positions=batch.positions + np.int32(1))
+                batch.successor = lambda one=following, launched=launched: launched.append(one) or one
+                tokens = executor.forward(batch).copy()
+                found.append(tokens)
+                ahead.append(bool(launched))
+                batch = following if launched else None
+                position += 1
+        assert ahead == [False] + [torch_device() == DEFERRED] * 9
+        found.append(executor.forward(Batch(tokens, np.full(2, position, np.int32), rows, table, rows)).copy())
+        return found
+    finally:
+        executor.close()
+
+
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
     """All but the first, in steps of many tokens: of two pages, and of more than there are buffers."""
     checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 14)
@@ -444,6 +479,7 @@ Scene = Callable[[Path], list[np.ndarray]]
 
 SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
+    "a whole model, launched ahead": functools.partial(launched_ahead, "qwen3"),
     "layers that stream": functools.partial(layers_that_stream, "qwen3"),
     "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
     "neurons": functools.partial(of_neurons, "tiny"),
@@ -535,6 +571,9 @@ LEFT_OUT = {
         "neurons beside attention",
         "experts selected before attention",
     ),
+    # next_step.py: the same between two recordings
+    "self._streams.write_value(self._stream, self._asked, self._number)": ("a whole model, launched ahead",),
+    "self._streams.wait_value(self._stream, self._answered, self._number)": ("a whole model, launched ahead",),
     # gpu.py: a step that was broken off
     "self._streams.finish()": ("whole layers", "neurons, after a step that failed"),
     # step_buffers.py: the result of a step

@@ -62,6 +62,11 @@ class Flags:
         return self._recorded is not None
 
     @property
+    def numbers(self) -> tuple[_native.HostFlags, int, int]:
+        """Both numbers as the CPU has them, and the GPU's addresses of those that it asks for and that are answered."""
+        return self._host, self._asked, self._answered
+
+    @property
     def released(self) -> bool:
         """Whether this step's GPU has gone on without answers."""
         return self._host.released

@@ -71,11 +71,25 @@ class SplitExecutor:
         assert pages is not None
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         part = GpuPart(gpu.layers, gpu.has_head, gpu.place)
-        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
+        self._ahead = self._launch_ahead()
+        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller or self._ahead)
         if reason:
             self.tell(reason)
         if self.drafter is not None:
             self.tell(f"the draft head on the {'CPU' if draft is None else 'GPU'}")
+
+    def _launch_ahead(self) -> Choice[str] | None:
+        """Let steps be launched ahead of their tokens where the GPU has all of the model that knows no states; the choice of
+        whether it does, None: it was not asked."""
+        gpu, cpu = self.gpu, self.cpu
+        if len(self.cards) > 1 or not gpu.has_head or gpu.shares or not cpu.looks_up or cpu.n_states:
+            return None
+        reason = gpu.launch_ahead(cpu)
+        if not gpu.records:
+            return None
+        if reason is None:
+            return Choice("each is launched before the last one's tokens are known", "where all are the likeliest ones")
+        return Choice("each is launched once the last one's tokens are known", reason)
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""
@@ -98,6 +112,10 @@ class SplitExecutor:
         return self.cpu.bytes_per_token + self._gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[Any]:
+        result = self.gpu.collect(batch)
+        if result is not None:
+            self.cpu.end(batch)
+            return result
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
         awake = len(batch.tokens) <= FEW and self._on_both
         if self.trace is None and not awake:
