@@ -36,6 +36,7 @@ from powerinfer import devices, hybrid  # noqa: E402
 from powerinfer.devices.batch import Batch, LogitsNeed  # noqa: E402
 from powerinfer.devices.flags import Flags  # noqa: E402
 from powerinfer.devices.link import Link, Way  # noqa: E402
+from powerinfer.devices.next_step import NextStep  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.sharing import Sharing  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
@@ -50,6 +51,9 @@ from powerinfer.hybrid.resolved import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 from powerinfer.placement.experts import Policy  # noqa: E402
+from powerinfer.runtime.engine import LLM  # noqa: E402
+from powerinfer.runtime.params import SamplingParams  # noqa: E402
+from powerinfer.text.model_text import tokenizer_of  # noqa: E402
 
 SEEDS = range(3)
 """Each is another order in which the streams work."""
@@ -347,37 +351,48 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
         executor.close()
 
 
-def launched_ahead(name: str, folder: Path) -> list[np.ndarray]:
-    """The whole model, which launches steps before their tokens are known where the device can: two sequences, a step that
-    nobody asks for, and one whose logits all are needed."""
-    checkpoint = open_checkpoint(saved(name, folder))
-    executor = load_split(Resolved(checkpoint, engine_of(), **on_gpu(checkpoint.config.n_layers, head=True)))
-    executor.gpu.record(recorder_of(executor.gpu.device))
+def launched_ahead(name: str, folder: Path, way: Way = "flags") -> list[np.ndarray]:
+    """The whole model, of experts some, and of neurons half of them, on the GPU, which launches steps before their tokens
+    are known where the device can."""
+    path = saved(name, folder)
+    checkpoint = open_checkpoint(path)
+    if name == "tiny":
+        with neurons.split(path, 0.5) as (executor, _):
+            return decoded(executor, way)
+    parts = ExpertSplit(experts.some(checkpoint.config, 0.5)) if checkpoint.config.experts else None
+    executor = load_split(Resolved(checkpoint, engine_of(), **on_gpu(checkpoint.config.n_layers, head=True)), parts)
+    try:
+        return decoded(executor, way)
+    finally:
+        executor.close()
+
+
+def decoded(executor: Any, way: Way) -> list[np.ndarray]:
+    """Tokens of two sequences, with a step in between that nobody asks for, and then logits."""
+    executor.gpu.record(recorder_of(executor.gpu.device), way)
     table, rows = families.scattered_pages(executor, 2), np.arange(2, dtype=np.int32)
     text = np.random.default_rng(5).integers(0, executor.vocab_size, 36).astype(np.int32)
     ahead, found = list[bool](), list[np.ndarray]()
-    try:
-        for pages in table:
-            families.run_chunks(executor, text, [36], pages)
-        position, tokens = 36, np.array([3, 4], np.int32)
-        for steps in (5, 4, 1):
-            batch: Batch | None = None
-            for _ in range(steps):
-                if batch is None:
-                    batch = Batch(tokens, np.full(2, position, np.int32), rows, table, rows, needs=LogitsNeed.LARGEST)
-                launched: list[Batch] = []
-                following = replace(batch, tokens=np.zeros(2, np.int32), positions=batch.positions + np.int32(1))
-                batch.successor = lambda one=following, launched=launched: launched.append(one) or one
-                tokens = executor.forward(batch).copy()
-                found.append(tokens)
-                ahead.append(bool(launched))
-                batch = following if launched else None
-                position += 1
-        assert ahead == [False] + [torch_device() == DEFERRED] * 9
-        found.append(executor.forward(Batch(tokens, np.full(2, position, np.int32), rows, table, rows)).copy())
-        return found
-    finally:
-        executor.close()
+    for pages in table:
+        families.run_chunks(executor, text, [36], pages)
+    position, tokens = 36, np.array([3, 4], np.int32)
+    for steps in (5, 4, 1):
+        batch: Batch | None = None
+        for _ in range(steps):
+            if batch is None:
+                batch = Batch(tokens, np.full(2, position, np.int32), rows, table, rows, needs=LogitsNeed.LARGEST)
+            launched: list[Batch] = []
+            following = replace(batch, tokens=np.zeros(2, np.int32), positions=batch.positions + np.int32(1))
+            batch.successor = lambda one=following, launched=launched: launched.append(one) or one
+            tokens = executor.forward(batch).copy()
+            found.append(tokens)
+            ahead.append(bool(launched))
+            batch = following if launched else None
+            position += 1
+    assert ahead == [False] + [torch_device() == DEFERRED] * 9
+    executor.drop_successor()
+    found.append(executor.forward(Batch(tokens, np.full(2, position, np.int32), rows, table, rows)).copy())
+    return found
 
 
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
@@ -480,6 +495,8 @@ Scene = Callable[[Path], list[np.ndarray]]
 SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
     "a whole model, launched ahead": functools.partial(launched_ahead, "qwen3"),
+    "neurons, launched ahead": functools.partial(launched_ahead, "tiny"),
+    "experts, launched ahead, by functions": functools.partial(launched_ahead, "mixtral", way="calls"),
     "layers that stream": functools.partial(layers_that_stream, "qwen3"),
     "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
     "neurons": functools.partial(of_neurons, "tiny"),
@@ -519,6 +536,37 @@ def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
     for seed in SEEDS:
         for one, other in zip(deferred_answers(name, folder, seed), expected(name, folder), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def answers_of_an_engine(path: Path) -> tuple[list[Any], int]:
+    """Of requests that end at different times, two at a time, by tokens and strings; then of one that goes on with an
+    answer. And how many steps were launched ahead."""
+    settings = {"max_tokens": 14, "temperature": 0.0, "ignore_eos": True}
+    launched, launch = list[bool](), NextStep.go_on
+    with neurons.split(path, 0.5, max_batch=2) as (executor, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NextStep, "go_on", lambda *given: launched.append(launch(*given)) or launched[-1])
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        checkpoint, engine = open_checkpoint(path), engine_of(max_batch=2)
+        with LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine) as llm:
+            prompts = [[5, 6, 7], [9] * 40, [11, 3]]
+            found = llm.generate(prompts, SamplingParams(**settings))
+            stops = {"stop_token_ids": found[0].token_ids[6:7]}
+            params = [SamplingParams(**(settings | one)) for one in (stops, {"max_tokens": 9}, {})]
+            found += llm.generate(prompts, params)
+            found += llm.generate([prompts[1] + found[1].token_ids], params[:1])
+            stats = llm.stats()
+            assert (stats.running, stats.used_pages) == (0, 0)
+    answers = [(one.token_ids, one.text, one.finish_reason, one.cached_tokens) for one in found]
+    return answers, sum(launched)
+
+
+def test_an_engine_on_a_device_that_works_later(folder: Path) -> None:
+    wanted, none = answers_of_an_engine(saved("tiny", folder))
+    assert not none and {answer[2] for answer in wanted} == {"stop", "length"} and wanted[-1][3] > 0
+    for seed in SEEDS[:2]:
+        with deferred(seed):
+            found, ahead = answers_of_an_engine(saved("tiny", folder))
+        assert found == wanted and ahead > 20
 
 
 @pytest.mark.skipif(CUDA, reason="Triton's interpreter is not at hand")

@@ -810,7 +810,7 @@ class GpuLayers:
 
     def changed(self, layer: int) -> None:
         """A layer's FFN parts have other neurons, or run another way: record their launches again."""
-        self._drop_next()
+        self.drop_next()
         before, self._operators, self._shares = self._operators, None, None
         if self._recordings is not None and self.operators == before:
             self._recordings.forget(layer)
@@ -821,7 +821,7 @@ class GpuLayers:
     def noted(self, trace: Trace) -> Iterator[None]:
         """Trace static operators within this context, as they are replayed or one by one; the others add their own
         spans. What is replayed is recorded anew, within the context and after it."""
-        self._drop_next()
+        self.drop_next()
         self.trace, self._recordings = trace, None
         try:
             yield
@@ -874,11 +874,10 @@ class GpuLayers:
 
     def launch_ahead(self, embedding: Embedding) -> str | None:
         """Launch steps ahead of their tokens, where these are the largest logits', a batch has a successor, and the step
-        is a recording of which the CPU has no part; of layers that have the head. The reason why this device cannot, by
-        a trial; None: it does."""
+        is one recording; of layers that have the head. The reason why this device cannot, by a trial; None: it does."""
         assert self.has_head and not self._first
         try:
-            next_step = NextStep(self._streams, embedding, self.buffers)
+            next_step = NextStep(self._streams, embedding, self.buffers, self.link)
         except RuntimeError as error:
             return str(error)
         with current(self.device):
@@ -888,13 +887,17 @@ class GpuLayers:
             self.buffers.pair()
         return reason
 
-    def collect(self, batch: Batch) -> NDArray[Any] | None:
-        """The result of a step that was launched ahead, as of `run`; None: it was not. Errors as of `run`."""
+    def awaits(self, batch: Batch) -> bool:
+        """Whether the step of a batch was launched ahead, so that `collect` has its result."""
+        return self.next_step is not None and self.next_step.batch is batch
+
+    def collect(self, batch: Batch) -> NDArray[Any]:
+        """The result of a step that was launched ahead. Errors as of `run`."""
         next_step = self.next_step
-        if next_step is None or next_step.batch is not batch:
-            return None
+        assert next_step is not None
         try:
             with next_step.context:
+                next_step.answer_calls()
                 if next_step.go_on(batch):
                     self._count(len(batch.tokens))
                 batch.overlap()
@@ -908,16 +911,17 @@ class GpuLayers:
         next_step = self.next_step
         if next_step is None or batch.successor is None or recordings is None or self.trace is not None:
             return
-        if step.needs != LogitsNeed.LARGEST or self.observer is not None or self.shares:
+        if step.needs != LogitsNeed.LARGEST or self.observer is not None:
             return
-        again = recordings.whole(step)
-        if again is not None and next_step.start(batch, step, again):
+        run = recordings.whole(step)
+        if run is not None and next_step.start(batch, step, run):
             self._count(len(batch.tokens))
 
-    def _drop_next(self) -> None:
-        """Wait for a step that was launched ahead, and whose result nobody wants."""
+    def drop_next(self) -> None:
+        """End a step that was launched ahead, and whose result nobody wants."""
         if self.next_step is not None and self.next_step.batch is not None:
             self.next_step.batch = None
+            self.next_step.answer_calls()
             self.buffers.wait()
 
     def _count(self, tokens: int) -> None:
@@ -943,7 +947,7 @@ class GpuLayers:
     ) -> R:
         try:
             with current(self.device):
-                self._drop_next()
+                self.drop_next()
                 step = self._begin(batch, x, slots, inputs)
                 recordings = None
                 if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
@@ -1095,7 +1099,8 @@ class GpuLayers:
         recorded."""
         if self._recorder is None or not self.shares:
             return None
-        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))))
+        ahead = "" if self.next_step is None or self.way == "waits" else ", and steps are launched ahead of their tokens"
+        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))), ahead)
 
     @property
     def way(self) -> Way:
@@ -1106,7 +1111,7 @@ class GpuLayers:
     def step_seconds(self, way: Way, steps: int) -> float:
         """Seconds of a step of one token, the median of so many that are replayed. way: until the next time. The cache
         must be empty. PowerInferError when the device fails."""
-        self._drop_next()
+        self.drop_next()
         self._way, self._recordings = way, None
         times, rng = [], np.random.default_rng(0)
         for _ in range(UNRECORDED + steps):
@@ -1118,14 +1123,14 @@ class GpuLayers:
 
     def exchange(self, way: Way, reason: str) -> None:
         """Exchange in one of `ways` from now on, or in one behind it."""
-        self._drop_next()
+        self.drop_next()
         self.ways = self.ways[self.ways.index(way) :]
         self._way, self._recordings, self._way_reason = way, None, reason
 
     def record(self, recorder: Recorder | None, way: Way = WAYS[0]) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. way: in which both
         devices exchange, or the next one that they can."""
-        self._drop_next()
+        self.drop_next()
         self._recorder, self._recordings = recorder, None
         self._way = next(one for one in self.ways if WAYS.index(one) >= WAYS.index(way))
 

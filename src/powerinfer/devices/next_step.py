@@ -28,9 +28,13 @@ from powerinfer.formats.quant import Float32
 if TYPE_CHECKING:
     from powerinfer import _native
     from powerinfer.devices.batch import Batch
+    from powerinfer.devices.link import Link
+    from powerinfer.devices.recording import Run, State
     from powerinfer.devices.step import Step
     from powerinfer.devices.step_buffers import StepBuffers
     from powerinfer.devices.streams import Stream, Streams
+
+_NO_STATE: State = None, None, None  # with which a step begins
 
 Largest = tuple[NDArray[np.int64], Float32]
 """Tokens of the largest logits, int64 [T], and these, in memory that the GPU writes."""
@@ -55,19 +59,21 @@ class NextStep:
 
     step: Step
 
-    def __init__(self, streams: Streams, embedding: Embedding, buffers: StepBuffers) -> None:
-        """RuntimeError where the device cannot use memory of the host."""
+    def __init__(self, streams: Streams, embedding: Embedding, buffers: StepBuffers, link: Link | None) -> None:
+        """link: None: the CPU has no part in steps. RuntimeError where the device cannot use memory of the host."""
         self.batch: Batch | None = None
         self.context: AbstractContextManager[Any] = streams.active()
         self._streams = streams
         self._embedding = embedding
         self._buffers = buffers
+        self._link = link
         self._flags = flags.Flags(streams)
         self._host, self._asked, self._answered = self._flags.numbers
         self.trial = self._flags.trial
         self._number = self._left = 0
         self._stream: Stream
-        self._again: Callable[[], object]
+        self._run: Run
+        self._answer: Callable[[], None] | None
         self._largest: Largest
         self._rows: Float32
 
@@ -76,10 +82,12 @@ class NextStep:
         self._number = 0
         self._flags.begin()
 
-    def start(self, batch: Batch, step: Step, again: Callable[[], object]) -> bool:
+    def start(self, batch: Batch, step: Step, run: Run) -> bool:
         """Launch the step behind that of a batch, which is under way, if there is one of its shape; whether there is.
-        again: gives the current stream a step of that shape."""
-        self.step, self._again = step, again
+        run: the recording of that shape."""
+        self.step = step
+        flagged = isinstance(run, flags.FlaggedRun)
+        self._run, self._answer = (run.launch, run.answer) if flagged else (run, None)
         self._stream = self._streams.current()
         self._left = self._buffers.left(batch)
         self._largest = self._buffers.largest(len(batch.tokens))
@@ -96,15 +104,22 @@ class NextStep:
         self._streams.write_value(self._stream, self._asked, self._number)
         self._streams.wait_value(self._stream, self._answered, self._number)
         self._rows = self._buffers.upload_ahead(following)
-        self._again()
+        self._run(_NO_STATE)
         self.batch = following
         return True
+
+    def answer_calls(self) -> None:
+        """Compute the CPU's part of the step, which was launched ahead, where the GPU asks for it by flags."""
+        if self._answer is not None:
+            self._answer()
 
     def tokens(self) -> NDArray[np.int32]:
         """Wait for its tokens, the result of the step before it, and let it begin; they are those of the batch then, or
         numbers of `NOT_FINITE`. PowerInferError where the GPU does not bring them, or waits no more."""
         assert self.batch is not None
         given = self._largest, self.batch, self._rows
+        if self._link is not None:
+            self._begin_calls(self._link)
         while not self._embedding.answer_tokens(self._host, self._number, flags.LOOK, *given):
             # All that the GPU was given may have been done just now.
             done = self._streams.current().query()
@@ -114,6 +129,13 @@ class NextStep:
             waited = f"the embeddings of a step's tokens were not there for {flags.PATIENCE:.0f} s"
             raise PowerInferError(f"{waited}; stop what keeps this program from its cores")
         return self.batch.tokens
+
+    def _begin_calls(self, link: Link) -> None:
+        """Wait until the step before has ended, and begin to count the CPU's calls anew. PowerInferError if one failed."""
+        while not self._host.wait(self._number, flags.LOOK) and not self._streams.current().query():
+            pass
+        link.check()
+        link.begin_step()
 
     def release(self) -> None:
         """A step is broken off: the GPU waits for no rows any more, and nobody asks for the next step."""

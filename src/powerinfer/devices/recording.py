@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -69,11 +68,9 @@ class Recordings:
                 step.attended, step.normed, step.hidden = recorded(_state(step))
             step.forget_codes()
 
-    def whole(self, step: Step) -> Callable[[], object] | None:
-        """Replays a step of this shape at its addresses, once it has begun; None: that is not all in one recording."""
-        static, runs = self.static and len(self._parts) == 1, self._runs.get(step.key, {})
-        run = runs.get(0) if static else None
-        return None if run is None else partial(run, (None, None, None))
+    def whole(self, step: Step) -> Run | None:
+        """The recording of steps of this shape, at the same addresses; None: there is none of the step as a whole."""
+        return self._runs.get(step.key, {}).get(0) if self.static and len(self._parts) == 1 else None
 
     def forget(self, layer: int) -> None:
         """Drop the recordings of a layer's operators."""

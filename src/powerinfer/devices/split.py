@@ -13,6 +13,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
+from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
 
@@ -82,10 +83,10 @@ class SplitExecutor:
         """Let steps be launched ahead of their tokens where the GPU has all of the model that knows no states; the choice of
         whether it does, None: it was not asked."""
         gpu, cpu = self.gpu, self.cpu
-        if len(self.cards) > 1 or not gpu.has_head or gpu.shares or not cpu.looks_up or cpu.n_states:
+        if len(self.cards) > 1 or not gpu.has_head or not cpu.looks_up or cpu.n_states:
             return None
         reason = gpu.launch_ahead(cpu)
-        if not gpu.records:
+        if not gpu.records or gpu.shares:
             return None
         if reason is None:
             return Choice("each is launched before the last one's tokens are known", "where all are the likeliest ones")
@@ -112,8 +113,9 @@ class SplitExecutor:
         return self.cpu.bytes_per_token + self._gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[Any]:
-        result = self.gpu.collect(batch)
-        if result is not None:
+        if self.gpu.awaits(batch):
+            with self.cpu.awake() if self.gpu.shares else nullcontext():
+                result = self.gpu.collect(batch)
             self.cpu.end(batch)
             return result
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
@@ -125,6 +127,11 @@ class SplitExecutor:
             self.cpu.awake() if awake else nullcontext(),
         ):
             return self._forward(batch)
+
+    def drop_successor(self) -> None:
+        """End a step that was launched ahead, since no other one follows soon. PowerInferError when the device fails."""
+        with gpu_failures("computing a token", "lower --max-batch or --vram"), current(self.gpu.device):
+            self.gpu.drop_next()
 
     @property
     def _on_both(self) -> bool:

@@ -119,6 +119,7 @@ class Driver:
         self.open_commands = 0  # commands under way that must not meet idle work
         self.idle_work: Callable[[], bool] | None = None
         self._executor = executor
+        self._drop_successor: Callable[[], None] | None = getattr(executor, "drop_successor", None)
         self._overlaps = bool(getattr(executor, "overlaps", False))  # a device computes while events are delivered
         self._spell = spell
         self._load_s = load_s
@@ -350,7 +351,7 @@ class Driver:
             self._deliver()
         if batch is None:
             assert self.open_commands or not self.live, "a checked request can always be started"
-            self._latest = _Step((), self._latest.stop)  # nothing is kept of its requests
+            self._rest()
             return False
         batch.meanwhile = self._deliver if self._overlaps else None
         planned = self.scheduler.planned
@@ -391,6 +392,13 @@ class Driver:
     def _successor(self) -> Batch | None:
         """The step behind the one that is computed, for an executor that launches it now; None: it is not known."""
         return None if self._stopping or not self._commands.empty() else self.scheduler.plan_successor()
+
+    def _rest(self) -> None:
+        """There is no step to compute: nothing is kept of the last one, and nothing waits for the CPU."""
+        self._latest = _Step((), self._latest.stop)
+        if self._drop_successor is not None:
+            with suppress(PowerInferError):  # nobody asked for it
+                self._drop_successor()
 
     def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[Any]:
         """The executor's result for a batch; StoppedError if before it is there the model is closed, or all of
