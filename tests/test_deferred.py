@@ -26,7 +26,7 @@ import test_hybrid as neurons  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import DEFERRED, Machine, deferred  # noqa: E402
 from families import case_named  # noqa: E402
-from gpu_device import CUDA, torch_device  # noqa: E402
+from gpu_device import CUDA, torch_device, used  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_gpu_layers import engine_of, on_gpu  # noqa: E402
 from test_sparse import packed, side_by_side  # noqa: E402
@@ -352,8 +352,8 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
 
 
 def launched_ahead(name: str, folder: Path, way: Way = "flags") -> list[np.ndarray]:
-    """The whole model, of experts some, and of neurons half of them, on the GPU, which launches steps before their tokens
-    are known where the device can."""
+    """The whole model, of experts some, and of neurons half of them, on the GPU, which launches steps before their
+    tokens are known where the device can."""
     path = saved(name, folder)
     checkpoint = open_checkpoint(path)
     if name == "tiny":
@@ -567,6 +567,16 @@ def test_an_engine_on_a_device_that_works_later(folder: Path) -> None:
         with deferred(seed):
             found, ahead = answers_of_an_engine(saved("tiny", folder))
         assert found == wanted and ahead > 20
+
+
+@pytest.mark.skipif(not CUDA, reason="a GPU is needed")
+def test_an_engine_on_a_gpu(folder: Path) -> None:
+    with used("cuda"):
+        found, ahead = answers_of_an_engine(saved("tiny", folder))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NextStep, "start", lambda *_: False)
+            wanted, none = answers_of_an_engine(saved("tiny", folder))
+    assert found == wanted and ahead > 20 and not none
 
 
 @pytest.mark.skipif(CUDA, reason="Triton's interpreter is not at hand")

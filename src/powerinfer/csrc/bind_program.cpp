@@ -144,14 +144,14 @@ std::optional<bool> answer_tokens(Program& p, HostFlags& flags, uint32_t number,
   nb::gil_scoped_release release;
   if (!flags.wait(number, seconds)) return {};
   std::vector<int32_t> tokens(largest.data(), largest.data() + n);
-  bool there = true;
+  bool complete = true;
   for (size_t i = 0; i < n; i++) {
-    const int64_t rows_there = present ? (int64_t)present->shape(0) : p.table_rows;
-    require(tokens[i] >= 0 && tokens[i] < rows_there, "a token id is outside the embedding");
-    there = there && (!present || present->data()[tokens[i]]);
+    const int64_t known = present ? (int64_t)present->shape(0) : p.table_rows;
+    require(tokens[i] >= 0 && tokens[i] < known, "a token id is outside the embedding");
+    complete = complete && (!present || present->data()[tokens[i]]);
     numbers.data()[i] = number_of(largest.data()[i], logits.data()[i]);
   }
-  if (!there) return false;
+  if (!complete) return false;
   require(p.embed_alone(tokens.data(), positions.data(), (int64_t)n, rows.data()),
           "the embedding is not that of one thread");
   flags.answer(number);
@@ -603,12 +603,15 @@ void bind_program(nb::module_& m) {
            "a step before wrote it, and that the state that it reads lacks; and the slot that gets the state behind "
            "them.\n"
            "alone: where neurons are left out, each of up to NEURON_TOKENS tokens has the bits of a step of it alone.")
-      .def("answer_tokens", &answer_tokens, "flags"_a, "number"_a, "seconds"_a, "largest"_a.noconvert(),
-           "logits"_a.noconvert(), "positions"_a, "numbers"_a.noconvert(), "rows"_a.noconvert(),
-           "present"_a.noconvert() = nb::none(),
-           "Wait until the GPU has written a number and, before it, the tokens of the largest logits, int64 [T], and\n"
-           "these, float32 [T]; put the tokens into `numbers`, int32 [T], -1, -2 and -3 for NaN and infinite logits, and\n"
-           "their embeddings at these positions into `rows`, float32 [T, d_model]; answer the number. None: it has not\n"
-           "within these seconds; False: `present`, uint8 [vocab], says that a row of the table is not in memory, so that\n"
-           "it was not answered.");
+      .def(
+          "answer_tokens", &answer_tokens, "flags"_a, "number"_a, "seconds"_a, "largest"_a.noconvert(),
+          "logits"_a.noconvert(), "positions"_a, "numbers"_a.noconvert(), "rows"_a.noconvert(),
+          "present"_a.noconvert() = nb::none(),
+          "Wait until the GPU has written a number and, before it, the tokens of the largest logits, int64 [T], and\n"
+          "these, float32 [T]; put the tokens into `numbers`, int32 [T], -1, -2 and -3 for NaN and infinite logits, "
+          "and\n"
+          "their embeddings at these positions into `rows`, float32 [T, d_model]; answer the number. None: it has not\n"
+          "within these seconds; False: `present`, uint8 [vocab], says that a row of the table is not in memory, so "
+          "that\n"
+          "it was not answered.");
 }

@@ -873,8 +873,9 @@ class GpuLayers:
             return run()
 
     def launch_ahead(self, embedding: Embedding) -> str | None:
-        """Launch steps ahead of their tokens, where these are the largest logits', a batch has a successor, and the step
-        is one recording; of layers that have the head. The reason why this device cannot, by a trial; None: it does."""
+        """Launch steps ahead of their tokens, where these are the largest logits', a batch has a successor, and the
+        step is one recording; of layers that have the head. The reason why this device cannot, by a trial; None: it
+        does."""
         assert self.has_head and not self._first
         try:
             next_step = NextStep(self._streams, embedding, self.buffers, self.link)
@@ -972,8 +973,8 @@ class GpuLayers:
         return result
 
     def _break_off(self, error: BaseException, tokens: int) -> None:
-        """Wait for what is under way of a step of so many tokens, which failed with that error; PowerInferError where it is
-        the device's. In place of contexts, which every step would enter."""
+        """Wait for what is under way of a step of so many tokens, which failed with that error; PowerInferError where
+        it is the device's. In place of contexts, which every step would enter."""
         failures = gpu_failures(f"computing {tokens} tokens", "lower --prefill-chunk, --max-batch or --vram")
         with failures, current(self.device), self._finished_after_failure():
             raise error
@@ -1099,8 +1100,9 @@ class GpuLayers:
         recorded."""
         if self._recorder is None or not self.shares:
             return None
-        ahead = "" if self.next_step is None or self.way == "waits" else ", and steps are launched ahead of their tokens"
-        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))), ahead)
+        is_ahead = self.next_step is not None and self.way != "waits"
+        more = ", and steps are launched ahead of their tokens" if is_ahead else ""
+        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))), more)
 
     @property
     def way(self) -> Way:

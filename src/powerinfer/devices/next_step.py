@@ -86,8 +86,9 @@ class NextStep:
         """Launch the step behind that of a batch, which is under way, if there is one of its shape; whether there is.
         run: the recording of that shape."""
         self.step = step
-        flagged = isinstance(run, flags.FlaggedRun)
-        self._run, self._answer = (run.launch, run.answer) if flagged else (run, None)
+        self._run, self._answer = run, None
+        if isinstance(run, flags.FlaggedRun):
+            self._run, self._answer = run.launch, run.answer
         self._stream = self._streams.current()
         self._left = self._buffers.left(batch)
         self._largest = self._buffers.largest(len(batch.tokens))

@@ -80,8 +80,8 @@ class SplitExecutor:
             self.tell(f"the draft head on the {'CPU' if draft is None else 'GPU'}")
 
     def _launch_ahead(self) -> Choice[str] | None:
-        """Let steps be launched ahead of their tokens where the GPU has all of the model that knows no states; the choice of
-        whether it does, None: it was not asked."""
+        """Let steps be launched ahead of their tokens where the GPU has the head, and no layer has states; the choice
+        of whether they are, None: the CPU has a part in them, or nothing is recorded."""
         gpu, cpu = self.gpu, self.cpu
         if len(self.cards) > 1 or not gpu.has_head or not cpu.looks_up or cpu.n_states:
             return None
@@ -129,7 +129,7 @@ class SplitExecutor:
             return self._forward(batch)
 
     def drop_successor(self) -> None:
-        """End a step that was launched ahead, since no other one follows soon. PowerInferError when the device fails."""
+        """End a step that was launched ahead, as no other one follows soon. PowerInferError when the device fails."""
         with gpu_failures("computing a token", "lower --max-batch or --vram"), current(self.gpu.device):
             self.gpu.drop_next()
 

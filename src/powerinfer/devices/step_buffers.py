@@ -121,8 +121,8 @@ class StepBuffers:
         self._description.pair()
 
     def left(self, batch: Batch) -> int:
-        """Number of steps behind this one, which was uploaded last, that have its shape, where each sequence gets a token
-        in each of them."""
+        """Number of steps behind this one, which was uploaded last, that have its shape, where each sequence gets a
+        token in each of them."""
         return self._description.left(batch) if self._inputs is None else 0
 
     def upload_ahead(self, batch: Batch) -> Float32:
@@ -314,7 +314,7 @@ class _Description:
         narrow = [] if states is None else states.narrow
         undoable = states is not None and states.input_places is not None
         shape = len(positions), len(batch.logit_rows), len(table), width, undoable, with_x, *map(len, narrow)
-        places = self._places.get((self._turn, *shape)) or self._make_places(*shape)
+        places = self._places.get((self._turn, *shape)) or self._make_places(shape)
         within = positions % cpu.PAGE
         np.multiply(table[rows, positions // cpu.PAGE], cpu.PAGE, out=places.slots, dtype=np.int64)
         np.add(places.slots, within, out=places.slots)
@@ -327,11 +327,11 @@ class _Description:
             places.inverse_temperatures[...] = 1 if batch.inverse_temperatures is None else batch.inverse_temperatures
         return places
 
-    def _make_places(
-        self, tokens: int, logit_rows: int, sequences: int, width: int, undoable: bool, with_x: bool, *narrow: int
-    ) -> _Places:
-        """undoable: inputs are kept; narrow: lengths of `_StateNumbers.narrow`."""
+    def _make_places(self, shape: tuple[int, ...]) -> _Places:
+        """shape: tokens, rows of logits, sequences, columns of the table; whether inputs are kept, and whether the
+        residual stream is among the numbers; lengths of `_StateNumbers.narrow`."""
         torch = import_torch()
+        tokens, logit_rows, sequences, width, undoable, with_x, *narrow = shape
         # First x, whose rows are read in whole lines, then what is int64; what states need last, so that the other
         # places do not depend on it.
         x_words = -(-tokens * self._d_model // _ALIGNED) * _ALIGNED * with_x
@@ -364,7 +364,7 @@ class _Description:
         )  # fmt: skip
         if len(self._places) == _MOST_SHAPES:
             del self._places[next(iter(self._places))]
-        self._places[self._turn, tokens, logit_rows, sequences, width, undoable, with_x, *narrow] = places
+        self._places[self._turn, *shape] = places
         return places
 
 
@@ -376,4 +376,5 @@ def _last(batch: Batch) -> int:
 
 def _width(table: NDArray[np.int32], last: int) -> int:
     """The columns of a page table that are in use, as a power of two: shapes hardly change from step to step."""
-    return min(table.shape[1], 1 << (last // cpu.PAGE).bit_length())
+    most: int = table.shape[1]
+    return min(most, 1 << (last // cpu.PAGE).bit_length())

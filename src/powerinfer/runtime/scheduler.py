@@ -75,8 +75,8 @@ class StepLimits(NamedTuple):
 class Scheduler:
     """Queue, running requests and their pages. One step is `plan`, the forward call, then `commit`.
 
-    `plan` can be repeated: nothing counts as computed before `commit`. Where a step is launched before the tokens of the
-    one before are known, it is planned by `plan_successor`, and `follow` says whether it is the next one.
+    `plan` can be repeated: nothing counts as computed before `commit`. Where a step is launched before the tokens of
+    the one before are known, it is planned by `plan_successor`, and `follow` says whether it is the next one.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Scheduler:
 
     def plan_successor(self) -> Batch | None:
         """The step behind the planned one, where that gives each of its requests a token, with which none of them must
-        end, and none can start; its tokens are not there yet. None where that is not so, where requests have states, or a
-        page is lacking."""
+        end, and none can start; its tokens are not there yet. None where that is not so, where requests have states, or
+        a page is lacking."""
         batch = self._planned
         if self.states is not None or len(batch.tokens) != len(batch.logit_rows):
             return None
