@@ -132,7 +132,7 @@ class NextStep:
         return self.batch.tokens
 
     def _begin_calls(self, link: Link) -> None:
-        """Wait until the step before has ended, and begin to count the CPU's calls anew. PowerInferError if one failed."""
+        """Wait until the step before has ended, and begin to count calls anew. PowerInferError if one failed."""
         while not self._host.wait(self._number, flags.LOOK) and not self._streams.current().query():
             pass
         link.check()
