@@ -34,7 +34,9 @@ from truth import Truth  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
 from powerinfer.devices.batch import Batch, LogitsNeed  # noqa: E402
+from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.flags import Flags  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.link import Link, Way  # noqa: E402
 from powerinfer.devices.next_step import NextStep  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
@@ -567,6 +569,31 @@ def test_an_engine_on_a_device_that_works_later(folder: Path) -> None:
         with deferred(seed):
             found, ahead = answers_of_an_engine(saved("tiny", folder))
         assert found == wanted and ahead > 20
+
+
+def test_rows_that_cannot_be_looked_up(folder: Path) -> None:
+    """The step that waits for them is broken off, with the CPU's part in it, and the next ones are right."""
+
+    def failing(*_: Any) -> bool:
+        raise PowerInferError("no such row")
+
+    with deferred(1), neurons.split(saved("tiny", folder), 0.5) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="no such row"):
+            patch.setattr(CpuExecutor, "answer_tokens", failing)
+            decoded(executor, "flags")
+        found = decoded(executor, "flags")
+    for one, other in zip(found, expected("neurons, launched ahead", folder), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_where_flags_are_refused_nothing_is_launched_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuLayers, "records", True)
+    told = {None: "ahead of the tokens (", "CUDA error 801": "when the tokens are known (CUDA error 801)"}
+    for refused, text in told.items():
+        monkeypatch.setattr(Flags, "trial", lambda *_, refused=refused: refused)
+        with deferred(1), neurons.split(saved("tiny", folder), 0.5) as (executor, _):
+            assert executor.choices.texts()["launches"].startswith(text)
+            assert (executor.gpu.next_step is None) == (refused is not None)
 
 
 @pytest.mark.skipif(not CUDA, reason="a GPU is needed")

@@ -146,8 +146,8 @@ std::optional<bool> answer_tokens(Program& p, HostFlags& flags, uint32_t number,
   std::vector<int32_t> tokens(largest.data(), largest.data() + n);
   bool complete = true;
   for (size_t i = 0; i < n; i++) {
-    const int64_t known = present ? (int64_t)present->shape(0) : p.table_rows;
-    require(tokens[i] >= 0 && tokens[i] < known, "a token id is outside the embedding");
+    const int64_t vocabulary = present ? (int64_t)present->shape(0) : p.table_rows;
+    require(tokens[i] >= 0 && tokens[i] < vocabulary, "a token id is outside the embedding");
     complete = complete && (!present || present->data()[tokens[i]]);
     numbers.data()[i] = number_of(largest.data()[i], logits.data()[i]);
   }

@@ -1100,9 +1100,7 @@ class GpuLayers:
         recorded."""
         if self._recorder is None or not self.shares:
             return None
-        is_ahead = self.next_step is not None and self.way != "waits"
-        more = ", and steps are launched ahead of their tokens" if is_ahead else ""
-        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))), more)
+        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))))
 
     @property
     def way(self) -> Way:

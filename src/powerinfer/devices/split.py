@@ -72,8 +72,8 @@ class SplitExecutor:
         assert pages is not None
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         part = GpuPart(gpu.layers, gpu.has_head, gpu.place)
-        self._ahead = self._launch_ahead()
-        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller or self._ahead)
+        self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
+        self.choices.launches = self._launch_ahead()
         if reason:
             self.tell(reason)
         if self.drafter is not None:
@@ -81,16 +81,16 @@ class SplitExecutor:
 
     def _launch_ahead(self) -> Choice[str] | None:
         """Let steps be launched ahead of their tokens where the GPU has the head, and no layer has states; the choice
-        of whether they are, None: the CPU has a part in them, or nothing is recorded."""
+        of whether they are, None: there is none."""
         gpu, cpu = self.gpu, self.cpu
         if len(self.cards) > 1 or not gpu.has_head or not cpu.looks_up or cpu.n_states:
             return None
         reason = gpu.launch_ahead(cpu)
-        if not gpu.records or gpu.shares:
+        if not gpu.records:
             return None
-        if reason is None:
-            return Choice("each is launched before the last one's tokens are known", "where all are the likeliest ones")
-        return Choice("each is launched once the last one's tokens are known", reason)
+        if reason is not None:
+            return Choice("when the tokens are known", reason)
+        return Choice("ahead of the tokens", "where these are the most likely ones")
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""
@@ -114,10 +114,7 @@ class SplitExecutor:
 
     def forward(self, batch: Batch) -> NDArray[Any]:
         if self.gpu.awaits(batch):
-            with self.cpu.awake() if self.gpu.shares else nullcontext():
-                result = self.gpu.collect(batch)
-            self.cpu.end(batch)
-            return result
+            return self._collect(batch)
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
         awake = len(batch.tokens) <= FEW and self._on_both
         if self.trace is None and not awake:
@@ -132,6 +129,16 @@ class SplitExecutor:
         """End a step that was launched ahead, as no other one follows soon. PowerInferError when the device fails."""
         with gpu_failures("computing a token", "lower --max-batch or --vram"), current(self.gpu.device):
             self.gpu.drop_next()
+
+    def _collect(self, batch: Batch) -> NDArray[Any]:
+        """The result of a step that was launched ahead."""
+        if self.gpu.shares:
+            with self.cpu.awake():
+                result = self.gpu.collect(batch)
+        else:
+            result = self.gpu.collect(batch)
+        self.cpu.end(batch)
+        return result
 
     @property
     def _on_both(self) -> bool:

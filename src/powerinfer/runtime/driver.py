@@ -411,7 +411,7 @@ class Driver:
         batch.successor = self._successor if steady else None
         self._step_now = step
         try:
-            if step.unwanted or self._stopping:  # before it could be seen that it is computed
+            if self._stopping or (requests and requests[0].unwanted and step.unwanted):  # before it was seen here
                 raise StoppedError
             return self._executor.forward(batch)
         finally:
