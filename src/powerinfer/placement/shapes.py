@@ -422,7 +422,7 @@ class Model:
 
     @cached_property
     def _gpu_rows(self) -> tuple[int, set[tuple[int, int]], set[tuple[int, int]]]:
-        """Numbers of a token's row in attention, (matrices, width) of the FFNs, (experts of a token, size) of experts."""
+        """Numbers of a token in attention; (matrices, width) of the FFNs; (experts of a token, size) of experts."""
         every = [layer.ffn for layer in self.config.layers]
         heads = max(_gpu_row(layer.attention) for layer in self.config.layers)
         experts = {(ffn.router.top_k, ffn.size) for ffn in every if isinstance(ffn, ExpertsConfig)}
