@@ -176,6 +176,14 @@ def test_low_rank_is_taken_where_training_adds_nothing(trained: PredictorFile) -
         assert (one["recall"], one["candidate_fraction"]) == (one["svd_recall"], one["svd_candidate_fraction"])
 
 
+def test_few_cells_are_counted_as_many_are(
+    model: Path, trained: PredictorFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all bins instead of in order."""
+    monkeypatch.setattr(fitting, "_FEW_CELLS", 0)
+    assert made(copied(model, tmp_path)).path.read_bytes() == trained.path.read_bytes()
+
+
 def test_training_spends_units_where_they_decide(tmp_path: Path) -> None:
     """Two thirds of the neurons always fire, though they vary as much; the rest look at 26 directions of their own.
 

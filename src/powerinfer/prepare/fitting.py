@@ -49,6 +49,8 @@ _CELLS = 1 << 22  # maximum rows * neurons at once
 _MOMENT_ROWS = 1 << 16  # rows used for the covariance
 _CHECK_ROWS = 4096  # rows used to check training
 _BINS_SHIFT = 12  # low bits of a float that a bin of z ignores: bins are 2^-11 of z wide
+_BINS = 1 << (32 - _BINS_SHIFT)
+_FEW_CELLS = 1 << 17  # maximum rows * neurons that are sorted
 _RISE = 0.02  # rate at which the weight of firing neurons follows the recall
 _SLOPES = [2.0**n for n in range(-2, 9)]  # initial slopes of the logistic that are tried
 _SOLVED_ROWS = 1 << 14  # rows used for least squares
@@ -187,6 +189,27 @@ def _scale(checkpoint: Checkpoint, layer: int, x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- a layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Histogram:
+    """The bins in which z is, ascending, and in each of them the neurons that fire and all: int64 [bins]."""
+
+    bins: Tensor
+    fires: Tensor
+    total: Tensor
+
+    def figures(self, at: int) -> FitFigures:
+        """Figures of a threshold at the beginning of a bin."""
+        above = self.bins >= at
+        hits, selected = int(self.fires[above].sum()), int(self.total[above].sum())
+        active, total = int(self.fires.sum()), int(self.total.sum())
+        return FitFigures(
+            hits / active if active else 1.0,
+            hits / selected if selected else 1.0,
+            selected / total,
+            active / total,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,27 +409,35 @@ class LayerFit:
         """Activations rounded as by the kernels of the stored type."""
         return _round_to_q8(values) if self._type == "Q8_0" else values
 
-    def _histograms(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Histograms of z: (neurons that fire, all), int64 [bins], by ascending z."""
+    def _histogram(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> _Histogram:
+        """How often z is in which bin, of these rows."""
         torch = self._torch
-        fires, total = (torch.zeros(1 << (32 - _BINS_SHIFT), dtype=torch.int64, device=self._device) for _ in range(2))
+        if len(rows) * self._cells <= _FEW_CELLS:  # to sort them takes less time than to go through all bins
+            batches = list(self._batches(rows))
+            bins = _bins(torch, torch.cat([self._z(x, cells, inner, outer) for x, cells in batches]))
+            fired = torch.cat([cells.fires for _, cells in batches])
+            bins, places, total = bins.unique(return_inverse=True, return_counts=True)
+            return _Histogram(bins, torch.bincount(places[fired], minlength=len(bins)), total)
+        fires, total = (torch.zeros(_BINS, dtype=torch.int64, device=self._device) for _ in range(2))
         for x, cells in self._batches(rows):
             bins = _bins(torch, self._z(x, cells, inner, outer))
-            total += torch.bincount(bins, minlength=len(total))
-            fires += torch.bincount(bins[cells.fires], minlength=len(total))
-        return fires, total
+            total += torch.bincount(bins, minlength=_BINS)
+            fires += torch.bincount(bins[cells.fires], minlength=_BINS)
+        bins = total.nonzero()[:, 0]
+        return _Histogram(bins, fires[bins], total[bins])
 
-    def _threshold(self, fires: Tensor) -> int:
+    def _threshold(self, found: _Histogram) -> int:
         """The highest bin at which the recall is reached."""
-        need = math.ceil(self._config.recall * int(fires.sum()))
-        from_above = fires.flip(0).cumsum(0)
-        return len(fires) - 1 - int((from_above < need).sum())
+        need = math.ceil(self._config.recall * int(found.fires.sum()))
+        from_above = found.fires.flip(0).cumsum(0)
+        at = len(found.bins) - 1 - int((from_above < need).sum())
+        return int(found.bins[at]) if need else _BINS - 1
 
     def _lost(self, inner: Tensor, outer: Tensor) -> float:
         """`FitFigures.lost` at the target recall, on the choosing rows: the criterion of training."""
         rows = self._choosing[:: -(-len(self._choosing) // _CHECK_ROWS)]
-        fires, total = self._histograms(inner, outer, rows)
-        return _figures(fires, total, self._threshold(fires)).lost
+        found = self._histogram(inner, outer, rows)
+        return found.figures(self._threshold(found)).lost
 
     @property
     def _choosing(self) -> NDArray[np.int64]:
@@ -422,11 +453,10 @@ class LayerFit:
             self._torch.from_numpy(dequantize(matrix, self._type)).to(self._device).reshape(weights.shape)
             for matrix, weights in zip(stored, (inner, outer), strict=True)
         )
-        fires, total = self._histograms(inner, outer, self._choosing)
-        at = self._threshold(fires)
-        chosen = _figures(fires, total, at)
-        figures = _figures(*self._histograms(inner, outer, self._rows.report), at)
-        return _Measured(_lowest_of(at), (stored[0], stored[1]), chosen, figures)
+        found = self._histogram(inner, outer, self._choosing)
+        at = self._threshold(found)
+        figures = self._histogram(inner, outer, self._rows.report).figures(at)
+        return _Measured(_lowest_of(at), (stored[0], stored[1]), found.figures(at), figures)
 
     def _with_few(self, outer: Tensor) -> Tensor:
         """The same, where groups that few rows have are selected whole.
@@ -764,14 +794,3 @@ def _lowest_of(bin: int) -> float:
     ordered = bin << _BINS_SHIFT
     bits = ordered & 0x7FFFFFFF if ordered >> 31 else 0xFFFFFFFF - ordered
     return float(np.array(bits, np.uint32).view(np.float32))
-
-
-def _figures(fires: Tensor, total_bins: Tensor, at: int) -> FitFigures:
-    hits, selected = int(fires[at:].sum()), int(total_bins[at:].sum())
-    active, total = int(fires.sum()), int(total_bins.sum())
-    return FitFigures(
-        hits / active if active else 1.0,
-        hits / selected if selected else 1.0,
-        selected / total,
-        active / total,
-    )
