@@ -11,6 +11,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from powerinfer.devices.link import Link, Way  # noqa: E402
 from powerinfer.devices.next_step import NextStep  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.sharing import Sharing  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
@@ -434,7 +436,8 @@ def of_neurons(
 
 
 def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
-    """A step is broken off in its last layer, with the CPU's parts of all layers under way."""
+    """A step is broken off in its last layer, with the CPU's parts of all layers under way. Nothing is launched ahead,
+    so that all descriptions of steps are uploaded from one place."""
     path, plain, failed = saved("tiny", folder), HybridFfn._add_hot, []
 
     def failing(ffn: HybridFfn, step: Any) -> None:
@@ -443,7 +446,9 @@ def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
             raise torch.OutOfMemoryError("no room")
         plain(ffn, step)
 
-    with neurons.split(path, 0.5) as (executor, ffns):
+    with ExitStack() as opened:
+        opened.enter_context(pytest.MonkeyPatch.context()).setattr(SplitExecutor, "_launch_ahead", lambda _: None)
+        executor, ffns = opened.enter_context(neurons.split(path, 0.5))
         executor.gpu.record(recorder_of(executor.gpu.device))
         pages = families.scattered_pages(executor, 2)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="ran out of memory"):
