@@ -82,6 +82,7 @@ COUNTERS = (
     ("draft_step_seconds", "Time in them, drafting included", "speculation.seconds"),
     ("draft_step_plain_seconds", "Time that their tokens take without drafts", "speculation.plain_seconds"),
     ("draft_failures", "Sources of drafts that failed", "speculation.failed"),
+    ("drafts_ahead", "Drafts that were made while the step before was computed", "speculation.ahead"),
 )
 """Name, description, name in `EngineStats.numbers`."""
 
