@@ -422,7 +422,14 @@ class Model:
 
         What takes it is in `working_memory`; what a load really takes is measured (`hybrid/vram.py`).
         """
-        return sum(working_memory(self.config, tokens, requests, layers).values())
+        step = tokens, requests, layers
+        if step not in self._scratch:  # a plan asks for few of them many times
+            self._scratch[step] = sum(working_memory(self.config, *step).values())
+        return self._scratch[step]
+
+    @cached_property
+    def _scratch(self) -> dict[tuple[int, int, int], int]:
+        return {}
 
     def scratch_bytes(self, chunk: int, batch: int) -> int:
         """The CPU's working memory while `chunk` tokens of a prompt are computed (csrc/program.cpp).
