@@ -73,12 +73,14 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Thousands of tests and the libraries that they import are no garbage, a million objects: to look for some among
-    them takes seconds a worker, and each time again."""
+    them takes seconds a worker, and each time again. Nor do tests make so much of it that it need be looked for often.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(7000)
         gc.enable()
 
 

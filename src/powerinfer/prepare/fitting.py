@@ -410,7 +410,7 @@ class LayerFit:
         return _round_to_q8(values) if self._type == "Q8_0" else values
 
     def _histogram(self, inner: Tensor, outer: Tensor, rows: NDArray[np.int64]) -> _Histogram:
-        """How often z is in which bin, of these rows."""
+        """Counts of the bins of z, of these rows."""
         torch = self._torch
         if len(rows) * self._cells <= _FEW_CELLS:  # to sort them takes less time than to go through all bins
             batches = list(self._batches(rows))
@@ -426,18 +426,18 @@ class LayerFit:
         bins = total.nonzero()[:, 0]
         return _Histogram(bins, fires[bins], total[bins])
 
-    def _threshold(self, found: _Histogram) -> int:
+    def _threshold(self, histogram: _Histogram) -> int:
         """The highest bin at which the recall is reached."""
-        need = math.ceil(self._config.recall * int(found.fires.sum()))
-        from_above = found.fires.flip(0).cumsum(0)
-        at = len(found.bins) - 1 - int((from_above < need).sum())
-        return int(found.bins[at]) if need else _BINS - 1
+        need = math.ceil(self._config.recall * int(histogram.fires.sum()))
+        from_above = histogram.fires.flip(0).cumsum(0)
+        at = len(histogram.bins) - 1 - int((from_above < need).sum())
+        return int(histogram.bins[at]) if need else _BINS - 1
 
     def _lost(self, inner: Tensor, outer: Tensor) -> float:
         """`FitFigures.lost` at the target recall, on the choosing rows: the criterion of training."""
         rows = self._choosing[:: -(-len(self._choosing) // _CHECK_ROWS)]
-        found = self._histogram(inner, outer, rows)
-        return found.figures(self._threshold(found)).lost
+        histogram = self._histogram(inner, outer, rows)
+        return histogram.figures(self._threshold(histogram)).lost
 
     @property
     def _choosing(self) -> NDArray[np.int64]:
@@ -453,10 +453,10 @@ class LayerFit:
             self._torch.from_numpy(dequantize(matrix, self._type)).to(self._device).reshape(weights.shape)
             for matrix, weights in zip(stored, (inner, outer), strict=True)
         )
-        found = self._histogram(inner, outer, self._choosing)
-        at = self._threshold(found)
+        histogram = self._histogram(inner, outer, self._choosing)
+        at = self._threshold(histogram)
         figures = self._histogram(inner, outer, self._rows.report).figures(at)
-        return _Measured(_lowest_of(at), (stored[0], stored[1]), found.figures(at), figures)
+        return _Measured(_lowest_of(at), (stored[0], stored[1]), histogram.figures(at), figures)
 
     def _with_few(self, outer: Tensor) -> Tensor:
         """The same, where groups that few rows have are selected whole.
