@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import families  # noqa: E402
+from configs import small  # noqa: E402
 from deferred import Machine, Stream, deferred  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import CUDA  # noqa: E402
@@ -28,6 +29,7 @@ from test_hybrid import placed, predictor_of  # noqa: E402
 from test_sparse import packed, side_by_side, split_calls  # noqa: E402
 from truth import Truth  # noqa: E402
 
+from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, RequestError, SamplingParams  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
@@ -52,6 +54,7 @@ from powerinfer.placement.experts import make_policy  # noqa: E402
 from powerinfer.placement.plan import Plan, place  # noqa: E402
 from powerinfer.placement.request import PlanConfig, shape_subject  # noqa: E402
 from powerinfer.placement.request import described as described_for  # noqa: E402
+from powerinfer.placement.shapes import Model  # noqa: E402
 from powerinfer.sparsity.selection import DENSE, Selection  # noqa: E402
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -378,6 +381,22 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
         check_alike(answers(executor, texts), wanted)
     finally:
         executor.close()
+
+
+@pytest.mark.usefixtures("two_described")
+def test_prompts_on_two_gpus_have_the_chunks_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose working memory it counts."""
+    monkeypatch.setattr(budget, "EXPERT_STAGED", 1)
+    monkeypatch.setattr(Model, "gpu_scratch", lambda _, tokens, *__: tokens)
+    path = tmp_path / "m.gguf"
+    expert_models.write(path, small(expert_models.CONFIGS["qwen3-30b-a3b"]), expert_models.Weights("f16"))
+    engine = EngineConfig(threads=1, context=2048, max_batch=3, gpu="cpu,cpu", trial=False)
+    everything = resolve(open_checkpoint(path), replace(engine, vram=(2 * GIB, 2 * GIB)))
+    assert everything.placement.several is not None and everything.engine.chunk == 512, "nothing streams"
+    less = tuple(sum(part.plan.bytes["gpu"].values()) - 30000 for part in everything.placement.several.parts)
+    resolved = resolve(open_checkpoint(path), replace(engine, vram=less))
+    assert resolved.placement.several is not None and resolved.placement.several.staging
+    assert resolved.engine.chunk == resolved.device.chunk == resolved.placement.several.request.chunk == 2048
 
 
 @pytest.mark.usefixtures("two_described")

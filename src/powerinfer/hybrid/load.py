@@ -343,7 +343,7 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
 
 
 def _copiers(resolved: Resolved, plan: Plan) -> list[Copier | None]:
-    """What exchanges the experts of each GPU, of its layers alone; None where they stay."""
+    """The copiers of the experts of each GPU, of its layers alone; None where these stay."""
     from powerinfer.hybrid.copier import Copier
 
     name = resolved.policy.name

@@ -50,7 +50,8 @@ def place_on_cards(resolved: Resolved, model: Model, progress: Progress) -> Reso
         check=lambda memories: demand(request(memories).claims_if_any()),
         types=model.rated_types,
     )
-    return _placed(resolved, request(hardware))
+    planned = request(hardware)
+    return _placed(resolved.with_chunk(planned.chunk), planned)
 
 
 def _request(resolved: Resolved, model: Model, hardware: Hardware) -> PlanRequest:
