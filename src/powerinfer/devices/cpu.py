@@ -1220,12 +1220,12 @@ class CpuExecutor:
         float32 [T]; make the tokens those of the batch, put their embeddings into rows, float32 [T, d_model], and
         answer the number. False: it has not within these seconds. Of executors that look rows up."""
         present = None if self._file_rows is None else self._file_rows.present
-        given = flags, number, seconds, *largest, batch.positions, batch.tokens, rows, present
-        answered = self._program.answer_tokens(*given)
+        arguments = flags, number, seconds, *largest, batch.positions, batch.tokens, rows, present
+        answered = self._program.answer_tokens(*arguments)
         if answered is False:
             assert self._file_rows is not None
             self._file_rows.fetch(largest[0].astype(np.int32))
-            answered = self._program.answer_tokens(*given)
+            answered = self._program.answer_tokens(*arguments)
         return answered is not None
 
     def finish(self, batch: Batch, first: int | None = None) -> Float32:

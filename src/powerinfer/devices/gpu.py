@@ -965,7 +965,7 @@ class GpuLayers:
             return
         if step.needs != LogitsNeed.LARGEST or self.observer is not None:
             return
-        run = recordings.whole(step)
+        run = recordings.whole_run(step)
         if run is not None and next_step.start(batch, step, run):
             self._count(len(batch.tokens))
 

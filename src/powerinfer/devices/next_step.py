@@ -118,13 +118,13 @@ class NextStep:
         """Wait for its tokens, the result of the step before it, and let it begin; they are those of the batch then, or
         numbers of `NOT_FINITE`. PowerInferError where the GPU does not bring them, or waits no more."""
         assert self.batch is not None
-        given = self._largest, self.batch, self._rows
+        arguments = self._largest, self.batch, self._rows
         if self._link is not None:
             self._begin_calls(self._link)
-        while not self._embedding.answer_tokens(self._host, self._number, flags.LOOK, *given):
+        while not self._embedding.answer_tokens(self._host, self._number, flags.LOOK, *arguments):
             # All that the GPU was given may have been done just now.
             done = self._streams.current().query()
-            if done and not self._embedding.answer_tokens(self._host, self._number, 0.0, *given):
+            if done and not self._embedding.answer_tokens(self._host, self._number, 0.0, *arguments):
                 raise PowerInferError("the GPU did not bring the tokens of a step: load the model again")
         if self._host.released:
             waited = f"the embeddings of a step's tokens were not there for {flags.PATIENCE:.0f} s"
