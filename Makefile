@@ -111,7 +111,7 @@ test-bench-if-changed:
 		else $(MAKE) --no-print-directory test-bench; fi
 
 # Streams, events and pinned memory of split models (docs/hybrid.md): longer than `test` should be.
-DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls flags gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings
+DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls flags gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings gpu_draft_model
 test-deferred: $(VENV)/stamp-dev
 	@$(PYTEST) --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 

@@ -27,6 +27,7 @@ from powerinfer.errors import GpuMemoryError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid import load as loading  # noqa: E402
 from powerinfer.hybrid.beside_gpu import planned_beside  # noqa: E402
+from powerinfer.placement import draft_place  # noqa: E402
 from powerinfer.placement.budget import Division, on_gpu  # noqa: E402
 from powerinfer.placement.draft_place import bytes_on_gpu  # noqa: E402
 from powerinfer.progress import silent  # noqa: E402
@@ -42,6 +43,12 @@ OPTIONS: dict[str, Any] = {"threads": 1, "context": 128, "max_batch": 2, "prefil
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
 
 pytestmark = pytest.mark.usefixtures("device")
+
+
+@pytest.fixture(autouse=True)
+def faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft takes nothing on the GPU, and long elsewhere: tests of what pays are in test_draft_place.py."""
+    monkeypatch.setattr(draft_place, "draft_seconds", lambda *_: (1e-9, 1.0))
 
 
 @pytest.fixture(scope="module")
