@@ -34,6 +34,7 @@ from powerinfer.devices.streams import streams_of  # noqa: E402
 from powerinfer.devices.torch_device import current  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.hybrid import step_trial  # noqa: E402
+from powerinfer.kernels import gpu_host  # noqa: E402
 
 LONG = 20.0
 """Seconds for what should take none, on a machine that does other things."""
@@ -343,6 +344,67 @@ def test_a_device_without_flags_calls_functions(
             found = recorded(executor)
             assert str(executor.gpu.caller) == f"the GPU calls the CPU (no flags: {reason})"
     np.testing.assert_array_equal(found, right)
+
+
+def copied(machine: Machine, memory: torch.Tensor) -> torch.Tensor:
+    """As torch may make a tensor of other memory."""
+    return torch.zeros(memory.shape, dtype=memory.dtype, device="deferred")
+
+
+@pytest.mark.parametrize("fault", ["refused", "copied"])
+def test_a_device_that_cannot_map_memory_copies(fault: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {
+        "refused": "CUDA error 801: not supported",
+        "copied": "its kernels do not see what the host has written, or the host what they have",
+    }
+    with deferred(1), split(model, 0.5) as (executor, _):
+        right = recorded(executor)
+        assert executor.gpu.link.sent(1) is not None
+    with deferred(1), monkeypatch.context() as patch:
+        patch.setattr(Machine, "mapped", refuses if fault == "refused" else copied)
+        with split(model, 0.5) as (executor, _):
+            assert executor.gpu.ways == WAYS and executor.gpu.link.sent(1) is None
+            found = recorded(executor)
+            assert str(executor.gpu.caller) == f"the GPU calls the CPU by flags (by copies: {reasons[fault]})"
+    np.testing.assert_array_equal(found, right)
+
+
+def test_kernels_that_have_old_sums_after_a_wait_are_not_used(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a cache: those that were there when the recording was replayed."""
+    plain, stale = gpu_host.add, {}
+
+    def add(sums: Any, total: Any) -> None:
+        machine = streams_of(torch_device())
+        if machine.recording is None:
+            plain(sums, total)
+            return
+        if sums.inner.data_ptr() not in stale:  # as long as a recording
+            stale[sums.inner.data_ptr()] = sums.clone()
+        plain(stale[sums.inner.data_ptr()], total)
+
+    with deferred(1), monkeypatch.context() as patch:
+        patch.setattr(gpu_host, "add", add)
+        with split(model, 0.5) as (executor, _):
+            assert executor.gpu.ways == WAYS and executor.gpu.link.sent(1) is None
+            assert "by copies: the GPU" in str(executor.gpu.caller)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_nothing_is_copied_within_a_recorded_step(
+    copies: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, within = Machine.copy, []
+
+    def copy(machine: Machine, *given: Any) -> Any:
+        if machine.recording is not None:
+            within.append(given)
+        return plain(machine, *given)
+
+    with deferred(1), split(model, 0.5) as (executor, ffns):
+        executor.gpu.link.copy("it was asked for") if copies else None
+        monkeypatch.setattr(Machine, "copy", copy)
+        recorded(executor)
+        assert len(within) % (2 * len(ffns)) == 0 and bool(within) == copies, "n, and sums"
 
 
 @pytest.mark.parametrize("fastest", WAYS)

@@ -38,8 +38,9 @@ def routed(about: RouterConfig, logits: Float32, correction: Float32 | None) -> 
     tokens = len(logits)
     experts = torch.full((tokens, about.top_k), -7, dtype=torch.int32, device=device_name())
     weights = torch.empty((tokens, about.top_k), device=device_name())
-    own = None if correction is None else on_device(correction)
-    gpu_experts.route(on_device(logits), about, own, experts, weights)
+    own, sent = None if correction is None else on_device(correction), (experts.clone(), weights.clone())
+    gpu_experts.route(on_device(logits), about, own, experts, weights, sent)
+    assert torch.equal(sent[0], experts) and torch.equal(sent[1], weights), "the host gets the same"
     return experts.cpu().numpy(), weights.cpu().numpy()
 
 
@@ -73,7 +74,9 @@ def test_experts_of_one_token_are_selected_by_one_kernel(kernels: str, about: Ro
         expected, exact = routed(about, logits, correction)
         experts = torch.full((1, about.top_k), -7, dtype=torch.int32, device=device_name())
         weights = torch.empty((1, about.top_k), device=device_name())
-        gpu_experts.select(router, x, experts, weights)
+        sent = experts.clone(), weights.clone()
+        gpu_experts.select(router, x, experts, weights, sent)
+        assert torch.equal(sent[0], experts) and torch.equal(sent[1], weights), "the host gets the same"
         np.testing.assert_array_equal(experts.cpu().numpy(), expected)
         np.testing.assert_allclose(weights.cpu().numpy(), exact, rtol=1e-6)
         assert not router.arrived.any()

@@ -27,7 +27,7 @@ from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS, WEIGHT_TYPES
-from powerinfer.kernels import cpu, gpu
+from powerinfer.kernels import cpu, gpu, gpu_host
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
 TRITON = find_spec("triton") is not None
@@ -470,9 +470,25 @@ def test_norms(width: int, kernels: str) -> None:
     deviation = np.sqrt(x.astype(np.float64).var(axis=-1, keepdims=True) + 1e-5)
     off = (width + 8) * EPS * (np.abs(layer - bias) + np.abs(x).max() / deviation * np.abs(weight) + np.abs(bias))
     assert_close(gpu.norm(*tensors, 1e-5, True), layer, off)
-    into = torch.full_like(tensors[0], torch.nan)
-    assert gpu.norm(tensors[0], tensors[1], None, 1e-5, True, into) is into
+    into, sent = torch.full_like(tensors[0], torch.nan), torch.full_like(tensors[0], torch.nan)
+    assert gpu.norm(tensors[0], tensors[1], None, 1e-5, True, into, sent=sent) is into
     assert_close(into, layer - bias, off)
+    assert torch.equal(sent, into), "the host gets the same"
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(1, 1), (3, 173), (2, 512)])
+def test_memory_of_the_host_is_written_and_read(shape: tuple[int, int]) -> None:
+    """To the number, and not beyond."""
+    x, sums = on_device(floats(3, *shape)), on_device(floats(4, *shape))
+    memory = torch.full((x.numel() + 8,), torch.nan, device=x.device)
+    into = memory[4:-4].view(shape)
+    gpu_host.put(x.T.contiguous().T, into)  # rows that do not lie one behind the other
+    assert torch.equal(into, x) and memory.isnan().sum() == 8
+    assert torch.equal(gpu_host.take(into), x)
+    total = sums.clone()
+    gpu_host.add(into, total)
+    assert torch.equal(total, sums + x) and torch.equal(into, x)
 
 
 @pytest.mark.parametrize(("dim", "pairs"), [(8, 4), (40, 16), (64, 32)])

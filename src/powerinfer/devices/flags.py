@@ -18,6 +18,7 @@ import numpy as np
 
 from powerinfer import _native
 from powerinfer.errors import PowerInferError
+from powerinfer.kernels import gpu_host
 
 if TYPE_CHECKING:
     from torch import device
@@ -120,17 +121,18 @@ class Flags:
 
     # ---------------------------------------------------------------- a trial
 
-    def trial(self, device: device) -> str | None:
+    def trial(self, device: device, in_place: bool = False) -> str | None:
         """The reason why the GPU cannot use them in a recording; None: it can, in a trial. It must wait where it
-        should, and neither longer nor while it is given more."""
+        should, and neither longer nor while it is given more. in_place: what it sends and gets is not copied."""
         streams = self._streams
         record = streams.recorder()
         if record is None:
             return "the device records nothing"
         self._host.set_patience(TRIAL_PATIENCE)
         try:
-            self._try(lambda run: run, device, 1)  # a device that cannot says so here, without harm to a recording
-            self._try(record, device, EXCHANGES)
+            # A device that cannot says so here, without harm to a recording.
+            self._try(lambda run: run, device, 1, in_place)
+            self._try(record, device, EXCHANGES, in_place)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         finally:
@@ -140,22 +142,28 @@ class Flags:
             self.begin()
         return None
 
-    def _try(self, record: Callable[[Callable[[], None]], Recorded], to: device, exchanges: int) -> None:
+    def _try(
+        self, record: Callable[[Callable[[], None]], Recorded], to: device, exchanges: int, in_place: bool
+    ) -> None:
         """RuntimeError where it is not as it should be."""
         import torch
 
         streams = self._streams
         x = torch.zeros(1, device=to)
         sent, back = (streams.pinned(1, torch.float32) for _ in range(2))
+        mapped = [streams.mapped(one) for one in (sent, back)] if in_place else []
+        if in_place:  # kernels are loaded before anything waits
+            gpu_host.put(x, mapped[0])
+            gpu_host.add(mapped[1], x)
 
         def run() -> None:
             for number in range(1, exchanges + 1):
                 for _ in range(OPERATIONS):
                     x.add_(1)
-                sent.copy_(x, non_blocking=True)
+                gpu_host.put(x, mapped[0]) if in_place else sent.copy_(x, non_blocking=True)
                 self._write(number)
                 self.wait(number)
-                x.copy_(back, non_blocking=True)
+                gpu_host.add(mapped[1], x.zero_()) if in_place else x.copy_(back, non_blocking=True)
 
         again = record(run)
         for turn in range(2):

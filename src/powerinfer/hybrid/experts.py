@@ -46,7 +46,7 @@ from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.copier import Copier, Send
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
-from powerinfer.kernels import gpu, gpu_experts, gpu_panels
+from powerinfer.kernels import gpu, gpu_experts, gpu_host, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
@@ -428,15 +428,28 @@ class HybridExperts(HybridTerms):
             operators.append(self._operator("shared expert", self._add_shared_neurons))
         return operators
 
+    def sent(self, step: Step) -> Tensor | None:
+        return None if self._sends_other else super().sent(step)
+
+    @property
+    def _sends_other(self) -> bool:
+        """Whether the CPU gets another input than step.read."""
+        return self._latents is not None or self._predicted
+
     def _select(self, step: Step) -> None:
         assert step.read is not None
-        experts, weights = self._link.experts(len(step.x), self.top_k)
+        tokens, sent = len(step.x), None
+        experts, weights = self._link.experts(tokens, self.top_k)
+        if self._asks_cpu and self._cpu_has_part(step):
+            sent = self._link.sent_experts(tokens, self.top_k)
         step.routed = None  # of the layer before
         x = step.x if self.config.early_router else step.read
         x = x if self._separate is None else self._separate.router(step.x)
-        gpu_experts.select(self._router, x, experts, weights)
+        gpu_experts.select(self._router, x, experts, weights, sent)
         if self._factors is not None:
             weights.mul_(self._factors[experts.long()])
+            if sent is not None:
+                gpu_host.put(weights, sent[1])
 
     def _hide(self, step: Step) -> None:
         assert self._inner is not None
@@ -444,7 +457,7 @@ class HybridExperts(HybridTerms):
         step.hidden = gpu.hide(self._inner, step.x) if few else None
 
     def _send(self, step: Step) -> None:
-        if (self._latents is None and not self._predicted) or not self._cpu_has_part(step):
+        if not self._sends_other or not self._cpu_has_part(step):
             super()._send(step)
             return
         assert step.read is not None

@@ -94,6 +94,10 @@ class HybridTerms(ABC):
         """Operators before attention, see `FfnParts`."""
         return []
 
+    def sent(self, step: Step) -> Tensor | None:
+        """The host's memory for step.read, see `FfnParts`."""
+        return self._link.sent(len(step.x)) if self._asks_cpu and self._cpu_has_part(step) else None
+
     def begin(self) -> list[Operator]:
         """Select terms, and send the CPU its input, see `FfnParts`."""
         operators = self._selection()

@@ -436,18 +436,22 @@ def norm(
     layer: bool,
     into: Tensor | None = None,
     for_codes: bool = False,
+    sent: Tensor | None = None,
 ) -> Tensor:
     """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32.
 
-    into: where the result goes, of x's shape, contiguous. for_codes: it is multiplied with weights of `INTEGERS`.
+    into: where the result goes, of x's shape, contiguous. for_codes: it is multiplied with weights of `INTEGERS`. sent:
+    memory of the host (`gpu_host`) that gets it, too.
     """
     if _triton(x):
-        return _kernels().norm(x, weight, bias, eps, layer, into, for_codes)
+        return _kernels().norm(x, weight, bias, eps, layer, into, for_codes, sent)
     import torch
 
     centred = x - x.mean(dim=-1, keepdim=True) if layer else x
     out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
     out = out if bias is None else out + bias
+    if sent is not None:
+        sent.copy_(out)
     return out if into is None else into.copy_(out)
 
 

@@ -222,28 +222,45 @@ def upload_router(
     return Router(settings, gpu.upload(weight, device), of_bias, of_correction, arrived)
 
 
-def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+def select(
+    router: Router, x: Tensor, experts: Tensor, weights: Tensor, sent: tuple[Tensor, Tensor] | None = None
+) -> None:
     """`route` by the router's logits of x, float32 [T, d_model]; of one token by one Triton kernel."""
     if len(x) == 1 and gpu.which(x) == "triton":
         from powerinfer.kernels import triton_experts
 
-        triton_experts.select(router, x, experts, weights)
+        triton_experts.select(router, x, experts, weights, sent)
     else:
         logits = gpu.linear(router.weight, x, router.bias)
-        route(logits, router.settings, router.correction, experts, weights)
+        route(logits, router.settings, router.correction, experts, weights, sent)
 
 
-def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
+def route(
+    logits: Tensor,
+    about: RouterConfig,
+    correction: Tensor | None,
+    experts: Tensor,
+    weights: Tensor,
+    sent: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """experts int32, weights float32 [T, top_k] = each token's experts, ascending, and their weights.
 
     logits: float32 [T, n]; correction: float32 [n], added to the scores for the selection alone. Experts are valid and
-    differ whatever the logits are; of equal scores the first is selected.
+    differ whatever the logits are; of equal scores the first is selected. sent: memory of the host (`gpu_host`) that
+    gets both, too.
     """
     if gpu.which(logits) == "triton":
         from powerinfer.kernels import triton_experts
 
-        triton_experts.route(logits, about, correction, experts, weights)
+        triton_experts.route(logits, about, correction, experts, weights, sent)
         return
+    _route(logits, about, correction, experts, weights)
+    if sent is not None:
+        sent[0].copy_(experts)
+        sent[1].copy_(weights)
+
+
+def _route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     import torch
 
     if about.scoring == "sparsemixer":

@@ -1303,10 +1303,10 @@ def context_splits(pages: int, least: int, programs: int, slots: int, joined: in
 @launched
 @triton.jit
 def _norm_kernel(
-    x, weight, bias, out, made, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, CODED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, out, made, sent, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, CODED: tl.constexpr,
+    SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of x, normalised; CODED: made are its `codes`."""
+    """A row of x, normalised; CODED: made are its `codes`; SENT: the host gets it, too."""
     follow()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -1318,6 +1318,8 @@ def _norm_kernel(
     if BIAS:
         y += tl.load(bias + c, mask=here, other=0)
     tl.store(out + row * width + c, y, mask=here)
+    if SENT:
+        tl.store(sent + row * width + c, y, mask=here, cache_modifier=".wt")
     if CODED:
         b = tl.arange(0, BLOCK // 32)
         put_codes(made, row, tl.reshape(y, (BLOCK // 32, 32)), b, b * 32 < width, width, BLOCK // 32)
@@ -1325,7 +1327,7 @@ def _norm_kernel(
 
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None,
-    for_codes: bool = False,
+    for_codes: bool = False, sent: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gpu.norm`."""
     x = x.contiguous()
@@ -1335,9 +1337,9 @@ def norm(
         block, rows = triton.next_power_of_2(width), x.numel() // width
         made = coded(out, rows, width) if for_codes else None
         _norm_kernel[(rows,)](
-            x, weight, either(bias, weight), out, either(made, out), width, eps, LAYER=layer, BIAS=bias is not None,
-            CODED=made is not None, BLOCK=block, num_warps=warps(block, 8), enable_fp_fusion=made is None,
-            launch_pdl=early(x),
+            x, weight, either(bias, weight), out, either(made, out), either(sent, out), width, eps, LAYER=layer,
+            BIAS=bias is not None, CODED=made is not None, SENT=sent is not None, BLOCK=block,
+            num_warps=warps(block, 8), enable_fp_fusion=made is None, launch_pdl=early(x),
         )  # fmt: skip
     return out
 
