@@ -28,6 +28,7 @@ from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS, WEIGHT_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_host
+from powerinfer.kernels.gpu_types import Answer
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
 TRITON = find_spec("triton") is not None
@@ -489,6 +490,13 @@ def test_memory_of_the_host_is_written_and_read(shape: tuple[int, int]) -> None:
     total = sums.clone()
     gpu_host.add(into, total)
     assert torch.equal(total, sums + x) and torch.equal(into, x)
+    for cold in (0, 3):  # terms that the CPU has summed
+        answer = unanswered(x.device)
+        answer.counters[0] = cold
+        total = sums.clone()
+        gpu_host.add(into, total, answer)
+        assert torch.equal(total, sums + x if cold else sums)
+        assert torch.equal(gpu_host.take(into, answer), x if cold else torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(("dim", "pairs"), [(8, 4), (40, 16), (64, 32)])
@@ -738,6 +746,32 @@ def test_rows_are_moved_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(gpu.values(weight), before.flip(0))
 
 
+def unanswered(device: Any) -> Answer:
+    """The call of number 8; no call was answered yet."""
+    return Answer(torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device), 8)
+
+
+def is_settled(answer: Answer, cold: int) -> bool:
+    """Whether it is by a kernel that has selected so many terms of the CPU's."""
+    return answer.counters.tolist() == [cold, 0, 0] and answer.answered.item() == (0 if cold else 8)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("tokens", "floor"), [(1, 0), (3, 5)])
+def test_a_predictor_answers_where_it_selects_nothing_of_the_cpu(tokens: int, floor: int) -> None:
+    weights = (gpu.upload(raw("Q8_0", *shape), device_name()) for shape in ((32, 64), (70, 32)))
+    inner, outer = weights
+    x, numbers = on_device(floats(14, tokens, 64)), on_device(np.arange(70, dtype=np.int32))
+    answered = []
+    for threshold, split in ((1e9, 60), (1e9, 70), (0.0, 60)):
+        parts = [torch.full((tokens, size), 7, dtype=torch.uint8, device=x.device) for size in (split, 70 - split)]
+        answer = unanswered(x.device)
+        gpu.predict(inner, outer, numbers, x, threshold, floor, (parts[0], parts[1]), answer)
+        assert is_settled(answer, int(parts[1].sum()))
+        answered.append(answer.answered.item() == 8)
+    assert answered[1:] == [True, False] and (floor or answered[0])
+
+
 def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: float, floor: int) -> torch.Tensor:
     """What is selected, whatever the order of the rows, in one piece and in two."""
     found, n = [], outer.rows
@@ -748,7 +782,9 @@ def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: fl
         gpu.rearrange(own, order.astype(np.int32))
         parts = [torch.full((len(x), size), 7, dtype=torch.uint8, device=x.device) for size in (hot, n - hot)]
         numbers = on_device(order.astype(np.int32))
-        gpu.predict(inner, own, numbers, x, threshold, floor, (parts[0], parts[1]))
+        answer = None if len(x) > gpu.FEW else unanswered(x.device)
+        gpu.predict(inner, own, numbers, x, threshold, floor, (parts[0], parts[1]), answer)
+        assert answer is None or is_settled(answer, int(parts[1].sum()))
         found.append(torch.cat(parts, 1)[:, on_device(np.argsort(order))])
     assert all(torch.equal(found[0], one) for one in found[1:])
     return found[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from powerinfer.errors import PowerInferError
 from powerinfer.kernels import gpu_host
 
 if TYPE_CHECKING:
-    from torch import device
+    from torch import Tensor, device
 
     from powerinfer.devices.recording import Recorder, Run, State
     from powerinfer.devices.streams import Recorded, Streams
@@ -50,7 +51,7 @@ class Flags:
         import torch
 
         self._streams = streams
-        memory = streams.pinned(2 * _SPACING, torch.int32)
+        self._memory = memory = streams.pinned(2 * _SPACING, torch.int32)
         self._asked = streams.address(memory)
         self._answered = self._asked + 4 * _SPACING
         numbers = memory.numpy().view(np.uint32)
@@ -66,6 +67,12 @@ class Flags:
     def released(self) -> bool:
         """Whether this step's GPU has gone on without answers."""
         return self._host.released
+
+    @cached_property
+    def answered(self) -> Tensor:
+        """The number up to which calls are answered, int32 [1], for kernels that answer one themselves. RuntimeError
+        where they cannot."""
+        return self._streams.mapped(self._memory)[_SPACING : _SPACING + 1]
 
     # ---------------------------------------------------------------- the GPU's part, in recordings
 
@@ -152,9 +159,12 @@ class Flags:
         x = torch.zeros(1, device=to)
         sent, back = (streams.pinned(1, torch.float32) for _ in range(2))
         mapped = [streams.mapped(one) for one in (sent, back)] if in_place else []
+        last = torch.full((1,), exchanges + 1, dtype=torch.int32, device=to)
         if in_place:  # kernels are loaded before anything waits
             gpu_host.put(x, mapped[0])
             gpu_host.add(mapped[1], x)
+            gpu_host.put(last, self.answered)
+            streams.finish()
 
         def run() -> None:
             for number in range(1, exchanges + 1):
@@ -164,6 +174,10 @@ class Flags:
                 self._write(number)
                 self.wait(number)
                 gpu_host.add(mapped[1], x.zero_()) if in_place else x.copy_(back, non_blocking=True)
+            if in_place:
+                gpu_host.put(last, self.answered)
+                self._write(exchanges + 1)
+                self.wait(exchanges + 1)
 
         again = record(run)
         for turn in range(2):
@@ -181,6 +195,10 @@ class Flags:
                     raise RuntimeError("the GPU writes a number before its turn")
                 value = back[0] = float(1000 * turn + number)
                 self._host.answer(number)
+            if in_place:
+                self._wait_until_asked(exchanges + 1)
+                if not self._host.answered(exchanges + 1):
+                    raise RuntimeError("the GPU writes a number before its turn")
             streams.finish()
             if float(x.cpu()[0]) != value:
                 raise RuntimeError("the GPU does not wait for a number")

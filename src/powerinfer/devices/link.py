@@ -19,6 +19,7 @@ from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels import gpu_host
 from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.kernels.gpu_types import Answer
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -35,7 +36,8 @@ EXPERT_BYTES = 8
 
 def link_bytes(max_tokens: int, config: ModelConfig) -> int:
     """Bytes of the buffers of a `Link` in RAM."""
-    return 2 * 4 * max_tokens * config.d_model + _selection_bytes(max_tokens, config) + _hidden_bytes(config)
+    sums = 2 * 4 * max_tokens * config.d_model
+    return sums + _selection_bytes(max_tokens, config) + _hidden_bytes(config) + _few_bytes(max_tokens, config)
 
 
 def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
@@ -44,6 +46,12 @@ def _selection_bytes(max_tokens: int, config: ModelConfig) -> int:
     neurons = min(max_tokens, NEURON_TOKENS) * max(config.ffn_sizes)
     experts = (one.ffn.router.top_k for one in config.layers if isinstance(one.ffn, ExpertsConfig))
     return max(neurons, max_tokens * EXPERT_BYTES * max(experts, default=0))
+
+
+def _few_bytes(max_tokens: int, config: ModelConfig) -> int:
+    """Bytes of the selections of all layers with experts, in steps of few tokens."""
+    most = max((one.router.top_k for one in config.experts.values()), default=0)
+    return len(config.experts) * min(max_tokens, NEURON_TOKENS) * EXPERT_BYTES * most
 
 
 def _hidden_bytes(config: ModelConfig) -> int:
@@ -59,6 +67,7 @@ class _Mapped(NamedTuple):
     host: Tensor
     back: Tensor
     hidden: Tensor | None
+    few: Tensor | None
 
 
 class Link:
@@ -68,7 +77,8 @@ class Link:
     sums are added from there. Else, on the GPU both are adjacent, so that one copy sends both; the CPU waits only for
     that part of the GPU's work. A selection that is known before the input is sent before it, by a copy of its own. A
     buffer is reused only when the next layer's input, or selection, has arrived, which is after the previous layer's
-    sum was added.
+    sum was added. Only experts that are selected in place have a buffer for each layer: the CPU counts them, and is not
+    waited for where a kernel has answered its call (`answer`).
     """
 
     def __init__(self, to: device, max_tokens: int, config: ModelConfig) -> None:
@@ -76,6 +86,7 @@ class Link:
 
         d_model, streams = config.d_model, streams_of(to)
         self._d_model = d_model
+        self._with_experts = list(config.experts)
         selection = _selection_bytes(max_tokens, config)
         nbytes = 4 * max_tokens * d_model + selection
         self._on_device = torch.zeros(nbytes, dtype=torch.uint8, device=to)
@@ -83,6 +94,9 @@ class Link:
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = streams.pinned((max_tokens, d_model), torch.float32)
         self._hidden = streams.pinned(_hidden_bytes(config), torch.uint8)
+        rows = len(config.experts)
+        self._few = streams.pinned((rows, _few_bytes(max_tokens, config) // max(1, rows)), torch.uint8)
+        self._counters = torch.zeros(3, dtype=torch.int32, device=to)  # as of `Answer`
         self._came, self._selection_known = streams.event(), streams.event()
         self.calls = _native.HostCalls()
         self._streams, self._beside = streams, streams.stream()
@@ -95,12 +109,12 @@ class Link:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers in RAM."""
-        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes)
+        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes + self._few.nbytes)
 
     @property
     def gpu_bytes(self) -> int:
         """Bytes of the buffers on the GPU."""
-        return int(self._on_device.nbytes + self._hot.nbytes)
+        return int(self._on_device.nbytes + self._hot.nbytes + self._counters.nbytes)
 
     # ---------------------------------------------------------------- on the GPU: the same for every step of a shape
 
@@ -128,12 +142,21 @@ class Link:
 
     def experts(self, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
         """Buffers for the experts of each token, int32 [tokens, top_k], and their weights, float32."""
-        return self._experts(self._on_device, tokens, top_k)
+        return self._experts(self._selection(self._on_device, tokens, EXPERT_BYTES * top_k), tokens, top_k)
 
-    def sent_experts(self, tokens: int, top_k: int) -> tuple[Tensor, Tensor] | None:
-        """The host's buffers for the same, as of `sent`."""
+    def sent_experts(self, tokens: int, top_k: int, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The host's buffers for the same of a layer, as of `sent`."""
         mapped = self._in_place(tokens)
-        return None if mapped is None else self._experts(mapped.host, tokens, top_k)
+        if mapped is None or mapped.few is None:
+            return None
+        row = mapped.few[self._with_experts.index(layer)]
+        return self._experts(row[: tokens * EXPERT_BYTES * top_k], tokens, top_k)
+
+    def answer(self, number: int, tokens: int) -> Answer | None:
+        """How kernels of a recording answer the call of that number themselves; None: they cannot."""
+        if self.flags is None or not self.flags.recording or self._in_place(tokens) is None:
+            return None
+        return Answer(self._counters, self.flags.answered, number)
 
     def _in_place(self, tokens: int) -> _Mapped | None:
         return self._mapped if tokens <= NEURON_TOKENS else None
@@ -142,10 +165,10 @@ class Link:
         begin = 4 * tokens * self._d_model
         return memory[begin : begin + tokens * nbytes]
 
-    def _experts(self, memory: Tensor, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
+    def _experts(self, selection: Tensor, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
         import torch
 
-        numbers, weights = self._selection(memory, tokens, EXPERT_BYTES * top_k).chunk(2)
+        numbers, weights = selection.chunk(2)
         return numbers.view(torch.int32).view(tokens, top_k), weights.view(torch.float32).view(tokens, top_k)
 
     def send(self, tokens: int, cold: int) -> None:
@@ -182,20 +205,20 @@ class Link:
         else:
             gpu_host.put(rows, mapped[: rows.nbytes].view(torch.float32).view(rows.shape))
 
-    def add_back(self, x: Tensor) -> None:
-        """x float32 [tokens, d_model] += the CPU's sums."""
+    def add_back(self, x: Tensor, answer: Answer | None = None) -> None:
+        """x float32 [tokens, d_model] += the CPU's sums. answer: by which its call may have been answered here."""
         mapped = self._in_place(len(x))
         if mapped is None:
             x.add_(self.sums(len(x), self._d_model))
         else:
-            gpu_host.add(mapped.back[: len(x)], x)
+            gpu_host.add(mapped.back[: len(x)], x, answer)
 
-    def sums(self, tokens: int, width: int) -> Tensor:
-        """The CPU's sums, float32 [tokens, width], in memory of the device."""
+    def sums(self, tokens: int, width: int, answer: Answer | None = None) -> Tensor:
+        """The CPU's sums, float32 [tokens, width], in memory of the device; answer: likewise."""
         mapped = self._in_place(tokens)
         back = self._back if mapped is None else mapped.back
         sums = back.view(-1)[: tokens * width].view(tokens, width)
-        return sums.to(self._on_device.device, non_blocking=True) if mapped is None else gpu_host.take(sums)
+        return sums.to(self._on_device.device, non_blocking=True) if mapped is None else gpu_host.take(sums, answer)
 
     # ---------------------------------------------------------------- the CPU's part as a call of the GPU's, likewise
 
@@ -268,8 +291,10 @@ class Link:
         """Let kernels write and read the host's memory from now on, in steps of few tokens, if they can."""
         streams = self._streams
         try:
-            hidden = streams.mapped(self._hidden) if self._hidden.nbytes else None
-            self._mapped = _Mapped(streams.mapped(self._host), streams.mapped(self._back), hidden)
+            memories = self._host, self._back, self._hidden, self._few
+            host, back, *others = (streams.mapped(one) if one.nbytes else None for one in memories)
+            assert host is not None and back is not None
+            self._mapped = _Mapped(host, back, *others)
             self._exchange()
         except RuntimeError as error:
             self.copy(str(error).partition("\n")[0])
@@ -370,13 +395,16 @@ class Link:
         return self._views[key]
 
     def received_experts(
-        self, tokens: int, top_k: int, latents: int = 0
+        self, tokens: int, top_k: int, layer: int, latents: int = 0
     ) -> tuple[Float32, NDArray[np.int32], Float32, Float32]:
-        """The received input; each token's experts, int32 [tokens, top_k], and their weights; the buffer for the
-        sums. latents: the width of both, 0: that of the layer."""
+        """The received input; each token's experts of a layer, int32 [tokens, top_k], and their weights; the buffer for
+        the sums. latents: the width of both, 0: that of the layer."""
         x, selected, out = self.views(tokens, EXPERT_BYTES * top_k)
         assert selected is not None
-        numbers, weights = np.split(selected.reshape(-1), 2)
+        selected = selected.reshape(-1)
+        if self._in_place(tokens) is not None:
+            selected = self._few[self._with_experts.index(layer)].numpy()[: len(selected)]
+        numbers, weights = np.split(selected, 2)
         shape = tokens, top_k
         if latents:
             x, out = (each.reshape(-1)[: tokens * latents].reshape(tokens, latents) for each in (x, out))

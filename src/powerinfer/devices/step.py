@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from powerinfer.kernels.gpu_types import Replay
 
     Norm = Callable[..., Tensor]
-    """Called with its input and, optionally, the tensor to write the result into, `for_codes` and `sent` as `gpu.norm`."""
+    """Called with its input and, optionally, the tensor to write the result into, `for_codes` and `sent` as
+    `gpu.norm`."""
 
 
 @dataclass(slots=True)

@@ -54,6 +54,8 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.kernels.gpu_types import Answer
+
 _SLAB = 1 << 19  # elements that are converted at a time: by a thread, in whose cache they stay, or on a device
 
 _LOADED = 1 << 24  # bytes of bundles uploaded at a time
@@ -641,18 +643,32 @@ def hide(inner: Weight, x: Tensor) -> Tensor:
     return linear(inner, x).relu_()
 
 
+def settle(cold: Tensor, answer: Answer) -> None:
+    """Answer a call of the CPU if none of its terms is selected. cold: bool, of any shape, of each whether it is."""
+    answer.counters[0].copy_(cold.sum())
+    number = answer.answered.new_full((1,), answer.number)
+    answer.answered.copy_(number.where(answer.counters[:1] == 0, answer.answered))
+
+
 def predict(
-    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
+    inner: Weight,
+    outer: Weight,
+    numbers: Tensor,
+    x: Tensor,
+    threshold: float,
+    floor: int,
+    into: tuple[Tensor, Tensor],
+    answer: Answer | None = None,
 ) -> None:
     """Write the neurons that a predictor selects for each token: 1 or 0, into two uint8 tensors, [T, n] for the first n
     rows of `outer` and [T, d_ff - n] for the others.
 
     inner: [rank, d_model]; outer: [d_ff, rank]; numbers: int32 [d_ff], its rows' neurons; x: float32 [T, d_model]. A
     neuron is selected when z = outer . relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the
-    `floor` of largest z are, ties by number.
+    `floor` of largest z are, ties by number. answer: to settle where the others are the CPU's, of at most FEW tokens.
     """
     if x.shape[0] <= FEW and _triton(x):
-        _kernels().predict(inner, outer, numbers, x, threshold, floor, into)
+        _kernels().predict(inner, outer, numbers, x, threshold, floor, into, answer)
         return
     import torch
 
@@ -666,6 +682,8 @@ def predict(
     split = into[0].shape[1]
     into[0].copy_(selected[:, :split])
     into[1].copy_(selected[:, split:])
+    if answer is not None:
+        settle(selected[:, split:], answer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -923,6 +941,7 @@ def neuron_sum(
     into: Tensor | None = None,
     fired: Tensor | None = None,
     fused: bool = False,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The neurons' sum for T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
 
@@ -931,14 +950,16 @@ def neuron_sum(
     activations: float32 [T, d_model], or what several sums make something of once; selected: uint8 [T, n], 0 for a
     neuron that does not count for a token; None: all count. An activation of at most `threshold` in magnitude counts as
     zero. A neuron fires for a token when its product h is not zero. fused: by one Triton kernel where there is one
-    token; its sum is rounded otherwise.
+    token; its sum is rounded otherwise. dense: nearly all fire for some token, so of down that needs no conversion
+    matrices are multiplied; likewise.
     """
     import torch
 
     x = activations_of(activations).x
     if fired is None:
         fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
-    if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
+    whole = dense and neurons.down.type in FLOAT_TYPES
+    if 0 < x.shape[0] <= FEW and neurons.n and not whole and _triton(x):
         from powerinfer.kernels import triton_fused, triton_neurons
 
         by = triton_fused.fused_sum if fused and x.shape[0] == 1 else triton_neurons.neuron_sum

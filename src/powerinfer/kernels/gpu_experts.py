@@ -15,7 +15,7 @@ from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_panels
 from powerinfer.kernels.cpu import LANES, ExpertPanels
-from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Router, Weight
+from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, Elsewhere, ExpertPredictor, Experts, Router, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
@@ -223,16 +223,21 @@ def upload_router(
 
 
 def select(
-    router: Router, x: Tensor, experts: Tensor, weights: Tensor, sent: tuple[Tensor, Tensor] | None = None
+    router: Router,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    sent: tuple[Tensor, Tensor] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> None:
     """`route` by the router's logits of x, float32 [T, d_model]; of one token by one Triton kernel."""
     if len(x) == 1 and gpu.which(x) == "triton":
         from powerinfer.kernels import triton_experts
 
-        triton_experts.select(router, x, experts, weights, sent)
+        triton_experts.select(router, x, experts, weights, sent, elsewhere)
     else:
         logits = gpu.linear(router.weight, x, router.bias)
-        route(logits, router.settings, router.correction, experts, weights, sent)
+        route(logits, router.settings, router.correction, experts, weights, sent, elsewhere)
 
 
 def route(
@@ -242,22 +247,25 @@ def route(
     experts: Tensor,
     weights: Tensor,
     sent: tuple[Tensor, Tensor] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> None:
     """experts int32, weights float32 [T, top_k] = each token's experts, ascending, and their weights.
 
     logits: float32 [T, n]; correction: float32 [n], added to the scores for the selection alone. Experts are valid and
     differ whatever the logits are; of equal scores the first is selected. sent: memory of the host (`gpu_host`) that
-    gets both, too.
+    gets both, too; elsewhere: to settle, of at most `gpu.FEW` tokens.
     """
     if gpu.which(logits) == "triton":
         from powerinfer.kernels import triton_experts
 
-        triton_experts.route(logits, about, correction, experts, weights, sent)
+        triton_experts.route(logits, about, correction, experts, weights, sent, elsewhere)
         return
     _route(logits, about, correction, experts, weights)
     if sent is not None:
         sent[0].copy_(experts)
         sent[1].copy_(weights)
+    if elsewhere is not None:
+        gpu.settle(elsewhere.table[experts.long()] < 0, elsewhere.answer)
 
 
 def _route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:

@@ -2,10 +2,13 @@
 kernel.
 
 Nothing here waits. What a kernel has stored is there for the whole system once the kernel has ended; what tells the
-host (a number that the stream writes with a fence of the system, a call, an event) comes behind it in the stream, behind
-kernels that were launched early, too, since each waits for the one before it. The other way the host writes before it
+host (a number that the stream writes with a fence of the system, a call, an event) comes behind it in the stream; and
+behind kernels that were launched early, since each waits for the one before it. The other way the host writes before it
 releases a number, or returns from a call; the stream launches the kernel that reads behind that, never early, and it
 takes no line that a cache still has of what was there before.
+
+An answer that a kernel gives in the host's place (`Answer`) is a number in the same memory: the host looks at it once
+it is asked, which comes behind it in the stream, and the stream waits for it behind that.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from powerinfer.kernels import gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.kernels.gpu_types import Answer
+
 
 def put(rows: Tensor, into: Tensor) -> None:
-    """Write rows, float32 of the device, into as many numbers of the host's."""
+    """Write rows of the device into as many numbers of the host's."""
     if gpu.which(rows) == "triton":
         from powerinfer.kernels import triton_host
 
@@ -28,20 +33,25 @@ def put(rows: Tensor, into: Tensor) -> None:
         into.copy_(rows)
 
 
-def take(sums: Tensor) -> Tensor:
-    """Copy numbers of the host's, float32, to the device."""
+def take(sums: Tensor, answer: Answer | None = None) -> Tensor:
+    """Copy numbers of the host's, float32, to the device; zeros, where the call that makes them was answered by the
+    device."""
     if gpu.which(sums) == "triton":
         from powerinfer.kernels import triton_host
 
-        return triton_host.take(sums, None)
-    return sums.clone()
+        return triton_host.take(sums, None, answer)
+    return _made(sums, answer).clone()
 
 
-def add(sums: Tensor, total: Tensor) -> None:
-    """total += numbers of the host's, both float32."""
+def add(sums: Tensor, total: Tensor, answer: Answer | None = None) -> None:
+    """total += numbers of the host's, both float32, likewise."""
     if gpu.which(sums) == "triton":
         from powerinfer.kernels import triton_host
 
-        triton_host.take(sums, total)
+        triton_host.take(sums, total, answer)
     else:
-        total.add_(sums)
+        total.add_(_made(sums, answer))
+
+
+def _made(sums: Tensor, answer: Answer | None) -> Tensor:
+    return sums if answer is None else sums.masked_fill(answer.counters[0] == 0, 0)

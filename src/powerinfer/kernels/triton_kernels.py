@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import AttentionConfig, LatentAttentionConfig
-    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, NewHeads, Weight
+    from powerinfer.kernels.gpu_types import Answer, Cached, Contexts, HeadNorms, NewHeads, Weight
 
 
 class Tile(NamedTuple):
@@ -122,6 +122,23 @@ def follow():
         if cuda_capability_geq(9, 0):
             gdc_launch_dependents()
             gdc_wait()
+
+
+@triton.jit
+def settle(cold, counters, answered, number):
+    """Note how many selections are the CPU's, and answer its call if none is; see `Answer`."""
+    tl.store(counters, cold)
+    if cold == 0:
+        tl.store(answered, number, cache_modifier=".wt")
+
+
+@triton.jit
+def settle_together(cold, counters, answered, number, programs):
+    """The same of so many programs, each of which has some of them: whichever finishes last does it."""
+    tl.atomic_add(counters + 1, cold)
+    if tl.atomic_add(counters + 2, 1, sem="acq_rel") == programs - 1:
+        tl.store(counters + 2, 0)
+        settle(tl.atomic_xchg(counters + 1, 0), counters, answered, number)
 
 
 @triton.jit
@@ -1835,29 +1852,33 @@ def _put_selection(chosen, first, others, t, row, here, n, split):
 def _put_guess(
     y, threshold, z, first, others, counts, t, tokens, row, here, n, split, tile, tiles, FLOOR: tl.constexpr
 ):  # fmt: skip
-    """Store what a tile of rows of the second matrix says of token t; see `_outer_kernel`."""
+    """Store what a tile of rows of the second matrix says of token t, see `_outer_kernel`. Returns which rows from
+    `split` on are selected."""
     chosen = here & ((y >= threshold) | (y != y))
     _put_selection(chosen, first, others, t, row, here, n, split)
     if FLOOR:
         tl.store(z + t * n + row, y, mask=here)
         own = tl.sum(chosen.to(tl.int32), 0)
         tl.store(counts + t * tiles + tile, own, mask=t < tokens)
+    return (chosen & (row >= split)).to(tl.int32)
 
 
 @launched
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "number"])
 def _outer_kernel(
-    x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
-    FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr, ASKED_FOR: tl.constexpr, LINES: tl.constexpr,
+    x, data, scales, z, first, others, counts, counters, answered, number, tokens, n, k, split, threshold,
+    FLOOR: tl.constexpr, ANSWERS: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    G: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr, ASKED_FOR: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Rows of a predictor's second matrix, R at a time, and which of them each token selects: those whose z reaches the
     threshold. A program has an even share of them, ASKED_FOR rows at most, and asks for these before it waits.
 
     first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
-    [tokens, tiles] how many of each R rows are selected.
+    [tokens, tiles] how many of each R rows are selected. ANSWERS: `settle_together`, of `others`, but with FLOOR the
+    kernel that follows does.
     """
     tiles = tl.cdiv(n, R)
+    cold = tl.zeros((R,), tl.int32)
     begin, end = share(tiles)
     ask_for(data, begin * R + tl.arange(0, ASKED_FOR), n, k, TYPE, LINES)
     follow()
@@ -1870,6 +1891,7 @@ def _outer_kernel(
             here = live[:, None] & (t < tokens)[None, :]
             chosen = here & ((y >= threshold) | (y != y))
             _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
+            cold += tl.sum((chosen & (row[:, None] >= split)).to(tl.int32), 1)
             if FLOOR:
                 tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
                 tl.store(counts + t * tiles + tile, tl.sum(chosen.to(tl.int32), 0), mask=t < tokens)
@@ -1879,24 +1901,31 @@ def _outer_kernel(
                 sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
                 for t in tl.static_range(G):
                     here = live & (t0 + t < tokens)
-                    _put_guess(
+                    cold += _put_guess(
                         sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, tile, tiles,
                         FLOOR,
                     )  # fmt: skip
         else:
             y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, tile, tiles, FLOOR)
+            cold += _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, tile, tiles, FLOOR)
+    if ANSWERS:
+        if FLOOR:
+            tl.atomic_add(counters + 1, tl.sum(cold, 0))
+        else:
+            settle_together(tl.sum(cold, 0), counters, answered, number, tl.num_programs(0))
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _floor_kernel(
-    z, numbers, counts, first, others, n, split, floor, tiles, BLOCK: tl.constexpr, COUNTS: tl.constexpr
+    z, numbers, counts, first, others, counters, answered, number, n, split, floor, tiles, threshold,
+    ANSWERS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """One token: if fewer than `floor` are selected, select the `floor` largest of z instead, of equal ones those of
     least number. Otherwise it only adds up the counts."""
     follow()
     t = tl.program_id(0)
+    more = tl.full((), 0, tl.int32)
     selected = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, tiles, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
@@ -1918,18 +1947,24 @@ def _floor_kernel(
         above, equal = here & (key > last), here & (key == last)
         # Of those that are equal to it the first, by bisection of their numbers.
         lacking = floor - tl.sum(above.to(tl.int32), 0)
-        number = tl.load(numbers + i, mask=here, other=0)
+        own = tl.load(numbers + i, mask=here, other=0)
         low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
         for _ in range(NUMBER_BITS):
             middle = (low + high) >> 1
-            enough = tl.sum((equal & (number <= middle)).to(tl.int32), 0) >= lacking
+            enough = tl.sum((equal & (own <= middle)).to(tl.int32), 0) >= lacking
             low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
-        _put_selection(above | (equal & (number <= high)), first, others, t, i, here, n, split)
+        chosen = above | (equal & (own <= high))
+        _put_selection(chosen, first, others, t, i, here, n, split)
+        reached = (guess >= threshold) | (guess != guess)  # those were counted
+        more += tl.sum((chosen & (reached == 0) & (i >= split)).to(tl.int32), 0)
+    if ANSWERS:
+        settle_together(more, counters, answered, number, tl.num_programs(0))
 
 
 def predict(
-    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
-) -> None:
+    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor],
+    answer: Answer | None,
+) -> None:  # fmt: skip
     """`gpu.predict` of at most `gpu.FEW` tokens."""
     hidden = linear(inner, x, relu=True)
     tokens, n, split, floor = x.shape[0], outer.rows, into[0].shape[1], min(floor, outer.rows)
@@ -1945,16 +1980,16 @@ def predict(
     if floor:
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
         counts = torch.empty((tokens, tiles), dtype=torch.int32, device=x.device)
+    settled = answer or (numbers, numbers, 0)
     _outer_kernel[(programs,)](
-        taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, tokens, n,
-        outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
-        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two, ASKED_FOR=asked,
-        LINES=asked_lines(outer, asked), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
+        taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, *settled, tokens, n, outer.k, split,
+        threshold, FLOOR=floor > 0, ANSWERS=answer is not None, TYPE=outer.type, T=columns(outer.type, tokens),
+        R=tile.rows, C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two,
+        ASKED_FOR=asked, LINES=asked_lines(outer, asked), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)
         _floor_kernel[(tokens,)](
-            z, numbers, counts, *into, n, split, floor, tiles, BLOCK=block, COUNTS=SUMMED,
-            num_warps=warps(block, 16),
-            launch_pdl=early(x),
+            z, numbers, counts, *into, *settled, n, split, floor, tiles, threshold, ANSWERS=answer is not None,
+            BLOCK=block, COUNTS=SUMMED, num_warps=warps(block, 16), launch_pdl=early(x),
         )  # fmt: skip
