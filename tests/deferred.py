@@ -324,6 +324,10 @@ class Machine:
         self._pinned[memory.ctypes.data] = memory
         return torch.from_numpy(memory)
 
+    def mapped(self, memory: torch.Tensor) -> Tensor:
+        assert memory.data_ptr() in self._pinned
+        return Tensor(memory, Block([], np.empty(0, np.uint8)))
+
     def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
         if any(address < at + size and at < address + nbytes for at, size in self.registered.items()):
             return None

@@ -312,9 +312,14 @@ def saved(name: str, folder: Path) -> Path:
     return packed(Truth(case_named(name), half=True, **few), own)
 
 
-def answers(executor: Any, ffns: Sequence[Any], swaps: bool = False, way: Way = "flags") -> list[np.ndarray]:
+def answers(
+    executor: Any, ffns: Sequence[Any], swaps: bool = False, way: Way = "flags", copies: bool = False
+) -> list[np.ndarray]:
     """Of a prompt, decoding and a batch, first without recordings, then with them, and traced. way: in which both
-    devices exchange in recordings, or the next one that they can."""
+    devices exchange in recordings, or the next one that they can; copies: nothing is written in place."""
+    if executor.gpu.link is not None:
+        assert executor.gpu.link.sent(1) is not None
+        executor.gpu.link.copy("it was asked for") if copies else None
     tokens = np.random.default_rng(5).integers(0, executor.vocab_size, 51).astype(np.int32)
     pages = families.scattered_pages(executor, 2)
     found = [families.run_chunks(executor, tokens[:43], [40, 1, 2], pages[0])]
@@ -421,6 +426,7 @@ def of_neurons(
     streams: bool = False,
     swaps: bool = False,
     way: Way = "flags",
+    copies: bool = False,
 ) -> list[np.ndarray]:
     path = saved(name, folder)
     config = open_checkpoint(path).config
@@ -432,7 +438,7 @@ def of_neurons(
         stage.least = 33
     predictors = neurons.predictor_of(config) if predicted else None
     with neurons.split(path, 0.5, predictors=predictors, stage=stage) as (executor, ffns):
-        return answers(executor, ffns, swaps, way)
+        return answers(executor, ffns, swaps, way, copies)
 
 
 def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
@@ -468,6 +474,7 @@ def of_experts(
     policy: str | None = None,
     swaps: bool = False,
     way: Way = "flags",
+    copies: bool = False,
 ) -> list[np.ndarray]:
     path = saved(name, folder)
     checkpoint = open_checkpoint(path)
@@ -481,7 +488,7 @@ def of_experts(
     resolved = Resolved(checkpoint, engine_of(), **on_gpu(config.n_layers, head=True))
     executor = load_split(resolved, parts)
     try:
-        return answers(executor, parts.ffns, swaps, way)
+        return answers(executor, parts.ffns, swaps, way, copies)
     finally:
         executor.close()
 
@@ -513,12 +520,14 @@ SCENES: dict[str, Scene] = {
         of_neurons, "falcon-40b", predicted=True, way="calls"
     ),
     "neurons beside attention": functools.partial(of_neurons, "falcon-40b", predicted=True),
+    "neurons beside attention, by copies": functools.partial(of_neurons, "falcon-40b", predicted=True, copies=True),
     "neurons whose sum is normalised": functools.partial(of_neurons, "opt-post-norm"),
     "neurons that stream": functools.partial(of_neurons, "tiny", streams=True),
     "memory that was in use": of_a_stage,
     "experts, which are swapped": functools.partial(of_experts, "mixtral", swaps=True),
     "experts selected before attention": functools.partial(of_experts, "smallthinker"),
     "experts selected before attention, by functions": functools.partial(of_experts, "smallthinker", way="calls"),
+    "experts selected before attention, by copies": functools.partial(of_experts, "smallthinker", copies=True),
     "experts that stream": functools.partial(of_experts, "qwen2-moe", streams=True),
     "experts that stream, but for the rarest": functools.partial(of_experts, "mixtral", streams=True, shares=True),
     "experts that a policy exchanges": functools.partial(of_experts, "gpt-oss", policy="lru"),
@@ -530,6 +539,12 @@ SCENES: dict[str, Scene] = {
 @functools.cache
 def expected(name: str, folder: Path) -> list[np.ndarray]:
     return SCENES[name](folder)
+
+
+@pytest.mark.parametrize("name", ["neurons beside attention", "experts selected before attention"])
+def test_what_is_written_in_place_is_what_was_copied(name: str, folder: Path) -> None:
+    for one, other in zip(expected(name, folder), expected(f"{name}, by copies", folder), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @functools.cache

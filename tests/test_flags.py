@@ -16,14 +16,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import test_hybrid_experts as experts  # noqa: E402
 from deferred import Machine, deferred  # noqa: E402
+from families import case_named  # noqa: E402
 from gpu_device import device_name, torch_device  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_bundled_ffn import NEURONS, K, part_of, some, tokens  # noqa: E402
 from test_gpu_layers import counting_recorder, static_where_emulated  # noqa: E402
 from test_host_calls import failing_part, split_calls  # noqa: E402
-from test_hybrid import split  # noqa: E402
+from test_hybrid import predictor_of, split  # noqa: E402
 from test_neuron_kernels import make_layer  # noqa: E402
+from truth import Truth  # noqa: E402
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.devices import flags as flags_module  # noqa: E402
@@ -33,7 +36,9 @@ from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.streams import streams_of  # noqa: E402
 from powerinfer.devices.torch_device import current  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid import step_trial  # noqa: E402
+from powerinfer.kernels import gpu_host  # noqa: E402
 
 LONG = 20.0
 """Seconds for what should take none, on a machine that does other things."""
@@ -128,6 +133,32 @@ def test_no_call_is_made_before() -> None:
     assert not calls.answer(0.0) and memory[ASKED] == memory[ANSWERED] == 0, "a step begins anew"
     begin = time.monotonic()
     assert not calls.answer(0.05) and time.monotonic() - begin >= 0.05
+
+
+def test_a_call_that_the_gpu_has_answered_is_not_made() -> None:
+    flags, memory = flags_of()
+    calls, _, out, shared = calls_of(flags, part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5)))
+    memory[ANSWERED] = memory[ASKED] = NUMBERS[0]
+    assert not calls.answer(0.0) and shared.made == 0 and np.isnan(out).all()
+    memory[ASKED] = NUMBERS[1]
+    assert not flags.answered(NUMBERS[1]) and not calls.answer(0.0)
+    assert flags.answered(NUMBERS[1]) and shared.made == 1 and not np.isnan(out).any()
+    memory[ANSWERED] = memory[ASKED] = NUMBERS[2]
+    assert calls.answer(0.0) and shared.made == 1
+
+
+def test_a_release_outlives_answers_of_the_gpu() -> None:
+    """One that goes on may answer calls behind those that it does not wait for any more."""
+    flags, memory = flags_of()
+    flags.release()
+    for number in NUMBERS:
+        memory[ANSWERED] = number
+        assert flags.released
+        until(lambda: bool(memory[ANSWERED] == RELEASED))
+    flags.begin()
+    memory[ANSWERED] = 1
+    time.sleep(0.05)
+    assert not flags.released and memory[ANSWERED] == 1
 
 
 def test_a_call_that_fails_is_answered() -> None:
@@ -239,6 +270,36 @@ def test_every_way_gives_the_same_bits(model: Path, monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(one, found[0])
 
 
+@pytest.mark.parametrize("name", ["mixtral", "smallthinker"])
+def test_where_no_cold_expert_is_selected_the_cpu_is_not_asked(name: str, tmp_path: Path) -> None:
+    """It counts the same, whoever answers; smallthinker's selections are known before attention."""
+    path, found = Truth(case_named(name)).save("gguf", tmp_path), {}
+    for way in WAYS:
+        with deferred(2), experts.split(path, 0.75) as (executor, ffns):
+            before = executor.gpu.link.calls.made
+            logits = recorded(executor, way)
+            made = executor.gpu.link.calls.made - before
+            sums = [(ffn.tally.tolist(), *(ffn.collect()[one] for one in ("tokens", "steps", "jobs"))) for ffn in ffns]
+            found[way] = logits, sums, made
+    for logits, sums, _ in found.values():
+        np.testing.assert_array_equal(logits, found["waits"][0])
+        assert sums == found["waits"][1]
+    asked, every = found["flags"][2], found["calls"][2]
+    assert 0 < asked < every
+
+
+@pytest.mark.parametrize(("threshold", "asks"), [(1e9, False), (-1e9, True)])
+def test_where_no_cold_neuron_is_selected_the_cpu_is_not_asked(threshold: float, asks: bool, model: Path) -> None:
+    predictors, found = predictor_of(open_checkpoint(model).config, threshold), {}
+    for way in WAYS:
+        with deferred(2), split(model, 0.5, predictors=predictors) as (executor, ffns):
+            found[way] = recorded(executor, way), executor.gpu.link.calls.made, [ffn.collect() for ffn in ffns]
+    for logits, _, sums in found.values():
+        np.testing.assert_array_equal(logits, found["waits"][0])
+        assert sums == found["waits"][2]
+    assert (found["flags"][1] == found["calls"][1]) == asks
+
+
 def test_a_step_that_is_broken_off_before_it_is_answered(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing hangs, and the next step is right."""
     plain, failures = Flags.answer, [KeyboardInterrupt(), PowerInferError("broken")]
@@ -336,13 +397,74 @@ def test_a_device_without_flags_calls_functions(
         right = recorded(executor)
         assert str(executor.gpu.caller) == "the GPU calls the CPU by flags"
     with deferred(2), monkeypatch.context() as patch:  # late enough to show a number before its turn
-        patch.setattr(flags_module, "TRIAL_PATIENCE", 0.1 if reason == NEVER else 5.0)
+        patch.setattr(flags_module, "TRIAL_PATIENCE", 0.1 if reason == NEVER or name == "recorder" else 5.0)
         patch.setattr(Machine, name, fault)
         with split(model, 0.5) as (executor, _):
             assert executor.gpu.ways == WAYS[1:] and executor.gpu.link.flags is None
             found = recorded(executor)
             assert str(executor.gpu.caller) == f"the GPU calls the CPU (no flags: {reason})"
     np.testing.assert_array_equal(found, right)
+
+
+def copied(machine: Machine, memory: torch.Tensor) -> torch.Tensor:
+    """As torch may make a tensor of other memory."""
+    return torch.zeros(memory.shape, dtype=memory.dtype, device="deferred")
+
+
+@pytest.mark.parametrize("fault", ["refused", "copied"])
+def test_a_device_that_cannot_map_memory_copies(fault: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {
+        "refused": "CUDA error 801: not supported",
+        "copied": "its kernels do not see what the host has written, or the host what they have",
+    }
+    with deferred(1), split(model, 0.5) as (executor, _):
+        right = recorded(executor)
+        assert executor.gpu.link.sent(1) is not None
+    with deferred(1), monkeypatch.context() as patch:
+        patch.setattr(Machine, "mapped", refuses if fault == "refused" else copied)
+        with split(model, 0.5) as (executor, _):
+            assert executor.gpu.ways == WAYS and executor.gpu.link.sent(1) is None
+            found = recorded(executor)
+            assert str(executor.gpu.caller) == f"the GPU calls the CPU by flags (by copies: {reasons[fault]})"
+    np.testing.assert_array_equal(found, right)
+
+
+def test_kernels_that_have_old_sums_after_a_wait_are_not_used(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a cache: those that were there when the recording was replayed."""
+    plain, stale = gpu_host.add, {}
+
+    def add(sums: Any, total: Any, answer: Any = None) -> None:
+        if streams_of(torch_device()).recording is None:
+            plain(sums, total, answer)
+            return
+        if sums.inner.data_ptr() not in stale:  # as long as a recording
+            stale[sums.inner.data_ptr()] = sums.clone()
+        plain(stale[sums.inner.data_ptr()], total, answer)
+
+    with deferred(1), monkeypatch.context() as patch:
+        patch.setattr(gpu_host, "add", add)
+        with split(model, 0.5) as (executor, _):
+            assert executor.gpu.ways == WAYS and executor.gpu.link.sent(1) is None
+            recorded(executor)
+            assert "by copies: the GPU" in str(executor.gpu.caller)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_nothing_is_copied_within_a_recorded_step(
+    copies: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, within = Machine.copy, []
+
+    def copy(machine: Machine, *given: Any) -> Any:
+        if machine.recording is not None:
+            within.append(given)
+        return plain(machine, *given)
+
+    with deferred(1), split(model, 0.5) as (executor, ffns):
+        executor.gpu.link.copy("it was asked for") if copies else None
+        monkeypatch.setattr(Machine, "copy", copy)
+        recorded(executor)
+        assert len(within) == 1 + 2 * len(ffns) * copies, "logits; n, and sums, of each layer"
 
 
 @pytest.mark.parametrize("fastest", WAYS)

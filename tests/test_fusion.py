@@ -35,7 +35,7 @@ class Clock:
 
         def timed(neurons: Any, x: Any, *rest: Any) -> Any:
             if len(x) == 1:
-                fused = rest[-1]
+                fused = rest[4]
                 if fused in self.fails:
                     raise self.fails[fused]
                 self.fused.append(fused)

@@ -173,6 +173,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_candidates,
         gpu_delta,
         gpu_experts,
+        gpu_host,
         gpu_latent,
         gpu_mamba,
         gpu_panels,
@@ -180,6 +181,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_states,
         triton_kernels,
     )
+    from powerinfer.kernels.gpu_types import CallAnswer, Elsewhere
     from powerinfer.neurons import BundleLayout
 
     class Device:
@@ -207,6 +209,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "shared rows": constants.get("TILES") if self.fn.__name__ == "_linear_kernel" else None,
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
             "turns": constants.get("TURNS", False),
+            "prompt": constants.get("HALF", False),
             "shared": kernel.shared,
             "warps": kernel.warps,
             "registers": kernel.registers,
@@ -289,23 +292,30 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.neuron_sum(gpu.Neurons(*plain, "xielu", (0.7, 1.1, 0.5, -1e-6)), x, None)
             gpu.neuron_sum(gpu.Neurons(weight("F16"), *plain[1:], "cats", 0.0, bias, bias), x, None)
         low, high = weight("Q8_0", 64), weight("Q8_0", d_ff, 64)
-        gpu.predict(low, high, torch.empty(d_ff).int(), x, 0.5, 8, (named[:, :8], named[:, 8:]))
+        # Beside a CPU: what it gets is written into the host's memory, and its call answered.
+        answer = CallAnswer(torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8)
+        elsewhere, sent = Elsewhere(slots[0], answer), (slots, weights)
+        for floor in (0, 8):
+            gpu.predict(low, high, torch.empty(d_ff).int(), x, 0.5, floor, (named[:, :8], named[:, 8:]), answer)
         gpu.norm(x, x[0], x[0], 1e-5, True)
-        gpu.norm(torch.empty(tokens, wide), torch.empty(wide), None, 1e-5, False, for_codes=True)
+        gpu.norm(torch.empty(tokens, wide), torch.empty(wide), None, 1e-5, False, for_codes=True, sent=x)
+        gpu_host.put(x, x)
+        gpu_host.take(x, answer)
+        gpu_host.add(x, x, answer)
         for activation in ("silu", "swiglu_oai"):
             gpu.activate(activation, torch.empty(tokens, many), torch.empty(tokens, many), for_codes=True)
         gpu.activate("xielu", torch.empty(tokens, many), None, (0.7, 1.1, 0.5, -1e-6), for_codes=True)
         about = RouterConfig(2, "sigmoid", groups=4, top_groups=2, group_best=2)
-        gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights)
+        gpu_experts.route(torch.empty(tokens, 32), about, torch.empty(32), slots, weights, sent, elsewhere)
         about = RouterConfig(2, "sparsemixer", normalise=False, nearness=0.01)
         gpu_experts.route(torch.empty(tokens, 32), about, None, slots, weights)
         records = torch.empty(tokens, candidates.WORDS, dtype=torch.int32)
         gpu_candidates.select(torch.empty(tokens, 151936), torch.empty(tokens), records)
         if tokens == 1:
             counter = torch.zeros(1, dtype=torch.int32)
-            for settings in (RouterConfig(8), about):
+            for settings, of_cpu in ((RouterConfig(8), (sent, elsewhere)), (about, ())):
                 router = gpu_experts.Router(settings, weight("F32", 128, 4 * d_model), None, None, counter)
-                gpu_experts.select(router, torch.empty(1, 4 * d_model), slots, weights)
+                gpu_experts.select(router, torch.empty(1, 4 * d_model), slots, weights, *of_cpu)
     for kind in types if whole else ():
         if kind not in FLOAT_TYPES:
             triton_kernels.values(weight(kind), 0, 8, None, None)
@@ -456,7 +466,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
     from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
 
-    names = 58 if capability == 90 else 34
+    names = 60 if capability == 90 else 34
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
@@ -472,8 +482,10 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     prompts += ("_panel_rows_kernel",)
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     choosing = ("_maxima_kernel", "_candidates_kernel")
-    for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
-        if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
+    for kernel in made:  # attention of few tokens with heads of 256 dimensions spills more (docs/decisions/gpu.md)
+        if kernel["name"] in neurons or (
+            kernel["name"] == "_attention_kernel" and (kernel["block"] <= 128 or kernel["prompt"])
+        ):
             alone = kernel["name"] in neurons and not kernel["tokens"]
             assert kernel["stack"] <= (0 if alone else SPILT + SINE * kernel["turns"]), kernel
         assert kernel["name"] not in scans or not kernel["stack"], kernel
@@ -484,13 +496,14 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
         name, kind, several = kernel["name"], kernel["type"], kernel["tokens"]
         several = several or 0
         # for 32 tokens some make a second wave: tiles are those that are fastest for 8
+        memory = HOLDS[capability][2] << 10
         add = triton_neurons.HELD_ONE if not several else triton_neurons.HELD_SEVERAL if several <= 16 else {}
         fewest = {
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
             "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS // kernel["warps"],
-            "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
+            "_attention_kernel": 1 if kernel["prompt"] else triton_kernels.held(kernel["block"] or 0, memory),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],
         }.get(name)

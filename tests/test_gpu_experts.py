@@ -12,13 +12,14 @@ import pytest
 import torch
 from gpu_device import EPS, device_name
 from stored_weights import stored_evenly
-from test_gpu_kernels import by_interpreter, floats, kernels, on_device, skip_twins  # noqa: F401
+from test_gpu_kernels import by_interpreter, floats, is_settled, kernels, on_device, skip_twins, unanswered  # noqa: F401
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig, RouterConfig
 from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_experts
+from powerinfer.kernels.gpu_types import Elsewhere
 
 N, TOP = 12, 3
 ROUTERS = {
@@ -40,8 +41,14 @@ def routed(about: RouterConfig, logits: Float32, correction: Float32 | None) -> 
     tokens = len(logits)
     experts = torch.full((tokens, about.top_k), -7, dtype=torch.int32, device=device_name())
     weights = torch.empty((tokens, about.top_k), device=device_name())
-    own = None if correction is None else on_device(correction)
-    gpu_experts.route(on_device(logits), about, own, experts, weights)
+    own, sent = None if correction is None else on_device(correction), (experts.clone(), weights.clone())
+    table = on_device(np.arange(N, dtype=np.int32) - 2)
+    for elsewhere in (table, table + 2):
+        answer = unanswered(experts.device)
+        gpu_experts.route(on_device(logits), about, own, experts, weights, sent, Elsewhere(elsewhere, answer))
+        assert is_settled(answer, int((elsewhere[experts.long()] < 0).sum()))
+    for one, own in zip(sent, (experts, weights), strict=True):
+        np.testing.assert_array_equal(one.cpu(), own.cpu(), "the host gets the same")
     return experts.cpu().numpy(), weights.cpu().numpy()
 
 
@@ -75,7 +82,11 @@ def test_experts_of_one_token_are_selected_by_one_kernel(kernels: str, about: Ro
         expected, exact = routed(about, logits, correction)
         experts = torch.full((1, about.top_k), -7, dtype=torch.int32, device=device_name())
         weights = torch.empty((1, about.top_k), device=device_name())
-        gpu_experts.select(router, x, experts, weights)
+        sent = experts.clone(), weights.clone()
+        table, answer = on_device(np.arange(N, dtype=np.int32) - seed % 2 * N // 2), unanswered(x.device)
+        gpu_experts.select(router, x, experts, weights, sent, Elsewhere(table, answer))
+        assert is_settled(answer, int((table[experts.long()] < 0).sum()))
+        assert torch.equal(sent[0], experts) and torch.equal(sent[1], weights), "the host gets the same"
         np.testing.assert_array_equal(experts.cpu().numpy(), expected)
         np.testing.assert_allclose(weights.cpu().numpy(), exact, rtol=1e-6)
         assert not router.arrived.any()

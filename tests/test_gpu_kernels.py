@@ -27,7 +27,8 @@ from powerinfer.formats.bundle_file import bundle_layouts
 from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS, WEIGHT_TYPES
-from powerinfer.kernels import cpu, gpu
+from powerinfer.kernels import cpu, gpu, gpu_host
+from powerinfer.kernels.gpu_types import CallAnswer
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
 TRITON = find_spec("triton") is not None
@@ -470,9 +471,32 @@ def test_norms(width: int, kernels: str) -> None:
     deviation = np.sqrt(x.astype(np.float64).var(axis=-1, keepdims=True) + 1e-5)
     off = (width + 8) * EPS * (np.abs(layer - bias) + np.abs(x).max() / deviation * np.abs(weight) + np.abs(bias))
     assert_close(gpu.norm(*tensors, 1e-5, True), layer, off)
-    into = torch.full_like(tensors[0], torch.nan)
-    assert gpu.norm(tensors[0], tensors[1], None, 1e-5, True, into) is into
+    into, sent = torch.full_like(tensors[0], torch.nan), torch.full_like(tensors[0], torch.nan)
+    assert gpu.norm(tensors[0], tensors[1], None, 1e-5, True, into, sent=sent) is into
     assert_close(into, layer - bias, off)
+    assert torch.equal(sent, into), "the host gets the same"
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(1, 1), (3, 173), (2, 512)])
+def test_memory_of_the_host_is_written_and_read(shape: tuple[int, int]) -> None:
+    """To the number, and not beyond."""
+    x, sums = on_device(floats(3, *shape)), on_device(floats(4, *shape))
+    memory = torch.full((x.numel() + 8,), torch.nan, device=x.device)
+    into = memory[4:-4].view(shape)
+    gpu_host.put(x.T.contiguous().T, into)  # rows that do not lie one behind the other
+    assert torch.equal(into, x) and memory.isnan().sum() == 8
+    assert torch.equal(gpu_host.take(into), x)
+    total = sums.clone()
+    gpu_host.add(into, total)
+    assert torch.equal(total, sums + x) and torch.equal(into, x)
+    for cold in (0, 3):  # terms that the CPU has summed
+        answer = unanswered(x.device)
+        answer.counters[0] = cold
+        total = sums.clone()
+        gpu_host.add(into, total, answer)
+        assert torch.equal(total, sums + x if cold else sums)
+        assert torch.equal(gpu_host.take(into, answer), x if cold else torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(("dim", "pairs"), [(8, 4), (40, 16), (64, 32)])
@@ -722,6 +746,33 @@ def test_rows_are_moved_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(gpu.values(weight), before.flip(0))
 
 
+def unanswered(device: Any) -> CallAnswer:
+    """The call of number 8; no call was answered yet."""
+    counters, answered = (torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 1))
+    return CallAnswer(counters, answered, 8)
+
+
+def is_settled(answer: CallAnswer, cold: int) -> bool:
+    """Whether it is by a kernel that has selected so many terms of the CPU's."""
+    return answer.counters.tolist() == [cold, 0, 0] and answer.answered.item() == (0 if cold else 8)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("tokens", "floor"), [(1, 0), (3, 5)])
+def test_a_predictor_answers_where_it_selects_nothing_of_the_cpu(tokens: int, floor: int) -> None:
+    weights = (gpu.upload(raw("Q8_0", *shape), device_name()) for shape in ((32, 64), (70, 32)))
+    inner, outer = weights
+    x, numbers = on_device(floats(14, tokens, 64)), on_device(np.arange(70, dtype=np.int32))
+    answered = []
+    for threshold, split in ((1e9, 60), (1e9, 70), (0.0, 60)):
+        parts = [torch.full((tokens, size), 7, dtype=torch.uint8, device=x.device) for size in (split, 70 - split)]
+        answer = unanswered(x.device)
+        gpu.predict(inner, outer, numbers, x, threshold, floor, (parts[0], parts[1]), answer)
+        assert is_settled(answer, int(parts[1].sum()))
+        answered.append(answer.answered.item() == 8)
+    assert answered[1:] == [True, False] and (floor or answered[0])
+
+
 def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: float, floor: int) -> torch.Tensor:
     """What is selected, whatever the order of the rows, in one piece and in two."""
     found, n = [], outer.rows
@@ -732,7 +783,9 @@ def guessed(inner: gpu.Weight, outer: gpu.Weight, x: torch.Tensor, threshold: fl
         gpu.rearrange(own, order.astype(np.int32))
         parts = [torch.full((len(x), size), 7, dtype=torch.uint8, device=x.device) for size in (hot, n - hot)]
         numbers = on_device(order.astype(np.int32))
-        gpu.predict(inner, own, numbers, x, threshold, floor, (parts[0], parts[1]))
+        answer = None if len(x) > gpu.FEW else unanswered(x.device)
+        gpu.predict(inner, own, numbers, x, threshold, floor, (parts[0], parts[1]), answer)
+        assert answer is None or is_settled(answer, int(parts[1].sum()))
         found.append(torch.cat(parts, 1)[:, on_device(np.argsort(order))])
     assert all(torch.equal(found[0], one) for one in found[1:])
     return found[0]
@@ -1283,3 +1336,20 @@ def test_a_few_long_rows(tokens: int, tile: tuple[int, int], kernels: str, monke
     assert triton_kernels.fitting(weight, tokens, 132)[:2] == tile
     want, bound = product(stored.float32().astype(np.float64), x, "Q8_0")
     assert_close(gpu.linear(weight, on_device(x)), want, bound)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_dense_sum_has_the_neurons_of_a_sparse_one(kind: str) -> None:
+    """Of types whose rows of down need no conversion by products of matrices; of others it is the same sum."""
+    x, n = on_device(floats(3, 5, 64)), 48
+    weights = [gpu.upload(raw(kind, n, 64), device_name()) for _ in range(3)]
+    own = gpu.Neurons(*weights, None, None, None, None, "relu", 0.0)
+    selected = on_device((floats(6, 5, n) > -0.5).astype(np.uint8))
+    found = []
+    for dense in (False, True):
+        into, fired = on_device(floats(5, 5, 64)), torch.zeros(n, dtype=torch.int64, device=x.device)
+        assert gpu.neuron_sum(own, x, selected, 0.01, into, fired, dense=dense)[0] is into
+        found.append((into, fired))
+    assert torch.equal(found[0][1], found[1][1]) and found[0][1].any()
+    assert (found[0][0] - found[1][0]).abs().max() <= 1e-5 * found[0][0].abs().max()

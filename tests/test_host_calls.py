@@ -285,7 +285,8 @@ def test_a_device_that_cannot_call(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     static_where_emulated(monkeypatch)
     path, made, answers = give_bundles(tiny_llama(tmp_path / "tiny.gguf")), [], []
     monkeypatch.setattr("powerinfer.devices.gpu.recorder_of", lambda _: counting_recorder(made))
-    monkeypatch.setattr("powerinfer.devices.gpu.gpu.which", lambda _: "triton")
+    # Of a device, whose steps are recorded then; not of kernels.
+    monkeypatch.setattr("powerinfer.devices.gpu.gpu.which", lambda x: "torch" if x.numel() else "triton")
 
     def refuses(*_: Any) -> None:
         raise RuntimeError("CUDA error 801: not supported\nand more")

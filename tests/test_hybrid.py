@@ -53,7 +53,7 @@ from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.hybrid.terms import trades  # noqa: E402
-from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import NeuronPlacement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.live import Live  # noqa: E402
@@ -86,6 +86,7 @@ def split(
     most: Sequence[float] | None = None,
     stage: Stage | None = None,
     passes: bool = False,
+    frequency: Any = None,
     **options: Any,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     """passes: the layers that are not on the GPU stream, too."""
@@ -98,7 +99,7 @@ def split(
     selector = "exact" if most is None else "threshold"
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
-    parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
+    parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage, frequency)
     resolved = Resolved(checkpoint, engine, selection, UsedGpu(device_name()), Placement(gpu_layers, whole))
     executor = load_split(resolved, parts, stage=stage if passes else None)
     try:
@@ -230,7 +231,7 @@ def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
     for floor in (0, 3):
         predictors = predictor_of(open_checkpoint(path).config, 1e5, floor)
         with split(path, 0.5, predictors=predictors) as (executor, ffns):
-            split_calls(executor, tokens)
+            in_small_steps(executor, tokens)
             assert {ffn.collect()["steps"] for ffn in ffns} == {len(tokens)}
             jobs = sum(ffn.collect()["jobs"] for ffn in ffns)
             assert jobs == 0 if floor == 0 else jobs > 0
@@ -432,7 +433,7 @@ def test_what_a_step_launches(
         executor.gpu.record(counting_recorder(made), "flags" if calls else "waits")
         for ffn in ffns:
             ffn.clear()
-        split_calls(executor, tokens)
+        in_small_steps(executor, tokens)
         kinds = [operator.kind for operator in executor.gpu.operators if operator.layer == 0]
         assert all((min(ffn.take_seconds()) > 0) == (share < 1) for ffn in ffns)
         assert all((ffn.collect()["jobs"] > 0) == (share < 1) for ffn in ffns)
@@ -455,10 +456,10 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     path = packed(model, tmp_path)
     tokens = families.prompt(case)[:5]
     with split(path, 0.5, 2, False) as (executor, _):
-        plain = split_calls(executor, tokens)
+        plain = in_small_steps(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(split_calls(executor, tokens), plain)  # tracing changes nothing
-        split_calls(executor, tokens)  # not traced any more
+            np.testing.assert_array_equal(in_small_steps(executor, tokens), plain)  # tracing changes nothing
+        in_small_steps(executor, tokens)  # not traced any more
         unrecorded = UNRECORDED if executor.gpu._recorder else 0
         assert executor.trace is None and len(trace.steps) == len(tokens) - unrecorded
     kinds = {(span.lane, kind) for span in trace.spans for kind in span.kind.split("+")}
@@ -493,12 +494,12 @@ def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokens, made = families.prompt(case)[:6], []
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder(made))
-        plain = split_calls(executor, tokens)
+        plain = in_small_steps(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(split_calls(executor, tokens), plain)
+            np.testing.assert_array_equal(in_small_steps(executor, tokens), plain)
             assert sum(made[1:]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
             families.run_chunks(executor, tokens, [3, 3], families.scattered_pages(executor, 1)[0])
-        np.testing.assert_array_equal(split_calls(executor, tokens), plain)
+        np.testing.assert_array_equal(in_small_steps(executor, tokens), plain)
     assert len(trace.steps) == len(tokens) - UNRECORDED
     replays = [span.kind for span in trace.spans if span.lane == "GPU"]
     last = "attention+project+norm+copy out", "hot neurons", "add+head"
@@ -733,3 +734,29 @@ def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
                 pass
         assert all((one == ffn.hot).all() for one, ffn in zip(before, ffns, strict=True))
         np.testing.assert_array_equal(in_small_steps(executor, tokens), answer)
+
+
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.usefixtures("device")
+def test_matrices_are_multiplied_where_nearly_all_neurons_are_needed(
+    selects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the profile says; the same neurons count, and are counted."""
+    path, dense, plain = give_bundles(tiny_llama(tmp_path / "tiny.gguf")), [], gpu.neuron_sum
+
+    def noted(*given: Any) -> Any:
+        dense.append((len(given[1]), given[-1]))
+        return plain(*given)
+
+    monkeypatch.setattr(gpu, "neuron_sum", noted)
+    predictors = predictor_of(open_checkpoint(path).config) if selects else None
+    tokens, found = np.arange(20, dtype=np.int32), []
+    for frequency in (None, 0.01, 0.5):
+        often = None if frequency is None else lambda _, share=frequency: np.full(8, share)
+        with split(path, 1.0, predictors=predictors, frequency=often) as (executor, ffns):
+            dense.clear()
+            logits = families.run_chunks(executor, tokens, [16, 4], families.scattered_pages(executor, 1)[0])
+            found.append((logits, [ffn.collect()["hot"] for ffn in ffns]))
+            assert set(dense) == {(16, frequency != 0.01), (4, frequency == 0.5)}
+    for logits, counts in found[1:]:
+        assert counts == found[0][1] and families.rms(logits - found[0][0]) < 1e-5

@@ -33,8 +33,8 @@ LAZY = {
 # Files that are themselves imported when they are used, and only then: their kernels are decorated, or their classes
 # derived, at the top.
 KERNELS = (
-    "bundles", "candidates", "delta", "experts", "fused", "kernels", "latent", "launch", "mamba", "neurons", "panels",
-    "prompt_experts", "short_conv", "states", "words",
+    "bundles", "candidates", "delta", "experts", "fused", "host", "kernels", "latent", "launch", "mamba", "neurons",
+    "panels", "prompt_experts", "short_conv", "states", "words",
 )  # fmt: skip
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",

@@ -71,6 +71,26 @@ void test_watchdog() {
   }
 }
 
+void test_own_answers() {
+  Check check("what a GPU answers itself is answered, but not once it was released");
+  Numbers numbers;
+  HostFlags flags(&numbers.asked, &numbers.answered, 60);
+  for (int round = 0; round < 3; round++) {
+    flags.begin();
+    __atomic_store_n(&numbers.answered, 3, __ATOMIC_RELEASE);
+    check.yes(flags.is_answered(3) && flags.is_answered(2) && !flags.is_answered(4), round);
+    flags.release();
+    std::thread gpu([&] {
+      for (uint32_t number = 4; number < 8; number++) {
+        __atomic_store_n(&numbers.answered, number, __ATOMIC_RELEASE);
+        wait_for(numbers, 100);  // for ever, if that were an end of it
+      }
+    });
+    gpu.join();
+    check.yes(flags.is_released(), round);
+  }
+}
+
 void test_end() {
   Check check("whoever is asked nothing waits for so long; a watchdog ends with its flags");
   const Clock::time_point begin = Clock::now();
@@ -89,6 +109,7 @@ void test_end() {
 int main() {
   test_turns();
   test_watchdog();
+  test_own_answers();
   test_end();
   printf("%d passed, %d failed\n", passed, failed);
   return failed > 0;

@@ -199,6 +199,7 @@ void bind_host_calls(nb::module_& m) {
       .def("begin", &HostFlags::begin, "A step begins; nothing of the last one is under way.")
       .def("wait", &HostFlags::wait, nb::call_guard<nb::gil_scoped_release>(), "number"_a, "seconds"_a,
            "Wait for the GPU to ask for a call, for so many seconds at most: whether it has.")
+      .def("answered", &HostFlags::is_answered, "number"_a, "Whether that call is answered, by the host or a GPU.")
       .def("answer", &HostFlags::answer, "number"_a, "That call's result is written.")
       .def("release", &HostFlags::release, "Let the GPU go on without answers, to the end of a step that has failed.")
       .def_prop_ro("released", &HostFlags::is_released, "Whether the GPU goes on without answers.")
@@ -208,8 +209,8 @@ void bind_host_calls(nb::module_& m) {
       .def("add", &FlaggedCalls::add, "number"_a, "call"_a, "One more, with a higher number than the last one.")
       .def("begin", &FlaggedCalls::begin, "The recording is replayed.")
       .def("answer", &FlaggedCalls::answer, nb::call_guard<nb::gil_scoped_release>(), "seconds"_a,
-           "Make and answer the calls that are left. False: the GPU has not asked for the next one for so many\n"
-           "seconds. Once the GPU is released, nothing is left.")
+           "Make and answer the calls that are left, but those that the GPU has answered itself. False: it has not\n"
+           "asked for the next one for so many seconds. Once it is released, nothing is left.")
       .def("__len__", &FlaggedCalls::size);
 }
 

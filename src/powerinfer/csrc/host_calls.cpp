@@ -23,21 +23,25 @@ int64_t HostCalls::made() {
   return made_;
 }
 
-void HostCall::run(void* call) noexcept {
+void HostCall::run(void* call) noexcept { make(*(HostCall*)call, false); }
+
+void HostCall::skip(HostCall& call) noexcept { make(call, true); }
+
+void HostCall::make(HostCall& own, bool skipped) noexcept {
   using Clock = HostCalls::Clock;
-  HostCall& own = *(HostCall*)call;
   HostCalls& all = *own.all_;
   const Clock::time_point begin = Clock::now();
   bool job = false;
   const char* failure = nullptr;
   char said[sizeof all.failure_];
   try {
-    job = own.compute();
+    if (skipped) own.note();
+    else job = own.compute();
   } catch (const std::exception& error) {
     snprintf(said, sizeof said, "%s", *error.what() ? error.what() : "an exception");
     failure = said;
   } catch (...) { failure = "an exception"; }
-  if (failure) own.write_zeros();
+  if (failure && !skipped) own.write_zeros();
   std::lock_guard<std::mutex> one(all.mutex_);
   if (failure && !*all.failure_) snprintf(all.failure_, sizeof all.failure_, "%s", failure);
   const Clock::time_point end = Clock::now();
@@ -46,7 +50,7 @@ void HostCall::run(void* call) noexcept {
   own.done_.waited += std::chrono::duration<double>(begin - all.waits_since_).count();
   own.done_.worked += std::chrono::duration<double>(end - begin).count();
   all.waits_since_ = end;
-  all.made_++;
+  all.made_ += !skipped;
 }
 
 HostCall::Done HostCall::take() {
@@ -65,6 +69,10 @@ bool ExpertCall::compute() {
   op_->order(program_, a_.tokens, own_.data(), a_.weights);
   while (op_->fetch(program_)) {}
   return false;
+}
+
+void ExpertCall::note() {
+  if (part_ != SUM_ORDERED) select();
 }
 
 void ExpertCall::select() {
@@ -92,6 +100,10 @@ bool FlaggedCalls::answer(double seconds) {
     const auto& [number, call] = calls_[next_];
     if (!flags_->wait(number, seconds)) return flags_->is_released();
     if (flags_->is_released()) break;
+    if (flags_->is_answered(number)) {
+      HostCall::skip(*call);
+      continue;
+    }
     HostCall::run(call.get());
     flags_->answer(number);
   }

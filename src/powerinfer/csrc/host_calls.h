@@ -41,6 +41,8 @@ class HostCall {
 
   // What a stream calls, with the address of a HostCall: it must outlive all calls.
   static void run(void* call) noexcept;
+  // Notes a call that needs nothing of the CPU, in place of `run`: there is no result.
+  static void skip(HostCall& call) noexcept;
   // jobs: calls that had something to compute; seconds that the CPU waited before calls, and that it computed.
   struct Done {
     int64_t calls, jobs;
@@ -50,7 +52,9 @@ class HostCall {
   Done take();
 
  private:
+  static void make(HostCall& call, bool skipped) noexcept;
   virtual bool compute() { return false; }  // whether there was something to
+  virtual void note() {}                    // all else that `compute` does
   virtual void write_zeros() noexcept {}    // after a failure
 
   const std::shared_ptr<HostCalls> all_;
@@ -102,6 +106,7 @@ class ExpertCall : public HostCall {
 
  private:
   bool compute() override;
+  void note() override;
   void write_zeros() noexcept override;
   void select();
 
@@ -121,8 +126,8 @@ class FlaggedCalls {
   void add(uint32_t number, std::shared_ptr<HostCall> call);
   // The recording is replayed.
   void begin() { next_ = 0; }
-  // Makes and answers the calls that are left. False: the GPU has not asked for the next one for so many seconds. Once the
-  // flags are released nothing is left.
+  // Makes and answers the calls that are left, but those that the GPU has answered. False: it has not asked for the next
+  // one for so many seconds. Once the flags are released nothing is left.
   bool answer(double seconds);
   size_t size() const { return calls_.size(); }
 

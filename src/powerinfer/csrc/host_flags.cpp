@@ -10,6 +10,8 @@ namespace {
 
 // The watchdog counts its looks rather than seconds: a process that was stopped for a while has looked once meanwhile.
 constexpr int LOOKS = 16;
+// Seconds between two looks at a release.
+constexpr double REPEATED = 0.005;
 // About a millisecond on any CPU; then other programs may have the core between two looks.
 constexpr int64_t SPINS_BEFORE_YIELDING = 20000, SPINS_PER_CLOCK = 256;
 
@@ -38,6 +40,7 @@ HostFlags::~HostFlags() {
 void HostFlags::begin() {
   std::lock_guard<std::mutex> lock(mutex_);
   steps_++;
+  released_ = false;
   store(asked_, 0);
   store(answered_, 0);
 }
@@ -54,15 +57,25 @@ bool HostFlags::wait(uint32_t number, double seconds) const {
   return true;
 }
 
+bool HostFlags::is_answered(uint32_t number) const { return reaches(load(answered_), number); }
+
 void HostFlags::answer(uint32_t number) {
+  if (released_) return;
   uint32_t before = load(answered_);
   while (before != RELEASED &&
          !__atomic_compare_exchange_n(answered_, &before, number, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE)) {}
 }
 
-void HostFlags::release() { store(answered_, RELEASED); }
+void HostFlags::release() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released_ = true;
+    store(answered_, RELEASED);
+  }
+  changed_.notify_all();
+}
 
-bool HostFlags::is_released() const { return load(answered_) == RELEASED; }
+bool HostFlags::is_released() const { return released_ || load(answered_) == RELEASED; }
 
 void HostFlags::set_patience(double seconds) {
   {
@@ -78,13 +91,18 @@ void HostFlags::watch() {
   uint32_t latest = 0;
   int looks = 0;
   while (!ends_) {
-    changed_.wait_for(lock, std::chrono::duration<double>(patience_ / LOOKS));
+    changed_.wait_for(lock, std::chrono::duration<double>(released_ ? REPEATED : patience_ / LOOKS));
     uint32_t answered = load(answered_);
+    if (released_) {
+      if (answered != RELEASED) store(answered_, RELEASED);
+      continue;
+    }
     const bool pending = !reaches(answered, load(asked_));
     looks = pending && step == steps_ && latest == answered ? looks + 1 : 0;
     step = steps_;
     latest = answered;
     if (looks == LOOKS)  // unless the answer has come just now
-      __atomic_compare_exchange_n(answered_, &answered, RELEASED, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE);
+      released_ =
+          __atomic_compare_exchange_n(answered_, &answered, RELEASED, false, __ATOMIC_RELEASE, __ATOMIC_ACQUIRE);
   }
 }

@@ -2,14 +2,17 @@
 //
 // Calls have numbers that grow within a step. A GPU's stream writes a call's number into `asked` once what the call reads
 // has arrived, goes on, and waits, where it needs the result, until `answered` is at least as high. The thread that has
-// launched the step looks at `asked` until it is, makes the call, and writes `answered`.
+// launched the step looks at `asked` until it is, makes the call, and writes `answered`. A call that would compute nothing
+// the GPU answers itself, before it asks for it.
 //
 // A GPU that waits for a CPU that never answers would wait for ever, so a watchdog ends that: it looks on from a thread of
 // its own, and where a call that was asked for stays unanswered for too long, it releases whoever waits. Such a step has
-// failed.
+// failed. A GPU that goes on then may write answers of its own over the release, so the watchdog looks again, and repeats
+// it until a step begins.
 #pragma once
 #include <stdint.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -28,6 +31,8 @@ class HostFlags {
   void begin();
   // Waits for the GPU to ask for a call, for so many seconds at most. False: it has not.
   bool wait(uint32_t number, double seconds) const;
+  // Whether the call is answered: one that was asked for, and that the CPU has not answered, the GPU has.
+  bool is_answered(uint32_t number) const;
   // The call's result is written. Nothing after `release`.
   void answer(uint32_t number);
   // What was broken off is not answered any more: whoever waits goes on.
@@ -42,6 +47,7 @@ class HostFlags {
 
   uint32_t* const asked_;
   uint32_t* const answered_;
+  std::atomic<bool> released_ = false;
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   double patience_;

@@ -191,15 +191,15 @@ class ExpertSum:
             return self.op.sum_ordered(self._program, x, out, hidden)
 
     def calls(
-        self, link: Link, tokens: int, places: NDArray[np.int32], tally: NDArray[np.int64], *, ahead: bool
+        self, link: Link, layer: int, tokens: int, places: NDArray[np.int32], tally: NDArray[np.int64], *, ahead: bool
     ) -> tuple[_native.ExpertCall, ...]:
-        """The same for a GPU to call; ahead: in two parts, the first of which fetches as much as it can. Not of experts
-        on disk.
+        """The same for a GPU to call, of a layer; ahead: in two parts, the first of which fetches all it can. Not of
+        experts on disk.
 
         places: int32 [experts], of each of the layer's its number here, -1: it is elsewhere; tally: int64
         [experts + 1], added to: tokens that select each, and selections of experts elsewhere.
         """
-        x, selected, weights, out = link.received_experts(tokens, self._top_k, self._latents)
+        x, selected, weights, out = link.received_experts(tokens, self._top_k, layer, self._latents)
         arguments = link.calls, self.op, self._program, x, selected, weights, out, places, tally
         parts, hidden = ("order", "sum_ordered") if ahead else ("all",), link.received_hidden(tokens, self.rank)
         return tuple(_native.ExpertCall(*arguments, part, hidden) for part in parts)

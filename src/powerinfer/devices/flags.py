@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from powerinfer import _native
 from powerinfer.errors import PowerInferError
+from powerinfer.kernels import gpu_host
 
 if TYPE_CHECKING:
-    from torch import device
+    from torch import Tensor, device
 
     from powerinfer.devices.recording import Recorder, Run, State
     from powerinfer.devices.streams import Recorded, Streams
@@ -70,7 +72,7 @@ class Flags:
         import torch
 
         self._streams = streams
-        memory = streams.pinned(2 * _SPACING, torch.int32)
+        self._memory = memory = streams.pinned(2 * _SPACING, torch.int32)
         self._asked = streams.address(memory)
         self._answered = self._asked + 4 * _SPACING
         numbers = memory.numpy().view(np.uint32)
@@ -91,6 +93,12 @@ class Flags:
     def released(self) -> bool:
         """Whether this step's GPU has gone on without answers."""
         return self._host.released
+
+    @cached_property
+    def answered(self) -> Tensor:
+        """The number up to which calls are answered, int32 [1], for kernels that answer one themselves. RuntimeError
+        where they cannot."""
+        return self._streams.mapped(self._memory)[_SPACING : _SPACING + 1]
 
     # ---------------------------------------------------------------- the GPU's part, in recordings
 
@@ -140,17 +148,18 @@ class Flags:
 
     # ---------------------------------------------------------------- a trial
 
-    def trial(self, device: device) -> str | None:
+    def trial(self, device: device, in_place: bool = False) -> str | None:
         """The reason why the GPU cannot use them in a recording; None: it can, in a trial. It must wait where it
-        should, and neither longer nor while it is given more."""
+        should, and neither longer nor while it is given more. in_place: what it sends and gets is not copied."""
         streams = self._streams
         record = streams.recorder()
         if record is None:
             return "the device records nothing"
         self._host.set_patience(TRIAL_PATIENCE)
         try:
-            self._try(lambda run: run, device, 1)  # a device that cannot says so here, without harm to a recording
-            self._try(record, device, EXCHANGES)
+            # A device that cannot says so here, without harm to a recording.
+            self._try(lambda run: run, device, 1, in_place)
+            self._try(record, device, EXCHANGES, in_place)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         finally:
@@ -160,22 +169,35 @@ class Flags:
             self.begin()
         return None
 
-    def _try(self, record: Callable[[Callable[[], None]], Recorded], to: device, exchanges: int) -> None:
+    def _try(
+        self, record: Callable[[Callable[[], None]], Recorded], to: device, exchanges: int, in_place: bool
+    ) -> None:
         """RuntimeError where it is not as it should be."""
         import torch
 
         streams = self._streams
         x = torch.zeros(1, device=to)
         sent, back = (streams.pinned(1, torch.float32) for _ in range(2))
+        mapped = [streams.mapped(one) for one in (sent, back)] if in_place else []
+        last = torch.full((1,), exchanges + 1, dtype=torch.int32, device=to)
+        if in_place:  # kernels are loaded before anything waits
+            gpu_host.put(x, mapped[0])
+            gpu_host.add(mapped[1], x)
+            gpu_host.put(last, self.answered)
+            streams.finish()
 
         def run() -> None:
             for number in range(1, exchanges + 1):
                 for _ in range(OPERATIONS):
                     x.add_(1)
-                sent.copy_(x, non_blocking=True)
+                gpu_host.put(x, mapped[0]) if in_place else sent.copy_(x, non_blocking=True)
                 self._write(number)
                 self.wait(number)
-                x.copy_(back, non_blocking=True)
+                gpu_host.add(mapped[1], x.zero_()) if in_place else x.copy_(back, non_blocking=True)
+            if in_place:
+                gpu_host.put(last, self.answered)
+                self._write(exchanges + 1)
+                self.wait(exchanges + 1)
 
         again = record(run)
         for turn in range(2):
@@ -193,6 +215,10 @@ class Flags:
                     raise RuntimeError("the GPU writes a number before its turn")
                 value = back[0] = float(1000 * turn + number)
                 self._host.answer(number)
+            if in_place:
+                self._wait_until_asked(exchanges + 1)
+                if not self._host.answered(exchanges + 1):
+                    raise RuntimeError("the GPU writes a number before its turn")
             streams.finish()
             if float(x.cpu()[0]) != value:
                 raise RuntimeError("the GPU does not wait for a number")

@@ -684,7 +684,8 @@ class GpuLayers:
             after.append(gpu_layer.operator("bias", lambda step: step.add_part(of_down)))
         if self.buffers.totals:  # of all layers, though only some may normalise them
             after.append(gpu_layer.operator("normalise", lambda step: step.add(_normalised(out_norm, step.target))))
-        gpu_layer.add_parts(gpu_layer.operator("norm", lambda step: step.write_read(norm)), parts, after)
+        read = gpu_layer.operator("norm", lambda step: step.write_read(norm, parts.sent(step)))
+        gpu_layer.add_parts(read, parts, after)
         self._rewired()
 
     def add_layer_input(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from powerinfer.devices.step import Operator, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FfnParts(Protocol):
@@ -18,6 +21,10 @@ class FfnParts(Protocol):
     def ahead(self) -> Sequence[Operator]:
         """Operators ahead of attention: what follows from step.x as the layer gets it. These write to no tensor of the
         step."""
+        ...
+
+    def sent(self, step: Step) -> Tensor | None:
+        """Memory of the host that gets step.read as it is written, float32 [T, d_model]; None: it needs none."""
         ...
 
     def begin(self) -> Sequence[Operator]:

@@ -13,7 +13,7 @@ from powerinfer.devices.torch_device import import_torch
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import WEIGHT_TYPES
-from powerinfer.kernels import gpu, gpu_latent, gpu_panels
+from powerinfer.kernels import gpu, gpu_host, gpu_latent, gpu_panels
 from powerinfer.kernels.cpu import LANES
 
 if TYPE_CHECKING:
@@ -39,13 +39,18 @@ class GpuNorm:
     plain: bool = False
     order: Tensor | None = None
 
-    def __call__(self, x: Tensor, into: Tensor | None = None, for_codes: bool = False) -> Tensor:
-        """x float32 [rows, n], normalised. for_codes: as of `gpu.norm`."""
+    def __call__(
+        self, x: Tensor, into: Tensor | None = None, for_codes: bool = False, sent: Tensor | None = None
+    ) -> Tensor:
+        """x float32 [rows, n], normalised. for_codes, sent: as of `gpu.norm`."""
         if self.order is not None:
             x = x.index_select(1, self.order)
-        if self.plain:
-            return import_torch().mul(x, self.weight, out=into)
-        return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into, for_codes)
+        if not self.plain:
+            return gpu.norm(x, self.weight, self.bias, self.eps, self.layer, into, for_codes, sent)
+        out = import_torch().mul(x, self.weight, out=into)
+        if sent is not None:
+            gpu_host.put(out, sent)
+        return out
 
 
 @dataclass(frozen=True)

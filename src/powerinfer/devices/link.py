@@ -1,8 +1,12 @@
-"""Transfers between a GPU and the CPU, for layers that both of them compute."""
+"""Exchange between a GPU and the CPU, for layers that both of them compute.
+
+In steps of few tokens, where the device can, kernels write it into memory of the host and read the CPU's sums there;
+else, and in steps of more tokens, it is copied.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +17,9 @@ from powerinfer.devices.flags import FLAG_BYTES, PATIENCE, Flags
 from powerinfer.devices.streams import Event, streams_of
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
+from powerinfer.kernels import gpu_host
 from powerinfer.kernels.cpu import NEURON_TOKENS
+from powerinfer.kernels.gpu_types import CallAnswer
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -30,7 +36,7 @@ EXPERT_BYTES = 8
 
 def link_bytes(max_tokens: int, config: ModelConfig) -> int:
     """Bytes of the buffers of a `Link` in RAM, with those of flags, which not every device has."""
-    rows = 2 * 4 * max_tokens * config.d_model
+    rows = 2 * 4 * max_tokens * config.d_model + _few_bytes(max_tokens, config)
     return rows + selection_bytes(max_tokens, config) + _hidden_bytes(config) + FLAG_BYTES
 
 
@@ -42,6 +48,12 @@ def selection_bytes(max_tokens: int, config: ModelConfig) -> int:
     return max(neurons, max_tokens * EXPERT_BYTES * max(experts, default=0))
 
 
+def _few_bytes(max_tokens: int, config: ModelConfig) -> int:
+    """Bytes of the selections of all layers with experts, in steps of few tokens."""
+    most = max((one.router.top_k for one in config.experts.values()), default=0)
+    return len(config.experts) * min(max_tokens, NEURON_TOKENS) * EXPERT_BYTES * most
+
+
 def _hidden_bytes(config: ModelConfig) -> int:
     """Bytes of what a predictor has made of the layer's input, where the CPU gets that no more, but latents: its rank
     is at most the width of the layer."""
@@ -49,13 +61,24 @@ def _hidden_bytes(config: ModelConfig) -> int:
     return 4 * NEURON_TOKENS * config.d_model if latents else 0
 
 
+class _SharedBuffers(NamedTuple):
+    """The buffers in RAM as the device has them."""
+
+    host: Tensor
+    back: Tensor
+    hidden: Tensor | None
+    few: Tensor | None
+
+
 class Link:
     """Buffers between a GPU and the CPU, one set for all layers, at fixed addresses.
 
-    On the GPU the input of the neurons and the selection of cold ones are adjacent, so that one copy sends both; the
-    CPU waits only for that part of the GPU's work. A selection that is known before the input is sent before it, by a
-    copy of its own. A buffer is reused only when the next layer's input, or selection, has arrived, which is after the
-    previous layer's sum was added.
+    In place, kernels that make the input of the neurons and the selection write both into the host's buffer, and the
+    sums are added from there. Else, on the GPU both are adjacent, so that one copy sends both; the CPU waits only for
+    that part of the GPU's work. A selection that is known before the input is sent before it, by a copy of its own. A
+    buffer is reused only when the next layer's input, or selection, has arrived, which is after the previous layer's
+    sum was added. Only experts that are selected in place have a buffer for each layer: the CPU counts them, and is not
+    waited for where a kernel has answered its call (`answer`).
     """
 
     def __init__(self, to: device, max_tokens: int, config: ModelConfig) -> None:
@@ -63,6 +86,7 @@ class Link:
 
         d_model, streams = config.d_model, streams_of(to)
         self._d_model = d_model
+        self._with_experts = list(config.experts)
         selection = selection_bytes(max_tokens, config)
         nbytes = 4 * max_tokens * d_model + selection
         self._on_device = torch.zeros(nbytes, dtype=torch.uint8, device=to)
@@ -70,22 +94,27 @@ class Link:
         self._hot = torch.zeros(selection, dtype=torch.uint8, device=to)
         self._back = streams.pinned((max_tokens, d_model), torch.float32)
         self._hidden = streams.pinned(_hidden_bytes(config), torch.uint8)
+        rows = len(config.experts)
+        self._few = streams.pinned((rows, _few_bytes(max_tokens, config) // max(1, rows)), torch.uint8)
+        self._counters = torch.zeros(3, dtype=torch.int32, device=to)  # as of `CallAnswer`
         self._came, self._selection_known = streams.event(), streams.event()
         self.calls = _native.HostCalls()
         self._streams, self._beside = streams, streams.stream()
         self._computed: Event | None = None
         self.flags: Flags | None = None  # None: the GPU calls by functions alone
+        self._mapped: _SharedBuffers | None = None  # None: everything is copied
+        self._no_mapped = ""  # why
         self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers in RAM, with room for flags."""
-        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes) + FLAG_BYTES
+        return int(self._host.nbytes + self._back.nbytes + self._hidden.nbytes + self._few.nbytes) + FLAG_BYTES
 
     @property
     def gpu_bytes(self) -> int:
         """Bytes of the buffers on the GPU."""
-        return int(self._on_device.nbytes + self._hot.nbytes)
+        return int(self._on_device.nbytes + self._hot.nbytes + self._counters.nbytes)
 
     # ---------------------------------------------------------------- on the GPU: the same for every step of a shape
 
@@ -95,53 +124,101 @@ class Link:
 
         return self._on_device[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
 
+    def sent(self, tokens: int) -> Tensor | None:
+        """The host's buffer for that input, where it is written in place; None: `send` copies it."""
+        import torch
+
+        mapped = self._mapped_for(tokens)
+        if mapped is None:
+            return None
+        return mapped.host[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
+
     def selected(self, tokens: int, hot: int, cold: int) -> tuple[Tensor, Tensor]:
-        """Buffers for the selection of neurons, uint8 [tokens, hot] and [tokens, cold]."""
-        begin = 4 * tokens * self._d_model
-        out = self._on_device[begin : begin + tokens * cold]
+        """Buffers for the selection of neurons, uint8 [tokens, hot] and [tokens, cold], the latter for the CPU
+        alone."""
+        mapped = self._mapped_for(tokens)
+        out = self._selection(self._on_device if mapped is None else mapped.host, tokens, cold)
         return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
 
     def experts(self, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
         """Buffers for the experts of each token, int32 [tokens, top_k], and their weights, float32."""
+        return self._experts(self._selection(self._on_device, tokens, EXPERT_BYTES * top_k), tokens, top_k)
+
+    def sent_experts(self, tokens: int, top_k: int, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The host's buffers for the same of a layer, as of `sent`."""
+        mapped = self._mapped_for(tokens)
+        if mapped is None or mapped.few is None:
+            return None
+        row = mapped.few[self._with_experts.index(layer)]
+        return self._experts(row[: tokens * EXPERT_BYTES * top_k], tokens, top_k)
+
+    def answer(self, number: int, tokens: int) -> CallAnswer | None:
+        """The means by which kernels of a recording answer the call of that number themselves; None: they cannot."""
+        if self.flags is None or not self.flags.recording or self._mapped_for(tokens) is None:
+            return None
+        return CallAnswer(self._counters, self.flags.answered, number)
+
+    def _mapped_for(self, tokens: int) -> _SharedBuffers | None:
+        return self._mapped if tokens <= NEURON_TOKENS else None
+
+    def _selection(self, memory: Tensor, tokens: int, nbytes: int) -> Tensor:
+        begin = 4 * tokens * self._d_model
+        return memory[begin : begin + tokens * nbytes]
+
+    def _experts(self, selection: Tensor, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
         import torch
 
-        _, out = self.selected(tokens, 0, EXPERT_BYTES * top_k)
-        numbers, weights = out.reshape(-1).chunk(2)
+        numbers, weights = selection.chunk(2)
         return numbers.view(torch.int32).view(tokens, top_k), weights.view(torch.float32).view(tokens, top_k)
 
     def send(self, tokens: int, cold: int) -> None:
-        """Send the input, and `cold` bytes a token of the selection (0: none), to the CPU."""
+        """Send the input, and `cold` bytes a token of the selection (0: none), to the CPU, if they are not there."""
+        if self._mapped_for(tokens) is not None:
+            return
         nbytes = tokens * (4 * self._d_model + cold)
         self._host[:nbytes].copy_(self._on_device[:nbytes], non_blocking=True)
 
     def send_experts(self, tokens: int, top_k: int) -> None:
-        """Send the experts of each token, and their weights, to the CPU: the input follows."""
+        """Send the experts of each token, and their weights, to the CPU, likewise: the input follows."""
+        if self._mapped_for(tokens) is not None:
+            return
         begin = 4 * tokens * self._d_model
         end = begin + tokens * EXPERT_BYTES * top_k
         self._host[begin:end].copy_(self._on_device[begin:end], non_blocking=True)
 
     def send_input(self, x: Tensor) -> None:
         """Send another input than `read`, float32 [tokens, width], at most as wide, to the CPU."""
-        self._send_rows(x, self._host)
+        mapped = self._mapped_for(len(x))
+        self._send_rows(x, self._host, None if mapped is None else mapped.host)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send what a predictor has made of the layer's input, float32 [tokens, rank], to the CPU: for experts of
         latents, of few tokens."""
-        self._send_rows(hidden, self._hidden)
+        mapped = self._mapped_for(len(hidden))
+        self._send_rows(hidden, self._hidden, None if mapped is None else mapped.hidden)
 
-    def _send_rows(self, rows: Tensor, to: Tensor) -> None:
+    def _send_rows(self, rows: Tensor, to: Tensor, mapped: Tensor | None) -> None:
         import torch
 
-        to[: rows.nbytes].copy_(rows.contiguous().view(torch.uint8).view(-1), non_blocking=True)
+        if mapped is None:
+            to[: rows.nbytes].copy_(rows.contiguous().view(torch.uint8).view(-1), non_blocking=True)
+        else:
+            gpu_host.put(rows, mapped[: rows.nbytes].view(torch.float32).view(rows.shape))
 
-    def add_back(self, x: Tensor) -> None:
-        """x float32 [tokens, d_model] += the CPU's sums."""
-        x.add_(self.sums(len(x), self._d_model))
+    def add_back(self, x: Tensor, answer: CallAnswer | None = None) -> None:
+        """x float32 [tokens, d_model] += the CPU's sums. answer: by which its call may have been answered here."""
+        mapped = self._mapped_for(len(x))
+        if mapped is None:
+            x.add_(self.sums(len(x), self._d_model))
+        else:
+            gpu_host.add(mapped.back[: len(x)], x, answer)
 
-    def sums(self, tokens: int, width: int) -> Tensor:
-        """The CPU's sums, float32 [tokens, width]."""
-        sums = self._back.view(-1)[: tokens * width].view(tokens, width)
-        return sums.to(self._on_device.device, non_blocking=True)
+    def sums(self, tokens: int, width: int, answer: CallAnswer | None = None) -> Tensor:
+        """The CPU's sums, float32 [tokens, width], in memory of the device; answer: likewise."""
+        mapped = self._mapped_for(tokens)
+        back = self._back if mapped is None else mapped.back
+        sums = back.view(-1)[: tokens * width].view(tokens, width)
+        return sums.to(self._on_device.device, non_blocking=True) if mapped is None else gpu_host.take(sums, answer)
 
     # ---------------------------------------------------------------- the CPU's part as a call of the GPU's, likewise
 
@@ -198,12 +275,57 @@ class Link:
 
     def try_ways(self) -> tuple[tuple[Way, ...], str]:
         """The ways that both devices can exchange in, by trials, the one that should be the fastest first; and why
-        these are not all."""
+        these are not all, and nothing is written in place."""
+        self._try_in_place()
+        ways, reason = self._try_calls()
+        return ways, "; ".join(filter(None, (reason, self._no_mapped and f"by copies: {self._no_mapped}")))
+
+    def _try_calls(self) -> tuple[tuple[Way, ...], str]:
         if (reason := self.try_call()) is not None:
             return WAYS[2:], reason
         if (reason := self.try_flags()) is not None:
             return WAYS[1:], f"no flags: {reason}"
         return WAYS, ""
+
+    def _try_in_place(self) -> None:
+        """Let kernels write and read the host's memory from now on, in steps of few tokens, if they can."""
+        streams = self._streams
+        try:
+            memories = self._host, self._back, self._hidden, self._few
+            host, back, hidden, few = (streams.mapped(one) if one.nbytes else None for one in memories)
+            assert host is not None and back is not None
+            self._mapped = _SharedBuffers(host, back, hidden, few)
+            self._exchange()
+        except RuntimeError as error:
+            self.copy(str(error).partition("\n")[0])
+
+    def copy(self, reason: str) -> None:
+        """Copy everything from now on, for that reason; not while a step runs, nor once one was recorded."""
+        self._mapped, self._no_mapped = None, reason
+
+    def _exchange(self) -> None:
+        """A trial in place. RuntimeError where numbers do not arrive, from kernels or from those of a recording."""
+        import torch
+
+        streams, tokens = self._streams, min(len(self._back), NEURON_TOKENS)
+        x = torch.zeros((tokens, self._d_model), device=self._on_device.device)
+
+        def run() -> None:
+            self.add_back(x)
+            self.send_input(x)
+
+        record, again = streams.recorder(), run
+        numbers = np.arange(x.numel(), dtype=np.float32).reshape(x.shape)
+        received, _, back = self.views(tokens, 0)
+        for turn in range(4):
+            back[:] = numbers + turn
+            again()
+            streams.finish()
+            if not np.array_equal(received, (turn + 1) * numbers + turn * (turn + 1) // 2):
+                raise RuntimeError("its kernels do not see what the host has written, or the host what they have")
+            if not turn and record is not None:  # kernels are loaded now
+                again = record(run)
+        back[:] = received[:] = 0
 
     def try_flags(self) -> str | None:
         """The reason why the GPU cannot call the CPU by flags; None: it does from now on, by recorders of `flags`."""
@@ -211,7 +333,11 @@ class Link:
             flags = Flags(self._streams)
         except RuntimeError as error:
             return str(error)
-        reason = flags.trial(self._on_device.device)
+        device, in_place = self._on_device.device, self._mapped is not None
+        reason = flags.trial(device, in_place)
+        if reason is not None and in_place and flags.trial(device) is None:
+            self.copy(reason)
+            reason = None
         self.flags = flags if reason is None else None
         return reason
 
@@ -269,13 +395,16 @@ class Link:
         return self._views[key]
 
     def received_experts(
-        self, tokens: int, top_k: int, latents: int = 0
+        self, tokens: int, top_k: int, layer: int, latents: int = 0
     ) -> tuple[Float32, NDArray[np.int32], Float32, Float32]:
-        """The received input; each token's experts, int32 [tokens, top_k], and their weights; the buffer for the
-        sums. latents: the width of both, 0: that of the layer."""
+        """The received input; each token's experts of a layer, int32 [tokens, top_k], and their weights; the buffer for
+        the sums. latents: the width of both, 0: that of the layer."""
         x, selected, out = self.views(tokens, EXPERT_BYTES * top_k)
         assert selected is not None
-        numbers, weights = np.split(selected.reshape(-1), 2)
+        selected = selected.reshape(-1)
+        if self._mapped_for(tokens) is not None:
+            selected = self._few[self._with_experts.index(layer)].numpy()[: len(selected)]
+        numbers, weights = np.split(selected, 2)
         shape = tokens, top_k
         if latents:
             x, out = (each.reshape(-1)[: tokens * latents].reshape(tokens, latents) for each in (x, out))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from powerinfer.devices.batch import LogitsNeed
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_host
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from powerinfer.kernels.gpu_types import Replay
 
     Norm = Callable[..., Tensor]
-    """Called with its input and, optionally, the tensor to write the result into, and `for_codes` as `gpu.norm`."""
+    """Called with its input and, optionally, the tensor to write the result into, `for_codes` and `sent` as
+    `gpu.norm`."""
 
 
 @dataclass(slots=True)
@@ -64,16 +65,18 @@ class Step:
             self.normed = norm, norm(self.x, for_codes=for_codes)
         return self.normed[1]
 
-    def write_read(self, norm: Norm | None) -> None:
-        """read = norm(x); total = 0."""
+    def write_read(self, norm: Norm | None, sent: Tensor | None = None) -> None:
+        """read = norm(x); total = 0. sent: memory of the host that gets the former, too."""
         if self.total is not None:
             self.total.zero_()
         assert self.read is not None
         if norm is None or (self.normed is not None and self.normed[0] is norm):
             self.read.copy_(self.normalised(norm))
             gpu.forget_codes(self.read)
+            if sent is not None:
+                gpu_host.put(self.read, sent)
         else:
-            self.normed = norm, norm(self.x, self.read, for_codes=True)  # neurons and experts mostly take them
+            self.normed = norm, norm(self.x, self.read, for_codes=True, sent=sent)  # neurons and experts mostly do
 
     def forget_codes(self) -> None:
         """Forget what kernels made beside their results (`for_codes`), which is in memory of one recording. What

@@ -103,6 +103,9 @@ class _StreamedNeurons:
     def ahead(self) -> list[Operator]:
         return []
 
+    def sent(self, _: Step) -> None:
+        return None
+
     def begin(self) -> list[Operator]:
         return []
 

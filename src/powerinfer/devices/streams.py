@@ -65,6 +65,11 @@ class Streams(Protocol):
         """Zeros in host memory with which copies go on beside the host (`non_blocking`)."""
         ...
 
+    def mapped(self, memory: Tensor) -> Tensor:
+        """`pinned` memory as a tensor of the device, whose kernels write and read it in place. RuntimeError where they
+        cannot."""
+        ...
+
     def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """Let the device read whole pages of host memory by itself, as `pinned` memory, until what is returned is
         called: by a thread that has used the device, behind the last copy. Calling it raises RuntimeError where the
@@ -133,7 +138,18 @@ class CudaStreams:
     def pinned(self, shape: int | Sequence[int], kind: dtype) -> Tensor:
         import torch
 
-        return torch.zeros(shape, dtype=kind, pin_memory=True)
+        with self.active():  # else it is the first device's, to `mapped`
+            return torch.zeros(shape, dtype=kind, pin_memory=True)
+
+    def mapped(self, memory: Tensor) -> Tensor:
+        import torch
+
+        address = self.address(memory)
+        with self.active():
+            tensor: Tensor = torch.as_tensor(_ArrayInterface(memory, address), device=self._device)
+        if tensor.data_ptr() != address:  # torch has copied it
+            raise RuntimeError("torch has no tensors of the device in memory of the host")
+        return tensor
 
     def register(self, address: int, nbytes: int) -> Callable[[], None] | None:
         with self.active():
@@ -204,6 +220,15 @@ class CudaStreams:
             return replay
 
         return record
+
+
+class _ArrayInterface:
+    """Memory of the host at an address of the device's, as torch takes memory that others have made; it keeps this."""
+
+    def __init__(self, memory: Tensor, address: int) -> None:
+        self._memory, array = memory, memory.numpy()
+        layout = {"shape": array.shape, "typestr": array.dtype.str, "data": (address, False), "version": 2}
+        self.__cuda_array_interface__ = layout
 
 
 @cache
@@ -309,6 +334,9 @@ class ImmediateStreams:
         import torch
 
         return torch.zeros(shape, dtype=kind)
+
+    def mapped(self, memory: Tensor) -> Tensor:
+        return memory
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
         return lambda: None

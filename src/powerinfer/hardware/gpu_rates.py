@@ -507,6 +507,10 @@ class _Sample:
         """Nothing."""
         return []
 
+    def sent(self, step: Step) -> Tensor | None:
+        """The host's memory for its input, where there is an exchange."""
+        return self._link.sent(len(step.x)) if self.exchange else None
+
     def begin(self) -> list[Operator]:
         """Send the input, where there is an exchange."""
         if not self.exchange:

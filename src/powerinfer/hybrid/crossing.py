@@ -22,6 +22,7 @@ from powerinfer.devices.step import Step
 from powerinfer.devices.torch_device import current
 from powerinfer.formats.json_file import Between
 from powerinfer.hybrid.trials import finished, settled, split_trial
+from powerinfer.kernels import gpu_host
 from powerinfer.kernels.gpu import FEW
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.trials import TrialSubject
@@ -181,6 +182,8 @@ def measured(stage: Stage, executor: SplitExecutor, ffns: Sequence[HybridTerms],
             x, read = inputs[0][rows], executor.gpu.link.read(tokens)
             read.copy_(inputs[1][rows])
             step = Step(x, read, read, read, read, read, read)  # only x and read are used
+            if (sent := ffn.sent(step)) is not None:
+                gpu_host.put(read, sent)
 
             def run() -> None:
                 for operator in operators:

@@ -46,9 +46,9 @@ from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.copier import Copier, Send
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
-from powerinfer.kernels import gpu, gpu_experts, gpu_panels
+from powerinfer.kernels import gpu, gpu_experts, gpu_host, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
-from powerinfer.kernels.gpu_types import tensor_bytes
+from powerinfer.kernels.gpu_types import Elsewhere, tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
 
 if TYPE_CHECKING:
@@ -414,6 +414,9 @@ class HybridExperts(HybridTerms):
             operators.append(self._host_operator("mark selection", self._mark_experts, self._begin_ahead))
         return operators
 
+    def _chooses(self, tokens: int) -> bool:
+        return self._inside is None
+
     def _selection(self) -> list[Operator]:
         operators = [] if self.config.early_router else [self._operator("router", self._select)]
         return operators if self._inner is None else [*operators, self._operator("predictor", self._hide)]
@@ -428,15 +431,29 @@ class HybridExperts(HybridTerms):
             operators.append(self._operator("shared expert", self._add_shared_neurons))
         return operators
 
+    def sent(self, step: Step) -> Tensor | None:
+        return None if self._sends_other else super().sent(step)
+
+    @property
+    def _sends_other(self) -> bool:
+        """Whether the CPU gets another input than step.read."""
+        return self._latents is not None or self._predicted
+
     def _select(self, step: Step) -> None:
         assert step.read is not None
-        experts, weights = self._link.experts(len(step.x), self.top_k)
+        tokens, sent, answer = len(step.x), None, self._answer(step)
+        experts, weights = self._link.experts(tokens, self.top_k)
+        if self._asks_cpu and self._cpu_has_part(step):
+            sent = self._link.sent_experts(tokens, self.top_k, self.layer)
         step.routed = None  # of the layer before
         x = step.x if self.config.early_router else step.read
         x = x if self._separate is None else self._separate.router(step.x)
-        gpu_experts.select(self._router, x, experts, weights)
+        elsewhere = None if answer is None else Elsewhere(self._slots, answer)
+        gpu_experts.select(self._router, x, experts, weights, sent, elsewhere)
         if self._factors is not None:
             weights.mul_(self._factors[experts.long()])
+            if sent is not None:
+                gpu_host.put(weights, sent[1])
 
     def _hide(self, step: Step) -> None:
         assert self._inner is not None
@@ -444,7 +461,7 @@ class HybridExperts(HybridTerms):
         step.hidden = gpu.hide(self._inner, step.x) if few else None
 
     def _send(self, step: Step) -> None:
-        if (self._latents is None and not self._predicted) or not self._cpu_has_part(step):
+        if not self._sends_other or not self._cpu_has_part(step):
             super()._send(step)
             return
         assert step.read is not None
@@ -472,7 +489,7 @@ class HybridExperts(HybridTerms):
     def _make_calls(self, tokens: int, sent: int) -> tuple[_native.ExpertCall, ...]:
         assert self._cpu_part is not None
         places, ahead = self._call_places, self.config.early_router
-        return self._cpu_part.calls(self._link, tokens, places, self.tally, ahead=ahead)
+        return self._cpu_part.calls(self._link, self.layer, tokens, places, self.tally, ahead=ahead)
 
     def _begin_ahead(self, step: Step) -> None:
         self._link.begin(self._step_calls(step)[0], self._number - 1)
@@ -566,7 +583,7 @@ class HybridExperts(HybridTerms):
     def _compute_cold(self, step: Step) -> None:
         assert self._cpu_part is not None
         cpu, link, trace, tokens = self._cpu_part, self._link, self._layers.trace, len(step.x)
-        x, experts, weights, out = link.received_experts(tokens, self.top_k, self.config.latents)
+        x, experts, weights, out = link.received_experts(tokens, self.top_k, self.layer, self.config.latents)
         hidden = link.received_hidden(tokens, cpu.rank)
         # These are there once it was waited for.
         if self.config.early_router:
@@ -596,10 +613,11 @@ class HybridExperts(HybridTerms):
         if beside is None and self._streams(step):
             step.normed = None
         elif self._latents is None:
-            self._link.add_back(step.target)
+            self._link.add_back(step.target, self._answer(step))
             step.normed = None
         else:
-            step.add_part(self._latents[1](self._link.sums(len(step.x), self.config.latents)))
+            sums = self._link.sums(len(step.x), self.config.latents, self._answer(step))
+            step.add_part(self._latents[1](sums))
 
     def _places(self, experts: NDArray[np.int32]) -> NDArray[np.int32]:
         """The places of experts on the CPU; -1 for those on the GPU."""
@@ -631,7 +649,7 @@ class HybridExperts(HybridTerms):
         before these."""
         assert self.stage is not None and self.stage.sharing is not None and self._cpu_part is not None
         cpu, tokens = self._cpu_part, len(step.x)
-        x, experts, weights, out = self._link.received_experts(tokens, self.top_k, self.config.latents)
+        x, experts, weights, out = self._link.received_experts(tokens, self.top_k, self.layer, self.config.latents)
         self._wait()
         counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)
         chosen = self.stage.sharing.choose(counts[rest], streamed)
@@ -643,7 +661,7 @@ class HybridExperts(HybridTerms):
         return np.delete(rest, chosen)
 
     def cold_load(self, tokens: int) -> tuple[int, int]:
-        _, experts, _, _ = self._link.received_experts(tokens, self.top_k, self.config.latents)
+        _, experts, _, _ = self._link.received_experts(tokens, self.top_k, self.layer, self.config.latents)
         counts = np.bincount(experts.reshape(-1), minlength=self.config.n_experts)[self.cold]
         return int((counts > 0).sum()), int(counts.sum())
 

@@ -53,13 +53,16 @@ class GpuNeurons:
         """Bytes on the GPU, counters included."""
         return self.neurons.nbytes + tensor_bytes(self._fired)
 
-    def add_sum(self, total: Tensor, x: Tensor, selected: Tensor | None, *, count: bool, fused: bool) -> None:
+    def add_sum(
+        self, total: Tensor, x: Tensor, selected: Tensor | None, *, count: bool, fused: bool, dense: bool
+    ) -> None:
         """total += the neurons' sum for x, both float32 [T, d_model].
 
         selected: uint8 [T, neurons of the part], 0 for a neuron that does not count for a token; None: all count.
-        count: whether neurons that fire are counted; fused: as for `gpu.neuron_sum`.
+        count: whether neurons that fire are counted; fused, dense: as for `gpu.neuron_sum`.
         """
-        gpu.neuron_sum(self.neurons, x, selected, self._threshold, total, self._fired if count else None, fused)
+        fired = self._fired if count else None
+        gpu.neuron_sum(self.neurons, x, selected, self._threshold, total, fired, fused, dense)
 
     def take_counts(self) -> Counts:
         """int64 [neurons of the part], the tokens that each fired for since the last call."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
+    from powerinfer.kernels.gpu_types import CallAnswer
 
 ENOUGH = 128
 """Tokens that a layer must have computed recently before its terms are swapped."""
@@ -93,6 +94,10 @@ class HybridTerms(ABC):
     def ahead(self) -> list[Operator]:
         """Operators before attention, see `FfnParts`."""
         return []
+
+    def sent(self, step: Step) -> Tensor | None:
+        """The host's memory for step.read, see `FfnParts`."""
+        return self._link.sent(len(step.x)) if self._asks_cpu and self._cpu_has_part(step) else None
 
     def begin(self) -> list[Operator]:
         """Select terms, and send the CPU its input, see `FfnParts`."""
@@ -162,6 +167,16 @@ class HybridTerms(ABC):
         """Whether the CPU gets the input of a step."""
         return not self._streams(step)
 
+    @abstractmethod
+    def _chooses(self, tokens: int) -> bool:
+        """Whether a selection, in a step of that number of tokens, may leave the CPU without any term."""
+
+    def _answer(self, step: Step) -> CallAnswer | None:
+        """The means by which the GPU answers the layer's call where it selects no cold term; None: the CPU does."""
+        tokens = len(step.x)
+        answers = self._asks_cpu and self._callable and self._chooses(tokens) and self._cpu_has_part(step)
+        return self._link.answer(self._number, tokens) if answers else None
+
     def _send(self, step: Step) -> None:
         if self._cpu_has_part(step):
             self._link.send(len(step.x), self._sent_bytes(len(step.x)))
@@ -208,7 +223,7 @@ class HybridTerms(ABC):
 
     def _add_cold(self, step: Step) -> None:
         if not self._streams(step):
-            self._link.add_back(step.target)
+            self._link.add_back(step.target, self._answer(step))
         step.normed = None
 
     # ---------------------------------------------------------------- counters and swaps, not while a step runs

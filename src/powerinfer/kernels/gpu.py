@@ -63,6 +63,8 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from powerinfer.kernels.gpu_types import CallAnswer
+
 _SLAB = 1 << 19  # elements that are converted at a time: by a thread, in whose cache they stay, or on a device
 
 _LOADED = 1 << 24  # bytes of bundles uploaded at a time
@@ -446,18 +448,22 @@ def norm(
     layer: bool,
     into: Tensor | None = None,
     for_codes: bool = False,
+    sent: Tensor | None = None,
 ) -> Tensor:
     """x / rms(x) * weight over the last axis; layer: (x - mean(x)) / deviation(x) * weight + bias. float32.
 
-    into: where the result goes, of x's shape, contiguous. for_codes: it is multiplied with weights of `INTEGERS`.
+    into: where the result goes, of x's shape, contiguous. for_codes: it is multiplied with weights of `INTEGERS`. sent:
+    memory of the host (`gpu_host`) that gets it, too.
     """
     if _triton(x):
-        return _kernels().norm(x, weight, bias, eps, layer, into, for_codes)
+        return _kernels().norm(x, weight, bias, eps, layer, into, for_codes, sent)
     import torch
 
     centred = x - x.mean(dim=-1, keepdim=True) if layer else x
     out = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight
     out = out if bias is None else out + bias
+    if sent is not None:
+        sent.copy_(out)
     return out if into is None else into.copy_(out)
 
 
@@ -647,18 +653,32 @@ def hide(inner: Weight, x: Tensor) -> Tensor:
     return linear(inner, x).relu_()
 
 
+def settle(cold: Tensor, answer: CallAnswer) -> None:
+    """Answer a call of the CPU if none of its terms is selected. cold: bool, of any shape, of each whether it is."""
+    answer.counters[0].copy_(cold.sum())
+    number = answer.answered.new_full((1,), answer.number)
+    answer.answered.copy_(number.where(answer.counters[:1] == 0, answer.answered))
+
+
 def predict(
-    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
+    inner: Weight,
+    outer: Weight,
+    numbers: Tensor,
+    x: Tensor,
+    threshold: float,
+    floor: int,
+    into: tuple[Tensor, Tensor],
+    answer: CallAnswer | None = None,
 ) -> None:
     """Write the neurons that a predictor selects for each token: 1 or 0, into two uint8 tensors, [T, n] for the first n
     rows of `outer` and [T, d_ff - n] for the others.
 
     inner: [rank, d_model]; outer: [d_ff, rank]; numbers: int32 [d_ff], its rows' neurons; x: float32 [T, d_model]. A
     neuron is selected when z = outer . relu(inner . x) is at least `threshold` (or NaN); if fewer than `floor` are, the
-    `floor` of largest z are, ties by number.
+    `floor` of largest z are, ties by number. answer: to settle where the others are the CPU's, of at most FEW tokens.
     """
     if x.shape[0] <= FEW and _triton(x):
-        _kernels().predict(inner, outer, numbers, x, threshold, floor, into)
+        _kernels().predict(inner, outer, numbers, x, threshold, floor, into, answer)
         return
     import torch
 
@@ -672,6 +692,8 @@ def predict(
     split = into[0].shape[1]
     into[0].copy_(selected[:, :split])
     into[1].copy_(selected[:, split:])
+    if answer is not None:
+        settle(selected[:, split:], answer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -929,6 +951,7 @@ def neuron_sum(
     into: Tensor | None = None,
     fired: Tensor | None = None,
     fused: bool = False,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The neurons' sum for T tokens: (float32 [T, d_model], int32 [n] tokens that each fired for).
 
@@ -937,14 +960,16 @@ def neuron_sum(
     activations: float32 [T, d_model], or what several sums make something of once; selected: uint8 [T, n], 0 for a
     neuron that does not count for a token; None: all count. An activation of at most `threshold` in magnitude counts as
     zero. A neuron fires for a token when its product h is not zero. fused: by one Triton kernel where there is one
-    token; its sum is rounded otherwise.
+    token; its sum is rounded otherwise. dense: nearly all are needed by some token, so matrices are multiplied
+    if down needs no conversion; likewise.
     """
     import torch
 
     x = activations_of(activations).x
     if fired is None:
         fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
-    if 0 < x.shape[0] <= FEW and neurons.n and _triton(x):
+    as_matrices = dense and neurons.down.type in FLOAT_TYPES
+    if 0 < x.shape[0] <= FEW and neurons.n and not as_matrices and _triton(x):
         from powerinfer.kernels import triton_fused, triton_neurons
 
         by = triton_fused.fused_sum if fused and x.shape[0] == 1 else triton_neurons.neuron_sum

@@ -15,7 +15,7 @@ from powerinfer.formats.quant import Float32
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.kernels import gpu, gpu_panels
 from powerinfer.kernels.cpu import LANES, ExpertPanels
-from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, ExpertPredictor, Experts, Router, Weight
+from powerinfer.kernels.gpu_types import BY_NEURON, NOT_A_NUMBER, Elsewhere, ExpertPredictor, Experts, Router, Weight
 from powerinfer.neurons import BUNDLE_GROUP, Indices
 
 if TYPE_CHECKING:
@@ -222,47 +222,72 @@ def upload_router(
     return Router(settings, gpu.upload(weight, device), of_bias, of_correction, arrived)
 
 
-def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+def select(
+    router: Router,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    sent: tuple[Tensor, Tensor] | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> None:
     """`route` by the router's logits of x, float32 [T, d_model]; of one token by one Triton kernel."""
     if len(x) == 1 and gpu.which(x) == "triton":
         from powerinfer.kernels import triton_experts
 
-        triton_experts.select(router, x, experts, weights)
+        triton_experts.select(router, x, experts, weights, sent, elsewhere)
     else:
         logits = gpu.linear(router.weight, x, router.bias)
-        route(logits, router.settings, router.correction, experts, weights)
+        route(logits, router.settings, router.correction, experts, weights, sent, elsewhere)
 
 
-def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
+def route(
+    logits: Tensor,
+    about: RouterConfig,
+    correction: Tensor | None,
+    experts: Tensor,
+    weights: Tensor,
+    sent: tuple[Tensor, Tensor] | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> None:
     """experts int32, weights float32 [T, top_k] = each token's experts, ascending, and their weights.
 
     logits: float32 [T, n]; correction: float32 [n], added to the scores for the selection alone. Experts are valid and
-    differ whatever the logits are; of equal scores the first is selected.
+    differ whatever the logits are; of equal scores the first is selected. sent: memory of the host (`gpu_host`) that
+    gets both, too; elsewhere: to settle, of at most `gpu.FEW` tokens.
     """
     if gpu.which(logits) == "triton":
         from powerinfer.kernels import triton_experts
 
-        triton_experts.route(logits, about, correction, experts, weights)
+        triton_experts.route(logits, about, correction, experts, weights, sent, elsewhere)
         return
+    _route(logits, about, correction, experts, weights)
+    if sent is not None:
+        sent[0].copy_(experts)
+        sent[1].copy_(weights)
+    if elsewhere is not None:
+        gpu.settle(elsewhere.table[experts.long()] < 0, elsewhere.answer)
+
+
+def _route(logits: Tensor, settings: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     import torch
 
-    if about.scoring == "sparsemixer":
-        selected, shares = mix_experts(logits, about)
+    if settings.scoring == "sparsemixer":
+        selected, shares = mix_experts(logits, settings)
         selected, places = selected.sort(dim=-1)
         experts.copy_(selected)
         torch.gather(shares, 1, places, out=weights)
         return
-    scores = logits.sigmoid() if about.scoring == "sigmoid" else logits.softmax(dim=-1)
+    scores = logits.sigmoid() if settings.scoring == "sigmoid" else logits.softmax(dim=-1)
     wanted = scores if correction is None else scores + correction
     wanted = wanted.nan_to_num(nan=NOT_A_NUMBER, neginf=NOT_A_NUMBER)
-    if about.groups > 1:
-        grouped = wanted.unflatten(-1, (about.groups, -1))
-        best = grouped.sort(dim=-1, descending=True).values[..., : about.group_best].sum(dim=-1)
-        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, _largest(best, about.top_groups), False)
+    if settings.groups > 1:
+        grouped = wanted.unflatten(-1, (settings.groups, -1))
+        best = grouped.sort(dim=-1, descending=True).values[..., : settings.group_best].sum(dim=-1)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, _largest(best, settings.top_groups), False)
         wanted = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
-    selected = _largest(wanted, about.top_k).sort(dim=-1).values
+    selected = _largest(wanted, settings.top_k).sort(dim=-1).values
     own = scores.gather(1, selected)
-    factor = about.scale / (own.sum(dim=-1, keepdim=True) + 1e-20) if about.normalise else about.scale
+    factor = settings.scale / (own.sum(dim=-1, keepdim=True) + 1e-20) if settings.normalise else settings.scale
     experts.copy_(selected)
     torch.mul(own, factor, out=weights)
 

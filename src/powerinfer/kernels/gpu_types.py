@@ -208,6 +208,27 @@ NOT_A_NUMBER = -1e30
 """The score of an expert whose own is not a number: it is selected after all others."""
 
 
+class CallAnswer(NamedTuple):
+    """Means of a GPU that selects terms for a call of the CPU, to answer it where it selects none of the CPU's.
+
+    counters: int32 [3] on the device: selections of the CPU's terms, and what kernels count by, zero but meanwhile;
+    answered: int32 [1] of the host (`gpu_host`), which gets the number if there are none. Sums of the CPU's count only
+    where there are some.
+    """
+
+    counters: Tensor
+    answered: Tensor
+    number: int
+
+
+class Elsewhere(NamedTuple):
+    """The experts that the CPU has: those whose slot is negative in the table, int32 [n]; and how to answer where no
+    token selects any."""
+
+    table: Tensor
+    answer: CallAnswer
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Router:
     """The router of a layer on a device. weight: [n, d_model]; bias: float32 [n] of its products; correction: float32

@@ -43,6 +43,8 @@ from powerinfer.kernels.triton_kernels import (
     put_codes,
     row_dots,
     scales_of,
+    settle,
+    settle_together,
     small_signed,
     taken,
     taken_width,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import RouterConfig
-    from powerinfer.kernels.gpu_types import Experts, Router, Weight
+    from powerinfer.kernels.gpu_types import Elsewhere, Experts, Router, Weight
 
 PAIRS = 64  # that a program orders
 COMPARED = 256  # pairs at a time that they are compared with
@@ -75,11 +77,24 @@ def _best(x, place):
 
 
 @triton.jit
+def _put_selected(chosen, i, shares, experts, weights, sent_experts, sent_weights, at, SENT: tl.constexpr):
+    """Store the numbers i that are chosen, from place `at` on, and their shares; SENT: for the host, too."""
+    at += tl.cumsum(chosen, 0) - 1
+    tl.store(experts + at, i, mask=chosen != 0)
+    tl.store(weights + at, shares, mask=chosen != 0)
+    if SENT:
+        tl.store(sent_experts + at, i, mask=chosen != 0, cache_modifier=".wt")
+        tl.store(sent_weights + at, shares, mask=chosen != 0, cache_modifier=".wt")
+
+
+@triton.jit
 def _select_best(
-    logits, correction, experts, weights, t, n, top_k, groups, top_groups, group_best, scale,
-    SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr,
+    logits, correction, experts, weights, sent_experts, sent_weights, t, n, top_k, groups, top_groups, group_best,
+    scale,
+    SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, SENT: tl.constexpr, BLOCK: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
-    """The experts of token t. CACHE: how logits are loaded."""
+    """The experts of token t, not zero in what is returned. CACHE: how logits are loaded."""
     i = tl.arange(0, BLOCK)
     here = i < n
     x = tl.load(logits + t * n + i, mask=here, other=0, cache_modifier=CACHE)
@@ -115,17 +130,19 @@ def _select_best(
         place = _best(wanted, i)
         chosen = tl.where(i == place, 1, chosen)
         wanted = tl.where(i == place, -float("inf"), wanted)
-    at = t * top_k + tl.cumsum(chosen, 0) - 1
     if NORMALISE:
         scores *= scale / (tl.sum(tl.where(chosen != 0, scores, 0.0), 0) + 1e-20)
     else:
         scores *= scale
-    tl.store(experts + at, i, mask=chosen != 0)
-    tl.store(weights + at, scores, mask=chosen != 0)
+    _put_selected(chosen, i, scores, experts, weights, sent_experts, sent_weights, t * top_k, SENT)
+    return chosen
 
 
 @triton.jit
-def _select_mixed(logits, experts, weights, t, n, top_k, near, BLOCK: tl.constexpr, CACHE: tl.constexpr):
+def _select_mixed(
+    logits, experts, weights, sent_experts, sent_weights, t, n, top_k, near,
+    SENT: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """The same by sparsemixer. near: what logits near each other differ by at most, in parts."""
     i = tl.arange(0, BLOCK)
     here = i < n
@@ -141,39 +158,58 @@ def _select_mixed(logits, experts, weights, t, n, top_k, near, BLOCK: tl.constex
         shares = tl.where(i == place, share, shares)
         chosen = tl.where(i == place, 1, chosen)
         selectable = tl.where(i == place, -float("inf"), selectable)
-    at = t * top_k + tl.cumsum(chosen, 0) - 1
-    tl.store(experts + at, i, mask=chosen != 0)
-    tl.store(weights + at, shares, mask=chosen != 0)
+    _put_selected(chosen, i, shares, experts, weights, sent_experts, sent_weights, t * top_k, SENT)
+    return chosen
+
+
+@triton.jit
+def _elsewhere(chosen, table, BLOCK: tl.constexpr):
+    """The number of the experts chosen that have no slot in the table."""
+    slot = tl.load(table + tl.arange(0, BLOCK), mask=chosen != 0, other=0)
+    return tl.sum((slot < 0).to(tl.int32), 0)
 
 
 @launched
-@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
+@triton.jit(
+    do_not_specialize=["number"],
+    do_not_specialize_on_alignment=["experts", "weights", "sent_experts", "sent_weights"],
+)
 def _route_kernel(
-    logits, correction, experts, weights, n, top_k, groups, top_groups, group_best, scale,
-    MIXES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, correction, experts, weights, sent_experts, sent_weights, table, counters, answered, number, n, top_k,
+    groups, top_groups, group_best, scale,
+    MIXES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, SENT: tl.constexpr,
+    ANSWERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts; MIXES: by sparsemixer, whose `near` is in the place of scale."""
+    """A token's experts; MIXES: by sparsemixer, whose `near` is in the place of scale. ANSWERS: `settle_together`."""
     follow()
     t = tl.program_id(0)
     if MIXES:
-        _select_mixed(logits, experts, weights, t, n, top_k, scale, BLOCK, "")
+        chosen = _select_mixed(
+            logits, experts, weights, sent_experts, sent_weights, t, n, top_k, scale, SENT, BLOCK, ""
+        )
     else:
-        _select_best(
-            logits, correction, experts, weights, t, n, top_k, groups, top_groups, group_best, scale, SIGMOID,
-            CORRECTION, NORMALISE, BLOCK, "",
+        chosen = _select_best(
+            logits, correction, experts, weights, sent_experts, sent_weights, t, n, top_k, groups, top_groups,
+            group_best, scale, SIGMOID, CORRECTION, NORMALISE, SENT, BLOCK, "",
         )  # fmt: skip
+    if ANSWERS:
+        settle_together(_elsewhere(chosen, table, BLOCK), counters, answered, number, tl.num_programs(0))
 
 
 @launched
-@triton.jit(do_not_specialize_on_alignment=["experts", "weights"])
+@triton.jit(
+    do_not_specialize=["number"],
+    do_not_specialize_on_alignment=["experts", "weights", "sent_experts", "sent_weights"],
+)
 def _router_kernel(
-    x, data, scales, bias, logits, arrived, correction, experts, weights, n, k, top_k, groups, top_groups, group_best,
-    scale,
+    x, data, scales, bias, logits, arrived, correction, experts, weights, sent_experts, sent_weights, table, counters,
+    answered, number, n, k, top_k, groups, top_groups, group_best, scale,
     TYPE: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, LINES: tl.constexpr,
-    MIXES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    MIXES: tl.constexpr, SIGMOID: tl.constexpr, CORRECTION: tl.constexpr, NORMALISE: tl.constexpr, SENT: tl.constexpr,
+    ANSWERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """R logits of one token; the program that finishes last, by the counter `arrived`, which is zero before and behind,
-    selects the experts: from all logits, whichever it is."""
+    selects the experts: from all logits, whichever it is. ANSWERS: `settle`."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < n
     ask_for(data, row, n, k, TYPE, LINES)
@@ -184,12 +220,16 @@ def _router_kernel(
     if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
         if MIXES:
-            _select_mixed(logits, experts, weights, 0, n, top_k, scale, BLOCK, ".cg")
+            chosen = _select_mixed(
+                logits, experts, weights, sent_experts, sent_weights, 0, n, top_k, scale, SENT, BLOCK, ".cg"
+            )
         else:
-            _select_best(
-                logits, correction, experts, weights, 0, n, top_k, groups, top_groups, group_best, scale, SIGMOID,
-                CORRECTION, NORMALISE, BLOCK, ".cg",
+            chosen = _select_best(
+                logits, correction, experts, weights, sent_experts, sent_weights, 0, n, top_k, groups, top_groups,
+                group_best, scale, SIGMOID, CORRECTION, NORMALISE, SENT, BLOCK, ".cg",
             )  # fmt: skip
+        if ANSWERS:
+            settle(_elsewhere(chosen, table, BLOCK), counters, answered, number)
 
 
 def _routing(settings: RouterConfig, n: int) -> tuple[tuple[int, int, int, int, float], dict[str, Any]]:
@@ -204,27 +244,40 @@ def _routing(settings: RouterConfig, n: int) -> tuple[tuple[int, int, int, int, 
     }
 
 
-def route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
+def route(
+    logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor,
+    sent: tuple[Tensor, Tensor] | None, elsewhere: Elsewhere | None,
+) -> None:  # fmt: skip
     """`gpu_experts.route`."""
     tokens, n = logits.shape
     if tokens:
         numbers, flags = _routing(about, n)
         _route_kernel[(tokens,)](
-            logits.contiguous(), either(correction, logits), experts, weights, n, *numbers, **flags,
-            CORRECTION=correction is not None, num_warps=4, launch_pdl=early(logits),
+            logits.contiguous(), either(correction, logits), experts, weights, *(sent or (experts, weights)),
+            *_settled(elsewhere, experts), n, *numbers, **flags, CORRECTION=correction is not None,
+            SENT=sent is not None, ANSWERS=elsewhere is not None, num_warps=4, launch_pdl=early(logits),
         )  # fmt: skip
 
 
-def select(router: Router, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+def _settled(elsewhere: Elsewhere | None, other: Tensor) -> tuple[Any, ...]:
+    """Arguments of a kernel that settles it."""
+    return (other, other, other, 0) if elsewhere is None else (elsewhere.table, *elsewhere.answer)
+
+
+def select(
+    router: Router, x: Tensor, experts: Tensor, weights: Tensor, sent: tuple[Tensor, Tensor] | None,
+    elsewhere: Elsewhere | None,
+) -> None:  # fmt: skip
     """`gpu_experts.select` of one token."""
     w, correction = router.weight, router.correction
     tile, (numbers, flags) = fitting(w, 1, processors(x)), _routing(router.settings, w.rows)
     logits = torch.empty((1, w.rows), dtype=torch.float32, device=x.device)
     _router_kernel[(triton.cdiv(w.rows, tile.rows),)](
         taken(x, w.type), w.data, scales_of(w), either(router.bias, logits), logits, router.arrived,
-        either(correction, logits), experts, weights, w.rows, w.k, *numbers, TYPE=w.type, BIAS=router.bias is not None,
-        R=tile.rows, C=tile.columns, LINES=asked_lines(w, tile.rows), CORRECTION=correction is not None, **flags,
-        num_warps=tile.warps, launch_pdl=early(x),
+        either(correction, logits), experts, weights, *(sent or (experts, weights)), *_settled(elsewhere, experts),
+        w.rows, w.k, *numbers, TYPE=w.type, BIAS=router.bias is not None, R=tile.rows, C=tile.columns,
+        LINES=asked_lines(w, tile.rows), CORRECTION=correction is not None, SENT=sent is not None,
+        ANSWERS=elsewhere is not None, **flags, num_warps=tile.warps, launch_pdl=early(x),
     )  # fmt: skip
 
 

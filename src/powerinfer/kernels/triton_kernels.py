@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import AttentionConfig, LatentAttentionConfig
-    from powerinfer.kernels.gpu_types import Cached, Contexts, HeadNorms, NewHeads, Weight
+    from powerinfer.kernels.gpu_types import Cached, CallAnswer, Contexts, HeadNorms, NewHeads, Weight
 
 
 class Tile(NamedTuple):
@@ -103,7 +103,12 @@ HALVED = 8192  # values that a program splits at a time
 STAGES = 4  # of the operands of tensor cores
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
-ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
+ATTENTION_ROWS = 32  # of a tile of scores in float32, in prompts: tokens times heads that share keys
+# The same in F16: rows, places of keys at a time, and warps, by the most dimensions of a head that they are for. A
+# multiprocessor holds one program. No registers spill: they would with 128 rows of 256 dimensions and, but on Hopper,
+# with 64 places of 128, or of Q8_0.
+PROMPT_TILES = {64: (128, 64, 8), 128: (128, 64, 8), 256: (64, 32, 8), 512: (32, 16, 8)}
+AMPERE_TILE = 128, 32, 8
 ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more (`held`),
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages,
 JOINED = 8  # unless it is in so many parts at most, which need no kernel of their own to be joined
@@ -122,6 +127,23 @@ def follow():
         if cuda_capability_geq(9, 0):
             gdc_launch_dependents()
             gdc_wait()
+
+
+@triton.jit
+def settle(cold, counters, answered, number):
+    """Note how many selections are the CPU's, and answer its call if none is; see `CallAnswer`."""
+    tl.store(counters, cold)
+    if cold == 0:
+        tl.store(answered, number, cache_modifier=".wt")
+
+
+@triton.jit
+def settle_together(cold, counters, answered, number, programs):
+    """The same of so many programs, each of which has some of them: whichever finishes last does it."""
+    tl.atomic_add(counters + 1, cold)
+    if tl.atomic_add(counters + 2, 1, sem="acq_rel") == programs - 1:
+        tl.store(counters + 2, 0)
+        settle(tl.atomic_xchg(counters + 1, 0), counters, answered, number)
 
 
 @triton.jit
@@ -1303,10 +1325,10 @@ def context_splits(pages: int, least: int, programs: int, slots: int, joined: in
 @launched
 @triton.jit
 def _norm_kernel(
-    x, weight, bias, out, made, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, CODED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, out, made, sent, width, eps, LAYER: tl.constexpr, BIAS: tl.constexpr, CODED: tl.constexpr,
+    SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of x, normalised; CODED: made are its `codes`."""
+    """A row of x, normalised; CODED: made are its `codes`; SENT: the host gets it, too."""
     follow()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -1318,6 +1340,8 @@ def _norm_kernel(
     if BIAS:
         y += tl.load(bias + c, mask=here, other=0)
     tl.store(out + row * width + c, y, mask=here)
+    if SENT:
+        tl.store(sent + row * width + c, y, mask=here, cache_modifier=".wt")
     if CODED:
         b = tl.arange(0, BLOCK // 32)
         put_codes(made, row, tl.reshape(y, (BLOCK // 32, 32)), b, b * 32 < width, width, BLOCK // 32)
@@ -1325,7 +1349,7 @@ def _norm_kernel(
 
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, into: Tensor | None = None,
-    for_codes: bool = False,
+    for_codes: bool = False, sent: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`gpu.norm`."""
     x = x.contiguous()
@@ -1335,9 +1359,9 @@ def norm(
         block, rows = triton.next_power_of_2(width), x.numel() // width
         made = coded(out, rows, width) if for_codes else None
         _norm_kernel[(rows,)](
-            x, weight, either(bias, weight), out, either(made, out), width, eps, LAYER=layer, BIAS=bias is not None,
-            CODED=made is not None, BLOCK=block, num_warps=warps(block, 8), enable_fp_fusion=made is None,
-            launch_pdl=early(x),
+            x, weight, either(bias, weight), out, either(made, out), either(sent, out), width, eps, LAYER=layer,
+            BIAS=bias is not None, CODED=made is not None, SENT=sent is not None, BLOCK=block,
+            num_warps=warps(block, 8), enable_fp_fusion=made is None, launch_pdl=early(x),
         )  # fmt: skip
     return out
 
@@ -1535,6 +1559,18 @@ def _loaded(
 
 
 @triton.jit
+def _pages_of(table, slot, part, there, begin, end, PLACES: tl.constexpr):
+    """The page of the slots of a part of a context, or of each of them, and which of these are there and in pages
+    begin .. end."""
+    if PLACES > 32:  # the first or the last page may be another split's
+        there &= (slot >= begin * 32) & (slot < end * 32)
+        page = tl.load(table + slot // 32, mask=there, other=0)
+    else:
+        page = tl.load(table + part * PLACES // 32)
+    return page, there
+
+
+@triton.jit
 def query_growth(position, growth, interval, offset):
     """Factors of the queries at some positions, -1: of nothing (`AttentionConfig.query_growth`)."""
     return 1 + growth * tl.log(1 + ((tl.maximum(position, 0) + offset) // interval).to(tl.float32))
@@ -1571,13 +1607,12 @@ def _attention_kernel(
 
     HALF: products of float16; TWO: of two halves of q, and of the weights, which is as exact as float32. JOINED: at
     most so many splits, which the program joins that finishes last, by the counter of its tile in `arrived`, which is
-    zero before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, read
-    at a time. TURNS: there is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in
-    each program, and the one of k, which is stored, with that of v, in the program that has its place.
+    zero before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, or of
+    two, read at a time. TURNS: there is one token, whose heads turn first, as `_rotate_and_store_kernel` has them:
+    those of q in each program, and the one of k, which is stored, with that of v, in the program that has its place.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
-    PARTS: tl.constexpr = 32 // PLACES
     g, split = tl.program_id(1), tl.program_id(2)
     m, dim, place = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, PLACES)
     token, head = tl.program_id(0) * TILE + m // GROUP_PAD, m % GROUP_PAD
@@ -1617,13 +1652,15 @@ def _attention_kernel(
         first = tl.maximum(tl.min(tl.where(mine, earliest, 0x7FFFFFFF), 0), 0)
         begin = tl.maximum(first // 32, split * per)
         end = tl.minimum(last // 32 + 1, split * per + per)
-        for part in range(begin * PARTS, end * PARTS):
-            page, slot = part // PARTS, part * PLACES + place
+        for part in range(begin * 32 // PLACES, tl.cdiv(end * 32, PLACES)):
+            slot = part * PLACES + place
             there = (slot >= first) & (slot <= last)
-            within = place + part % PARTS * PLACES
-            from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + within) * kv_heads + g
+            page, there = _pages_of(table + one * pages, slot, part, there, begin, end, PLACES)
+            from_ = (page.to(tl.int64) * 32 + slot % 32) * kv_heads + g
             keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF or TWO, PLACES, BLOCK)
             seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] >= earliest[:, None])
+            if PLACES > 32:
+                seen &= there[None, :]
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
             if TWO:
                 scores = (scores + tl.dot(query_low, tl.trans(keys)) * (1 / LOW)) * step[:, None]
@@ -1766,6 +1803,15 @@ def _turning(new: NewHeads | None, q: Tensor, contexts: Contexts) -> tuple[tuple
     return (*of_heads, *(new.norms or (q, q, 0.0))), {"TURNS": True, "NORMS": norms}
 
 
+def _attention_tile(q: Tensor, block: int, kind: str, half: bool, wide: bool) -> tuple[int, int, int]:
+    """Rows, places and warps of attention of heads of so many dimensions in that type, in F16 or not."""
+    if not half:
+        return ATTENTION_ROWS >> wide, 16 if wide else 32, 4 << wide
+    tile = next(tile for dims, tile in PROMPT_TILES.items() if block <= dims)
+    hopper = not q.is_cuda or _capability(q.device.index) == 9
+    return tile if hopper or block > 128 or (block < 128 and kind != "Q8_0") else AMPERE_TILE
+
+
 def attention(
     q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
     sinks: Tensor | None = None, for_codes: bool = False, arrived: Tensor | None = None, new: NewHeads | None = None,
@@ -1784,10 +1830,11 @@ def attention(
     kind = cache_kind(cache[0])
     few, wide = tokens <= FEW, dims > WIDEST
     half = not few and kind != "F32"
-    tile = 1 if few else max(1, ATTENTION_ROWS[half] // (padded << wide))
-    tiles = triton.cdiv(tokens, tile)
     block = max(16, _block(dims, cache[0]))
-    slots = held(block, shared_memory(q)) * processors(q)
+    rows, places, many = _attention_tile(q, block, kind, half, wide)
+    tile = 1 if few else max(1, rows // padded)
+    tiles = triton.cdiv(tokens, tile)
+    slots = (1 if half else held(block, shared_memory(q))) * processors(q)
     most = 1 if arrived is None or not few else JOINED
     splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots, most)
     per = triton.cdiv(pages, splits)
@@ -1806,8 +1853,8 @@ def attention(
         CHUNKED=settings.chunked, GROWN=settings.query_growth != 0, SINKS=sinks is not None,
         CAPPED=settings.score_cap is not None, CODED=codes_here, GROUP=group, GROUP_PAD=padded, TILE=tile,
         M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind,
-        HALF=half, TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q),
-        num_warps=8 if wide else 4, enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"),
+        HALF=half, TWO=few and kind == "F16", PLACES=places, PRECISION=precision(q),
+        num_warps=many, enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"),
         launch_pdl=early(q),
     )  # fmt: skip
     if not alone:
@@ -1833,29 +1880,33 @@ def _put_selection(chosen, first, others, t, row, here, n, split):
 def _put_guess(
     y, threshold, z, first, others, counts, t, tokens, row, here, n, split, tile, tiles, FLOOR: tl.constexpr
 ):  # fmt: skip
-    """Store what a tile of rows of the second matrix says of token t; see `_outer_kernel`."""
+    """Store what a tile of rows of the second matrix says of token t, see `_outer_kernel`. Returns which rows from
+    `split` on are selected."""
     chosen = here & ((y >= threshold) | (y != y))
     _put_selection(chosen, first, others, t, row, here, n, split)
     if FLOOR:
         tl.store(z + t * n + row, y, mask=here)
         own = tl.sum(chosen.to(tl.int32), 0)
         tl.store(counts + t * tiles + tile, own, mask=t < tokens)
+    return (chosen & (row >= split)).to(tl.int32)
 
 
 @launched
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "number"])
 def _outer_kernel(
-    x, data, scales, z, first, others, counts, tokens, n, k, split, threshold,
-    FLOOR: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    PRECISION: tl.constexpr, HALVES: tl.constexpr, ASKED_FOR: tl.constexpr, LINES: tl.constexpr,
+    x, data, scales, z, first, others, counts, counters, answered, number, tokens, n, k, split, threshold,
+    FLOOR: tl.constexpr, ANSWERS: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    G: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr, ASKED_FOR: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Rows of a predictor's second matrix, R at a time, and which of them each token selects: those whose z reaches the
     threshold. A program has an even share of them, ASKED_FOR rows at most, and asks for these before it waits.
 
     first: of the rows before `split`, others: of those from it on. With FLOOR z [tokens, n] is kept, and in counts
-    [tokens, tiles] how many of each R rows are selected.
+    [tokens, tiles] how many of each R rows are selected. ANSWERS: `settle_together`, of `others`, but with FLOOR the
+    kernel that follows does.
     """
     tiles = tl.cdiv(n, R)
+    cold = tl.zeros((R,), tl.int32)
     begin, end = share(tiles)
     ask_for(data, begin * R + tl.arange(0, ASKED_FOR), n, k, TYPE, LINES)
     follow()
@@ -1868,6 +1919,7 @@ def _outer_kernel(
             here = live[:, None] & (t < tokens)[None, :]
             chosen = here & ((y >= threshold) | (y != y))
             _put_selection(chosen, first, others, t[None, :], row[:, None], here, n, split)
+            cold += tl.sum((chosen & (row[:, None] >= split)).to(tl.int32), 1)
             if FLOOR:
                 tl.store(z + t[None, :] * n + row[:, None], y, mask=here)
                 tl.store(counts + t * tiles + tile, tl.sum(chosen.to(tl.int32), 0), mask=t < tokens)
@@ -1877,24 +1929,31 @@ def _outer_kernel(
                 sums = dots_together(own, data, scales, row.to(tl.int64), live, tokens - t0, k, TYPE, G, R, C)
                 for t in tl.static_range(G):
                     here = live & (t0 + t < tokens)
-                    _put_guess(
+                    cold += _put_guess(
                         sums[t], threshold, z, first, others, counts, t0 + t, tokens, row, here, n, split, tile, tiles,
                         FLOOR,
                     )  # fmt: skip
         else:
             y = row_dots(x, data, scales, row.to(tl.int64), live, 1, k, TYPE, T, R, C, PRECISION)
-            _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, tile, tiles, FLOOR)
+            cold += _put_guess(y, threshold, z, first, others, counts, 0, 1, row, live, n, split, tile, tiles, FLOOR)
+    if ANSWERS:
+        if FLOOR:
+            tl.atomic_add(counters + 1, tl.sum(cold, 0))
+        else:
+            settle_together(tl.sum(cold, 0), counters, answered, number, tl.num_programs(0))
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _floor_kernel(
-    z, numbers, counts, first, others, n, split, floor, tiles, BLOCK: tl.constexpr, COUNTS: tl.constexpr
+    z, numbers, counts, first, others, counters, answered, number, n, split, floor, tiles, threshold,
+    ANSWERS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """One token: if fewer than `floor` are selected, select the `floor` largest of z instead, of equal ones those of
     least number. Otherwise it only adds up the counts."""
     follow()
     t = tl.program_id(0)
+    more = tl.full((), 0, tl.int32)
     selected = tl.zeros((COUNTS,), tl.int32)
     for c0 in range(0, tiles, COUNTS):
         c = c0 + tl.arange(0, COUNTS)
@@ -1916,18 +1975,24 @@ def _floor_kernel(
         above, equal = here & (key > last), here & (key == last)
         # Of those that are equal to it the first, by bisection of their numbers.
         lacking = floor - tl.sum(above.to(tl.int32), 0)
-        number = tl.load(numbers + i, mask=here, other=0)
+        neuron = tl.load(numbers + i, mask=here, other=0)
         low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
         for _ in range(NUMBER_BITS):
             middle = (low + high) >> 1
-            enough = tl.sum((equal & (number <= middle)).to(tl.int32), 0) >= lacking
+            enough = tl.sum((equal & (neuron <= middle)).to(tl.int32), 0) >= lacking
             low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
-        _put_selection(above | (equal & (number <= high)), first, others, t, i, here, n, split)
+        chosen = above | (equal & (neuron <= high))
+        _put_selection(chosen, first, others, t, i, here, n, split)
+        reached = (guess >= threshold) | (guess != guess)  # those were counted
+        more += tl.sum((chosen & (reached == 0) & (i >= split)).to(tl.int32), 0)
+    if ANSWERS:
+        settle_together(more, counters, answered, number, tl.num_programs(0))
 
 
 def predict(
-    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor]
-) -> None:
+    inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor],
+    answer: CallAnswer | None,
+) -> None:  # fmt: skip
     """`gpu.predict` of at most `gpu.FEW` tokens."""
     hidden = linear(inner, x, relu=True)
     tokens, n, split, floor = x.shape[0], outer.rows, into[0].shape[1], min(floor, outer.rows)
@@ -1943,16 +2008,16 @@ def predict(
     if floor:
         z = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
         counts = torch.empty((tokens, tiles), dtype=torch.int32, device=x.device)
+    settled = answer or (numbers, numbers, 0)
     _outer_kernel[(programs,)](
-        taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, tokens, n,
-        outer.k, split, threshold, FLOOR=floor > 0, TYPE=outer.type, T=columns(outer.type, tokens), R=tile.rows,
-        C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two, ASKED_FOR=asked,
-        LINES=asked_lines(outer, asked), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
+        taken(hidden, outer.type), outer.data, scales_of(outer), z, *into, counts, *settled, tokens, n, outer.k, split,
+        threshold, FLOOR=floor > 0, ANSWERS=answer is not None, TYPE=outer.type, T=columns(outer.type, tokens),
+        R=tile.rows, C=tile.columns, G=together(outer.type, tokens), PRECISION=precision(x), HALVES=two,
+        ASKED_FOR=asked, LINES=asked_lines(outer, asked), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
     )  # fmt: skip
     if floor:
         block = triton.next_power_of_2(n)
         _floor_kernel[(tokens,)](
-            z, numbers, counts, *into, n, split, floor, tiles, BLOCK=block, COUNTS=SUMMED,
-            num_warps=warps(block, 16),
-            launch_pdl=early(x),
+            z, numbers, counts, *into, *settled, n, split, floor, tiles, threshold, ANSWERS=answer is not None,
+            BLOCK=block, COUNTS=SUMMED, num_warps=warps(block, 16), launch_pdl=early(x),
         )  # fmt: skip
