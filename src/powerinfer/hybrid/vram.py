@@ -62,7 +62,7 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
         return shorter
     if placement.neurons is not None:
         return _fewer_neurons(resolved, lacking)
-    if (headless := _without_draft_head(resolved)) is not None:
+    if (headless := _drop_draft_head(resolved)) is not None:
         return headless
     if placement.experts is None:
         if placement.staging:
@@ -109,7 +109,7 @@ def _fewer_experts(resolved: Resolved, lacking: int, failures: int) -> Resolved 
     return with_other_experts(resolved, (estimate if scratch is None else scratch) + spare + min(lacking, most))
 
 
-def _without_draft_head(resolved: Resolved) -> Resolved | None:
+def _drop_draft_head(resolved: Resolved) -> Resolved | None:
     """The same without a draft head beside experts, which RAM must hold then; None: there is none, or it does not."""
     placement, ram = resolved.placement, resolved.engine.ram
     if not placement.draft or placement.experts is None:
