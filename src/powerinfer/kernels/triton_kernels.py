@@ -1559,15 +1559,15 @@ def _loaded(
 
 
 @triton.jit
-def _pages_of(table, slot, part, there, begin, end, PLACES: tl.constexpr):
+def _pages_of(table, slot, part, valid, begin, end, PLACES: tl.constexpr):
     """The page of the slots of a part of a context, or of each of them, and which of these are there and in pages
     begin .. end."""
     if PLACES > 32:  # the first or the last page may be another split's
-        there &= (slot >= begin * 32) & (slot < end * 32)
-        page = tl.load(table + slot // 32, mask=there, other=0)
+        valid &= (slot >= begin * 32) & (slot < end * 32)
+        page = tl.load(table + slot // 32, mask=valid, other=0)
     else:
         page = tl.load(table + part * PLACES // 32)
-    return page, there
+    return page, valid
 
 
 @triton.jit
