@@ -137,17 +137,18 @@ class Flags:
 
     # ---------------------------------------------------------------- a trial
 
-    def trial(self, device: device) -> str | None:
-        """The reason why the GPU cannot use them in a recording; None: it can, in a trial. It must wait where it
-        should, and neither longer nor while it is given more."""
+    def trial(self, device: device, recorded: bool = True) -> str | None:
+        """The reason why the GPU cannot use them, in a recording if `recorded`; None: it can, in a trial. It must wait
+        where it should, and neither longer nor while it is given more."""
         streams = self._streams
-        record = streams.recorder()
-        if record is None:
+        record = streams.recorder() if recorded else None
+        if recorded and record is None:
             return "the device records nothing"
         self._host.set_patience(TRIAL_PATIENCE)
         try:
             self._try(lambda run: run, device, 1)  # a device that cannot says so here, without harm to a recording
-            self._try(record, device, EXCHANGES)
+            if record is not None:
+                self._try(record, device, EXCHANGES)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         finally:
