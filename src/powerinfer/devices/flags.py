@@ -148,18 +148,20 @@ class Flags:
 
     # ---------------------------------------------------------------- a trial
 
-    def trial(self, device: device, in_place: bool = False) -> str | None:
-        """The reason why the GPU cannot use them in a recording; None: it can, in a trial. It must wait where it
-        should, and neither longer nor while it is given more. in_place: what it sends and gets is not copied."""
+    def trial(self, device: device, *, recorded: bool = True, in_place: bool = False) -> str | None:
+        """The reason why the GPU cannot use them, in a recording if `recorded`; None: it can, in a trial. It must wait
+        where it should, and neither longer nor while it is given more. in_place: what it sends and gets is not
+        copied."""
         streams = self._streams
-        record = streams.recorder()
-        if record is None:
+        record = streams.recorder() if recorded else None
+        if recorded and record is None:
             return "the device records nothing"
         self._host.set_patience(TRIAL_PATIENCE)
         try:
             # A device that cannot says so here, without harm to a recording.
             self._try(lambda run: run, device, 1, in_place)
-            self._try(record, device, EXCHANGES, in_place)
+            if record is not None:
+                self._try(record, device, EXCHANGES, in_place)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         finally:

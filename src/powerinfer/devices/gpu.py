@@ -974,8 +974,9 @@ class GpuLayers:
         """End a step that was launched ahead, and whose result nobody wants."""
         if self.next_step is not None and self.next_step.batch is not None:
             self.next_step.batch = None
-            self.next_step.answer_calls()
-            self.buffers.wait()
+            with current(self.device), self._finished_after_failure():
+                self.next_step.answer_calls()
+                self.buffers.wait()
 
     def _count(self, tokens: int) -> None:
         if tokens <= cpu.NEURON_TOKENS:

@@ -334,7 +334,7 @@ class Link:
         except RuntimeError as error:
             return str(error)
         device, in_place = self._on_device.device, self._mapped is not None
-        reason = flags.trial(device, in_place)
+        reason = flags.trial(device, in_place=in_place)
         if reason is not None and in_place and flags.trial(device) is None:
             self.copy(reason)
             reason = None

@@ -26,6 +26,8 @@ from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Float32
 
 if TYPE_CHECKING:
+    from torch import device
+
     from powerinfer import _native
     from powerinfer.devices.batch import Batch
     from powerinfer.devices.link import Link
@@ -69,13 +71,16 @@ class NextStep:
         self._link = link
         self._flags = flags.Flags(streams)
         self._host, self._asked, self._answered = self._flags.numbers
-        self.trial = self._flags.trial
         self._number = self._left = 0
         self._stream: Stream
         self._run: Run
         self._answer: Callable[[], None] | None
         self._largest: Largest
         self._rows: Float32
+
+    def trial(self, to: device) -> str | None:
+        """The reason why the device cannot wait for rows, between recordings; None: it can, in a trial."""
+        return self._flags.trial(to, recorded=False)
 
     def begin(self) -> None:
         """Begin to count; nothing of an earlier step is under way."""

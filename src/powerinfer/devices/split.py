@@ -13,7 +13,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
-from powerinfer.devices.torch_device import current, gpu_failures
+from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
 
@@ -127,7 +127,7 @@ class SplitExecutor:
 
     def drop_successor(self) -> None:
         """End a step that was launched ahead, as no other one follows soon. PowerInferError when the device fails."""
-        with gpu_failures("computing a token", "lower --max-batch or --vram"), current(self.gpu.device):
+        with gpu_failures("computing a token", "lower --max-batch or --vram"):
             self.gpu.drop_next()
 
     def _collect(self, batch: Batch) -> NDArray[Any]:

@@ -156,6 +156,8 @@ class Scheduler:
         batch = self._planned
         if self.states is not None or len(batch.tokens) != len(batch.logit_rows):
             return None
+        if len(self._work) != len(self.running):  # a prompt had no room
+            return None
         if self._rows and (self.preempted or len(self.waiting)):
             return None
         for request, count in self._work:
