@@ -181,7 +181,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         gpu_states,
         triton_kernels,
     )
-    from powerinfer.kernels.gpu_types import Answer, Elsewhere
+    from powerinfer.kernels.gpu_types import CallAnswer, Elsewhere
     from powerinfer.neurons import BundleLayout
 
     class Device:
@@ -209,6 +209,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             "shared rows": constants.get("TILES") if self.fn.__name__ == "_linear_kernel" else None,
             "block": constants.get("BLOCK"),  # of attention, the dimensions of a head
             "turns": constants.get("TURNS", False),
+            "prompt": constants.get("HALF", False),
             "shared": kernel.shared,
             "warps": kernel.warps,
             "registers": kernel.registers,
@@ -292,7 +293,7 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             gpu.neuron_sum(gpu.Neurons(weight("F16"), *plain[1:], "cats", 0.0, bias, bias), x, None)
         low, high = weight("Q8_0", 64), weight("Q8_0", d_ff, 64)
         # Beside a CPU: what it gets is written into the host's memory, and its call answered.
-        answer = Answer(torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8)
+        answer = CallAnswer(torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 8)
         elsewhere, sent = Elsewhere(slots[0], answer), (slots, weights)
         for floor in (0, 8):
             gpu.predict(low, high, torch.empty(d_ff).int(), x, 0.5, floor, (named[:, :8], named[:, 8:]), answer)
@@ -481,8 +482,10 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     prompts += ("_panel_rows_kernel",)
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     choosing = ("_maxima_kernel", "_candidates_kernel")
-    for kernel in made:  # attention with heads of 256 dimensions spills more (docs/decisions/gpu.md)
-        if kernel["name"] in neurons or (kernel["name"] == "_attention_kernel" and kernel["block"] <= 128):
+    for kernel in made:  # attention of few tokens with heads of 256 dimensions spills more (docs/decisions/gpu.md)
+        if kernel["name"] in neurons or (
+            kernel["name"] == "_attention_kernel" and (kernel["block"] <= 128 or kernel["prompt"])
+        ):
             alone = kernel["name"] in neurons and not kernel["tokens"]
             assert kernel["stack"] <= (0 if alone else SPILT + SINE * kernel["turns"]), kernel
         assert kernel["name"] not in scans or not kernel["stack"], kernel
@@ -493,13 +496,14 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
         name, kind, several = kernel["name"], kernel["type"], kernel["tokens"]
         several = several or 0
         # for 32 tokens some make a second wave: tiles are those that are fastest for 8
+        memory = HOLDS[capability][2] << 10
         add = triton_neurons.HELD_ONE if not several else triton_neurons.HELD_SEVERAL if several <= 16 else {}
         fewest = {
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
             "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS // kernel["warps"],
-            "_attention_kernel": triton_kernels.held(kernel["block"] or 0, HOLDS[capability][2] << 10),
+            "_attention_kernel": 1 if kernel["prompt"] else triton_kernels.held(kernel["block"] or 0, memory),
             "_latent_kernel": triton_latent.HELD,
             "_fused_kernel": triton_fused.WARPS_HELD // kernel["warps"],
         }.get(name)

@@ -28,7 +28,7 @@ from powerinfer.formats.quant import block_type, dequantize, quantize
 from powerinfer.formats.tensors import RawTensor
 from powerinfer.formats.weight_types import BLOCKS, STORED_ROWS, WEIGHT_TYPES
 from powerinfer.kernels import cpu, gpu, gpu_host
-from powerinfer.kernels.gpu_types import Answer
+from powerinfer.kernels.gpu_types import CallAnswer
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, NeuronVectors
 
 TRITON = find_spec("triton") is not None
@@ -746,12 +746,13 @@ def test_rows_are_moved_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(gpu.values(weight), before.flip(0))
 
 
-def unanswered(device: Any) -> Answer:
+def unanswered(device: Any) -> CallAnswer:
     """The call of number 8; no call was answered yet."""
-    return Answer(torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device), 8)
+    counters, answered = (torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 1))
+    return CallAnswer(counters, answered, 8)
 
 
-def is_settled(answer: Answer, cold: int) -> bool:
+def is_settled(answer: CallAnswer, cold: int) -> bool:
     """Whether it is by a kernel that has selected so many terms of the CPU's."""
     return answer.counters.tolist() == [cold, 0, 0] and answer.answered.item() == (0 if cold else 8)
 
@@ -1335,3 +1336,20 @@ def test_a_few_long_rows(tokens: int, tile: tuple[int, int], kernels: str, monke
     assert triton_kernels.fitting(weight, tokens, 132)[:2] == tile
     want, bound = product(stored.float32().astype(np.float64), x, "Q8_0")
     assert_close(gpu.linear(weight, on_device(x)), want, bound)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_dense_sum_has_the_neurons_of_a_sparse_one(kind: str) -> None:
+    """Of types whose rows of down need no conversion by products of matrices; of others it is the same sum."""
+    x, n = on_device(floats(3, 5, 64)), 48
+    weights = [gpu.upload(raw(kind, n, 64), device_name()) for _ in range(3)]
+    own = gpu.Neurons(*weights, None, None, None, None, "relu", 0.0)
+    selected = on_device((floats(6, 5, n) > -0.5).astype(np.uint8))
+    found = []
+    for dense in (False, True):
+        into, fired = on_device(floats(5, 5, 64)), torch.zeros(n, dtype=torch.int64, device=x.device)
+        assert gpu.neuron_sum(own, x, selected, 0.01, into, fired, dense=dense)[0] is into
+        found.append((into, fired))
+    assert torch.equal(found[0][1], found[1][1]) and found[0][1].any()
+    assert (found[0][0] - found[1][0]).abs().max() <= 1e-5 * found[0][0].abs().max()

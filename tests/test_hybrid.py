@@ -53,7 +53,7 @@ from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.hybrid.sparsity import HybridSparsity  # noqa: E402
 from powerinfer.hybrid.terms import trades  # noqa: E402
-from powerinfer.kernels import cpu  # noqa: E402
+from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import NeuronPlacement, Predictor, Tier  # noqa: E402
 from powerinfer.prepare.packing import pack  # noqa: E402
 from powerinfer.runtime.live import Live  # noqa: E402
@@ -79,6 +79,7 @@ def split(
     most: Sequence[float] | None = None,
     stage: Stage | None = None,
     passes: bool = False,
+    frequency: Any = None,
     **options: Any,
 ) -> Iterator[tuple[Any, list[HybridFfn]]]:
     """passes: the layers that are not on the GPU stream, too."""
@@ -91,7 +92,7 @@ def split(
     selector = "exact" if most is None else "threshold"
     selection = Selection(selector, "a test", tuple(most or ()), bundles, predictors)
     whole = head and gpu_layers == config.n_layers
-    parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage)
+    parts = NeuronSplit(bundles, placed(config, share), selection.threshold, predictors, stage, frequency)
     resolved = Resolved(checkpoint, engine, selection, UsedGpu(device_name()), Placement(gpu_layers, whole))
     executor = load_split(resolved, parts, stage=stage if passes else None)
     try:
@@ -723,3 +724,29 @@ def test_a_failed_swap_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
                 pass
         assert all((one == ffn.hot).all() for one, ffn in zip(before, ffns, strict=True))
         np.testing.assert_array_equal(split_calls(executor, tokens), answer)
+
+
+@pytest.mark.parametrize("selects", [False, True])
+@pytest.mark.usefixtures("device")
+def test_matrices_are_multiplied_where_nearly_all_neurons_are_needed(
+    selects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the profile says; the same neurons count, and are counted."""
+    path, dense, plain = give_bundles(tiny_llama(tmp_path / "tiny.gguf")), [], gpu.neuron_sum
+
+    def noted(*given: Any) -> Any:
+        dense.append((len(given[1]), given[-1]))
+        return plain(*given)
+
+    monkeypatch.setattr(gpu, "neuron_sum", noted)
+    predictors = predictor_of(open_checkpoint(path).config) if selects else None
+    tokens, found = np.arange(20, dtype=np.int32), []
+    for frequency in (None, 0.01, 0.5):
+        often = None if frequency is None else lambda _, share=frequency: np.full(8, share)
+        with split(path, 1.0, predictors=predictors, frequency=often) as (executor, ffns):
+            dense.clear()
+            logits = families.run_chunks(executor, tokens, [16, 4], families.scattered_pages(executor, 1)[0])
+            found.append((logits, [ffn.collect()["hot"] for ffn in ffns]))
+            assert set(dense) == {(16, frequency != 0.01), (4, frequency == 0.5)}
+    for logits, counts in found[1:]:
+        assert counts == found[0][1] and families.rms(logits - found[0][0]) < 1e-5

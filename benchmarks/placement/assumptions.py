@@ -247,7 +247,10 @@ def assumptions() -> list[Assumption]:
             "a card's products with several tokens", "at most an H200's, by SM and clock", "measured (gpu-kernels)"
         ),
         Assumption("an operator on the GPU, replayed", f"{fixed.gpu.op_us:.2g} us; 4 to 7 a layer", h200),
-        Assumption("an exchange with the CPU in a layer", f"{fixed.sync_us:.3g} us", h200),
+        Assumption(
+            "an exchange with the CPU in a layer", f"{fixed.sync_us:.3g} us",
+            f"{h200}: a call of a function, with two copies, which steps of up to 32 tokens no longer have",
+        ),
         Assumption("a step beside these", f"{fixed.cpu.step_us + fixed.gpu.step_us:.0f} us", h200),
         Assumption(
             "a launch from Python: Triton's, torch's", f"{launch_us():.0f} us, {TORCH_US:g} us",

@@ -1,4 +1,4 @@
-"""What a GPU and the CPU send each other, for layers that both of them compute.
+"""Exchange between a GPU and the CPU, for layers that both of them compute.
 
 In steps of few tokens, where the device can, kernels write it into memory of the host and read the CPU's sums there;
 else, and in steps of more tokens, it is copied.
@@ -19,7 +19,7 @@ from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
 from powerinfer.kernels import gpu_host
 from powerinfer.kernels.cpu import NEURON_TOKENS
-from powerinfer.kernels.gpu_types import Answer
+from powerinfer.kernels.gpu_types import CallAnswer
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -61,7 +61,7 @@ def _hidden_bytes(config: ModelConfig) -> int:
     return 4 * NEURON_TOKENS * config.d_model if latents else 0
 
 
-class _Mapped(NamedTuple):
+class _SharedBuffers(NamedTuple):
     """The buffers in RAM as the device has them."""
 
     host: Tensor
@@ -96,13 +96,13 @@ class Link:
         self._hidden = streams.pinned(_hidden_bytes(config), torch.uint8)
         rows = len(config.experts)
         self._few = streams.pinned((rows, _few_bytes(max_tokens, config) // max(1, rows)), torch.uint8)
-        self._counters = torch.zeros(3, dtype=torch.int32, device=to)  # as of `Answer`
+        self._counters = torch.zeros(3, dtype=torch.int32, device=to)  # as of `CallAnswer`
         self._came, self._selection_known = streams.event(), streams.event()
         self.calls = _native.HostCalls()
         self._streams, self._beside = streams, streams.stream()
         self._computed: Event | None = None
         self.flags: Flags | None = None  # None: the GPU calls by functions alone
-        self._mapped: _Mapped | None = None  # None: everything is copied
+        self._mapped: _SharedBuffers | None = None  # None: everything is copied
         self._no_mapped = ""  # why
         self._views: dict[tuple[int, int], tuple[Float32, Bytes | None, Float32]] = {}
 
@@ -128,7 +128,7 @@ class Link:
         """The host's buffer for that input, where it is written in place; None: `send` copies it."""
         import torch
 
-        mapped = self._in_place(tokens)
+        mapped = self._mapped_for(tokens)
         if mapped is None:
             return None
         return mapped.host[: 4 * tokens * self._d_model].view(torch.float32).view(tokens, self._d_model)
@@ -136,7 +136,7 @@ class Link:
     def selected(self, tokens: int, hot: int, cold: int) -> tuple[Tensor, Tensor]:
         """Buffers for the selection of neurons, uint8 [tokens, hot] and [tokens, cold], the latter for the CPU
         alone."""
-        mapped = self._in_place(tokens)
+        mapped = self._mapped_for(tokens)
         out = self._selection(self._on_device if mapped is None else mapped.host, tokens, cold)
         return self._hot[: tokens * hot].view(tokens, hot), out.view(tokens, cold)
 
@@ -146,19 +146,19 @@ class Link:
 
     def sent_experts(self, tokens: int, top_k: int, layer: int) -> tuple[Tensor, Tensor] | None:
         """The host's buffers for the same of a layer, as of `sent`."""
-        mapped = self._in_place(tokens)
+        mapped = self._mapped_for(tokens)
         if mapped is None or mapped.few is None:
             return None
         row = mapped.few[self._with_experts.index(layer)]
         return self._experts(row[: tokens * EXPERT_BYTES * top_k], tokens, top_k)
 
-    def answer(self, number: int, tokens: int) -> Answer | None:
-        """How kernels of a recording answer the call of that number themselves; None: they cannot."""
-        if self.flags is None or not self.flags.recording or self._in_place(tokens) is None:
+    def answer(self, number: int, tokens: int) -> CallAnswer | None:
+        """The means by which kernels of a recording answer the call of that number themselves; None: they cannot."""
+        if self.flags is None or not self.flags.recording or self._mapped_for(tokens) is None:
             return None
-        return Answer(self._counters, self.flags.answered, number)
+        return CallAnswer(self._counters, self.flags.answered, number)
 
-    def _in_place(self, tokens: int) -> _Mapped | None:
+    def _mapped_for(self, tokens: int) -> _SharedBuffers | None:
         return self._mapped if tokens <= NEURON_TOKENS else None
 
     def _selection(self, memory: Tensor, tokens: int, nbytes: int) -> Tensor:
@@ -173,14 +173,14 @@ class Link:
 
     def send(self, tokens: int, cold: int) -> None:
         """Send the input, and `cold` bytes a token of the selection (0: none), to the CPU, if they are not there."""
-        if self._in_place(tokens) is not None:
+        if self._mapped_for(tokens) is not None:
             return
         nbytes = tokens * (4 * self._d_model + cold)
         self._host[:nbytes].copy_(self._on_device[:nbytes], non_blocking=True)
 
     def send_experts(self, tokens: int, top_k: int) -> None:
         """Send the experts of each token, and their weights, to the CPU, likewise: the input follows."""
-        if self._in_place(tokens) is not None:
+        if self._mapped_for(tokens) is not None:
             return
         begin = 4 * tokens * self._d_model
         end = begin + tokens * EXPERT_BYTES * top_k
@@ -188,13 +188,13 @@ class Link:
 
     def send_input(self, x: Tensor) -> None:
         """Send another input than `read`, float32 [tokens, width], at most as wide, to the CPU."""
-        mapped = self._in_place(len(x))
+        mapped = self._mapped_for(len(x))
         self._send_rows(x, self._host, None if mapped is None else mapped.host)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send what a predictor has made of the layer's input, float32 [tokens, rank], to the CPU: for experts of
         latents, of few tokens."""
-        mapped = self._in_place(len(hidden))
+        mapped = self._mapped_for(len(hidden))
         self._send_rows(hidden, self._hidden, None if mapped is None else mapped.hidden)
 
     def _send_rows(self, rows: Tensor, to: Tensor, mapped: Tensor | None) -> None:
@@ -205,17 +205,17 @@ class Link:
         else:
             gpu_host.put(rows, mapped[: rows.nbytes].view(torch.float32).view(rows.shape))
 
-    def add_back(self, x: Tensor, answer: Answer | None = None) -> None:
+    def add_back(self, x: Tensor, answer: CallAnswer | None = None) -> None:
         """x float32 [tokens, d_model] += the CPU's sums. answer: by which its call may have been answered here."""
-        mapped = self._in_place(len(x))
+        mapped = self._mapped_for(len(x))
         if mapped is None:
             x.add_(self.sums(len(x), self._d_model))
         else:
             gpu_host.add(mapped.back[: len(x)], x, answer)
 
-    def sums(self, tokens: int, width: int, answer: Answer | None = None) -> Tensor:
+    def sums(self, tokens: int, width: int, answer: CallAnswer | None = None) -> Tensor:
         """The CPU's sums, float32 [tokens, width], in memory of the device; answer: likewise."""
-        mapped = self._in_place(tokens)
+        mapped = self._mapped_for(tokens)
         back = self._back if mapped is None else mapped.back
         sums = back.view(-1)[: tokens * width].view(tokens, width)
         return sums.to(self._on_device.device, non_blocking=True) if mapped is None else gpu_host.take(sums, answer)
@@ -292,9 +292,9 @@ class Link:
         streams = self._streams
         try:
             memories = self._host, self._back, self._hidden, self._few
-            host, back, *others = (streams.mapped(one) if one.nbytes else None for one in memories)
+            host, back, hidden, few = (streams.mapped(one) if one.nbytes else None for one in memories)
             assert host is not None and back is not None
-            self._mapped = _Mapped(host, back, *others)
+            self._mapped = _SharedBuffers(host, back, hidden, few)
             self._exchange()
         except RuntimeError as error:
             self.copy(str(error).partition("\n")[0])
@@ -402,7 +402,7 @@ class Link:
         x, selected, out = self.views(tokens, EXPERT_BYTES * top_k)
         assert selected is not None
         selected = selected.reshape(-1)
-        if self._in_place(tokens) is not None:
+        if self._mapped_for(tokens) is not None:
             selected = self._few[self._with_experts.index(layer)].numpy()[: len(selected)]
         numbers, weights = np.split(selected, 2)
         shape = tokens, top_k

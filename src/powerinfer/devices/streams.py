@@ -146,7 +146,7 @@ class CudaStreams:
 
         address = self.address(memory)
         with self.active():
-            tensor: Tensor = torch.as_tensor(_Mapped(memory, address), device=self._device)
+            tensor: Tensor = torch.as_tensor(_ArrayInterface(memory, address), device=self._device)
         if tensor.data_ptr() != address:  # torch has copied it
             raise RuntimeError("torch has no tensors of the device in memory of the host")
         return tensor
@@ -222,7 +222,7 @@ class CudaStreams:
         return record
 
 
-class _Mapped:
+class _ArrayInterface:
     """Memory of the host at an address of the device's, as torch takes memory that others have made; it keeps this."""
 
     def __init__(self, memory: Tensor, address: int) -> None:

@@ -1,7 +1,7 @@
 """FFNs whose terms are neurons, see terms.py: a predictor may select some of them, on the GPU.
 
 If no cold neuron is selected the CPU computes nothing; if a layer has no cold neurons nothing is sent, and in steps
-of so many tokens that some of them need nearly every neuron all are computed (`dense_tokens`).
+of so many tokens that together they need nearly all neurons whole matrices are multiplied (`dense_tokens`).
 """
 
 from __future__ import annotations
@@ -40,25 +40,24 @@ if TYPE_CHECKING:
 
 
 DENSE_TOKENS = 16
-"""Tokens for which a layer that is on the GPU is computed whole where nobody knows how often its neurons fire."""
+"""Tokens for which a layer that is on the GPU is multiplied whole where nobody knows how often its neurons fire."""
 
 LEAST_SAVED = 0.1
-"""Share of the bytes of a layer's neurons that must not be read, a predictor's taken off, for the kernels that look
-for them to be worth it: a 7B model of which a tenth fires decoded 32 requests at half of the speed of dense products,
-and 8 as fast as its bytes allow."""
+"""Share of the bytes of a layer's neurons that kernels which look for them must not read to be worth it: a 7B model of
+which a tenth fires decoded 32 requests at half of the speed of dense products, and 8 as fast as its bytes allow."""
 
 
-def dense_tokens(frequency: NDArray[np.float64] | None, skipped: float, predictor: float) -> int:
-    """The fewest tokens of a step that save too little to be told apart, more than NEURON_TOKENS if there are none.
+def dense_tokens(frequency: NDArray[np.float64] | None, skipped: float) -> int:
+    """The fewest tokens of a step for which too few neurons are left out, more than NEURON_TOKENS if there are none.
 
     frequency: float64 [neurons], the share of tokens for which each fires; skipped: the share of a neuron's bytes that
-    is not read where it fires for none; predictor: bytes of one, in those of the neurons.
+    is not read where it fires for none.
     """
     if frequency is None:
         return DENSE_TOKENS
     silent = 1 - np.clip(frequency, 0, 1)
     left_out = np.array([(silent**tokens).mean() for tokens in range(1, NEURON_TOKENS + 1)])  # by all of so many
-    return 1 + int((skipped * left_out - predictor >= LEAST_SAVED).sum())
+    return 1 + int((skipped * left_out >= LEAST_SAVED).sum())
 
 
 @dataclass
@@ -152,11 +151,8 @@ class HybridFfn(HybridTerms):
                 self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._dense_from = NEURON_TOKENS + 1
         if self._gpu_part is not None and not len(self.cold):
-            predictor, matrices = self._predictor, 2 if self._gpu_part.neurons.gate is None else 3
-            skipped, share = (1 - 1 / matrices, 0.0)
-            if predictor is not None:
-                skipped, share = 1.0, predictor.nbytes / self._gpu_part.neurons.nbytes
-            self._dense_from = dense_tokens(self._frequency, skipped, share)
+            first = 1 / 2 if self._gpu_part.neurons.gate is None else 1 / 3  # which `exact` reads of all neurons
+            self._dense_from = dense_tokens(self._frequency, 1.0 if self._predictor is not None else 1 - first)
         stage, memory = self.stage, self._cpu_part.memory
         if stage is not None and memory is not None:
             with self._failures():
@@ -229,12 +225,7 @@ class HybridFfn(HybridTerms):
 
     def _selects(self, tokens: int) -> bool:
         """Whether the predictor runs in a step of that number of tokens."""
-        few = tokens <= NEURON_TOKENS and not self._is_dense(tokens)
-        return self._predictor is not None and self._predicts and few
-
-    def _is_dense(self, tokens: int) -> bool:
-        """Whether neurons of a step of that number of tokens are not told apart: all are on the GPU."""
-        return self._dense_from <= tokens <= NEURON_TOKENS
+        return self._predictor is not None and self._predicts and tokens <= NEURON_TOKENS
 
     def _select(self, step: Step) -> None:
         tokens, predictor = len(step.x), self._predictor
@@ -259,8 +250,8 @@ class HybridFfn(HybridTerms):
         tokens = len(step.x)
         selected = self._link.selected(tokens, len(self.hot), 0)[0] if self._selects(tokens) else None
         few = tokens <= NEURON_TOKENS
-        dense = self._is_dense(tokens)
-        self._gpu_part.add_sum(step.target, step.read, selected, count=few, fused=self._fused, dense=dense)
+        ways = {"fused": self._fused, "dense": tokens >= self._dense_from}
+        self._gpu_part.add_sum(step.target, step.read, selected, count=few, **ways)
         step.normed = None
 
     def _compute_cold(self, step: Step) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.split import SplitExecutor
-    from powerinfer.kernels.gpu_types import Answer
+    from powerinfer.kernels.gpu_types import CallAnswer
 
 ENOUGH = 128
 """Tokens that a layer must have computed recently before its terms are swapped."""
@@ -171,8 +171,8 @@ class HybridTerms(ABC):
     def _chooses(self, tokens: int) -> bool:
         """Whether a selection, in a step of that number of tokens, may leave the CPU without any term."""
 
-    def _answer(self, step: Step) -> Answer | None:
-        """How the GPU answers the layer's call itself where it selects no cold term; None: the CPU always does."""
+    def _answer(self, step: Step) -> CallAnswer | None:
+        """The means by which the GPU answers the layer's call where it selects no cold term; None: the CPU does."""
         tokens = len(step.x)
         answers = self._asks_cpu and self._callable and self._chooses(tokens) and self._cpu_has_part(step)
         return self._link.answer(self._number, tokens) if answers else None

@@ -54,7 +54,7 @@ from powerinfer.system import usable_cores
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import Answer
+    from powerinfer.kernels.gpu_types import CallAnswer
 
 _SLAB = 1 << 19  # elements that are converted at a time: by a thread, in whose cache they stay, or on a device
 
@@ -643,7 +643,7 @@ def hide(inner: Weight, x: Tensor) -> Tensor:
     return linear(inner, x).relu_()
 
 
-def settle(cold: Tensor, answer: Answer) -> None:
+def settle(cold: Tensor, answer: CallAnswer) -> None:
     """Answer a call of the CPU if none of its terms is selected. cold: bool, of any shape, of each whether it is."""
     answer.counters[0].copy_(cold.sum())
     number = answer.answered.new_full((1,), answer.number)
@@ -658,7 +658,7 @@ def predict(
     threshold: float,
     floor: int,
     into: tuple[Tensor, Tensor],
-    answer: Answer | None = None,
+    answer: CallAnswer | None = None,
 ) -> None:
     """Write the neurons that a predictor selects for each token: 1 or 0, into two uint8 tensors, [T, n] for the first n
     rows of `outer` and [T, d_ff - n] for the others.
@@ -950,16 +950,16 @@ def neuron_sum(
     activations: float32 [T, d_model], or what several sums make something of once; selected: uint8 [T, n], 0 for a
     neuron that does not count for a token; None: all count. An activation of at most `threshold` in magnitude counts as
     zero. A neuron fires for a token when its product h is not zero. fused: by one Triton kernel where there is one
-    token; its sum is rounded otherwise. dense: nearly all fire for some token, so of down that needs no conversion
-    matrices are multiplied; likewise.
+    token; its sum is rounded otherwise. dense: nearly all are needed by some token, so matrices are multiplied
+    if down needs no conversion; likewise.
     """
     import torch
 
     x = activations_of(activations).x
     if fired is None:
         fired = torch.zeros(neurons.n, dtype=torch.int32, device=x.device)
-    whole = dense and neurons.down.type in FLOAT_TYPES
-    if 0 < x.shape[0] <= FEW and neurons.n and not whole and _triton(x):
+    as_matrices = dense and neurons.down.type in FLOAT_TYPES
+    if 0 < x.shape[0] <= FEW and neurons.n and not as_matrices and _triton(x):
         from powerinfer.kernels import triton_fused, triton_neurons
 
         by = triton_fused.fused_sum if fused and x.shape[0] == 1 else triton_neurons.neuron_sum

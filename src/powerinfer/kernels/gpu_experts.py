@@ -268,26 +268,26 @@ def route(
         gpu.settle(elsewhere.table[experts.long()] < 0, elsewhere.answer)
 
 
-def _route(logits: Tensor, about: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
+def _route(logits: Tensor, settings: RouterConfig, correction: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     import torch
 
-    if about.scoring == "sparsemixer":
-        selected, shares = mix_experts(logits, about)
+    if settings.scoring == "sparsemixer":
+        selected, shares = mix_experts(logits, settings)
         selected, places = selected.sort(dim=-1)
         experts.copy_(selected)
         torch.gather(shares, 1, places, out=weights)
         return
-    scores = logits.sigmoid() if about.scoring == "sigmoid" else logits.softmax(dim=-1)
+    scores = logits.sigmoid() if settings.scoring == "sigmoid" else logits.softmax(dim=-1)
     wanted = scores if correction is None else scores + correction
     wanted = wanted.nan_to_num(nan=NOT_A_NUMBER, neginf=NOT_A_NUMBER)
-    if about.groups > 1:
-        grouped = wanted.unflatten(-1, (about.groups, -1))
-        best = grouped.sort(dim=-1, descending=True).values[..., : about.group_best].sum(dim=-1)
-        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, _largest(best, about.top_groups), False)
+    if settings.groups > 1:
+        grouped = wanted.unflatten(-1, (settings.groups, -1))
+        best = grouped.sort(dim=-1, descending=True).values[..., : settings.group_best].sum(dim=-1)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, _largest(best, settings.top_groups), False)
         wanted = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
-    selected = _largest(wanted, about.top_k).sort(dim=-1).values
+    selected = _largest(wanted, settings.top_k).sort(dim=-1).values
     own = scores.gather(1, selected)
-    factor = about.scale / (own.sum(dim=-1, keepdim=True) + 1e-20) if about.normalise else about.scale
+    factor = settings.scale / (own.sum(dim=-1, keepdim=True) + 1e-20) if settings.normalise else settings.scale
     experts.copy_(selected)
     torch.mul(own, factor, out=weights)
 

@@ -203,7 +203,7 @@ NOT_A_NUMBER = -1e30
 """The score of an expert whose own is not a number: it is selected after all others."""
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """Means of a GPU that selects terms for a call of the CPU, to answer it where it selects none of the CPU's.
 
     counters: int32 [3] on the device: selections of the CPU's terms, and what kernels count by, zero but meanwhile;
@@ -221,7 +221,7 @@ class Elsewhere(NamedTuple):
     token selects any."""
 
     table: Tensor
-    answer: Answer
+    answer: CallAnswer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

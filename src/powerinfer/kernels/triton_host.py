@@ -14,7 +14,7 @@ from powerinfer.kernels.triton_launch import launched
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from powerinfer.kernels.gpu_types import Answer
+    from powerinfer.kernels.gpu_types import CallAnswer
 
 BLOCK = 512  # numbers of a program: four of a thread, so that all of a row are under way at once
 WARPS = 4
@@ -34,10 +34,10 @@ def _receive_kernel(sums, total, out, cold, n, ADD: tl.constexpr, ANSWERS: tl.co
     """out = sums, with ADD total + sums; ANSWERS: zeros in their place, which are not read, where `cold` is zero. Never
     launched early: what it reads is there when all before it has ended."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    made = i < n
+    live = i < n
     if ANSWERS:
-        made &= tl.load(cold) != 0
-    y = tl.load(sums + i, mask=made, other=0, cache_modifier=".cv")  # not what a cache has of the layer before
+        live &= tl.load(cold) != 0
+    y = tl.load(sums + i, mask=live, other=0, cache_modifier=".cv")  # not what a cache has of the layer before
     if ADD:
         y += tl.load(total + i, mask=i < n, other=0)
     tl.store(out + i, y, mask=i < n)
@@ -51,7 +51,7 @@ def put(rows: Tensor, into: Tensor) -> None:
     )
 
 
-def take(sums: Tensor, total: Tensor | None, answer: Answer | None) -> Tensor:
+def take(sums: Tensor, total: Tensor | None, answer: CallAnswer | None) -> Tensor:
     """`gpu_host.take`, or `gpu_host.add` to a total, which is returned."""
     n, out = sums.numel(), torch.empty_like(sums) if total is None else total
     assert out.is_contiguous()

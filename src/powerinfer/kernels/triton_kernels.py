@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer.config import AttentionConfig, LatentAttentionConfig
-    from powerinfer.kernels.gpu_types import Answer, Cached, Contexts, HeadNorms, NewHeads, Weight
+    from powerinfer.kernels.gpu_types import Cached, CallAnswer, Contexts, HeadNorms, NewHeads, Weight
 
 
 class Tile(NamedTuple):
@@ -103,7 +103,12 @@ HALVED = 8192  # values that a program splits at a time
 STAGES = 4  # of the operands of tensor cores
 ROUNDS = tl.constexpr(1.5 * 2**23)  # added and subtracted again, it rounds to an integer, ties to even
 VALUES = 64  # blocks of a row that a program dequantises
-ATTENTION_ROWS = {True: 64, False: 32}  # of a tile of scores, in prompts: tokens times heads that share keys; if in F16
+ATTENTION_ROWS = 32  # of a tile of scores in float32, in prompts: tokens times heads that share keys
+# The same in F16: rows, places of keys at a time, and warps, by the most dimensions of a head that they are for. A
+# multiprocessor holds one program. No registers spill: they would with 128 rows of 256 dimensions and, but on Hopper,
+# with 64 places of 128, or of Q8_0.
+PROMPT_TILES = {64: (128, 64, 8), 128: (128, 64, 8), 256: (64, 32, 8), 512: (32, 16, 8)}
+AMPERE_TILE = 128, 32, 8
 ATTENTION_HELD = 2  # a context is split for this many programs of each multiprocessor, which holds no more (`held`),
 ATTENTION_SPLIT_PAGES = 4  # but into none of fewer pages,
 JOINED = 8  # unless it is in so many parts at most, which need no kernel of their own to be joined
@@ -126,7 +131,7 @@ def follow():
 
 @triton.jit
 def settle(cold, counters, answered, number):
-    """Note how many selections are the CPU's, and answer its call if none is; see `Answer`."""
+    """Note how many selections are the CPU's, and answer its call if none is; see `CallAnswer`."""
     tl.store(counters, cold)
     if cold == 0:
         tl.store(answered, number, cache_modifier=".wt")
@@ -1554,6 +1559,18 @@ def _loaded(
 
 
 @triton.jit
+def _pages_of(table, slot, part, live, begin, end, PLACES: tl.constexpr):
+    """The page of the slots of a part of a context, or of each of them, and which of these are live and in pages
+    begin .. end."""
+    if PLACES > 32:  # the first or the last page may be another split's
+        live &= (slot >= begin * 32) & (slot < end * 32)
+        page = tl.load(table + slot // 32, mask=live, other=0)
+    else:
+        page = tl.load(table + part * PLACES // 32)
+    return page, live
+
+
+@triton.jit
 def query_growth(position, growth, interval, offset):
     """Factors of the queries at some positions, -1: of nothing (`AttentionConfig.query_growth`)."""
     return 1 + growth * tl.log(1 + ((tl.maximum(position, 0) + offset) // interval).to(tl.float32))
@@ -1590,13 +1607,12 @@ def _attention_kernel(
 
     HALF: products of float16; TWO: of two halves of q, and of the weights, which is as exact as float32. JOINED: at
     most so many splits, which the program joins that finishes last, by the counter of its tile in `arrived`, which is
-    zero before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, read
-    at a time. TURNS: there is one token, whose heads turn first, as `_rotate_and_store_kernel` has them: those of q in
-    each program, and the one of k, which is stored, with that of v, in the program that has its place.
+    zero before and behind; 0: another kernel does. CODED: made are `codes` of a token's heads. PLACES: of a page, or of
+    two, read at a time. TURNS: there is one token, whose heads turn first, as `_rotate_and_store_kernel` has them:
+    those of q in each program, and the one of k, which is stored, with that of v, in the program that has its place.
     """
     follow()
     NARROW: tl.constexpr = tl.float16 if HALF else tl.float32
-    PARTS: tl.constexpr = 32 // PLACES
     g, split = tl.program_id(1), tl.program_id(2)
     m, dim, place = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, PLACES)
     token, head = tl.program_id(0) * TILE + m // GROUP_PAD, m % GROUP_PAD
@@ -1636,13 +1652,15 @@ def _attention_kernel(
         first = tl.maximum(tl.min(tl.where(mine, earliest, 0x7FFFFFFF), 0), 0)
         begin = tl.maximum(first // 32, split * per)
         end = tl.minimum(last // 32 + 1, split * per + per)
-        for part in range(begin * PARTS, end * PARTS):
-            page, slot = part // PARTS, part * PLACES + place
+        for part in range(begin * 32 // PLACES, tl.cdiv(end * 32, PLACES)):
+            slot = part * PLACES + place
             there = (slot >= first) & (slot <= last)
-            within = place + part % PARTS * PLACES
-            from_ = (tl.load(table + one * pages + page).to(tl.int64) * 32 + within) * kv_heads + g
+            page, there = _pages_of(table + one * pages, slot, part, there, begin, end, PLACES)
+            from_ = (page.to(tl.int64) * 32 + slot % 32) * kv_heads + g
             keys = _loaded(cache_k, scales_k, from_, there, dims, dim, KIND, HALF or TWO, PLACES, BLOCK)
             seen = mine[:, None] & (slot[None, :] <= position[:, None]) & (slot[None, :] >= earliest[:, None])
+            if PLACES > 32:
+                seen &= there[None, :]
             scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
             if TWO:
                 scores = (scores + tl.dot(query_low, tl.trans(keys)) * (1 / LOW)) * step[:, None]
@@ -1785,6 +1803,15 @@ def _turning(new: NewHeads | None, q: Tensor, contexts: Contexts) -> tuple[tuple
     return (*of_heads, *(new.norms or (q, q, 0.0))), {"TURNS": True, "NORMS": norms}
 
 
+def _attention_tile(q: Tensor, block: int, kind: str, half: bool, wide: bool) -> tuple[int, int, int]:
+    """Rows, places and warps of attention of heads of so many dimensions in that type, in F16 or not."""
+    if not half:
+        return ATTENTION_ROWS >> wide, 16 if wide else 32, 4 << wide
+    tile = next(tile for dims, tile in PROMPT_TILES.items() if block <= dims)
+    hopper = not q.is_cuda or _capability(q.device.index) == 9
+    return tile if hopper or block > 128 or (block < 128 and kind != "Q8_0") else AMPERE_TILE
+
+
 def attention(
     q: Tensor, cache: tuple[Cached, Cached], contexts: Contexts, settings: AttentionConfig,
     sinks: Tensor | None = None, for_codes: bool = False, arrived: Tensor | None = None, new: NewHeads | None = None,
@@ -1803,10 +1830,11 @@ def attention(
     kind = cache_kind(cache[0])
     few, wide = tokens <= FEW, dims > WIDEST
     half = not few and kind != "F32"
-    tile = 1 if few else max(1, ATTENTION_ROWS[half] // (padded << wide))
-    tiles = triton.cdiv(tokens, tile)
     block = max(16, _block(dims, cache[0]))
-    slots = held(block, shared_memory(q)) * processors(q)
+    rows, places, many = _attention_tile(q, block, kind, half, wide)
+    tile = 1 if few else max(1, rows // padded)
+    tiles = triton.cdiv(tokens, tile)
+    slots = (1 if half else held(block, shared_memory(q))) * processors(q)
     most = 1 if arrived is None or not few else JOINED
     splits = context_splits(pages, ATTENTION_SPLIT_PAGES, tiles * kv_heads, slots, most)
     per = triton.cdiv(pages, splits)
@@ -1825,8 +1853,8 @@ def attention(
         CHUNKED=settings.chunked, GROWN=settings.query_growth != 0, SINKS=sinks is not None,
         CAPPED=settings.score_cap is not None, CODED=codes_here, GROUP=group, GROUP_PAD=padded, TILE=tile,
         M=max(16, tile * padded), BLOCK=block, SPLIT=splits > 1, JOINED=pad if 1 < splits <= most else 0, KIND=kind,
-        HALF=half, TWO=few and kind == "F16", PLACES=16 if wide else 32, PRECISION=precision(q),
-        num_warps=8 if wide else 4, enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"),
+        HALF=half, TWO=few and kind == "F16", PLACES=places, PRECISION=precision(q),
+        num_warps=many, enable_fp_fusion=not codes_here and (new is None or kind != "Q8_0"),
         launch_pdl=early(q),
     )  # fmt: skip
     if not alone:
@@ -1947,13 +1975,13 @@ def _floor_kernel(
         above, equal = here & (key > last), here & (key == last)
         # Of those that are equal to it the first, by bisection of their numbers.
         lacking = floor - tl.sum(above.to(tl.int32), 0)
-        own = tl.load(numbers + i, mask=here, other=0)
+        neuron = tl.load(numbers + i, mask=here, other=0)
         low, high = tl.full((), 0, tl.int32), tl.full((), BLOCK - 1, tl.int32)
         for _ in range(NUMBER_BITS):
             middle = (low + high) >> 1
-            enough = tl.sum((equal & (own <= middle)).to(tl.int32), 0) >= lacking
+            enough = tl.sum((equal & (neuron <= middle)).to(tl.int32), 0) >= lacking
             low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
-        chosen = above | (equal & (own <= high))
+        chosen = above | (equal & (neuron <= high))
         _put_selection(chosen, first, others, t, i, here, n, split)
         reached = (guess >= threshold) | (guess != guess)  # those were counted
         more += tl.sum((chosen & (reached == 0) & (i >= split)).to(tl.int32), 0)
@@ -1963,7 +1991,7 @@ def _floor_kernel(
 
 def predict(
     inner: Weight, outer: Weight, numbers: Tensor, x: Tensor, threshold: float, floor: int, into: tuple[Tensor, Tensor],
-    answer: Answer | None,
+    answer: CallAnswer | None,
 ) -> None:  # fmt: skip
     """`gpu.predict` of at most `gpu.FEW` tokens."""
     hidden = linear(inner, x, relu=True)
