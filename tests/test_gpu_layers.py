@@ -575,6 +575,9 @@ class Halves:
             about = config.activation, config.threshold
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *own_biases, *about))
 
+    def sent(self, _: Step) -> None:
+        return None
+
     def ahead(self) -> list[Operator]:
         return []
 

@@ -169,6 +169,9 @@ class Halves:
             about = s.activation, s.threshold, limits, products
             self.parts.append(gpu.Neurons(gate, up, down, None, None, *biases, *about))
 
+    def sent(self, _: Any) -> None:
+        return None
+
     def ahead(self) -> list[Operator]:
         return []
 

@@ -1559,15 +1559,15 @@ def _loaded(
 
 
 @triton.jit
-def _pages_of(table, slot, part, valid, begin, end, PLACES: tl.constexpr):
-    """The page of the slots of a part of a context, or of each of them, and which of these are there and in pages
+def _pages_of(table, slot, part, live, begin, end, PLACES: tl.constexpr):
+    """The page of the slots of a part of a context, or of each of them, and which of these are live and in pages
     begin .. end."""
     if PLACES > 32:  # the first or the last page may be another split's
-        valid &= (slot >= begin * 32) & (slot < end * 32)
-        page = tl.load(table + slot // 32, mask=valid, other=0)
+        live &= (slot >= begin * 32) & (slot < end * 32)
+        page = tl.load(table + slot // 32, mask=live, other=0)
     else:
         page = tl.load(table + part * PLACES // 32)
-    return page, valid
+    return page, live
 
 
 @triton.jit
