@@ -48,7 +48,7 @@ SHAPE, DTYPE, CPU, PAST = "qwen3-30b-a3b", "q4_0", "pc-8gb", 2048
 DISKS = {"2.6 GB/s": 2.6, "7 GB/s": 7.0}
 SETTINGS = (("2.6 GB/s", 0.5), ("7 GB/s", 0.25), ("7 GB/s", 0.5), ("7 GB/s", 0.75))
 """Disks, and shares of the experts in RAM."""
-WARM, COUNTED = 100, 400
+WARM, COUNTED = 60, 200
 """Tokens of a simulation before it counts, and those that it counts."""
 ENOUGH, PAUSE = 64, 1024
 """As of `Guesses` (csrc/guesses.h)."""
@@ -418,10 +418,10 @@ def ways(trace: Trace, layers: int, right: float) -> list[Way]:
     found = [replace(plain, within=False), plain]
     if "before" in trace.guesses("text"):
         found += [replace(plain, own=True), replace(plain, ahead="embedding", depth=1)]
-    found += idle(plain, "state", "fitted", "needed")
+    found += idle(plain, "state", "token", "fitted", "needed")
     for share in (0.0, right)[: 1 + (right > 0)]:
         drafts = Way(drafts=True, right=share)
-        found += [drafts, *idle(drafts, *SUPPOSED, "draft", "fitted_draft", "needed")]
+        found += [drafts, *idle(drafts, *SUPPOSED, "draft", "token", "fitted_draft", "needed")]
     return found
 
 
