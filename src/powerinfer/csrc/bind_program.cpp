@@ -598,9 +598,8 @@ void bind_program(nb::module_& m) {
             p.list_draft_panels(std::vector<int32_t>(panels.data(), panels.data() + panels.shape(0)));
           },
           "panels"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Where it `lists_draft_panels`, as its output head is in memory: the panels of LANES tokens whose logits the "
-          "last head makes from now on, int32 [n], ascending: one behind "
-          "the\nother. None: all.")
+          "The panels of LANES tokens whose logits the last head makes from now on, int32 [n], ascending, one behind\n"
+          "the other; none: all. Where it `lists_draft_panels`, as its output head is in memory.")
       .def(
           "features",
           [](Program& p, int64_t tokens) {

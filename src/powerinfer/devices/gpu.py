@@ -796,7 +796,8 @@ class GpuLayers:
         """The draft head's logits, with the output head that it shares, of its draft vocabulary."""
         assert matrix is None and self._output is not None
         output = self._output
-        self._listed = None if output.bias is not None else listed_rows(output.rows)
+        plain = output.bias is None and output.cap is None  # else what is not listed would have a logit
+        self._listed = listed_rows(output.rows) if plain else None
         if self._listed is not None:
             self._bytes["head"] += self._listed.nbytes
             output = replace(output, rows=self._listed)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ class Streams(Protocol):
         ...
 
 
+_RECORDING = Lock()
+
+
 class CudaStreams:
     """A CUDA device's."""
 
@@ -212,8 +216,9 @@ class CudaStreams:
         def record(run: Callable[[], None]) -> Recorded:
             graph = cuda.CUDAGraph()
             options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-            # Outside: a recording that fails may leave its own stream as the current one.
-            with cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **options):
+            # Outside: a recording that fails may leave its own stream as the current one. One at a time: another one
+            # begins by waiting for the whole device, which ends a recording that is under way in another thread.
+            with _RECORDING, cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **options):
                 run()
             first.append(graph) if not first else None
             replay: Recorded = graph.replay

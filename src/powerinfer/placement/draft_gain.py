@@ -49,7 +49,8 @@ def draft_gain(model: Model) -> float:
     head = _bytes((one for one in inventory.draft_units if one.use != "head"), config.with_draft, 1)
     units = inventory.draft_units if config.draft.head else inventory.units
     output = sum(one.panels for one in units if one.use == "head")
-    head += output * first_tokens(config.vocab_size) / config.vocab_size
+    listed = config.vocab_size if config.draft.eagle is not None else first_tokens(config.vocab_size)
+    head += output * listed / config.vocab_size
     return (1 + RIGHT) * _bytes(inventory.units, config, 1) / (_bytes(inventory.units, config, 2) + head)
 
 

@@ -18,7 +18,7 @@ from powerinfer.placement.plan import PlanRequest, place
 IN_RAM = "in RAM ({})"
 ON_GPU = "on the GPU ({})"
 EXPERTS = "a model of experts drafts there"
-SEVERAL = "there beside several GPUs"
+SEVERAL = "as any beside several GPUs"
 NO_ROOM = "the GPU has no room for it and a layer of the model"
 FASTER = "an estimated {:.2f} times the speed of {}"
 EMULATED = "which torch's CPU emulates"

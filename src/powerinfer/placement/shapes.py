@@ -339,7 +339,8 @@ class Model:
         """Bytes on a GPU of the copies of rows of the output head that drafts are chosen from."""
         vocab = self.config.vocab_size
         recent = recent_tokens(vocab) // cpu.LANES * cpu.LANES
-        return 0 if self.config.head_bias else recent * (self.head.stored // vocab + 4)
+        plain = not self.config.head_bias and self.config.logit_cap is None
+        return recent * (self.head.stored // vocab + 4) if plain else 0
 
     def draft_link_bytes(self, tokens: int) -> int:
         """Bytes of RAM of the buffers between the devices of a draft head on a GPU, where it has experts."""

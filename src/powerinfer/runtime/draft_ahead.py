@@ -21,7 +21,7 @@ Work = Callable[[Callable[[], bool]], None]
 
 
 class BesideThread:
-    """A thread for one piece of work at a time, beside that of its caller, which it outlives by nothing."""
+    """A thread for one piece of work at a time, beside that of its caller."""
 
     def __init__(self) -> None:
         self._tasks = SimpleQueue[Work | None]()
@@ -34,8 +34,9 @@ class BesideThread:
         """Begin a piece of work. RuntimeError if there can be no thread."""
         if self._thread is None:
             arguments = self._tasks, self._outcomes, self._stopped.is_set
-            self._thread = threading.Thread(target=_run, args=arguments, name="powerinfer drafts", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=arguments, name="powerinfer drafts", daemon=True)
+            thread.start()
+            self._thread = thread
         self._stopped.clear()
         self._busy = True
         self._tasks.put(work)
@@ -54,13 +55,15 @@ class BesideThread:
         """End the thread. Nothing is raised."""
         with suppress(Exception):
             self.end()
-        self.__del__()
+        self._tell_to_end()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def __del__(self) -> None:
+    def _tell_to_end(self) -> None:
         self._tasks.put(None)
+
+    __del__ = _tell_to_end
 
 
 def _run(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LIKELY = 0.7  # share of drafts that is right, until it was measured
-_FEW = 8  # tokens that it computes with a draft, at most; more are a text's, which it computes before
+_WITH_A_DRAFT = 8  # tokens that it computes with a draft, at most; more are a text's, which it computes before
 
 
 class _Sequence:
@@ -116,7 +116,7 @@ class DraftModel:
         self._vocabulary = DraftVocabulary(executor.vocab_size if list_panels else 0)
         self._vocab = min(vocab_size, executor.vocab_size)
         self._chunk = min(chunk or executor.max_tokens, executor.max_tokens)
-        self._few = min(_FEW, executor.max_tokens)
+        self._few = min(_WITH_A_DRAFT, executor.max_tokens)
         self._pages = PageCache(executor.n_pages, reuse)
         self._sequences: dict[AnswerRequest, _Sequence] = {}
 

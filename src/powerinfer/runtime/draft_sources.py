@@ -149,7 +149,7 @@ class SmallerModel:
 
     def _load_on_gpu(self, executor: Executor, config: ModelConfig, progress: Progress) -> DraftSource:
         from powerinfer.devices.streams import streams_of
-        from powerinfer.devices.torch_device import choose_device
+        from powerinfer.devices.torch_device import choose_device, held_beside_tensors
         from powerinfer.devices.wanted import wanted_gpu
         from powerinfer.hybrid.load import load_split
         from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu, pages_of
@@ -160,9 +160,11 @@ class SmallerModel:
         assert name is not None
         engine = self._on_gpu(name)
         placement = Placement(self._checkpoint.config.n_layers, head=True, pages=pages_of(self._model, engine))
-        place = {"device": UsedGpu(name), "placement": placement, "vram": self.vram_bytes}
+        device = choose_device(name)
+        held = held_beside_tensors(device) if device.type == "cuda" else 0  # by torch, for the model that answers
+        place = {"device": UsedGpu(name), "placement": placement, "vram": self.vram_bytes + held}
         resolved = Resolved(self._checkpoint, engine, **place)  # type: ignore[arg-type]
-        streams = streams_of(choose_device(name))
+        streams = streams_of(device)
         stream = partial(streams.on, streams.stream())
         with stream():
             drafts = load_split(resolved, progress=progress)

@@ -70,7 +70,7 @@ class DraftVocabulary:
         self._listed = listed
 
     def narrow(self, logits: NDArray[Any]) -> NDArray[Any]:
-        """Logits that were made, of a row, float32 [vocab]; candidates as they are."""
+        """The part of a row of logits, float32 [vocab], that was computed; candidates as they are."""
         if not self.restricts or logits.dtype == CANDIDATES:
             return logits
         return logits[: len(self._listed) * LANES]

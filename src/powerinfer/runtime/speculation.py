@@ -93,7 +93,13 @@ class DraftSource(Protocol):
 
 
 class AheadSource(DraftSource, Protocol):
-    """A source that can draft in a thread while a step is computed."""
+    """A source that can draft in a thread while a step is computed.
+
+    thread: that one, None: it does not; ready: drafts so far that were there at once.
+    """
+
+    thread: BesideThread | None
+    ready: int
 
     def go_on(self, wanted: Sequence[tuple[AnswerRequest, int]], stopped: Callable[[], bool]) -> None:
         """Draft behind the drafts of each request, until it is told to stop."""
