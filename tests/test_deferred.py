@@ -11,6 +11,8 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,22 @@ import test_hybrid as neurons  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import DEFERRED, Machine, deferred  # noqa: E402
 from families import case_named  # noqa: E402
-from gpu_device import CUDA, torch_device  # noqa: E402
+from gpu_device import CUDA, torch_device, used  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
 from test_gpu_layers import engine_of, on_gpu  # noqa: E402
 from test_sparse import packed, side_by_side  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
+from powerinfer.devices.batch import Batch, LogitsNeed  # noqa: E402
+from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.flags import Flags  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.link import Link, Way  # noqa: E402
+from powerinfer.devices.next_step import NextStep  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.sharing import Sharing  # noqa: E402
+from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.stage import _PADDING, BESIDE, Stage, buffer_bytes, expert_buffer  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
@@ -48,6 +55,9 @@ from powerinfer.hybrid.resolved import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 from powerinfer.placement.experts import Policy  # noqa: E402
+from powerinfer.runtime.engine import LLM  # noqa: E402
+from powerinfer.runtime.params import SamplingParams  # noqa: E402
+from powerinfer.text.model_text import tokenizer_of  # noqa: E402
 
 SEEDS = range(3)
 """Each is another order in which the streams work."""
@@ -345,6 +355,50 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
         executor.close()
 
 
+def launched_ahead(name: str, folder: Path, way: Way = "flags") -> list[np.ndarray]:
+    """The whole model, of experts some, and of neurons half of them, on the GPU, which launches steps before their
+    tokens are known where the device can."""
+    path = saved(name, folder)
+    checkpoint = open_checkpoint(path)
+    if name == "tiny":
+        with neurons.split(path, 0.5) as (executor, _):
+            return decoded(executor, way)
+    parts = ExpertSplit(experts.some(checkpoint.config, 0.5)) if checkpoint.config.experts else None
+    executor = load_split(Resolved(checkpoint, engine_of(), **on_gpu(checkpoint.config.n_layers, head=True)), parts)
+    try:
+        return decoded(executor, way)
+    finally:
+        executor.close()
+
+
+def decoded(executor: Any, way: Way) -> list[np.ndarray]:
+    """Tokens of two sequences, with a step in between that nobody asks for, and then logits."""
+    executor.gpu.record(recorder_of(executor.gpu.device), way)
+    table, rows = families.scattered_pages(executor, 2), np.arange(2, dtype=np.int32)
+    text = np.random.default_rng(5).integers(0, executor.vocab_size, 36).astype(np.int32)
+    ahead, found = list[bool](), list[np.ndarray]()
+    for pages in table:
+        families.run_chunks(executor, text, [36], pages)
+    position, tokens = 36, np.array([3, 4], np.int32)
+    for steps in (5, 4, 1):
+        batch: Batch | None = None
+        for _ in range(steps):
+            if batch is None:
+                batch = Batch(tokens, np.full(2, position, np.int32), rows, table, rows, needs=LogitsNeed.LARGEST)
+            launched: list[Batch] = []
+            following = replace(batch, tokens=np.zeros(2, np.int32), positions=batch.positions + np.int32(1))
+            batch.successor = lambda one=following, launched=launched: launched.append(one) or one
+            tokens = executor.forward(batch).copy()
+            found.append(tokens)
+            ahead.append(bool(launched))
+            batch = following if launched else None
+            position += 1
+    assert ahead == [False] + [torch_device() == DEFERRED] * 9
+    executor.drop_successor()
+    found.append(executor.forward(Batch(tokens, np.full(2, position, np.int32), rows, table, rows)).copy())
+    return found
+
+
 def layers_that_stream(name: str, folder: Path) -> list[np.ndarray]:
     """All but the first, in steps of many tokens: of two pages, and of more than there are buffers."""
     checkpoint, stage = open_checkpoint(saved(name, folder)), Stage(torch_device(), 1 << 14)
@@ -382,7 +436,8 @@ def of_neurons(
 
 
 def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
-    """A step is broken off in its last layer, with the CPU's parts of all layers under way."""
+    """A step is broken off in its last layer, with the CPU's parts of all layers under way. Nothing is launched ahead,
+    so that all descriptions of steps are uploaded from one place."""
     path, plain, failed = saved("tiny", folder), HybridFfn._add_hot, []
 
     def failing(ffn: HybridFfn, step: Any) -> None:
@@ -391,7 +446,9 @@ def of_neurons_after_a_failure(folder: Path) -> list[np.ndarray]:
             raise torch.OutOfMemoryError("no room")
         plain(ffn, step)
 
-    with neurons.split(path, 0.5) as (executor, ffns):
+    with ExitStack() as opened:
+        opened.enter_context(pytest.MonkeyPatch.context()).setattr(SplitExecutor, "_launch_ahead", lambda _: None)
+        executor, ffns = opened.enter_context(neurons.split(path, 0.5))
         executor.gpu.record(recorder_of(executor.gpu.device))
         pages = families.scattered_pages(executor, 2)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="ran out of memory"):
@@ -444,6 +501,9 @@ Scene = Callable[[Path], list[np.ndarray]]
 
 SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
+    "a whole model, launched ahead": functools.partial(launched_ahead, "qwen3"),
+    "neurons, launched ahead": functools.partial(launched_ahead, "tiny"),
+    "experts, launched ahead, by functions": functools.partial(launched_ahead, "mixtral", way="calls"),
     "layers that stream": functools.partial(layers_that_stream, "qwen3"),
     "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
     "neurons": functools.partial(of_neurons, "tiny"),
@@ -483,6 +543,72 @@ def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
     for seed in SEEDS:
         for one, other in zip(deferred_answers(name, folder, seed), expected(name, folder), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def answers_of_an_engine(path: Path) -> tuple[list[Any], int]:
+    """Of requests that end at different times, two at a time, by tokens and strings; then of one that goes on with an
+    answer. And how many steps were launched ahead."""
+    settings = {"max_tokens": 14, "temperature": 0.0, "ignore_eos": True}
+    launched, launch = list[bool](), NextStep.go_on
+    with neurons.split(path, 0.5, max_batch=2) as (executor, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NextStep, "go_on", lambda *given: launched.append(launch(*given)) or launched[-1])
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        checkpoint, engine = open_checkpoint(path), engine_of(max_batch=2)
+        with LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine) as llm:
+            prompts = [[5, 6, 7], [9] * 40, [11, 3]]
+            found = llm.generate(prompts, SamplingParams(**settings))
+            stops = {"stop_token_ids": found[0].token_ids[6:7]}
+            params = [SamplingParams(**(settings | one)) for one in (stops, {"max_tokens": 9}, {})]
+            found += llm.generate(prompts, params)
+            found += llm.generate([prompts[1] + found[1].token_ids], params[:1])
+            stats = llm.stats()
+            assert (stats.running, stats.used_pages) == (0, 0)
+    answers = [(one.token_ids, one.text, one.finish_reason, one.cached_tokens) for one in found]
+    return answers, sum(launched)
+
+
+def test_an_engine_on_a_device_that_works_later(folder: Path) -> None:
+    wanted, none = answers_of_an_engine(saved("tiny", folder))
+    assert not none and {answer[2] for answer in wanted} == {"stop", "length"} and wanted[-1][3] > 0
+    for seed in SEEDS[:2]:
+        with deferred(seed):
+            found, ahead = answers_of_an_engine(saved("tiny", folder))
+        assert found == wanted and ahead > 20
+
+
+def test_rows_that_cannot_be_looked_up(folder: Path) -> None:
+    """The step that waits for them is broken off, with the CPU's part in it, and the next ones are right."""
+
+    def failing(*_: Any) -> bool:
+        raise PowerInferError("no such row")
+
+    with deferred(1), neurons.split(saved("tiny", folder), 0.5) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerInferError, match="no such row"):
+            patch.setattr(CpuExecutor, "answer_tokens", failing)
+            decoded(executor, "flags")
+        found = decoded(executor, "flags")
+    for one, other in zip(found, expected("neurons, launched ahead", folder), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_where_flags_are_refused_nothing_is_launched_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuLayers, "records", True)
+    told = {None: "ahead of the tokens (", "CUDA error 801": "when the tokens are known (CUDA error 801)"}
+    for refused, text in told.items():
+        monkeypatch.setattr(Flags, "trial", lambda *_, refused=refused: refused)
+        with deferred(1), neurons.split(saved("tiny", folder), 0.5) as (executor, _):
+            assert executor.choices.texts()["launches"].startswith(text)
+            assert (executor.gpu.next_step is None) == (refused is not None)
+
+
+@pytest.mark.skipif(not CUDA, reason="a GPU is needed")
+def test_an_engine_on_a_gpu(folder: Path) -> None:
+    with used("cuda"):
+        found, ahead = answers_of_an_engine(saved("tiny", folder))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NextStep, "start", lambda *_: False)
+            wanted, none = answers_of_an_engine(saved("tiny", folder))
+    assert found == wanted and ahead > 20 and not none
 
 
 @pytest.mark.skipif(CUDA, reason="Triton's interpreter is not at hand")
@@ -535,6 +661,9 @@ LEFT_OUT = {
         "neurons beside attention",
         "experts selected before attention",
     ),
+    # next_step.py: the same between two recordings
+    "self._streams.write_value(self._stream, self._asked, self._number)": ("a whole model, launched ahead",),
+    "self._streams.wait_value(self._stream, self._answered, self._number)": ("a whole model, launched ahead",),
     # gpu.py: a step that was broken off
     "self._streams.finish()": ("whole layers", "neurons, after a step that failed"),
     # step_buffers.py: the result of a step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from model_files import plain_folder
 from sparse_models import tiny_llama
 
+from powerinfer import _native
 from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.formats.checkpoint import open_checkpoint
@@ -42,6 +45,47 @@ def test_a_step_in_two_parts_is_the_whole(name: str, threads: int, tmp_path: Pat
     finally:
         whole.close()
         parts.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_rows_of_tokens_that_a_gpu_brings(name: str, tmp_path: Path) -> None:
+    """A thread is in its place; logits that are no numbers are told, and rows that are lacking are read."""
+    path = tiny_llama(tmp_path / "m.gguf") if name == "llama" else plain_folder(tmp_path / "m", name)
+    engine = EngineConfig(threads=2, context=128, max_batch=4, prefix_cache=False, prefill_chunk=64)
+    whole, ours = (load(open_checkpoint(path), engine) for _ in "12")
+    numbers, largest = np.zeros(64, np.uint32), (np.full(4, -1, np.int64), np.zeros(4, np.float32))
+    flags = _native.HostFlags(numbers[:1], numbers[32:33], 20.0)
+    rows = np.arange(4, dtype=np.int32)
+    table = np.arange(16, dtype=np.int32).reshape(4, 4)
+
+    def bring(number: int, tokens: list[int], logits: list[float]) -> None:
+        largest[0][:], largest[1][:] = tokens, logits
+        numbers[0] = number
+
+    try:
+        assert ours.looks_up
+        for number, first in enumerate((3, 40, 3), 1):
+            wanted = replace(batch_of(4, first, whole.vocab_size), rows=rows, page_table=table)
+            batch, out = replace(wanted, tokens=np.zeros(4, np.int32)), np.full((4, ours.d_model), np.nan, np.float32)
+            given = flags, number, 0.0, largest, batch, out
+            assert not ours.answer_tokens(*given) and numbers[32] == number - 1 and np.isnan(out).all()
+            gpu = threading.Thread(target=bring, args=(number, wanted.tokens.tolist(), [0.5, np.nan, np.inf, -np.inf]))
+            gpu.start()
+            assert ours.answer_tokens(flags, number, 20.0, *given[3:]) and numbers[32] == number
+            gpu.join()
+            assert batch.tokens.tolist() == [wanted.tokens[0], -1, -2, -3]
+            np.testing.assert_array_equal(out, whole.embedded(wanted))
+        for wrong in (replace(batch, positions=batch.positions - 4), replace(batch, tokens=batch.tokens[:3])):
+            with pytest.raises(ValueError, match=r"position|differ in length"):
+                ours.answer_tokens(flags, 4, 0.0, largest, wrong, out)
+        for token in (-1, whole.vocab_size):
+            bring(4, [0, 1, 2, token], [0.0] * 4)
+            with pytest.raises(ValueError, match="outside the embedding"):
+                ours.answer_tokens(flags, 4, 0.0, largest, batch, out)
+        assert numbers[32] == 3
+    finally:
+        whole.close()
+        ours.close()
 
 
 def test_its_time_is_taken(tmp_path: Path) -> None:

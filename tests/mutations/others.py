@@ -120,6 +120,20 @@ MUTATIONS = [
         "tests/test_several_gpus.py -k waits_for_the_one_before",
     ),
     Mutation(
+        "a step that is launched before the tokens of the one before are known: it waits for their rows",
+        "src/powerinfer/devices/next_step.py",
+        "        self._streams.wait_value(self._stream, self._answered, self._number)\n",
+        "",
+        "tests/test_deferred.py -k 'every_order and ahead'",
+    ),
+    Mutation(
+        "a step that is launched before the tokens of the one before are known: one that ends is not in the next",
+        "src/powerinfer/runtime/scheduler.py",
+        "        self._successor = None\n        self.running.remove(request)\n",
+        "        self.running.remove(request)\n",
+        "tests/test_next_step.py -k ends_an_answer",
+    ),
+    Mutation(
         "calls by flags are made when they are asked for: each step begins anew",
         "src/powerinfer/devices/link.py",
         "self.flags.begin()",

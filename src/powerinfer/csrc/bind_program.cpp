@@ -5,6 +5,7 @@
 #include "dense_neurons.h"
 #include "experts.h"
 #include "ffn.h"
+#include "host_flags.h"
 #include "latent_attention.h"
 #include "levels.h"
 #include "mamba.h"
@@ -13,6 +14,8 @@
 #include "program.h"
 #include "watch.h"
 #include "window.h"
+
+#include <cmath>
 
 namespace {
 
@@ -115,6 +118,44 @@ bool run(Program& p, Ints tokens, Ints positions, Ints rows, Ints2 page_table, I
   step.alone = alone;
   nb::gil_scoped_release release;
   return p.run(step, first, last);
+}
+
+using Largest = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutInts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// The number of a row's largest logit as an executor returns it (`NOT_FINITE` of devices/batch.py).
+int32_t number_of(int64_t token, float logit) {
+  if (std::isfinite(logit)) return (int32_t)token;
+  return std::isnan(logit) ? -1 : logit > 0 ? -2 : -3;
+}
+
+// None: not within these seconds; false: a row is not in memory; true: answered.
+std::optional<bool> answer_tokens(Program& p, HostFlags& flags, uint32_t number, double seconds, Largest largest,
+                                  Floats logits, Ints positions, OutInts numbers, OutFloats2 rows,
+                                  std::optional<Bytes> present) {
+  const size_t n = largest.shape(0);
+  require(logits.shape(0) == n && positions.shape(0) == n && numbers.shape(0) == n && rows.shape(0) == n,
+          "tokens, logits, positions, numbers and rows differ in length");
+  require((int64_t)n <= p.sizes.max_tokens && (int64_t)rows.shape(1) == p.sizes.d_model,
+          "the rows have another shape than (tokens, d_model)");
+  for (size_t i = 0; i < n; i++)
+    require(positions.data()[i] >= 0 && (p.positions == 0 || positions.data()[i] < p.positions),
+            "a position lies beyond the table of positions");
+  nb::gil_scoped_release release;
+  if (!flags.wait(number, seconds)) return {};
+  std::vector<int32_t> tokens(largest.data(), largest.data() + n);
+  bool complete = true;
+  for (size_t i = 0; i < n; i++) {
+    const int64_t vocabulary = present ? (int64_t)present->shape(0) : p.table_rows;
+    require(tokens[i] >= 0 && tokens[i] < vocabulary, "a token id is outside the embedding");
+    complete = complete && (!present || present->data()[tokens[i]]);
+    numbers.data()[i] = number_of(largest.data()[i], logits.data()[i]);
+  }
+  if (!complete) return false;
+  require(p.embed_alone(tokens.data(), positions.data(), (int64_t)n, rows.data()),
+          "the embedding is not that of one thread");
+  flags.answer(number);
+  return true;
 }
 
 void hidden_states(Program& p, Ints rows, OutFloats2 out, bool draft) {
@@ -561,5 +602,16 @@ void bind_program(nb::module_& m) {
            "since\n"
            "a step before wrote it, and that the state that it reads lacks; and the slot that gets the state behind "
            "them.\n"
-           "alone: where neurons are left out, each of up to NEURON_TOKENS tokens has the bits of a step of it alone.");
+           "alone: where neurons are left out, each of up to NEURON_TOKENS tokens has the bits of a step of it alone.")
+      .def(
+          "answer_tokens", &answer_tokens, "flags"_a, "number"_a, "seconds"_a, "largest"_a.noconvert(),
+          "logits"_a.noconvert(), "positions"_a, "numbers"_a.noconvert(), "rows"_a.noconvert(),
+          "present"_a.noconvert() = nb::none(),
+          "Wait until the GPU has written a number and, before it, the tokens of the largest logits, int64 [T], and\n"
+          "these, float32 [T]; put the tokens into `numbers`, int32 [T], -1, -2 and -3 for NaN and infinite logits, "
+          "and\n"
+          "their embeddings at these positions into `rows`, float32 [T, d_model]; answer the number. None: it has not\n"
+          "within these seconds; False: `present`, uint8 [vocab], says that a row of the table is not in memory, so "
+          "that\n"
+          "it was not answered.");
 }

@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <math.h>
+#include <string.h>
 
 #include <algorithm>
 #include <atomic>
@@ -184,6 +185,16 @@ bool Program::run_alone(const Step& step, size_t op) {
     if (timed) times_[op] += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   });
   return done;
+}
+
+bool Program::embed_alone(const int32_t* tokens, const int32_t* positions, int64_t n, float* out) {
+  Step step;
+  step.tokens = n;
+  step.token = tokens;
+  step.position = positions;
+  if (ops_.empty() || !run_alone(step, 0)) return false;
+  for (int64_t i = 0; i < n; i++) memcpy(out + i * sizes.d_model, x + i * ldx, (size_t)sizes.d_model * sizeof(float));
+  return true;
 }
 
 bool Program::run(const Step& step, size_t first, size_t last) {

@@ -243,6 +243,9 @@ class Program {
   // Runs operators [first, last) on a step that has been checked. False if it was stopped before their end. ReadError if
   // something could not be read from disk.
   bool run(const Step& step, size_t first, size_t last);
+  // out [n, d_model] = what the first operator, the embedding, makes of tokens at positions, on the calling thread. False:
+  // that is work for all threads.
+  bool embed_alone(const int32_t* tokens, const int32_t* positions, int64_t n, float* out);
   // out [count, d_model] = norm(x), the head's or, where `draft`, the draft head's: rows of the last step.
   void hidden_states(const int32_t* rows, int64_t count, float* out, bool draft = false);
   // Seconds spent in each operator since the last call, while `timed`.

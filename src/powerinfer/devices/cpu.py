@@ -290,6 +290,7 @@ class CpuExecutor:
         self._early_routers: dict[int, _native.EarlyRouter] = {}
         self._embedded = 0  # operators up to the embedding's
         self._file_rows: FileRows | None = None  # of the embedding
+        self.looks_up = False  # the embedding is a row of a table, and all that a step of few tokens begins with
         self.mapped: list[MappedFile] = []  # files that steps read views of
         self._pool = drafting.pool or _native.Pool(self.choices.threads.value)
         self._workspace = _native.Workspace(self._pool, self.choices.isa.value)
@@ -389,6 +390,7 @@ class CpuExecutor:
         rows = self._table(replace(positions, data=positions.data.copy())) if positions is not None else None
         self._program.embed(table, rows, self.config.position_offset, projection, scale)
         self._embedded, self._embedding = self._program.size, table
+        self.looks_up = projection is None and self.disk is None
 
     def layer_inputs(self, table: RawTensor, projection: _native.Matrix, norm: Float32) -> None:
         """Numbers that every layer gets of a token beside the residual stream, from a table of the model's file and
@@ -397,7 +399,7 @@ class CpuExecutor:
         of_layer = _native.Norm(norm, self.config.norm_eps)
         scales = d_model**-0.5, numbers**0.5, 2**-0.5
         self._program.layer_inputs(self._table(table), projection, of_layer, *scales)
-        self._embedded = self._program.size
+        self._embedded, self.looks_up = self._program.size, False
 
     def add_layer_input(
         self, layer: int, gate: _native.Matrix, out: _native.Matrix, norm: _native.Norm | None, activation: str
@@ -1153,6 +1155,27 @@ class CpuExecutor:
         self.slots = None if self._states is None else (numbers, numbers)
         self._run(replace(batch, logit_rows=batch.logit_rows[:0]), 0, self._embedded)
         return self._program.residual(len(batch.tokens))
+
+    def answer_tokens(
+        self,
+        flags: _native.HostFlags,
+        number: int,
+        seconds: float,
+        largest: tuple[NDArray[np.int64], Float32],
+        batch: Batch,
+        rows: Float32,
+    ) -> bool:
+        """Wait until a GPU has written that number and, before it, its largest logits: int64 [T], their tokens, and
+        float32 [T]; make the tokens those of the batch, put their embeddings into rows, float32 [T, d_model], and
+        answer the number. False: it has not within these seconds. Of executors that look rows up."""
+        present = None if self._file_rows is None else self._file_rows.present
+        arguments = flags, number, seconds, *largest, batch.positions, batch.tokens, rows, present
+        answered = self._program.answer_tokens(*arguments)
+        if answered is False:
+            assert self._file_rows is not None
+            self._file_rows.fetch(largest[0].astype(np.int32))
+            answered = self._program.answer_tokens(*arguments)
+        return answered is not None
 
     def finish(self, batch: Batch, first: int | None = None) -> Float32:
         """Run everything after the embedding, or from operator `first` on, on the current residual stream; logits as

@@ -20,7 +20,8 @@ class FileRows:
     """A matrix of a file, in memory of its own that holds the rows that `fetch` was asked for.
 
     They are read, not mapped: of a mapped file that becomes shorter the next access ends the process, whatever was
-    checked before. data: uint8 1-D, the whole matrix, of which only these rows are there.
+    checked before. data: uint8 1-D, the whole matrix, of which only these rows are there; present: uint8 [rows], not 0
+    for each of them.
     """
 
     def __init__(self, file: MappedFile, begin: int, tensor: RawTensor, fewest: int, room: int = ROOM) -> None:
@@ -37,6 +38,7 @@ class FileRows:
         except (OSError, ValueError) as error:
             raise ModelError(f"cannot reserve {tensor.nbytes} bytes for rows of {file.path}: {error}") from None
         self.data: Bytes = np.frombuffer(self._memory, np.uint8)
+        self.present: Bytes = self._present.view(np.uint8)
 
     def fetch(self, rows: NDArray[np.int32]) -> None:
         """Read those of these rows that are not there. ModelError, or ChangedError, if the file is not what it was.

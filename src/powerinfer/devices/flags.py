@@ -41,6 +41,24 @@ _SPACING = 32
 """Numbers of 32 bits from one flag to the other: the two are in lines of a cache that are never fetched together."""
 
 
+class FlaggedRun:
+    """A recording that asks for calls. Called, it is replayed, and they are answered; or one after the other."""
+
+    def __init__(self, flags: Flags, launch: Run, calls: _native.FlaggedCalls) -> None:
+        self.launch = launch
+        self._flags = flags
+        self._calls = calls
+
+    def __call__(self, before: State) -> State:
+        after = self.launch(before)
+        self.answer()
+        return after
+
+    def answer(self) -> None:
+        """Make and answer its calls. PowerInferError where the GPU does not ask."""
+        self._flags.answer(self._calls)
+
+
 class Flags:
     """The flags of a GPU's calls, one at a time. Calls of a step have numbers, from 1, that grow."""
 
@@ -60,6 +78,11 @@ class Flags:
     def recording(self) -> bool:
         """Whether the operations that the stream is given now are recorded, and their calls answered in replays."""
         return self._recorded is not None
+
+    @property
+    def numbers(self) -> tuple[_native.HostFlags, int, int]:
+        """Both numbers as the CPU has them, and the GPU's addresses of those that it asks for and that are answered."""
+        return self._host, self._asked, self._answered
 
     @property
     def released(self) -> bool:
@@ -100,13 +123,7 @@ class Flags:
                 again = recorder(run, state)
             finally:
                 self._recorded = None
-
-            def replay(before: State) -> State:
-                after = again(before)
-                self.answer(calls)
-                return after
-
-            return replay
+            return FlaggedRun(self, again, calls)
 
         return record
 
@@ -120,17 +137,18 @@ class Flags:
 
     # ---------------------------------------------------------------- a trial
 
-    def trial(self, device: device) -> str | None:
-        """The reason why the GPU cannot use them in a recording; None: it can, in a trial. It must wait where it
-        should, and neither longer nor while it is given more."""
+    def trial(self, device: device, recorded: bool = True) -> str | None:
+        """The reason why the GPU cannot use them, in a recording if `recorded`; None: it can, in a trial. It must wait
+        where it should, and neither longer nor while it is given more."""
         streams = self._streams
-        record = streams.recorder()
-        if record is None:
+        record = streams.recorder() if recorded else None
+        if recorded and record is None:
             return "the device records nothing"
         self._host.set_patience(TRIAL_PATIENCE)
         try:
             self._try(lambda run: run, device, 1)  # a device that cannot says so here, without harm to a recording
-            self._try(record, device, EXCHANGES)
+            if record is not None:
+                self._try(record, device, EXCHANGES)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         finally:

@@ -47,6 +47,7 @@ from powerinfer.devices.gpu_weights import (
     StreamedMatrices,
 )
 from powerinfer.devices.link import WAYS, Link, Way
+from powerinfer.devices.next_step import Embedding, NextStep
 from powerinfer.devices.recording import MOST_SHAPES, RECORDED_BYTES, Recorder, Recordings, recorder_of
 from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
@@ -165,6 +166,7 @@ class GpuLayers:
         self.rehearses = False  # a step of no text, whose result nobody reads
         self.observer: StepObserver | None = None
         self.link = Link(device, max_tokens, config) if split else None
+        self.next_step: NextStep | None = None  # None: no step is launched ahead of its tokens
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
         self._config = config
@@ -808,6 +810,7 @@ class GpuLayers:
 
     def changed(self, layer: int) -> None:
         """A layer's FFN parts have other neurons, or run another way: record their launches again."""
+        self.drop_next()
         before, self._operators, self._shares = self._operators, None, None
         if self._recordings is not None and self.operators == before:
             self._recordings.forget(layer)
@@ -818,6 +821,7 @@ class GpuLayers:
     def noted(self, trace: Trace) -> Iterator[None]:
         """Trace static operators within this context, as they are replayed or one by one; the others add their own
         spans. What is replayed is recorded anew, within the context and after it."""
+        self.drop_next()
         self.trace, self._recordings = trace, None
         try:
             yield
@@ -868,7 +872,68 @@ class GpuLayers:
                 raise
             return run()
 
+    def launch_ahead(self, embedding: Embedding) -> str | None:
+        """Launch steps ahead of their tokens, where these are the largest logits', a batch has a successor, and the
+        step is one recording; of layers that have the head. The reason why this device cannot, by a trial; None: it
+        does."""
+        assert self.has_head and not self._first
+        try:
+            next_step = NextStep(self._streams, embedding, self.buffers, self.link)
+        except RuntimeError as error:
+            return str(error)
+        with current(self.device):
+            reason = next_step.trial(self.device)
+        if reason is None:
+            self.next_step = next_step
+            self.buffers.pair()
+        return reason
+
+    def awaits(self, batch: Batch) -> bool:
+        """Whether the step of a batch was launched ahead, so that `collect` has its result."""
+        return self.next_step is not None and self.next_step.batch is batch
+
+    def collect(self, batch: Batch) -> NDArray[Any]:
+        """The result of a step that was launched ahead. Errors as of `run`."""
+        next_step = self.next_step
+        assert next_step is not None
+        try:
+            with next_step.context:
+                next_step.answer_calls()
+                if next_step.go_on(batch):
+                    self._count(len(batch.tokens))
+                batch.overlap()
+                return self._download(next_step.step)
+        except BaseException as error:
+            self._break_off(error, len(batch.tokens))
+            raise
+
+    def _launch_next(self, batch: Batch, step: Step, recordings: Recordings | None) -> None:
+        """Launch the step behind that of a batch, which is under way, where all but its tokens is known."""
+        next_step = self.next_step
+        if next_step is None or batch.successor is None or recordings is None or self.trace is not None:
+            return
+        if step.needs != LogitsNeed.LARGEST or self.observer is not None:
+            return
+        run = recordings.whole_run(step)
+        if run is not None and next_step.start(batch, step, run):
+            self._count(len(batch.tokens))
+
+    def drop_next(self) -> None:
+        """End a step that was launched ahead, and whose result nobody wants."""
+        if self.next_step is not None and self.next_step.batch is not None:
+            self.next_step.batch = None
+            with current(self.device), self._finished_after_failure():
+                self.next_step.answer_calls()
+                self.buffers.wait()
+
+    def _count(self, tokens: int) -> None:
+        if tokens <= cpu.NEURON_TOKENS:
+            self.few_tokens += tokens
+            self.few_steps += 1
+
     def _download(self, step: Step) -> NDArray[Any]:
+        if self.next_step is not None and self.next_step.batch is not None:
+            return self.next_step.tokens()
         result = self.buffers.download(step, logits=self.has_head)
         if self.link is not None:
             self.link.check()
@@ -882,29 +947,38 @@ class GpuLayers:
         slots: Slots | None,
         inputs: Float32 | None,
     ) -> R:
-        with gpu_failures(f"computing {len(batch.tokens)} tokens", "lower --prefill-chunk, --max-batch or --vram"):
-            torch = import_torch()
-            with current(self.device), self._finished_after_failure():
+        try:
+            with current(self.device):
+                self.drop_next()
                 step = self._begin(batch, x, slots, inputs)
                 recordings = None
                 if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
                     recordings = self._recorded(self._recorder)
                 if recordings is None or not recordings.static:  # the host acts in the step
                     batch.overlap()
-                with torch.inference_mode():
+                with import_torch().inference_mode():
                     if recordings is None:
                         self._launch(step, self.operators, batch)
                     else:
                         recordings.run(step)
+                self._launch_next(batch, step, recordings)
                 batch.overlap()
                 result = end(step)
+        except BaseException as error:
+            self._break_off(error, len(batch.tokens))
+            raise
         self._latest_logits = None
         if step.needs == LogitsNeed.CANDIDATES:
             batch.logits = partial(self._logits_of, step)
-        if len(batch.tokens) <= cpu.NEURON_TOKENS:
-            self.few_tokens += len(batch.tokens)
-            self.few_steps += 1
+        self._count(len(batch.tokens))
         return result
+
+    def _break_off(self, error: BaseException, tokens: int) -> None:
+        """Wait for what is under way of a step of so many tokens, which failed with that error; PowerInferError where
+        it is the device's. In place of contexts, which every step would enter."""
+        failures = gpu_failures(f"computing {tokens} tokens", "lower --prefill-chunk, --max-batch or --vram")
+        with failures, current(self.device), self._finished_after_failure():
+            raise error
 
     @contextmanager
     def _finished_after_failure(self) -> Iterator[None]:
@@ -921,6 +995,8 @@ class GpuLayers:
         """Wait for all that the device was given, be it that it fails; it waits for the CPU no more."""
         if self.link is not None:
             self.link.release()
+        if self.next_step is not None:
+            self.next_step.release()
         with suppress(RuntimeError):
             self._streams.finish()
 
@@ -1007,10 +1083,17 @@ class GpuLayers:
         if self.link is not None:
             step.read = self.link.read(len(batch.tokens))
             self.link.begin_step()
+        if self.next_step is not None:
+            self.next_step.begin()
         if self.has_head:
             step.needs = batch.needs
             self.buffers.make_room(len(batch.logit_rows))  # may reallocate, so before the step is recorded
         return step
+
+    @property
+    def records(self) -> bool:
+        """Whether steps of few tokens are recorded."""
+        return self._recorder is not None
 
     @property
     def caller(self) -> Choice[str] | None:
@@ -1029,6 +1112,7 @@ class GpuLayers:
     def step_seconds(self, way: Way, steps: int) -> float:
         """Seconds of a step of one token, the median of so many that are replayed. way: until the next time. The cache
         must be empty. PowerInferError when the device fails."""
+        self.drop_next()
         self._way, self._recordings = way, None
         times, rng = [], np.random.default_rng(0)
         for _ in range(UNRECORDED + steps):
@@ -1040,12 +1124,14 @@ class GpuLayers:
 
     def exchange(self, way: Way, reason: str) -> None:
         """Exchange in one of `ways` from now on, or in one behind it."""
+        self.drop_next()
         self.ways = self.ways[self.ways.index(way) :]
         self._way, self._recordings, self._way_reason = way, None, reason
 
     def record(self, recorder: Recorder | None, way: Way = WAYS[0]) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. way: in which both
         devices exchange, or the next one that they can."""
+        self.drop_next()
         self._recorder, self._recordings = recorder, None
         self._way = next(one for one in self.ways if WAYS.index(one) >= WAYS.index(way))
 
@@ -1199,11 +1285,13 @@ class GpuLayers:
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
         try:
+            if self.next_step is not None and self.next_step.batch is not None:
+                self.finish()
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
             self._head = self._final_norm = self._output = self._operators = self.streams = self.observer = None
-            self._recorder = self._recordings = None
+            self._recorder = self._recordings = self.next_step = None
             for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
             if self._cuda:

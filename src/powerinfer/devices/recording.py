@@ -68,6 +68,10 @@ class Recordings:
                 step.attended, step.normed, step.hidden = recorded(_state(step))
             step.forget_codes()
 
+    def whole_run(self, step: Step) -> Run | None:
+        """The recording of steps of this shape, at the same addresses; None: there is none of the step as a whole."""
+        return self._runs.get(step.key, {}).get(0) if self.static and len(self._parts) == 1 else None
+
     def forget(self, layer: int) -> None:
         """Drop the recordings of a layer's operators."""
         for number, (_, operators) in enumerate(self._parts):

@@ -13,6 +13,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
+from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
 
@@ -72,10 +73,24 @@ class SplitExecutor:
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         part = GpuPart(gpu.layers, gpu.has_head, gpu.place)
         self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
+        self.choices.launches = self._launch_ahead()
         if reason:
             self.tell(reason)
         if self.drafter is not None:
             self.tell(f"the draft head on the {'CPU' if draft is None else 'GPU'}")
+
+    def _launch_ahead(self) -> Choice[str] | None:
+        """Let steps be launched ahead of their tokens where the GPU has the head, and no layer has states; the choice
+        of whether they are, None: there is none."""
+        gpu, cpu = self.gpu, self.cpu
+        if len(self.cards) > 1 or not gpu.has_head or not cpu.looks_up or cpu.n_states:
+            return None
+        reason = gpu.launch_ahead(cpu)
+        if not gpu.records:
+            return None
+        if reason is not None:
+            return Choice("when the tokens are known", reason)
+        return Choice("ahead of the tokens", "where these are the most likely ones")
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""
@@ -98,6 +113,8 @@ class SplitExecutor:
         return self.cpu.bytes_per_token + self._gpu.bytes_per_token
 
     def forward(self, batch: Batch) -> NDArray[Any]:
+        if self.gpu.awaits(batch):
+            return self._collect(batch)
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
         awake = len(batch.tokens) <= FEW and self._on_both
         if self.trace is None and not awake:
@@ -107,6 +124,21 @@ class SplitExecutor:
             self.cpu.awake() if awake else nullcontext(),
         ):
             return self._forward(batch)
+
+    def drop_successor(self) -> None:
+        """End a step that was launched ahead, as no other one follows soon. PowerInferError when the device fails."""
+        with gpu_failures("computing a token", "lower --max-batch or --vram"):
+            self.gpu.drop_next()
+
+    def _collect(self, batch: Batch) -> NDArray[Any]:
+        """The result of a step that was launched ahead."""
+        if self.gpu.shares:
+            with self.cpu.awake():
+                result = self.gpu.collect(batch)
+        else:
+            result = self.gpu.collect(batch)
+        self.cpu.end(batch)
+        return result
 
     @property
     def _on_both(self) -> bool:

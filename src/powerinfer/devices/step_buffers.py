@@ -95,7 +95,10 @@ class StepBuffers:
         assert 0 < tokens <= self._x.shape[0] and rows.shape == (tokens, self._x.shape[1])
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
         passed = x if isinstance(x, PassedRows) else None
-        places = self._description.upload(batch, states, rows if passed is None and tokens <= FEW else None)
+        places = self._description.fill(batch, states, passed is None and tokens <= FEW)
+        if places.x is not None:
+            places.x[...] = rows
+        places.send()
         on_device = self._x[:tokens] if places.on_device_x is None else places.on_device_x
         if passed is not None:
             self._streams.current().wait_event(passed.ready)
@@ -112,6 +115,27 @@ class StepBuffers:
             self._host_inputs.numpy()[:tokens] = inputs
             on_layers.copy_(self._host_inputs[:tokens], non_blocking=True)
         return Step(on_device, *places.on_device, total=total, inputs=on_layers, **places.on_states)
+
+    def pair(self) -> None:
+        """Let the description of a step be written while that of the one before may still be read."""
+        self._description.pair()
+
+    def left(self, batch: Batch) -> int:
+        """Number of steps behind this one, which was uploaded last, that have its shape, where each sequence gets a
+        token in each of them."""
+        return self._description.left(batch) if self._inputs is None else 0
+
+    def upload_ahead(self, batch: Batch) -> Float32:
+        """Upload such a step, of few tokens, while the one before is under way: to the same addresses. Its residual
+        stream, float32 [T, d_model], is written later to what is returned, once the device waits for it."""
+        places = self._description.fill(batch, None, True)
+        places.send()
+        assert places.x is not None
+        return places.x
+
+    def largest(self, rows: int) -> tuple[NDArray[np.int64], Float32]:
+        """Memory in which the tokens of a step's largest logits are, int64 [rows], and these."""
+        return self._tokens[:rows], self._values[:rows]
 
     def residual(self, rows: Tensor) -> Tensor:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
@@ -162,8 +186,7 @@ class StepBuffers:
         """Result of a step, what it needs of its logits or its residual stream, once the device is done with it."""
         if not logits:
             self._host_x[: step.x.shape[0]].copy_(step.x, non_blocking=True)
-        self._done.record()
-        self._done.synchronize()
+        self.wait()
         rows = step.logit_rows.shape[0]
         if not logits:
             values: Float32 = self._host_rows[: step.x.shape[0]]
@@ -174,6 +197,11 @@ class StepBuffers:
             return self._records[:rows]
         values = self._host_logits[:rows].numpy()
         return values
+
+    def wait(self) -> None:
+        """Wait for all that the device was given."""
+        self._done.record()
+        self._done.synchronize()
 
     def _numbers(self, rows: int) -> NDArray[np.int32]:
         """Tokens of the largest logits, or numbers of `NOT_FINITE`."""
@@ -232,6 +260,10 @@ class _Places:
     on_device_x: Tensor | None
     on_states: dict[str, Any]  # of a `Step`, and its inverse temperatures
 
+    def send(self) -> None:
+        """Upload them."""
+        self.uploaded.copy_(self.pinned, non_blocking=True)
+
 
 class _Description:
     """The numbers of a batch, and the residual stream of few tokens, uploaded in one transfer from memory at a fixed
@@ -243,13 +275,19 @@ class _Description:
         self._streams = streams
         self._most = -(-most // _ALIGNED) * _ALIGNED
         self._d_model = d_model
+        self._copies, self._turn = 1, 0
         self._allocate(1 << 12)
+
+    def pair(self) -> None:
+        """Have two copies in memory of the host, which are written in turn."""
+        self._copies, self._turn = 2, 0
+        self._allocate(self._room)
 
     def _allocate(self, nbytes: int) -> None:
         """Make room for so many bytes of numbers."""
         torch = import_torch()
         self._room = nbytes
-        self._pinned = self._streams.pinned(4 * self._most + nbytes, torch.uint8)
+        self._pinned = [self._streams.pinned(4 * self._most + nbytes, torch.uint8) for _ in range(self._copies)]
         self._uploaded = torch.zeros(4 * self._most + nbytes, dtype=torch.uint8, device=self._device)
         self._places: dict[tuple[int, ...], _Places] = {}
 
@@ -263,16 +301,20 @@ class _Description:
         """Their address on the device."""
         return int(self._uploaded.data_ptr())
 
-    def upload(self, batch: Batch, states: _StateNumbers | None, x: Float32 | None) -> _Places:
-        """Upload a step; x: None: that is elsewhere. Returns where it is then."""
+    def left(self, batch: Batch) -> int:
+        """Number of tokens more of each sequence with which the table has as many columns."""
+        last = _last(batch)
+        return _width(batch.page_table, last) * cpu.PAGE - 1 - last
+
+    def fill(self, batch: Batch, states: _StateNumbers | None, with_x: bool) -> _Places:
+        """Write the numbers of a step; with_x: its residual stream has a place among them. Returns where they are."""
         positions, rows, table = batch.positions, batch.rows, batch.page_table
-        # The columns that are in use, as a power of two: shapes hardly change from step to step.
-        last = int(positions[0] if len(positions) == 1 else positions.max())
-        width = min(table.shape[1], 1 << (last // cpu.PAGE).bit_length())
+        width = _width(table, _last(batch))
+        self._turn = self._copies - 1 - self._turn
         narrow = [] if states is None else states.narrow
         undoable = states is not None and states.input_places is not None
-        shape = len(positions), len(batch.logit_rows), len(table), width, undoable, x is not None, *map(len, narrow)
-        places = self._places.get(shape) or self._make_places(*shape)
+        shape = len(positions), len(batch.logit_rows), len(table), width, undoable, with_x, *map(len, narrow)
+        places = self._places.get((self._turn, *shape)) or self._make_places(shape)
         within = positions % cpu.PAGE
         np.multiply(table[rows, positions // cpu.PAGE], cpu.PAGE, out=places.slots, dtype=np.int64)
         np.add(places.slots, within, out=places.slots)
@@ -283,16 +325,13 @@ class _Description:
             places.input_places[...] = states.input_places
         if batch.needs == LogitsNeed.CANDIDATES:
             places.inverse_temperatures[...] = 1 if batch.inverse_temperatures is None else batch.inverse_temperatures
-        if places.x is not None:
-            places.x[...] = x
-        places.uploaded.copy_(places.pinned, non_blocking=True)
         return places
 
-    def _make_places(
-        self, tokens: int, logit_rows: int, sequences: int, width: int, undoable: bool, with_x: bool, *narrow: int
-    ) -> _Places:
-        """undoable: inputs are kept; narrow: lengths of `_StateNumbers.narrow`."""
+    def _make_places(self, shape: tuple[int, ...]) -> _Places:
+        """shape: tokens, rows of logits, sequences, columns of the table; whether inputs are kept, and whether the
+        residual stream is among the numbers; lengths of `_StateNumbers.narrow`."""
         torch = import_torch()
+        tokens, logit_rows, sequences, width, undoable, with_x, *narrow = shape
         # First x, whose rows are read in whole lines, then what is int64; what states need last, so that the other
         # places do not depend on it.
         x_words = -(-tokens * self._d_model // _ALIGNED) * _ALIGNED * with_x
@@ -301,7 +340,7 @@ class _Description:
         nbytes = 4 * sum(sizes)
         if nbytes - 4 * x_words > self._room:
             self._allocate(1 << (nbytes - 4 * x_words - 1).bit_length())
-        pinned, uploaded = self._pinned[:nbytes], self._uploaded[:nbytes]
+        pinned, uploaded = self._pinned[self._turn][:nbytes], self._uploaded[:nbytes]
         host_x, slots, inputs, *numbers = np.split(pinned.numpy().view(np.int32), np.cumsum(sizes[:-1]))
         numbers[3] = numbers[3].reshape(sequences, width)
         inverse = numbers.pop(4)
@@ -325,5 +364,17 @@ class _Description:
         )  # fmt: skip
         if len(self._places) == _MOST_SHAPES:
             del self._places[next(iter(self._places))]
-        self._places[tokens, logit_rows, sequences, width, undoable, with_x, *narrow] = places
+        self._places[self._turn, *shape] = places
         return places
+
+
+def _last(batch: Batch) -> int:
+    """The highest position of a batch."""
+    positions = batch.positions
+    return int(positions[0] if len(positions) == 1 else positions.max())
+
+
+def _width(table: NDArray[np.int32], last: int) -> int:
+    """The columns of a page table that are in use, as a power of two: shapes hardly change from step to step."""
+    most: int = table.shape[1]
+    return min(most, 1 << (last // cpu.PAGE).bit_length())

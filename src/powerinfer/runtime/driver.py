@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
+from functools import partial
 from heapq import heapify, heappop, heappush
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,6 +119,7 @@ class Driver:
         self.open_commands = 0  # commands under way that must not meet idle work
         self.idle_work: Callable[[], bool] | None = None
         self._executor = executor
+        self._drop_successor: Callable[[], None] | None = getattr(executor, "drop_successor", None)
         self._overlaps = bool(getattr(executor, "overlaps", False))  # a device computes while events are delivered
         self._spell = spell
         self._load_s = load_s
@@ -137,7 +139,9 @@ class Driver:
         self._prompt_tokens = self._cached_tokens = self._answer_tokens = 0
         self._steps = self._aborted = self._rejected = self._timed_out = 0
         self._step_s = 0.0
+        self._reads = executor.disk is not None
         self._disk = self._read()
+        self._latest = _Step((), np.zeros(1, np.int32))  # step that was computed
         self._step_now: _Step | None = None
         self._stopping = False  # no step's result is needed any more
         self._logprob_scratch = np.empty(executor.vocab_size, np.float32)
@@ -334,55 +338,84 @@ class Driver:
 
     def _step(self) -> bool:
         """Compute a step; whether there was one to compute."""
-        entered = time.perf_counter()
-        if self._speculation is not None:
-            self._speculation.draft(self.scheduler.running)
-        begin = time.perf_counter()
-        batch = self.scheduler.plan()
-        if self._speculation is not None:
-            for request in self.scheduler.put_back:
-                self._speculation.forget(request)
-        self._refuse_excess()
+        entered = begin = time.perf_counter()
+        batch = self.scheduler.follow()
+        if batch is None:
+            if self._speculation is not None:
+                self._speculation.draft(self.scheduler.running)
+                begin = time.perf_counter()
+            batch = self._plan()
+        if self._arrived:
+            self._refuse_excess()
         if batch is None or not self._overlaps:
             self._deliver()
         if batch is None:
             assert self.open_commands or not self.live, "a checked request can always be started"
+            self._rest()
             return False
-        for request in self.scheduler.started:
-            self._prompt_tokens += request.n_prompt
-            self._cached_tokens += request.cached
         batch.meanwhile = self._deliver if self._overlaps else None
         planned = self.scheduler.planned
-        result = self._rows(lambda: self.compute(batch, planned), planned)
-        if result is not None:
+        result = self._rows(partial(self.compute, batch, planned), planned)
+        if result is None:
+            self.scheduler.forget_successor()
+        else:
             row, answered = 0, self._answer_tokens
             for request in self.scheduler.commit():
                 row += self._accept(request, batch, result[row:], row)
             parts = self.scheduler.settle()
-            self._embed()
+            if batch.needs == LogitsNeed.LOGITS:
+                self._embed()
             if self._speculation is not None:
                 self._speculation.observe(parts)  # behind which the step's hidden states are gone
             if self._speculation is not None and len(batch.tokens) == len(batch.logit_rows):  # of no prompt
                 brought, seconds = self._answer_tokens - answered, time.perf_counter() - begin
                 self._speculation.computed(len(batch.tokens), len(planned), brought, seconds)
-        self._disk = self._read()
+        if self._reads:
+            self._disk = self._read()
         self._steps += 1
         self._step_s += time.perf_counter() - entered
         return True
 
+    def _plan(self) -> Batch | None:
+        """A step that does not follow from the one before."""
+        batch = self.scheduler.plan()
+        if self._speculation is not None:
+            for request in self.scheduler.put_back:
+                self._speculation.forget(request)
+        for request in self.scheduler.started:
+            self._prompt_tokens += request.n_prompt
+            self._cached_tokens += request.cached
+        if batch is not None:
+            batch.needs = max(map(_needs, self.scheduler.planned), default=LogitsNeed.LOGITS)
+        return batch
+
+    def _successor(self) -> Batch | None:
+        """The step behind the one that is computed, for an executor that launches it now; None: it is not known."""
+        return None if self._stopping or not self._commands.empty() else self.scheduler.plan_successor()
+
+    def _rest(self) -> None:
+        """There is no step to compute: nothing is kept of the last one, and nothing waits for the CPU."""
+        self._latest = _Step((), self._latest.stop)
+        if self._drop_successor is not None:
+            with suppress(PowerInferError):  # nobody asked for it
+                self._drop_successor()
+
     def compute(self, batch: Batch, requests: Sequence[Request] = ()) -> NDArray[Any]:
         """The executor's result for a batch; StoppedError if before it is there the model is closed, or all of
         `requests`, if there are any, are aborted."""
-        step = _Step(requests, np.zeros(1, np.int32))
+        step = self._latest
+        if step.requests is not requests or step.stop[0]:  # who stops a step late must mean these requests
+            step = self._latest = _Step(requests, np.zeros(1, np.int32))
         batch.stop = step.stop
-        batch.needs = max(map(_needs, requests), default=LogitsNeed.LOGITS)
+        steady = batch.needs == LogitsNeed.LARGEST and self._speculation is None
+        batch.successor = self._successor if steady else None
         self._step_now = step
         try:
-            if step.unwanted or self._stopping:  # before it could be seen that it is computed
+            if self._stopping or (requests and requests[0].unwanted and step.unwanted):  # before it was seen here
                 raise StoppedError
             return self._executor.forward(batch)
         finally:
-            self._step_now = None
+            self._step_now = batch.successor = None
 
     def _read(self) -> dict[str, float]:
         """Counts of reads from disk, which cannot be asked during a step."""

@@ -75,7 +75,8 @@ class StepLimits(NamedTuple):
 class Scheduler:
     """Queue, running requests and their pages. One step is `plan`, the forward call, then `commit`.
 
-    `plan` can be repeated: nothing counts as computed before `commit`.
+    `plan` can be repeated: nothing counts as computed before `commit`. Where a step is launched before the tokens of
+    the one before are known, it is planned by `plan_successor`, and `follow` says whether it is the next one.
     """
 
     def __init__(
@@ -107,11 +108,14 @@ class Scheduler:
         max_batch = min(limits.max_batch, max_tokens)
         self._rows = list(range(max_batch))
         heapify(self._rows)
-        self._work: list[tuple[Request, int]] = []  # the planned step: requests and their numbers of tokens
+        self.planned: list[Request] = []  # the requests of the planned step; another list for other requests
+        self._work: list[tuple[Request, int]] = []  # the same with their numbers of tokens
         self._begun: list[int] = []  # tokens of each of these that were computed before
         self._pending: dict[bytes, Request] = {}  # pages being computed, by key
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
+        self._successors = np.zeros((2, 2, max_batch), np.int32)  # tokens and positions of successors, in turn
+        self._successor: Batch | None = None  # of the planned step
         self._row_of = np.zeros(max_tokens, np.int32)
         self._logit_rows = np.zeros(max_tokens, np.int32)
         self._inverse_temperatures = np.ones(max_tokens, np.float32)
@@ -120,20 +124,19 @@ class Scheduler:
         self._batch = Batch(self._tokens[:0], self._positions[:0], self._row_of[:0], self._page_table[:0],
                             self._logit_rows[:0], *self._slots_of(0),
                             inverse_temperatures=self._inverse_temperatures[:0])  # fmt: skip
+        self._planned = self._batch  # it, or a successor
 
     def submit(self, request: Request) -> None:
         """Queue a request. All its tokens, including those to generate, must fit the context and the cache."""
         self.waiting.add(request)
-
-    @property
-    def planned(self) -> list[Request]:
-        """The requests of the planned step."""
-        return [request for request, _ in self._work]
+        if self._rows:
+            self._successor = None
 
     def plan(self) -> Batch | None:
         """The next step, or None if there is nothing to do. The next plan reuses the arrays."""
         self.started.clear()
         self.put_back.clear()
+        self._successor = None
         self._admit()
         for request in self.running[:]:
             if len(request.tokens) > len(request.pages) * self.page_size and request.row >= 0:
@@ -145,6 +148,46 @@ class Scheduler:
                 self._limit_drafts(request)
         self._choose()
         return self._fill()
+
+    def plan_successor(self) -> Batch | None:
+        """The step behind the planned one, where that gives each of its requests a token, with which none of them must
+        end, and none can start; its tokens are not there yet. None where that is not so, where requests have states, or
+        a page is lacking."""
+        batch = self._planned
+        if self.states is not None or len(batch.tokens) != len(batch.logit_rows):
+            return None
+        if len(self._work) != len(self.running):  # a prompt had no room
+            return None
+        if self._rows and (self.preempted or len(self.waiting)):
+            return None
+        for request, count in self._work:
+            length = len(request.tokens) + 1
+            if count > 1 or not isinstance(request, AnswerRequest) or length >= request.n_prompt + request.max_new:
+                return None
+            if length > len(request.pages) * self.page_size:
+                page = self.cache.allocate()
+                if page is None:
+                    return None
+                self._add_page(request, page)
+        self._successors = self._successors[::-1]
+        tokens, positions = self._successors[0, :, : len(batch.tokens)]
+        np.add(batch.positions, 1, out=positions)
+        self._successor = Batch(tokens, positions, batch.rows, batch.page_table, batch.logit_rows, needs=batch.needs)
+        return self._successor
+
+    def follow(self) -> Batch | None:
+        """The successor of the planned step, which is planned now; its tokens are those that its requests got. None:
+        there was none, or it would not be the next step any more."""
+        batch, self._successor = self._successor, None
+        if batch is not None:
+            self._planned = batch
+            self.started.clear()
+            self.put_back.clear()
+        return batch
+
+    def forget_successor(self) -> None:
+        """The planned step was not computed, so that what follows is not known."""
+        self._successor = None
 
     @property
     def embedded(self) -> list[tuple[EmbeddingRequest, int, int]]:
@@ -202,6 +245,7 @@ class Scheduler:
         if not self.running:  # nothing is kept of the last one, such as its compiled grammar
             self._work.clear()
             self._begun.clear()
+            self.planned = []
             self.started.clear()
             self.put_back.clear()
 
@@ -290,6 +334,9 @@ class Scheduler:
             if youngest is request:
                 return
             page = self.cache.allocate()
+        self._add_page(request, page)
+
+    def _add_page(self, request: Request, page: int) -> None:
         self._page_table[request.row, len(request.pages)] = page
         request.pages.append(page)
 
@@ -299,12 +346,12 @@ class Scheduler:
             request.drafts = request.drafts[: self.states.draft_room(request)]
         room = len(request.pages) * self.page_size - len(request.tokens)
         while len(request.drafts) > room and (page := self.cache.allocate()) is not None:
-            self._page_table[request.row, len(request.pages)] = page
-            request.pages.append(page)
+            self._add_page(request, page)
             room += self.page_size
         request.drafts = request.drafts[:room]
 
     def _stop_running(self, request: Request) -> None:
+        self._successor = None
         self.running.remove(request)
         for key in request.keys[request.published :]:
             if self._pending.get(key) is request:
@@ -339,6 +386,7 @@ class Scheduler:
             wanted = list(map(self.states.limit, prompts))
         counts = shares(room, wanted)
         work.extend(zip(prompts, counts, strict=True))
+        self.planned = [request for request, _ in work]
 
     def _fill(self) -> Batch:
         tokens, positions, row_of, logit_rows = self._tokens, self._positions, self._row_of, self._logit_rows
@@ -373,6 +421,7 @@ class Scheduler:
                 *self._slots_of(n_rows), inverse_temperatures=self._inverse_temperatures[:n_logits],
             )  # fmt: skip
         batch.alone = len(self._work) == 1 and len(self._work[0][0].drafts) > 0
+        self._planned = batch
         return batch
 
     def _slots_of(self, rows: int) -> tuple[NDArray[np.int32], ...]:

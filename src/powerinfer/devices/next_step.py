@@ -1,0 +1,149 @@
+"""The step that a GPU is given before the host has looked at its tokens.
+
+    GPU   step 4 ....... | asked = 4 | waits for answered >= 4 | step 5 ........................ | asked = 5 | waits
+    CPU   launches step 5 | looks at asked | rows, answered = 4 | tokens of step 4, launches step 6 | looks at asked
+
+Where each request gets the token of its largest logit, the GPU has that first, and all that the step behind it needs
+beside the embeddings of these tokens is known before. So that step is launched behind a number for which the GPU waits.
+The thread that waits for the tokens looks their rows up, in the native module, puts them where the GPU gets them, and
+writes the number. What the tokens mean the host sees while the GPU computes with them.
+
+Where they end a request, or another one starts, nobody asks for what was computed. It wrote behind the tokens of its
+requests, to places that nobody reads before they are written again: whatever does so is behind it in the same stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from powerinfer.devices import flags
+from powerinfer.errors import PowerInferError
+from powerinfer.formats.quant import Float32
+
+if TYPE_CHECKING:
+    from torch import device
+
+    from powerinfer import _native
+    from powerinfer.devices.batch import Batch
+    from powerinfer.devices.link import Link
+    from powerinfer.devices.recording import Run, State
+    from powerinfer.devices.step import Step
+    from powerinfer.devices.step_buffers import StepBuffers
+    from powerinfer.devices.streams import Stream, Streams
+
+_NO_STATE: State = None, None, None  # with which a step begins
+
+Largest = tuple[NDArray[np.int64], Float32]
+"""Tokens of the largest logits, int64 [T], and these, in memory that the GPU writes."""
+
+
+class Embedding(Protocol):
+    """The embedding of a model, in RAM (`CpuExecutor`)."""
+
+    def answer_tokens(
+        self, flags: _native.HostFlags, number: int, seconds: float, largest: Largest, batch: Batch, rows: Float32
+    ) -> bool:
+        """Answer as `CpuExecutor` does."""
+        ...
+
+
+class NextStep:
+    """The step that is launched ahead of its tokens, one at most, of steps of one shape that follow each other.
+
+    batch: its batch, None: there is none. step: those of the shape, which are at the same addresses; context: in which
+    they are launched.
+    """
+
+    step: Step
+
+    def __init__(self, streams: Streams, embedding: Embedding, buffers: StepBuffers, link: Link | None) -> None:
+        """link: None: the CPU has no part in steps. RuntimeError where the device cannot use memory of the host."""
+        self.batch: Batch | None = None
+        self.context: AbstractContextManager[Any] = streams.active()
+        self._streams = streams
+        self._embedding = embedding
+        self._buffers = buffers
+        self._link = link
+        self._flags = flags.Flags(streams)
+        self._host, self._asked, self._answered = self._flags.numbers
+        self._number = self._left = 0
+        self._stream: Stream
+        self._run: Run
+        self._answer: Callable[[], None] | None
+        self._largest: Largest
+        self._rows: Float32
+
+    def trial(self, to: device) -> str | None:
+        """The reason why the device cannot wait for rows, between recordings; None: it can, in a trial."""
+        return self._flags.trial(to, False)
+
+    def begin(self) -> None:
+        """Begin to count; nothing of an earlier step is under way."""
+        self._number = 0
+        self._flags.begin()
+
+    def start(self, batch: Batch, step: Step, run: Run) -> bool:
+        """Launch the step behind that of a batch, which is under way, if there is one of its shape; whether there is.
+        run: the recording of that shape."""
+        self.step = step
+        self._run, self._answer = run, None
+        if isinstance(run, flags.FlaggedRun):
+            self._run, self._answer = run.launch, run.answer
+        self._stream = self._streams.current()
+        self._left = self._buffers.left(batch)
+        self._largest = self._buffers.largest(len(batch.tokens))
+        return self.go_on(batch)
+
+    def go_on(self, batch: Batch) -> bool:
+        """The same of a step that was launched ahead itself."""
+        make, self.batch, batch.successor = batch.successor, None, None
+        following = make() if make is not None and self._left else None
+        if following is None:
+            return False
+        self._left -= 1
+        self._number += 1
+        self._streams.write_value(self._stream, self._asked, self._number)
+        self._streams.wait_value(self._stream, self._answered, self._number)
+        self._rows = self._buffers.upload_ahead(following)
+        self._run(_NO_STATE)
+        self.batch = following
+        return True
+
+    def answer_calls(self) -> None:
+        """Compute the CPU's part of the step, which was launched ahead, where the GPU asks for it by flags."""
+        if self._answer is not None:
+            self._answer()
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Wait for its tokens, the result of the step before it, and let it begin; they are those of the batch then, or
+        numbers of `NOT_FINITE`. PowerInferError where the GPU does not bring them, or waits no more."""
+        assert self.batch is not None
+        arguments = self._largest, self.batch, self._rows
+        if self._link is not None:
+            self._begin_calls(self._link)
+        while not self._embedding.answer_tokens(self._host, self._number, flags.LOOK, *arguments):
+            # All that the GPU was given may have been done just now.
+            done = self._streams.current().query()
+            if done and not self._embedding.answer_tokens(self._host, self._number, 0.0, *arguments):
+                raise PowerInferError("the GPU did not bring the tokens of a step: load the model again")
+        if self._host.released:
+            waited = f"the embeddings of a step's tokens were not there for {flags.PATIENCE:.0f} s"
+            raise PowerInferError(f"{waited}; stop what keeps this program from its cores")
+        return self.batch.tokens
+
+    def _begin_calls(self, link: Link) -> None:
+        """Wait until the step before has ended, and begin to count calls anew. PowerInferError if one failed."""
+        while not self._host.wait(self._number, flags.LOOK) and not self._streams.current().query():
+            pass
+        link.check()
+        link.begin_step()
+
+    def release(self) -> None:
+        """A step is broken off: the GPU waits for no rows any more, and nobody asks for the next step."""
+        self.batch = None
+        self._flags.release()
