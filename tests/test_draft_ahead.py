@@ -214,3 +214,15 @@ def test_steps_of_other_sizes_are_not_compared() -> None:
     for step in range(200):
         trial.add(1, 2 if trial.way else 3 + step % 2, 0.01)
     assert trial._chosen is None
+
+
+def test_a_thread_that_cannot_start_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    thread = BesideThread()
+    with pytest.raises(RuntimeError, match="start new thread"):
+        thread.begin(lambda stopped: None)
+    thread.end()
+    thread.close()

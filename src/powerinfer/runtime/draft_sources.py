@@ -161,8 +161,8 @@ class SmallerModel:
         engine = self._on_gpu(name)
         placement = Placement(self._checkpoint.config.n_layers, head=True, pages=pages_of(self._model, engine))
         device = choose_device(name)
-        held = held_beside_tensors(device) if device.type == "cuda" else 0  # by torch, for the model that answers
-        place = {"device": UsedGpu(name), "placement": placement, "vram": self.vram_bytes + held}
+        reserved = held_beside_tensors(device) if device.type == "cuda" else 0  # by torch, for the model that answers
+        place = {"device": UsedGpu(name), "placement": placement, "vram": self.vram_bytes + reserved}
         resolved = Resolved(self._checkpoint, engine, **place)  # type: ignore[arg-type]
         streams = streams_of(device)
         stream = partial(streams.on, streams.stream())
