@@ -192,7 +192,7 @@ def test_the_largest_download_that_is_fast_is_offered() -> None:
         assert offered is not None
         found[card] = offered
     assert found["RTX 4060"].full_name == found["RTX 3090"].full_name == name
-    assert found["RTX 5090"].full_name == f"{name}:Q6_K", "Q8_0 is not all on it, with a prompt's working memory"
+    assert found["RTX 5090"].full_name == f"{name}:Q8_0", "which is all on it, with a prompt's working memory"
     assert [one.estimate.place for one in found.values()] == ["split", "gpu", "gpu"]
     assert found["RTX 5090"].estimate.tok_s >= LARGER
 

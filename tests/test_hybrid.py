@@ -231,7 +231,7 @@ def test_no_job_if_no_cold_neuron_is_selected(tmp_path: Path) -> None:
     for floor in (0, 3):
         predictors = predictor_of(open_checkpoint(path).config, 1e5, floor)
         with split(path, 0.5, predictors=predictors) as (executor, ffns):
-            in_small_steps(executor, tokens)
+            split_calls(executor, tokens)
             assert {ffn.collect()["steps"] for ffn in ffns} == {len(tokens)}
             jobs = sum(ffn.collect()["jobs"] for ffn in ffns)
             assert jobs == 0 if floor == 0 else jobs > 0
@@ -433,7 +433,7 @@ def test_what_a_step_launches(
         executor.gpu.record(counting_recorder(made), "flags" if calls else "waits")
         for ffn in ffns:
             ffn.clear()
-        in_small_steps(executor, tokens)
+        split_calls(executor, tokens)
         kinds = [operator.kind for operator in executor.gpu.operators if operator.layer == 0]
         assert all((min(ffn.take_seconds()) > 0) == (share < 1) for ffn in ffns)
         assert all((ffn.collect()["jobs"] > 0) == (share < 1) for ffn in ffns)
@@ -456,10 +456,10 @@ def test_a_trace_shows_both_halves(tmp_path: Path) -> None:
     path = packed(model, tmp_path)
     tokens = families.prompt(case)[:5]
     with split(path, 0.5, 2, False) as (executor, _):
-        plain = in_small_steps(executor, tokens)
+        plain = split_calls(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(in_small_steps(executor, tokens), plain)  # tracing changes nothing
-        in_small_steps(executor, tokens)  # not traced any more
+            np.testing.assert_array_equal(split_calls(executor, tokens), plain)  # tracing changes nothing
+        split_calls(executor, tokens)  # not traced any more
         unrecorded = UNRECORDED if executor.gpu._recorder else 0
         assert executor.trace is None and len(trace.steps) == len(tokens) - unrecorded
     kinds = {(span.lane, kind) for span in trace.spans for kind in span.kind.split("+")}
@@ -494,12 +494,12 @@ def test_a_trace_of_replayed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokens, made = families.prompt(case)[:6], []
     with split(path, 0.5) as (executor, ffns):
         executor.gpu.record(counting_recorder(made))
-        plain = in_small_steps(executor, tokens)
+        plain = split_calls(executor, tokens)
         with executor.traced() as trace:
-            np.testing.assert_array_equal(in_small_steps(executor, tokens), plain)
+            np.testing.assert_array_equal(split_calls(executor, tokens), plain)
             assert sum(made[1:]) == (2 * len(ffns) + 1) * (len(tokens) - 1)
             families.run_chunks(executor, tokens, [3, 3], families.scattered_pages(executor, 1)[0])
-        np.testing.assert_array_equal(in_small_steps(executor, tokens), plain)
+        np.testing.assert_array_equal(split_calls(executor, tokens), plain)
     assert len(trace.steps) == len(tokens) - UNRECORDED
     replays = [span.kind for span in trace.spans if span.lane == "GPU"]
     last = "attention+project+norm+copy out", "hot neurons", "add+head"

@@ -172,7 +172,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "resolved.engine.selector == 'auto'",  # for people
     ],
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
-    "placement/draft_gain.py": ["engine.speculate != 'auto'"],  # a head that nobody asked for
+    "placement/draft_gain.py": ["engine.speculate != 'auto'", "speculate != 'auto'"],  # a head that nobody asked for
     "placement/request.py": [
         "('static', 'auto')",
         "engine.gpu != 'auto'",

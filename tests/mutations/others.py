@@ -143,7 +143,7 @@ MUTATIONS = [
     Mutation(
         "calls by flags are made when they are asked for: where flags do not work they are not used",
         "src/powerinfer/devices/flags.py",
-        "self._try(record, device, EXCHANGES)",
+        "self._try(record, device, EXCHANGES, in_place)",
         "pass",
         "tests/test_flags.py -k without_flags",
     ),

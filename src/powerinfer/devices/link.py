@@ -113,8 +113,8 @@ class Link:
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes of the buffers on the GPU."""
-        return int(self._on_device.nbytes + self._hot.nbytes + self._counters.nbytes)
+        """Bytes of the buffers on the GPU, but for a few numbers."""
+        return int(self._on_device.nbytes + self._hot.nbytes)
 
     # ---------------------------------------------------------------- on the GPU: the same for every step of a shape
 
