@@ -4,6 +4,8 @@ their drafts have the bits of those without; files and models that are refused."
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from powerinfer.devices import Batch  # noqa: E402
 from powerinfer.devices.cpu_ffn import pack  # noqa: E402
 from powerinfer.devices.drafter import EagleHead  # noqa: E402
 from powerinfer.errors import ModelError, NoDraftsError  # noqa: E402
+from powerinfer.formats import eagle  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.eagle import is_eagle, open_eagle  # noqa: E402
+from powerinfer.formats.folder import read_weights  # noqa: E402
 from powerinfer.formats.tensors import float32_tensor  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import needs  # noqa: E402
@@ -139,7 +143,8 @@ def test_drafts_in_a_row_are_the_papers(kind: str, saved: dict[str, Saved], monk
     llm.generate([model.tokens[:9].tolist()], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     assert max(len(drafts) for _, drafts in seen) == 4
     right = sum(drafts == model.drafts(text, len(drafts)) for text, drafts in seen)
-    assert right > 0.8 * len(seen), "where rounding selects no other experts or tokens"
+    # Rounding may select other experts, or another of two tokens that are about as likely.
+    assert right > 0.8 * len(seen), f"{right} of {len(seen)} rows of drafts are the paper's"
 
 
 def test_a_copy_of_the_models_embedding_is_not_read(saved: dict[str, Saved], tmp_path: Path) -> None:
@@ -198,8 +203,28 @@ def without(name: str, head: Path) -> None:
 
 
 def other_ids(head: Path) -> None:
-    tensors = load_file(head / "model.safetensors")
-    save_file(tensors | {"d2t": tensors["d2t"] + VOCAB}, head / "model.safetensors")
+    with_tensors(head, {"d2t": np.array([*[0] * 39, VOCAB - 39])})  # of row 39, to which its number is added
+
+
+def more_tokens_than_the_model(head: Path) -> None:
+    rows = VOCAB + 1
+    with_tensors(head, {"d2t": -np.arange(rows), "lm_head.weight": np.zeros((rows, D), np.float32)})
+
+
+def with_tensors(head: Path, others: dict[str, np.ndarray]) -> None:
+    save_file(load_file(head / "model.safetensors") | others, head / "model.safetensors")
+
+
+def with_copy(name: str, copy: str) -> Callable[[Path], None]:
+    """A file that has the tensor `name` a second time, as `copy`."""
+    return lambda head: with_tensors(head, {copy: load_file(head / "model.safetensors")[name]})
+
+
+def with_embedding(dtype: type) -> Callable[[Path], None]:
+    return lambda head: with_tensors(head, {"embed_tokens.weight": np.zeros((VOCAB, D), dtype)})
+
+
+NORM = "midlayer.hidden_norm.weight"
 
 
 BAD: list[tuple[dict[str, Any], Any, str]] = [
@@ -207,7 +232,8 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
     ({"vocab_size": VOCAB + 1}, None, "a head of vocabulary 102 does not go with a model of vocabulary 101"),
     ({"hidden_size": 2 * D}, None, "a head of width 128 does not go with a model of width 64"),
     ({"target_hidden_size": 2 * D}, None, "target_hidden_size is 128, and the head's own width 64"),
-    ({"draft_vocab_size": 39}, None, "d2t names 40 tokens, not 39|lm_head.weight has shape"),
+    ({"draft_vocab_size": 39}, None, "d2t names 40 tokens, and draft_vocab_size is 39"),
+    ({"draft_vocab_size": VOCAB + 1}, more_tokens_than_the_model, "an output head of 102 tokens .* a model of 101"),
     ({"draft_vocab_size": "many"}, None, "draft_vocab_size is 'many'"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, None, "not numbers of the model's 3 layers"),
     ({"eagle_aux_hidden_state_layer_ids": [1]}, None, "has 1 layers, not 2 to 16"),
@@ -219,9 +245,15 @@ BAD: list[tuple[dict[str, Any], Any, str]] = [
     ({"num_attention_heads": 7}, None, "7 heads cannot share 2"),
     ({"rope_scaling": {"rope_type": "odd"}}, None, "rope_type"),
     ({}, lambda head: without("fc.weight", head), "tensor fc.weight is missing"),
-    ({}, lambda head: without("midlayer.hidden_norm.weight", head), "hidden_norm.weight is missing"),
+    ({}, lambda head: without(NORM, head), f"tensor {NORM} is missing"),
+    ({}, lambda head: without("midlayer.mlp.up_proj.weight", head), "tensor midlayer.mlp.up_proj.weight is missing"),
+    ({}, with_copy(NORM, "layers.0.hidden_norm.weight"), "several layers is not read .'layers.0.', 'midlayer.'.,"),
+    ({}, with_copy(NORM, "layers.3.hidden_norm.weight"), "several layers is not read .'layers.3.', 'midlayer.'.,"),
+    ({}, with_copy(NORM, f"model.{NORM}"), f"tensors '{NORM}' and 'model.{NORM}' are the same one"),
+    ({}, with_embedding(np.int64), "tensor embed_tokens.weight has type I64, which this engine does not read"),
+    ({}, with_embedding(np.int8), "tensor embed_tokens.weight has type I8, which this engine does not read"),
     ({}, lambda head: without("lm_head.weight", head), "lm_head.weight is missing"),
-    ({}, other_ids, "d2t names 40 tokens, not 40 of the model's 101"),
+    ({}, other_ids, "d2t names token 101, which is none of the model's 101"),
     ({}, lambda head: (head / "model.safetensors").write_bytes(b"12345678"), "--speculate .*model.safetensors"),
 ]
 
@@ -269,6 +301,37 @@ def test_a_cut_file_is_refused(saved: dict[str, Saved], tmp_path: Path) -> None:
         (cut := tmp_path / "cut.gguf").write_bytes(whole[:n])
         with pytest.raises(ModelError):
             open_eagle(cut, checkpoint.config, checkpoint.stored("embed"))
+
+
+def test_a_cut_folder_is_refused(saved: dict[str, Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and behind the reading of its header: to read a mapping past the end of its file kills the process."""
+    model, path, _ = saved["eagle"]
+    checkpoint, head = open_checkpoint(path), model.save(tmp_path)
+    weights = head / "model.safetensors"
+    whole = weights.read_bytes()
+    for n in range(0, len(whole), len(whole) // 23 + 1):
+        weights.write_bytes(whole[:n])
+        with pytest.raises(ModelError):
+            open_eagle(head, checkpoint.config, checkpoint.stored("embed"))
+    for cut in (weights, head / "config.json"):
+        model.save(head)
+
+        def read_then_cut(folder: Path, cut: Path = cut) -> Any:
+            read = read_weights(folder)
+            os.truncate(cut, 0)
+            return read
+
+        monkeypatch.setattr(eagle, "read_weights", read_then_cut)
+        with pytest.raises(ModelError, match=f"{cut.name} changed while it was in use"):
+            open_eagle(head, checkpoint.config, checkpoint.stored("embed"))
+
+
+def test_a_missing_tensor_has_the_name_of_its_kind_of_files(saved: dict[str, Saved], tmp_path: Path) -> None:
+    model, path, _ = saved["speculators"]
+    head = model.save(tmp_path)
+    without("layers.0.self_attn.k_proj.bias", head)
+    with pytest.raises(NoDraftsError, match=r"tensor layers\.0\.self_attn\.k_proj\.bias is missing"):
+        joined(path, head)
 
 
 def test_the_native_operators_are_checked() -> None:

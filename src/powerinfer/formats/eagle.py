@@ -28,6 +28,7 @@ from powerinfer.formats.gguf_model import DIVISORS, NAMES
 from powerinfer.formats.gguf_model import read_config as read_gguf_config
 from powerinfer.formats.json_file import read_json
 from powerinfer.formats.mapped import MappedFile, shown
+from powerinfer.formats.quant import can_dequantize
 from powerinfer.formats.source import Names, SingleTensor, Source, collect_some
 from powerinfer.formats.tensors import RawTensor, StoredTensor, float32_tensor
 
@@ -56,13 +57,14 @@ _AROUND_GGUF = {"fuse": "fc", "norm": "output_norm", "head": "output", "embed": 
 
 @dataclass(frozen=True)
 class _Head:
-    """The contents of a head's files. config: a model of its layer alone; stored: tensors under their names, those of
-    the layer with the number `layers.0.` or `blk.0.`; ids: of each row of the output head the model's token, None: it
-    is the row's number."""
+    """The contents of a head's files. config: a model of its layer alone; stored: tensors under their names in the
+    file; layer: the beginning of the names of the layer's; names: of these, as in a layer 0; around: of what is around
+    the layer; ids: of each row of the output head the model's token, None: it is the row's number."""
 
     config: ModelConfig
     eagle: EagleConfig
-    stored: Mapping[str, SingleTensor]
+    stored: dict[str, SingleTensor]
+    layer: str
     names: Names
     around: Mapping[str, str]
     ids: np.ndarray[Any, np.dtype[np.int64]] | None
@@ -92,11 +94,10 @@ def open_eagle(path: Path, model: ModelConfig, embedding: StoredTensor) -> Sourc
     """
     head = _read_folder(path, model) if path.is_dir() else _read_gguf(path, model)
     _check_sizes(head, model, path)
-    for file in head.files:
-        file.check()
-    if head.ids is not None and np.array_equal(head.ids, np.arange(model.vocab_size)):
+    ids = _tokens(head, model.vocab_size, path)
+    if np.array_equal(ids, np.arange(model.vocab_size)):
         head = replace(head, ids=None)
-    stored, at = _numbered(head, model.n_layers), layout.draft_prefix(model)
+    stored, at = head.stored, layout.draft_prefix(model)
     table, output = (f"{head.around[part]}.weight" for part in ("embed", "head"))
     if table in stored and _alike(stored[table], embedding):
         del stored[table]
@@ -105,11 +106,9 @@ def open_eagle(path: Path, model: ModelConfig, embedding: StoredTensor) -> Sourc
     draft = DraftHeadConfig(head.config.layers[0], table in stored, output in stored, eagle=head.eagle)
     config = replace(model, draft=draft)
     layout.check(config, str(path))
-    exceptions = {f"{at}draft_{part}": f"{name}.weight" for part, name in head.around.items()}
-    exceptions |= {f"{at}draft_feature{place}_norm": f"fc_norm.{place}.weight" for place in range(_MANY)}
-    names = replace(head.names, exceptions=exceptions)
-    tokens = {f"{at}draft_tokens": float32_tensor(_tokens(head, model.vocab_size, path).astype(np.float32))}
-    asked = layout.draft_shapes(config)
+    asked = list(layout.draft_shapes(config))
+    names = _names_in_file(head, at, [canonical for canonical, _ in asked])
+    tokens = {f"{at}draft_tokens": float32_tensor(ids.astype(np.float32))}
     tensors = collect_some(asked, stored, names, str(path), "llama EAGLE-3", made_tensors=tokens)
     return Source("hf" if path.is_dir() else "gguf", path, config, {}, tensors, head.files)
 
@@ -127,16 +126,22 @@ def _check_sizes(head: _Head, model: ModelConfig, path: Path) -> None:
             )
 
 
-def _numbered(head: _Head, number: int) -> dict[str, SingleTensor]:
-    """The head's tensors, where the layer has the number of the one behind the model's."""
-    at = f"{head.names.layers}.0."
-    return {name.replace(at, f"{head.names.layers}.{number}.", 1): tensor for name, tensor in head.stored.items()}
+def _names_in_file(head: _Head, at: str, asked: list[str]) -> Names:
+    """Spelling of canonical names, which begin with `at`, in the head's file."""
+    first, spelled = f"{head.names.layers}.0.", dict[str, str]()
+    for canonical in asked:
+        part = canonical.removeprefix(at)
+        if part.removesuffix("_bias") in head.names.inner:
+            spelled[canonical] = head.names(f"layers.0.{part}").replace(first, head.layer, 1)
+    spelled |= {f"{at}draft_{part}": f"{name}.weight" for part, name in head.around.items()}
+    spelled |= {f"{at}draft_feature{place}_norm": f"fc_norm.{place}.weight" for place in range(_MANY)}
+    return replace(head.names, exceptions=spelled)
 
 
 def _alike(table: SingleTensor, embedding: StoredTensor) -> bool:
     """Whether an embedding is the model's but for rounding, by some of its rows: heads are trained with a copy."""
     other = embedding.gathered()
-    if table.shape != other.shape or not isinstance(table, RawTensor):
+    if table.shape != other.shape or not isinstance(table, RawTensor) or not can_dequantize(table.type):
         return False
     rows = np.linspace(0, table.shape[0] - 1, _ROWS).astype(int)
     first, second = (np.concatenate([one.values(row, row + 1) for row in rows]) for one in (table, other))
@@ -146,12 +151,17 @@ def _alike(table: SingleTensor, embedding: StoredTensor) -> bool:
 
 def _tokens(head: _Head, vocab: int, path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The model's token of each row of the output head."""
-    ids = np.arange(head.eagle.vocab) if head.ids is None else head.ids
-    if len(ids) != head.eagle.vocab or ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab:
-        raise ModelError(
-            f"{path}: d2t names {len(ids)} tokens, not {head.eagle.vocab} of the model's {vocab}: take the head that "
-            "was trained for this model"
-        )
+    rows, problem = head.eagle.vocab, ""
+    ids = np.arange(min(rows, vocab)) if head.ids is None else head.ids
+    strange = ids[(ids < 0) | (ids >= vocab)]
+    if rows > vocab:
+        problem = f"an output head of {rows} tokens does not go with a model of {vocab}"
+    elif len(ids) != rows:
+        problem = f"d2t names {len(ids)} tokens, and draft_vocab_size is {rows}"
+    elif len(strange):
+        problem = f"d2t names token {strange[0]}, which is none of the model's {vocab}"
+    if problem:
+        raise ModelError(f"{path}: {problem}: take the head that was trained for this model")
     return ids
 
 
@@ -181,17 +191,13 @@ def _read_folder(path: Path, model: ModelConfig) -> _Head:
     outer = {key: one for key, one in metadata.items() if one is not None}
     fields = Fields({key: one for key, one in nested.items() if key != _IDS} | outer, source)
     in_files, files = read_weights(path)
-    stored: dict[str, SingleTensor] = {}
-    for name, tensor in in_files.items():
-        name = name.removeprefix("model.")
-        if name.startswith("midlayer."):
-            name = name.replace("midlayer.", "layers.0.", 1)
-        if not is_buffer(name) and name != "t2d":
-            stored[name] = tensor
+    for file in (config_file, *files):
+        file.check()
+    stored, layer = _folder_tensors(in_files, path)
     layers = Fields(of_layer, source).integer("num_hidden_layers", 1, layout.MAX_LAYERS, 1)
     if layers != 1:
         raise ModelError(f"{source}: a head of {layers} layers is not read, only of one: take another head")
-    config = _layer_config(of_layer, stored, path)
+    config = _layer_config(of_layer, {name.removeprefix(layer) for name in stored}, path)
     _check_width(config, fields)
     offsets = _integers(stored.pop("d2t", None), path)  # from the numbers of the rows
     eagle = EagleConfig(
@@ -210,7 +216,25 @@ def _read_folder(path: Path, model: ModelConfig) -> _Head:
         ("use_mtp_layernorm", False),
     ):
         fields.only(key, needed)
-    return _Head(config, eagle, stored, _FOLDER_NAMES, _AROUND, ids, [config_file, *files])
+    return _Head(config, eagle, stored, layer, _FOLDER_NAMES, _AROUND, ids, [config_file, *files])
+
+
+def _folder_tensors(in_files: Mapping[str, RawTensor], path: Path) -> tuple[dict[str, SingleTensor], str]:
+    """The tensors but for `t2d`, under their names without `model.`, and the beginning of those of the layer's.
+    ModelError for tensors of several layers, or for two of one name."""
+    stored: dict[str, SingleTensor] = {}
+    for in_file, tensor in in_files.items():
+        name = in_file.removeprefix("model.")
+        if name in stored:
+            raise ModelError(f"{path}: tensors {shown(name)} and {shown('model.' + name)} are the same one")
+        if not is_buffer(name) and name != "t2d":
+            stored[name] = tensor
+    layers = {"midlayer." for name in stored if name.startswith("midlayer.")}
+    layers |= {".".join(name.split(".")[:2]) + "." for name in stored if name.startswith("layers.")}
+    if not layers <= {"midlayer."} and not layers <= {"layers.0."}:
+        names = ", ".join(shown(one) for one in sorted(layers)[:3])
+        raise ModelError(f"{path}: a head of several layers is not read ({names}), only of one: take another head")
+    return stored, min(layers, default="layers.0.")
 
 
 def _check_width(config: ModelConfig, fields: Fields) -> None:
@@ -221,14 +245,14 @@ def _check_width(config: ModelConfig, fields: Fields) -> None:
         raise fields.bad("target_hidden_size", problem)
 
 
-def _layer_config(of_layer: dict[str, Any], stored: Mapping[str, SingleTensor], path: Path) -> ModelConfig:
+def _layer_config(of_layer: dict[str, Any], stored: set[str], path: Path) -> ModelConfig:
     """A model of the head's layer: Llama's, or Qwen3's if q and k have norms. Settings of biases may be those of the
-    model that it was trained for."""
-    normed_heads = "layers.0.self_attn.q_norm.weight" in stored
+    model that it was trained for. stored: names of tensors within the layer."""
+    normed_heads = "self_attn.q_norm.weight" in stored
     name, kind = ("Qwen3ForCausalLM", "qwen3") if normed_heads else ("LlamaForCausalLM", "llama")
     metadata = {key: one for key, one in of_layer.items() if key not in _OF_HEAD}
     metadata |= {"architectures": [name], "model_type": kind, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    metadata |= {"attention_bias": "layers.0.self_attn.q_proj.bias" in stored, "mlp_bias": False}
+    metadata |= {"attention_bias": "self_attn.q_proj.bias" in stored, "mlp_bias": False}
     config = read_config(metadata, path)
     if of_layer.get("layer_types") != ["sliding_attention"]:
         return config
@@ -246,8 +270,8 @@ def _feature_norms(fields: Fields) -> str:
 
 
 def _feature_layers(stated: object, nested: object, n_layers: int, fields: Fields) -> tuple[int, ...]:
-    """Layers that get the features. stated: as vLLM numbers them, so; nested: in `eagle_config`, as SGLang and NVIDIA
-    do, by the layers that give them."""
+    """Layers that get the features. stated: their numbers, as vLLM reads them; nested: in `eagle_config`, the numbers
+    of the layers that give the features, as SGLang and NVIDIA read them."""
     numbers, first = (stated, 0) if stated else (nested, 1)
     if not numbers:
         return _usual_layers(n_layers)
@@ -283,7 +307,7 @@ def _read_gguf(path: Path, model: ModelConfig) -> _Head:
         norm_eps=config.norm_eps,
         normed=fields.flag("norm_before_residual", False),
     )
-    return _Head(config, eagle, dict(stored), _GGUF_NAMES, _AROUND_GGUF, ids, file.files)
+    return _Head(config, eagle, dict(stored), "blk.0.", _GGUF_NAMES, _AROUND_GGUF, ids, file.files)
 
 
 def _gguf_layer_config(file: GGUFFile, fields: Fields) -> ModelConfig:
