@@ -610,7 +610,7 @@ def test_where_flags_are_refused_nothing_is_launched_ahead(folder: Path, monkeyp
     monkeypatch.setattr(GpuLayers, "records", True)
     told = {None: "ahead of the tokens (", "CUDA error 801": "when the tokens are known (CUDA error 801)"}
     for refused, text in told.items():
-        monkeypatch.setattr(Flags, "trial", lambda *_, refused=refused: refused)
+        monkeypatch.setattr(Flags, "trial", lambda *_, refused=refused, **_options: refused)
         with deferred(1), neurons.split(saved("tiny", folder), 0.5) as (executor, _):
             assert executor.choices.texts()["launches"].startswith(text)
             assert (executor.gpu.next_step is None) == (refused is not None)
@@ -797,7 +797,7 @@ def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:
         with pytest.MonkeyPatch.context() as patch, deferred(seed, without=line):
             # Trials would see some of them, and do without.
             patch.setattr(Link, "try_call", lambda _: None)
-            patch.setattr(Flags, "trial", lambda *_: None)
+            patch.setattr(Flags, "trial", lambda *_, **_options: None)
             found = SCENES[name](folder)
     except (IndexError, RuntimeError, PowerInferError):  # of numbers that are no indices, and of recordings
         return True

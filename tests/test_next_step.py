@@ -162,6 +162,32 @@ def test_where_more_than_the_tokens_is_unknown(what: str) -> None:
     assert idle(llm)
 
 
+class ForgetfulExecutor(ToyExecutor):
+    """Asks for a batch's successor, and does not launch it."""
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        if batch.successor is not None:
+            batch.successor()
+        return super().forward(batch)
+
+
+def test_a_successor_that_was_not_launched_is_not_followed() -> None:
+    wanted = toy_llm().generate([prompt(20)], LONG)[0].token_ids
+    assert toy_llm(ForgetfulExecutor()).generate([prompt(20)], LONG)[0].token_ids == wanted
+
+
+def test_nothing_is_under_way_when_the_engines_thread_has_ended() -> None:
+    """Though nobody closes the model."""
+    executor, dropped = AheadExecutor(), list[bool]()
+    executor.drop_successor = lambda: dropped.append(True)  # type: ignore[attr-defined]
+    llm = toy_llm(executor)
+    llm.generate([prompt(9)], LONG)
+    driver, before = llm._runner._driver, len(dropped)
+    driver.stop()
+    driver.join()
+    assert len(dropped) > before
+
+
 def test_texts_that_are_scored_between_steps() -> None:
     executor = AheadExecutor()
     llm: LLM = toy_llm(executor, max_batch=2)

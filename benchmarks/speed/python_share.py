@@ -74,7 +74,7 @@ def flags_at_once() -> Iterator[None]:
         patch.object(ImmediateStreams, "address", lambda _, memory: memory.data_ptr()),
         patch.object(ImmediateStreams, "write_value", write),
         patch.object(ImmediateStreams, "wait_value", lambda *_: None),
-        patch.object(Flags, "trial", lambda *_: None),
+        patch.object(Flags, "trial", lambda *_, **_options: None),
     ):
         yield
 

@@ -29,6 +29,7 @@ HostFlags::HostFlags(uint32_t* asked, uint32_t* answered, double patience)
 }
 
 HostFlags::~HostFlags() {
+  release();  // a step that nobody ends waits no more
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ends_ = true;

@@ -756,6 +756,7 @@ class HybridExperts(HybridTerms):
     def collect(self) -> Counter[str]:
         """Sums as of `HybridTerms`, and copied: experts copied to the GPU beside steps; of steps whose cold experts
         stream but for some, shared: selections of cold ones, and beside: of those that the CPU took."""
+        self._layers.drop_next()  # a step launched ahead counts, too
         tokens = steps = jobs = 0
         for each, calls, had, *_ in self._taken_calls():
             tokens, steps, jobs = tokens + each * calls, steps + calls, jobs + had

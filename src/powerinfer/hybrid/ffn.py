@@ -299,6 +299,7 @@ class HybridFfn(HybridTerms):
         self._fired, self._fired_tokens = np.zeros(self._config.size, np.int64), 0
 
     def collect(self) -> Counter[str]:
+        self._layers.drop_next()  # a step launched ahead waits for this thread, and counters would for it
         self._take_calls()
         tokens, steps = self._layers.few_tokens - self._since[0], self._layers.few_steps - self._since[1]
         self._since = self._layers.few_tokens, self._layers.few_steps

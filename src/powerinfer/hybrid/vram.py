@@ -56,10 +56,8 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
 
         return with_less(resolved, lacking)
     shorter = with_shorter_chunk(resolved, lacking)
-    if isinstance(shorter, Resolved) and shorter.placement.neurons is not None:
-        return _fewer_neurons(shorter, lacking) or shorter
-    if shorter is not None:
-        return shorter
+    if isinstance(shorter, Resolved):
+        return shorter if shorter.placement.neurons is None else _fewer_neurons(shorter, lacking) or shorter
     if placement.neurons is not None:
         return _fewer_neurons(resolved, lacking)
     if (headless := _drop_draft_head(resolved)) is not None:

@@ -1807,7 +1807,8 @@ def _attention_tile(q: Tensor, block: int, kind: str, half: bool, wide: bool) ->
     """Rows, places and warps of attention of heads of so many dimensions in that type, in F16 or not."""
     if not half:
         return ATTENTION_ROWS >> wide, 16 if wide else 32, 4 << wide
-    tile = next(tile for dims, tile in PROMPT_TILES.items() if block <= dims)
+    last = list(PROMPT_TILES.values())[-1]
+    tile = next((tile for dims, tile in PROMPT_TILES.items() if block <= dims), last)
     hopper = not q.is_cuda or _capability(q.device.index) == 9
     return tile if hopper or block > 128 or (block < 128 and kind != "Q8_0") else AMPERE_TILE
 

@@ -270,6 +270,8 @@ class Driver:
                 busy = self._over is None and (self._step() or self._work_idly())
         except BaseException as error:  # a bug, or a device that fails in an unexpected way: nothing is certain now
             self._break(error)
+        with suppress(Exception):
+            self._rest()
         while not self._commands.empty():  # nothing is posted any more
             with suppress(BaseException):
                 self._commands.get()()

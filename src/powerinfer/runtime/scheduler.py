@@ -171,14 +171,17 @@ class Scheduler:
                 self._add_page(request, page)
         self._successors = self._successors[::-1]
         tokens, positions = self._successors[0, :, : len(batch.tokens)]
+        tokens[:] = -1  # until they are there
         np.add(batch.positions, 1, out=positions)
         self._successor = Batch(tokens, positions, batch.rows, batch.page_table, batch.logit_rows, needs=batch.needs)
         return self._successor
 
     def follow(self) -> Batch | None:
         """The successor of the planned step, which is planned now; its tokens are those that its requests got. None:
-        there was none, or it would not be the next step any more."""
+        there was none, or it was not launched, or it would not be the next step any more."""
         batch, self._successor = self._successor, None
+        if batch is not None and batch.tokens.min() < 0:
+            return None
         if batch is not None:
             self._planned = batch
             self.started.clear()
