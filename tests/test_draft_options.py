@@ -191,6 +191,13 @@ def test_an_eagle_head(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         LLM(plain, speculate=str(head), ram=taken[0] - 1, **OPTIONS)
 
 
+def test_plans_with_a_head_and_without_are_kept_apart(path: Path, tmp_path: Path) -> None:
+    for way in ("mtp", "off", "mtp"):
+        command = ["plan", "-m", str(path), "--hardware", "pc-16gb", *COMMAND, "--prepared", str(tmp_path)]
+        assert main([*command, "--speculate", way]) == 0
+    assert len(list(tmp_path.glob("plan-*.json"))) == 2
+
+
 def test_quantize_keeps_the_head(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "q.gguf"
     assert main(["quantize", str(path), "q8_0", "-o", str(target)]) == 0

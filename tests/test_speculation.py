@@ -373,6 +373,12 @@ def test_without_drafts_few_steps_ask_a_steady_source(monkeypatch: pytest.Monkey
     assert len(looks[0]) >= 599 and len(looks[1]) < 599 / 6
 
 
+def test_noise_makes_no_wrong_draft_pay() -> None:
+    """Where steps with drafts seem to take less time than those without."""
+    _, clock = decoded(0.0, [1.0, *[0.8] * MOST], tokens=400)
+    assert 0 < clock.speculation.stats().steps < 60
+
+
 def test_drafts_are_tried_again() -> None:
     """A text whose end can be guessed, though nothing before could: drafts come back."""
     source = Guesses(1.0)

@@ -55,7 +55,7 @@ LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_streamed", "test_hybrid_experts",
     "test_split_experts_on_disk", "test_split_neurons_on_disk", "test_gpu_bytes", "test_gpu_rates",
     "test_unlike_layers", "test_topk", "test_embeddings", "test_dense_hybrids", "test_column_order", "test_gemma3n",
-    "test_gpu_drafts", "test_several_gpus",
+    "test_gpu_drafts", "test_gpu_draft_model", "test_eagle", "test_several_gpus", "test_working_memory",
 )  # fmt: skip
 SHAPES = {
     "falcon-40b": (8192, 32768, ("--plain",)),

@@ -154,7 +154,8 @@ class Speculation:
 
     plain: seconds of a step without drafts; steps: by their number, with the head in RAM and on the GPU; each: seconds
     of a draft there; busy: of these steps, seconds in which the CPU computes layers while the GPU has nothing to do;
-    whole: the GPU has the model and the head, as the engine then places it.
+    whole: the GPU has the model and the head, as the engine then places it; covered: share of tokens that the draft
+    vocabulary has.
     """
 
     plain: float
@@ -164,11 +165,12 @@ class Speculation:
     each_on_gpu: float
     busy: tuple[float, ...]
     whole: bool = False
+    covered: float = 1.0
 
     def best(self, steps: Sequence[float] | None, right: Sequence[float], each: Sequence[float]) -> Gain:
         """each: seconds that the drafts of a step add, by their number. Every token that the draft vocabulary lacks is
         taken for one that would have been right as often as others."""
-        right = [share * vocabulary().covered for share in right]
+        right = [share * self.covered for share in right]
         chosen = Gain(0, 1.0)
         for drafts in range(1, MOST + 1) if steps is not None else ():
             seconds = steps[drafts] + each[drafts]
@@ -193,7 +195,7 @@ class Speculation:
         for drafts in range(1, MOST + 1):
             whole = drafts * self.each_on_gpu
             hidden = min(whole, self.busy[drafts])
-            covered = [share * vocabulary().covered for share in right]
+            covered = [share * self.covered for share in right]
             added.append(whole - hidden * (1.0 if always else foreseen(covered, drafts)))
         return self.best(self.on_gpu, right, added)
 
@@ -242,7 +244,8 @@ def simulate(hardware: Hardware) -> Speculation:
         whole = beside.claims.gpu_head and beside.claims.gpu_layers == request.model.config.n_layers
         there, busy = tuple(one.choice.seconds for one in plans), tuple(map(_cpu_seconds, plans))
     each_on_cpu = head.seconds(hardware.cpu, True)
-    return Speculation(plain.choice.seconds, steps, there, each_on_cpu, head.seconds(gpu, False), busy, whole)
+    each = each_on_cpu, head.seconds(gpu, False)
+    return Speculation(plain.choice.seconds, steps, there, *each, busy, whole, vocabulary().covered)
 
 
 HEADS = ("machine", "tokens/s without", "right, first draft", "the engine has it", "head in RAM", "on the GPU",

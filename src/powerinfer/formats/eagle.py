@@ -188,6 +188,11 @@ def _read_folder(path: Path, model: ModelConfig) -> _Head:
             raise ModelError(f"{source}: speculators_model_type is {shown(kind)}, and only {_ARCHITECTURE} is read")
     if type(of_layer) is not dict or type(nested) is not dict:
         raise ModelError(f"{source}: transformer_layer_config or eagle_config is no object")
+    classes = metadata.get("architectures")
+    if kind is None and not (type(classes) is list and any(one in _CLASSES for one in classes)):
+        raise ModelError(f"{source}: architectures is {shown(classes)}, and of EAGLE only heads of EAGLE-3 are read")
+    if metadata.get("parallel_drafting"):
+        raise ModelError(f"{source}: a head that drafts in parallel is not read: take a plain EAGLE-3 head")
     outer = {key: one for key, one in metadata.items() if one is not None}
     fields = Fields({key: one for key, one in nested.items() if key != _IDS} | outer, source)
     in_files, files = read_weights(path)

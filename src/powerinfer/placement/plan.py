@@ -304,6 +304,8 @@ class PlanRequest:
             "group": GROUP,
             "ram_method": RAM_ACCOUNTING,
         }
+        if (draft := self.model.config.draft) is not None:
+            facts["draft"] = hashlib.sha256(repr((draft, self.model.inventory.draft)).encode()).hexdigest()
         own = ("model", "profile", "hardware", "requests", "insist", "frequencies", "hits")
         for name, known in (("experts", self.frequencies), ("hits", self.hits)):
             if known is not None:

@@ -402,6 +402,7 @@ class Speculation:
             expected += gain
             seconds = times.expect(len(outlooks) + count)
             assert seconds is not None
+            seconds = max(seconds, plain)  # whatever noise made of them
             drafting = (self._drafting.expect(count) or 0.0) * (1 - self._ready.share(0.0))
             if (speed := expected / (seconds + drafting)) > best:
                 best, best_count = speed, count
