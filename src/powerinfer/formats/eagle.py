@@ -145,7 +145,7 @@ def _alike(table: SingleTensor, embedding: StoredTensor) -> bool:
         return False
     rows = np.linspace(0, table.shape[0] - 1, _ROWS).astype(int)
     first, second = (np.concatenate([one.values(row, row + 1) for row in rows]) for one in (table, other))
-    with np.errstate(invalid="ignore", over="ignore"):  # what is no number is not alike
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN equals nothing
         return bool(np.linalg.norm(first - second) <= _ALIKE * np.linalg.norm(second))
 
 
