@@ -26,6 +26,7 @@ from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import needs
 from powerinfer.kernels import cpu
 from powerinfer.placement import draft_gain
+from powerinfer.placement.plan_document import Help
 from powerinfer.progress import silent
 from powerinfer.runtime.draft_sources import smaller_model
 from powerinfer.serve.service import Budget
@@ -288,6 +289,28 @@ def test_inspect_and_plan_count_a_smaller_model(plain: Path, path: Path, capsys:
     assert "of RAM beside the plan: --ram without it is planned for" in captured.err
     assert json.loads(captured.out.splitlines()[-1])["budgets"]["ram"] == (1 << 30) - drafts["drafts"]
     assert main(["plan", "-m", str(plain), "--dry-run", *COMMAND, "--speculate", "mtp"]) == 2
+    assert main(["plan", "--shape", "llama-2-7b", "--card", "none", "--ram", "32G", "--speculate", "mtp"]) == 2
+
+
+def test_hints_count_a_smaller_model(plain: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags that are named hold both models; errors about what is left of a budget name the other's share."""
+    smaller = smaller_model(EngineConfig(**OPTIONS, speculate=str(plain)), 128, silent)
+    assert smaller is not None
+    offers = [Help("all", flag, 1 << 30, True) for flag in ("--ram", "--vram")]
+    assert [one.bytes - (1 << 30) for one in smaller.with_own(offers)] == [smaller.ram_bytes, 0]
+    share = f"--speculate {plain} takes .* of --ram beside that"
+    command = ["plan", "-m", str(path), "--hardware", "pc-16gb", "--dry-run", *COMMAND, "--speculate", str(plain)]
+    assert main([*command, "--ram", "100MiB"]) == 2
+    assert re.search(share, capsys.readouterr().err)
+    with pytest.raises(RequestError, match=share):
+        LLM(path, speculate=str(plain), ram=smaller.ram_bytes + 5000, **OPTIONS)
+
+
+def test_a_server_lets_no_model_draft_for_itself(plain: Path, path: Path) -> None:
+    engine = EngineConfig(**OPTIONS, speculate=str(plain))
+    for model, drafts in ((plain, None), (path, "model")):
+        with serve._source(model.name, model, engine).load(lambda *_: None, Budget(1 << 31)) as llm:
+            assert llm.drafts == drafts
 
 
 def test_a_plan_weighs_the_head(

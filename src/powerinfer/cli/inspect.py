@@ -213,9 +213,8 @@ def _resolved(
     """The choices of `run` with these options, or why it would refuse; and what memory that takes."""
     from powerinfer.devices.choices import Choice, machine_choices
     from powerinfer.hybrid.disk import open_tier
-    from powerinfer.hybrid.resolve import resolve
     from powerinfer.hybrid.resolved import needs
-    from powerinfer.runtime.draft_sources import check_head, join_head, smaller_model
+    from powerinfer.runtime.draft_sources import check_head, join_head, resolve_beside, smaller_model
     from powerinfer.sparsity.selection import choose
 
     machine, lines = machine_choices(engine).texts(), list[str]()
@@ -225,7 +224,7 @@ def _resolved(
             smaller.check_vocabulary(tokenizer_of(checkpoint))
         join_head(checkpoint, engine, progress)
         beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
-        resolved = resolve(checkpoint, beside, progress, lines.append)
+        resolved = resolve_beside(checkpoint, beside, smaller, progress, lines.append)
         check_head(engine, checkpoint.config, [*checkpoint.notes, *lines])
         disk = open_tier(resolved, silent)
     except PowerInferError as error:

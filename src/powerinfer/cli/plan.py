@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.plan_document import PlanDocument
     from powerinfer.placement.request import Subject
     from powerinfer.placement.shapes import Model
+    from powerinfer.runtime.draft_sources import SmallerModel
 
 ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
@@ -54,7 +55,10 @@ COUNTED = frozenset(("card", "hardware", "memory", "vram", "ram", "threads", "gp
 NUMBERS = (2, 3, 4)
 """Columns of that table that stand to the right."""
 EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
-HEAD = "that {:.0%} of drafts are right: with the model's head, {:,.0f} MB, decoding is {:.2f} times as fast"
+HEAD = (
+    "that {:.0%} of drafts are right: with the model's head, {:,.0f} MB, decoding is {:.2f} times as fast, by the bytes "
+    "that steps read"
+)
 """The assumption of plans of models with a draft head."""
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
@@ -100,7 +104,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         _check_catalogue(args)
         return _catalogue(planning, engine, out)
     folder: Path | None = None
-    checkpoint: Checkpoint | None = None
+    smaller: SmallerModel | None = None
     if args.shape is None and planning.described:
         _plan_from_catalogue(args, out)
     if args.shape is None:
@@ -109,10 +113,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         join_head(checkpoint, engine, silent)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
-        engine = _leave_room(checkpoint, subject, engine, planning, out)
+        smaller = _smaller(checkpoint, engine)
+        if smaller is not None:
+            engine = _leave_room(smaller, checkpoint, subject, engine, planning, out)
     else:
         if engine.speculate not in WAYS:
             raise RequestError(f"--speculate {engine.speculate}: a shape has no vocabulary: give -m MODEL, or off")
+        if engine.speculate == "mtp":
+            raise RequestError("--speculate mtp: a shape has no draft head: give -m MODEL, or leave it out")
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
@@ -124,33 +132,46 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         if context < request.context:
             text = f"context: {context} tokens, since the model's {request.context} do not fit and -c does not say"
         out.note(f"{text}; the table of all models (--card alone) counts with {CONTEXT}")
+    if smaller is not None and isinstance(plan, RequestError):
+        plan = RequestError(smaller.with_share(str(plan)))
     plan = demand(plan)
     saved = None if folder is None else save_plan(plan, folder)
     machine = request.hardware.assumed if planning.hardware is None else ""
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = replace(plan.document(saved), assumed=assumed)
+    if smaller is not None:
+        document = replace(document, helps=smaller.with_own(document.helps))
     _show(plan, document, out)
     out.document(document.json())
     return 0
 
 
-def _leave_room(
-    checkpoint: Checkpoint, subject: Subject, engine: EngineConfig, planning: PlanConfig, out: Output
-) -> EngineConfig:
-    """The options without what the model of --speculate takes of --vram and --ram, which a line says. RequestError for
-    drafts that a load would refuse."""
-    from powerinfer.cli.progress import Bar
-    from powerinfer.placement.budget import gib
-    from powerinfer.placement.request import plan_request
+def _smaller(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | None:
+    """The model of --speculate. RequestError for drafts that a load would refuse."""
     from powerinfer.runtime.draft_sources import check_head, smaller_model
     from powerinfer.text.model_text import tokenizer_of
 
     check_head(engine, checkpoint.config, checkpoint.notes)
     smaller = smaller_model(engine, checkpoint.config.context_length, silent)
-    if smaller is None:
-        return engine
-    smaller.check_vocabulary(tokenizer_of(checkpoint))
+    if smaller is not None:
+        smaller.check_vocabulary(tokenizer_of(checkpoint))
+    return smaller
+
+
+def _leave_room(
+    smaller: SmallerModel,
+    checkpoint: Checkpoint,
+    subject: Subject,
+    engine: EngineConfig,
+    planning: PlanConfig,
+    out: Output,
+) -> EngineConfig:
+    """The options without what the model of --speculate takes of --vram and --ram, which a line says."""
+    from powerinfer.cli.progress import Bar
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.request import plan_request
+
     with Bar() as bar:
         if planning.described:
             beside = smaller.plan_beside(plan_request(subject, engine, planning, bar), engine)

@@ -240,8 +240,11 @@ def _add(models: dict[str, Path], more: Mapping[str, Path]) -> None:
 
 
 def _source(name: str, path: Path, engine: EngineConfig) -> ModelSource:
+    from powerinfer.runtime.draft_sources import drafts_for_itself
     from powerinfer.serve.served import ModelSource
 
+    if drafts_for_itself(engine, path):
+        engine = replace(engine, speculate="off")
     return ModelSource((name,), partial(_load, name, path, engine), partial(_needs, path, engine), path)
 
 

@@ -13,9 +13,9 @@ from powerinfer.devices import Executor
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Drafting
 from powerinfer.devices.drafter import EagleHead
-from powerinfer.errors import GpuMemoryError, ModelError, NoDraftsError, RequestError, did_you_mean
+from powerinfer.errors import GpuMemoryError, ModelError, NoDraftsError, RamError, RequestError, did_you_mean
 from powerinfer.formats.source import NO_EAGLE, NO_MTP
-from powerinfer.progress import Progress, silent
+from powerinfer.progress import Progress, Say, silent
 from powerinfer.runtime.speculation import FEW, DraftSource
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from powerinfer.config import ModelConfig
     from powerinfer.formats.checkpoint import Checkpoint
+    from powerinfer.hybrid.resolved import Resolved
     from powerinfer.placement.draft_place import DraftPlace
     from powerinfer.placement.plan import PlanRequest
+    from powerinfer.placement.plan_document import Help
     from powerinfer.placement.shapes import Model
     from powerinfer.sparsity import Sparsity
     from powerinfer.text.tokenizer import Tokenizer
@@ -102,6 +104,22 @@ class SmallerModel:
                 "lower --context, or use lookup or off"
             )
         return replace(engine, ram=engine.ram - needed)
+
+    def with_share(self, text: str) -> str:
+        """The text of a line or an error about the budgets that are left, with what this model takes beside them."""
+        from powerinfer.placement.budget import gib
+
+        asked, more = self._asked, []
+        if "--ram " in text and asked.ram is not None:
+            more.append(f"{gib(self.ram_bytes)} of --ram")
+        if "--vram " in text and asked.vram is not None and self.vram_bytes:
+            more.append(f"{gib(self.vram_bytes)} of --vram")
+        return f"{text}; --speculate {self.name} takes {' and '.join(more)} beside that" if more else text
+
+    def with_own(self, helps: Iterable[Help]) -> list[Help]:
+        """Budgets of the model that answers, as flags for both."""
+        own = {"--ram": self.ram_bytes, "--vram": self.vram_bytes}
+        return [replace(one, bytes=one.bytes + own.get(one.flag, 0)) for one in helps]
 
     @property
     def _model(self) -> Model:
@@ -231,6 +249,15 @@ def smaller_model(engine: EngineConfig, longest: int, progress: Progress) -> Sma
     return None if none else SmallerModel(engine, longest, progress)
 
 
+def drafts_for_itself(engine: EngineConfig, path: Path) -> bool:
+    """Whether `--speculate` names the model at this path, which gains nothing by its own drafts."""
+    from powerinfer.hub import resolve_model
+
+    if engine.speculate in WAYS:
+        return False
+    return resolve_model(engine.speculate).resolve() == path.resolve()
+
+
 def _eagle_path(engine: EngineConfig, progress: Progress) -> Path | None:
     """The files of the EAGLE head that `--speculate` names; None: it names none."""
     from powerinfer.formats.eagle import is_eagle
@@ -255,7 +282,8 @@ def join_head(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress) 
     try:
         checkpoint.join_draft(open_eagle(path, checkpoint.config, checkpoint.stored("embed")))
     except ModelError as error:
-        raise NoDraftsError(f"--speculate {engine.speculate}: {error}") from None
+        problem = str(error).removeprefix(f"{path}: ")
+        raise NoDraftsError(f"--speculate {engine.speculate}: {problem}") from None
 
 
 def check_head(engine: EngineConfig, config: ModelConfig, notes: Iterable[str]) -> None:
@@ -345,13 +373,13 @@ def _load_once(
     notes: list[str],
 ) -> DraftingModel:
     from powerinfer.hybrid.load import load_resolved
-    from powerinfer.hybrid.resolve import resolve
 
     beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
-    resolved = resolve(checkpoint, beside, progress, notes.append)
+    say: Say = notes.append if smaller is None else lambda line: notes.append(smaller.with_share(line))
+    resolved = resolve_beside(checkpoint, beside, smaller, progress, say)
     check_head(engine, checkpoint.config, notes)
     again = smaller is None or not smaller.vram_bytes
-    executor, sparsity = load_resolved(resolved, sample, progress, notes.append, again=again)
+    executor, sparsity = load_resolved(resolved, sample, progress, say, again=again)
     try:
         source = draft_source(engine, executor, checkpoint.config)
         if smaller is not None:
@@ -361,3 +389,18 @@ def _load_once(
         executor.close()
         raise
     return DraftingModel(executor, sparsity, source)
+
+
+def resolve_beside(
+    checkpoint: Checkpoint, beside: EngineConfig, smaller: SmallerModel | None, progress: Progress, say: Say
+) -> Resolved:
+    """The outcome of `resolve` for the options that a smaller model leaves; errors about them say what that takes."""
+    from powerinfer.hybrid.resolve import resolve
+
+    try:
+        return resolve(checkpoint, beside, progress, say)
+    except RequestError as error:
+        if smaller is None:
+            raise
+        kind = RequestError if isinstance(error, RamError) else type(error)
+        raise kind(smaller.with_share(str(error))) from None
