@@ -297,7 +297,7 @@ def test_hints_count_a_smaller_model(plain: Path, path: Path, capsys: pytest.Cap
     smaller = smaller_model(EngineConfig(**OPTIONS, speculate=str(plain)), 128, silent)
     assert smaller is not None
     offers = [Help("all", flag, 1 << 30, True) for flag in ("--ram", "--vram")]
-    assert [one.bytes - (1 << 30) for one in smaller.with_own(offers)] == [smaller.ram_bytes, 0]
+    assert [one.bytes - (1 << 30) for one in smaller.add_share(offers)] == [smaller.ram_bytes, 0]
     share = f"--speculate {plain} takes .* of --ram beside that"
     command = ["plan", "-m", str(path), "--hardware", "pc-16gb", "--dry-run", *COMMAND, "--speculate", str(plain)]
     assert main([*command, "--ram", "100MiB"]) == 2

@@ -56,8 +56,8 @@ NUMBERS = (2, 3, 4)
 """Columns of that table that stand to the right."""
 EMULATED = "that the GPU is to hold what fits, however slow it is: torch's CPU emulates it"
 HEAD = (
-    "that {:.0%} of drafts are right: with the model's head, {:,.0f} MB, decoding is {:.2f} times as fast, by the bytes "
-    "that steps read"
+    "that {:.0%} of drafts are right: with the model's head, {:,.0f} MB, decoding is {:.2f} times as fast, by the "
+    "bytes that steps read"
 )
 """The assumption of plans of models with a draft head."""
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
@@ -93,7 +93,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
-    from powerinfer.runtime.draft_sources import WAYS, join_head
+    from powerinfer.runtime.draft_sources import join_head
 
     if args.names:
         return _names(out)
@@ -114,13 +114,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
         smaller = _smaller(checkpoint, engine)
-        if smaller is not None:
-            engine = _leave_room(smaller, checkpoint, subject, engine, planning, out)
+        engine = _leave_room(smaller, checkpoint, subject, engine, planning, out)
     else:
-        if engine.speculate not in WAYS:
-            raise RequestError(f"--speculate {engine.speculate}: a shape has no vocabulary: give -m MODEL, or off")
-        if engine.speculate == "mtp":
-            raise RequestError("--speculate mtp: a shape has no draft head: give -m MODEL, or leave it out")
+        _refuse_drafts(engine.speculate)
         subject = shape_subject(args.shape, args.dtype, engine.selector, args.hot_share, args.active)
     with Bar() as bar:
         request = plan_request(subject, engine, planning, bar, out.note)
@@ -132,19 +128,33 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         if context < request.context:
             text = f"context: {context} tokens, since the model's {request.context} do not fit and -c does not say"
         out.note(f"{text}; the table of all models (--card alone) counts with {CONTEXT}")
-    if smaller is not None and isinstance(plan, RequestError):
-        plan = RequestError(smaller.with_share(str(plan)))
-    plan = demand(plan)
+    plan = _demanded(plan, smaller)
     saved = None if folder is None else save_plan(plan, folder)
     machine = request.hardware.assumed if planning.hardware is None else ""
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = replace(plan.document(saved), assumed=assumed)
     if smaller is not None:
-        document = replace(document, helps=smaller.with_own(document.helps))
+        document = replace(document, helps=smaller.add_share(document.helps))
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _refuse_drafts(speculate: str) -> None:
+    """RequestError for drafts that a model which is only described cannot have."""
+    from powerinfer.runtime.draft_sources import WAYS
+
+    if speculate == "mtp" or speculate not in WAYS:
+        lacks = "draft head" if speculate == "mtp" else "vocabulary"
+        raise RequestError(f"--speculate {speculate}: a shape has no {lacks}: give -m MODEL, or off")
+
+
+def _demanded(plan: Plan | RequestError, smaller: SmallerModel | None) -> Plan:
+    """The plan. RequestError if there is none, which names the share of a smaller model, too."""
+    if smaller is None or not isinstance(plan, RequestError):
+        return demand(plan)
+    raise RequestError(smaller.with_share(str(plan)))
 
 
 def _smaller(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | None:
@@ -160,7 +170,7 @@ def _smaller(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | Non
 
 
 def _leave_room(
-    smaller: SmallerModel,
+    smaller: SmallerModel | None,
     checkpoint: Checkpoint,
     subject: Subject,
     engine: EngineConfig,
@@ -172,6 +182,8 @@ def _leave_room(
     from powerinfer.placement.budget import gib
     from powerinfer.placement.request import plan_request
 
+    if smaller is None:
+        return engine
     with Bar() as bar:
         if planning.described:
             beside = smaller.plan_beside(plan_request(subject, engine, planning, bar), engine)

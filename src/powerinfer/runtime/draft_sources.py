@@ -116,10 +116,10 @@ class SmallerModel:
             more.append(f"{gib(self.vram_bytes)} of --vram")
         return f"{text}; --speculate {self.name} takes {' and '.join(more)} beside that" if more else text
 
-    def with_own(self, helps: Iterable[Help]) -> list[Help]:
+    def add_share(self, helps: Iterable[Help]) -> list[Help]:
         """Budgets of the model that answers, as flags for both."""
-        own = {"--ram": self.ram_bytes, "--vram": self.vram_bytes}
-        return [replace(one, bytes=one.bytes + own.get(one.flag, 0)) for one in helps]
+        shares = {"--ram": self.ram_bytes, "--vram": self.vram_bytes}
+        return [replace(offer, bytes=offer.bytes + shares.get(offer.flag, 0)) for offer in helps]
 
     @property
     def _model(self) -> Model:
