@@ -53,6 +53,7 @@ from powerinfer.hybrid.ffn import HybridFfn  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Resolved  # noqa: E402
 from powerinfer.kernels import cpu, gpu  # noqa: E402
+from powerinfer.kernels.candidates import drawn_token  # noqa: E402
 from powerinfer.neurons import BUNDLE_GROUP  # noqa: E402
 from powerinfer.placement.experts import Policy  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
@@ -360,18 +361,19 @@ def whole_layers(name: str, folder: Path) -> list[np.ndarray]:
         executor.close()
 
 
-def launched_ahead(name: str, folder: Path, way: Way = "flags") -> list[np.ndarray]:
+def launched_ahead(name: str, folder: Path, way: Way = "flags", drawn: bool = False) -> list[np.ndarray]:
     """The whole model, of experts some, and of neurons half of them, on the GPU, which launches steps before their
-    tokens are known where the device can."""
+    tokens are known where the device can. drawn: the tokens are drawn out of candidates."""
     path = saved(name, folder)
     checkpoint = open_checkpoint(path)
+    run = decoded_by_draws if drawn else decoded
     if name == "tiny":
         with neurons.split(path, 0.5) as (executor, _):
-            return decoded(executor, way)
+            return run(executor, way)
     parts = ExpertSplit(experts.some(checkpoint.config, 0.5)) if checkpoint.config.experts else None
     executor = load_split(Resolved(checkpoint, engine_of(), **on_gpu(checkpoint.config.n_layers, head=True)), parts)
     try:
-        return decoded(executor, way)
+        return run(executor, way)
     finally:
         executor.close()
 
@@ -401,6 +403,46 @@ def decoded(executor: Any, way: Way) -> list[np.ndarray]:
     assert ahead == [False] + [torch_device() == DEFERRED] * 9
     executor.drop_successor()
     found.append(executor.forward(Batch(tokens, np.full(2, position, np.int32), rows, table, rows)).copy())
+    return found
+
+
+def decoded_by_draws(executor: Any, way: Way) -> list[np.ndarray]:
+    """Tokens of two sequences, one sampled and one greedy. Of every fourth step candidates do not suffice: the step
+    that was launched behind it is void, and the logits of its own are asked for. Another one nobody asks for."""
+    executor.gpu.record(recorder_of(executor.gpu.device), way)
+    table, rows = families.scattered_pages(executor, 2), np.arange(2, dtype=np.int32)
+    rng = np.random.default_rng(5)
+    text = rng.integers(0, executor.vocab_size, 36).astype(np.int32)
+    for pages in table:
+        families.run_chunks(executor, text, [36], pages)
+    tokens, found, ahead = np.array([3, 4], np.int32), list[np.ndarray](), list[bool]()
+    batch: Batch | None = None
+    for step in range(12):
+        if batch is None:
+            positions, cold = np.full(2, 36 + step, np.int32), np.full(2, 1 / 0.7, np.float32)
+            batch = Batch(tokens, positions, rows, table, rows, needs=LogitsNeed.CANDIDATES, inverse_temperatures=cold)
+        wide = step % 4 == 3
+        limits = (0.0, 1.0) if wide else (40.0, 0.9)
+        draws = np.array([(0.7, *limits, 0.0, rng.random()), (0.0, 0.0, 1.0, 0.0, 0.0)])
+        following = replace(batch, tokens=np.full(2, -1, np.int32), positions=batch.positions + np.int32(1))
+        following.draws = draws
+        launched: list[Batch] = []
+        batch.successor = lambda one=following, launched=launched: launched.append(one) or one
+        result = executor.forward(batch).copy()
+        ahead.append(bool(launched))
+        if result.dtype.names:
+            assert wide or not launched, "the native module draws what it can"
+            result = np.array(list(map(drawn_token, result, map(tuple, draws.tolist()))), np.int32)
+        found.append(result)
+        if wide:
+            assert result[0] == -1 < result[1] and batch.logits is not None
+            found.append(batch.logits().copy())
+            result = found[-1].argmax(axis=1).astype(np.int32)
+        assert not launched or (following.tokens == result).all() != wide
+        tokens, batch = result, following if launched and not wide and step != 5 else None
+    assert ahead == [False] + [torch_device() == DEFERRED] * 11
+    executor.drop_successor()
+    found.append(executor.forward(Batch(tokens, np.full(2, 48, np.int32), rows, table, rows)).copy())
     return found
 
 
@@ -510,6 +552,8 @@ SCENES: dict[str, Scene] = {
     "whole layers": functools.partial(whole_layers, "tiny"),
     "a whole model, launched ahead": functools.partial(launched_ahead, "qwen3"),
     "neurons, launched ahead": functools.partial(launched_ahead, "tiny"),
+    "a whole model, drawn and launched ahead": functools.partial(launched_ahead, "qwen3", drawn=True),
+    "neurons, drawn and launched ahead": functools.partial(launched_ahead, "tiny", drawn=True),
     "experts, launched ahead, by functions": functools.partial(launched_ahead, "mixtral", way="calls"),
     "layers that stream": functools.partial(layers_that_stream, "qwen3"),
     "layers whose FFNs stream": functools.partial(layers_that_stream, "qwen35"),
@@ -561,8 +605,8 @@ def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
 
 
 def answers_of_an_engine(path: Path) -> tuple[list[Any], int]:
-    """Of requests that end at different times, two at a time, by tokens and strings; then of one that goes on with an
-    answer. And how many steps were launched ahead."""
+    """Of requests that end at different times, two at a time, by tokens and strings, one of them sampled; then of one
+    that goes on with an answer. And how many steps were launched ahead."""
     settings = {"max_tokens": 14, "temperature": 0.0, "ignore_eos": True}
     launched, launch = list[bool](), NextStep.go_on
     with neurons.split(path, 0.5, max_batch=2) as (executor, _), pytest.MonkeyPatch.context() as patch:
@@ -572,8 +616,9 @@ def answers_of_an_engine(path: Path) -> tuple[list[Any], int]:
         with LLM.from_parts(executor, tokenizer_of(checkpoint), checkpoint.config, engine) as llm:
             prompts = [[5, 6, 7], [9] * 40, [11, 3]]
             found = llm.generate(prompts, SamplingParams(**settings))
+            sampled = {"max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "seed": 3}
             stops = {"stop_token_ids": found[0].token_ids[6:7]}
-            params = [SamplingParams(**(settings | one)) for one in (stops, {"max_tokens": 9}, {})]
+            params = [SamplingParams(**(settings | one)) for one in (stops, sampled, {})]
             found += llm.generate(prompts, params)
             found += llm.generate([prompts[1] + found[1].token_ids], params[:1])
             stats = llm.stats()

@@ -16,7 +16,7 @@ from test_gpu_kernels import kernels, on_device  # noqa: F401
 from powerinfer.devices.batch import LogitsNeed
 from powerinfer.errors import PowerInferError
 from powerinfer.kernels import gpu_candidates
-from powerinfer.kernels.candidates import CANDIDATES, ERROR, LIKELIEST, MOST, WORDS
+from powerinfer.kernels.candidates import CANDIDATES, ERROR, LIKELIEST, MOST, WORDS, drawn_token
 from powerinfer.runtime.params import SamplingParams
 from powerinfer.runtime.sampling import Sampler, largest
 
@@ -153,6 +153,69 @@ def test_no_error_of_the_total_changes_a_token(seed: int, top_p: float, min_p: f
         drawn = samplers[0].draw(record)
         if drawn is not None:
             assert drawn == samplers[1].sample(logits)
+
+
+def record_of(values: np.ndarray, total: float) -> Any:
+    """Of these logits, whose tokens have any numbers."""
+    record = np.zeros((), CANDIDATES)
+    record["count"], record["total"] = len(values), total
+    record["values"][: len(values)] = values[:MOST]
+    record["ids"][: len(values)] = np.random.default_rng(len(values)).permutation(1000)[: min(MOST, len(values))]
+    return record
+
+
+def test_the_native_module_draws_what_numpy_draws() -> None:
+    """Where it draws, and it nearly always does where numpy can; ties, single tokens and -inf among them."""
+    rng, drawn, left, none = np.random.default_rng(1), 0, 0, 0
+    for turn in range(2000):
+        count = int(rng.choice([1, 2, LIKELIEST, 70, MOST]))
+        values = (rng.normal(0, 1, count) * rng.uniform(0.1, 6)).astype(np.float32)
+        if turn % 3 == 0:
+            values = np.round(values)  # of several equal ones the lowest tokens
+        if turn % 7 == 0:
+            values[1 + int(rng.integers(count)) :] = -np.inf
+        kind = turn % 4  # top_k with all others, then some of them
+        params = SamplingParams(
+            temperature=float(rng.choice([0.0, 1e-3, 0.7, 1.0, 5.0], p=[0.1, 0.1, 0.3, 0.3, 0.2])),
+            top_k=int(rng.integers(1, LIKELIEST + 1)) if kind < 2 else 0,
+            top_p=float(rng.choice([0.05, 0.5, 0.9, 0.99])) if kind != 3 else 1.0,
+            min_p=float(rng.choice([0.02, 0.3, 1.0])) if kind in (0, 3) else 0.0,
+            seed=turn,
+        )  # fmt: skip
+        sampler, other = (Sampler(params, 1000) for _ in range(2))
+        weights = np.exp((values.astype(np.float64) - values.max()) / max(params.temperature, 1e-3))
+        record = record_of(values, float(weights.sum() * rng.choice([1, 1.5, 1 + ERROR])))
+        draw = sampler.next_draw()
+        token, wanted = drawn_token(record, draw), other._draw_candidates(record)
+        assert sampler.next_draw() == draw, "it is not used up"
+        if token >= 0:
+            assert token == sampler.take(token) == wanted
+            assert sampler._random() == other._random() or sampler._greedy, "as many numbers were used"
+        drawn, left, none = drawn + (token >= 0), left + (token < 0 and wanted is not None), none + (wanted is None)
+    assert drawn > 1500 and left <= 4 and none > 50
+
+
+def test_what_the_native_module_leaves_to_numpy() -> None:
+    """Candidates that are too many, damaged, or of no total; and a choice that depends on a rounding."""
+    plain = np.array([2.0, 1.0, 0.5], np.float32)
+    sum_of = float(np.exp(plain - 2.0, dtype=np.float64).sum())
+    limited, open_ended = (0.7, 3.0, 1.0, 0.0, 0.5), (1.0, 0.0, 0.9, 0.0, 0.5)
+    assert drawn_token(record_of(plain, sum_of), limited) >= 0 and drawn_token(record_of(plain, 1.0), open_ended) >= 0
+    for value in (np.nan, np.inf):
+        assert drawn_token(record_of(np.array([1.0, value], np.float32), 1.0), limited) == -1
+    assert drawn_token(record_of(np.full(2, -np.inf, np.float32), 1.0), limited) == -1
+    assert drawn_token(record_of(np.zeros(MOST + 1, np.float32)[:0], 1.0), limited) == -1
+    more = record_of(np.zeros(MOST, np.float32), 128.0)
+    more["count"] = MOST + 1
+    assert drawn_token(more, limited) == drawn_token(more, (0.0, *limited[1:])) == -1
+    for total in (0.5, np.nan, np.inf, 100.0):
+        assert drawn_token(record_of(plain, total), open_ended) == -1
+    weights = np.exp((plain.astype(np.float64) - 2.0) / 0.7).cumsum()
+    for error, certain in ((0.0, False), (1e-15, False), (1e-9, True), (-1e-9, True)):
+        uniform = float(weights[0] / weights[2]) * (1 + error)
+        assert (drawn_token(record_of(plain, sum_of), (*limited[:4], uniform)) >= 0) == certain
+    equal = record_of(np.zeros(40, np.float32), 40.0)  # of which all is exact
+    assert all(drawn_token(equal, (0.7, 40.0, 0.9, 1.0, place / 36)) >= 0 for place in range(36))
 
 
 def test_who_needs_what() -> None:

@@ -12,6 +12,7 @@
 #include "short_conv.h"
 #include "predictor.h"
 #include "program.h"
+#include "sampling.h"
 #include "watch.h"
 #include "window.h"
 
@@ -129,32 +130,91 @@ int32_t number_of(int64_t token, float logit) {
   return std::isnan(logit) ? -1 : logit > 0 ? -2 : -3;
 }
 
+// Tokens of the rows of a step that is launched ahead, and where their embeddings go.
+struct LookedUp {
+  Program& program;
+  Ints positions;
+  OutInts numbers;
+  OutFloats2 rows;
+  std::optional<Bytes> present;
+
+  void check(size_t n) const {
+    require(positions.shape(0) == n && numbers.shape(0) == n && rows.shape(0) == n,
+            "tokens, positions, numbers and rows differ in length");
+    require((int64_t)n <= program.sizes.max_tokens && (int64_t)rows.shape(1) == program.sizes.d_model,
+            "the rows have another shape than (tokens, d_model)");
+    for (size_t i = 0; i < n; i++)
+      require(positions.data()[i] >= 0 && (program.positions == 0 || positions.data()[i] < program.positions),
+              "a position lies beyond the table of positions");
+  }
+  // False: a row is not in memory.
+  bool embed(const std::vector<int32_t>& tokens) const {
+    const int64_t vocabulary = present ? (int64_t)present->shape(0) : program.table_rows;
+    bool complete = true;
+    for (int32_t token : tokens) {
+      require(token >= 0 && token < vocabulary, "a token id is outside the embedding");
+      complete = complete && (!present || present->data()[token]);
+    }
+    if (complete)
+      require(program.embed_alone(tokens.data(), positions.data(), (int64_t)tokens.size(), rows.data()),
+              "the embedding is not that of one thread");
+    return complete;
+  }
+};
+
 // None: not within these seconds; false: a row is not in memory; true: answered.
 std::optional<bool> answer_tokens(Program& p, HostFlags& flags, uint32_t number, double seconds, Largest largest,
                                   Floats logits, Ints positions, OutInts numbers, OutFloats2 rows,
                                   std::optional<Bytes> present) {
   const size_t n = largest.shape(0);
-  require(logits.shape(0) == n && positions.shape(0) == n && numbers.shape(0) == n && rows.shape(0) == n,
-          "tokens, logits, positions, numbers and rows differ in length");
-  require((int64_t)n <= p.sizes.max_tokens && (int64_t)rows.shape(1) == p.sizes.d_model,
-          "the rows have another shape than (tokens, d_model)");
-  for (size_t i = 0; i < n; i++)
-    require(positions.data()[i] >= 0 && (p.positions == 0 || positions.data()[i] < p.positions),
-            "a position lies beyond the table of positions");
+  const LookedUp next{p, positions, numbers, rows, present};
+  require(logits.shape(0) == n, "tokens and logits differ in length");
+  next.check(n);
   nb::gil_scoped_release release;
   if (!flags.wait(number, seconds)) return {};
-  std::vector<int32_t> tokens(largest.data(), largest.data() + n);
-  bool complete = true;
-  for (size_t i = 0; i < n; i++) {
-    const int64_t vocabulary = present ? (int64_t)present->shape(0) : p.table_rows;
-    require(tokens[i] >= 0 && tokens[i] < vocabulary, "a token id is outside the embedding");
-    complete = complete && (!present || present->data()[tokens[i]]);
-    numbers.data()[i] = number_of(largest.data()[i], logits.data()[i]);
-  }
-  if (!complete) return false;
-  require(p.embed_alone(tokens.data(), positions.data(), (int64_t)n, rows.data()),
-          "the embedding is not that of one thread");
+  for (size_t i = 0; i < n; i++) numbers.data()[i] = number_of(largest.data()[i], logits.data()[i]);
+  if (!next.embed({largest.data(), largest.data() + n})) return false;
   flags.answer(number);
+  return true;
+}
+
+using DrawNumbers = std::tuple<double, double, double, double, double>;
+
+Draw draw_of(const DrawNumbers& numbers) {
+  const auto& [temperature, top_k, top_p, min_p, uniform] = numbers;
+  return {temperature, top_k, top_p, min_p, uniform};
+}
+
+int32_t drawn_of(int32_t count, float total, Floats values, Ints ids, const DrawNumbers& draw) {
+  require(values.shape(0) == MOST_CANDIDATES && ids.shape(0) == MOST_CANDIDATES, "candidates have another number");
+  Candidates candidates{count, total, {}, {}};
+  std::copy_n(values.data(), MOST_CANDIDATES, candidates.values);
+  std::copy_n(ids.data(), MOST_CANDIDATES, candidates.ids);
+  return drawn_token(candidates, draw_of(draw));
+}
+
+// The same; where not all tokens are drawn, those of the others are -1, and it is not answered.
+std::optional<bool> answer_draws(Program& p, HostFlags& flags, uint32_t number, double seconds, Ints2 records,
+                                 Doubles2 draws, Ints positions, OutInts numbers, OutFloats2 rows,
+                                 std::optional<Bytes> present) {
+  const size_t n = records.shape(0);
+  const LookedUp next{p, positions, numbers, rows, present};
+  require(records.shape(1) * sizeof(int32_t) == sizeof(Candidates), "records of candidates have another length");
+  require(draws.shape(0) == n && draws.shape(1) == DRAW_NUMBERS, "each token has a draw of its own");
+  const auto* candidates = reinterpret_cast<const Candidates*>(records.data());
+  const auto* draw = reinterpret_cast<const Draw*>(draws.data());
+  next.check(n);
+  nb::gil_scoped_release release;
+  if (!flags.wait(number, seconds)) return {};
+  std::vector<int32_t> tokens;
+  bool all = true;
+  for (size_t i = 0; i < n; i++) {
+    const int32_t token = numbers.data()[i] = drawn_token(candidates[i], draw[i]);
+    all = all && token >= 0;
+    tokens.push_back(token >= 0 ? token : candidates[i].ids[0]);
+  }
+  if (!next.embed(tokens)) return false;
+  if (all) flags.answer(number);
   return true;
 }
 
@@ -549,6 +609,17 @@ void bind_workspace(nb::module_& m) {
           "pool"_a, "level"_a);
 }
 
+void bind_sampling(nb::module_& m) {
+  m.attr("LIKELIEST") = LIKELIEST;
+  m.attr("MOST_CANDIDATES") = MOST_CANDIDATES;
+  m.attr("TOTAL_ERROR") = TOTAL_ERROR;
+  m.attr("DRAW_NUMBERS") = DRAW_NUMBERS;
+  m.def("drawn_token", &drawn_of, "count"_a, "total"_a, "values"_a, "ids"_a, "draw"_a,
+        "The token that Python's sampler draws out of candidates (kernels/candidates.py); -1: they do not suffice, or\n"
+        "it depends on how exponentials are rounded. draw: temperature, 0: the most likely token; top_k, 0: no limit;\n"
+        "top_p, min_p; a uniform number.");
+}
+
 void bind_program(nb::module_& m) {
   auto program =
       nb::class_<Program>(m, "Program")
@@ -647,5 +718,12 @@ void bind_program(nb::module_& m) {
           "their embeddings at these positions into `rows`, float32 [T, d_model]; answer the number. None: it has not\n"
           "within these seconds; False: `present`, uint8 [vocab], says that a row of the table is not in memory, so "
           "that\n"
-          "it was not answered.");
+          "it was not answered.")
+      .def(
+          "answer_draws", &answer_draws, "flags"_a, "number"_a, "seconds"_a, "records"_a.noconvert(),
+          "draws"_a.noconvert(), "positions"_a, "numbers"_a.noconvert(), "rows"_a.noconvert(),
+          "present"_a.noconvert() = nb::none(),
+          "The same with tokens that are drawn: records, int32 [T, WORDS], of the candidates, as the GPU brings them,\n"
+          "and draws, float64 [T, 5], as of `drawn_token`. Where not all are drawn, the others are -1, have a row of\n"
+          "some token, and the number is not answered.");
 }

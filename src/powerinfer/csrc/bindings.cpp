@@ -91,6 +91,7 @@ NB_MODULE(_native, m) {
   bind_experts(m);
   bind_early_router(m);
   bind_watch(m);
+  bind_sampling(m);
   bind_program(m);
   bind_expert_call(m);
   bind_expert_policy(m);

@@ -35,6 +35,7 @@ using OutFloats2 = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using PanelBytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>;
 using CacheBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<3>>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Doubles2 = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ints2 = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 inline const char* const ACTIVATIONS[PI_N_ACTS + 1] = {
@@ -151,5 +152,6 @@ void bind_experts(nb::module_& m);
 void bind_early_router(nb::module_& m);
 void bind_watch(nb::module_& m);
 void bind_program(nb::module_& m);
+void bind_sampling(nb::module_& m);
 void bind_expert_call(nb::module_& m);
 void bind_expert_policy(nb::module_& m);

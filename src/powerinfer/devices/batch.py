@@ -66,10 +66,13 @@ class Batch:
     inverse_temperatures: Float32 | None = field(default=None, kw_only=True)
     # Called once by an executor that `overlaps`, while a device computes where that is possible, else before the step.
     meanwhile: Callable[[], None] | None = field(default=None, kw_only=True)
-    # Of a batch that needs the largest logits: called by an executor that launches the batch behind it now, which has
-    # its shape, and fills in the tokens of that: those that this call returns. None: there is none. The next call is of
-    # that batch, or what was launched is void; nobody asks for hidden states of this one.
+    # Of a batch that needs no more than candidates: called by an executor that launches the batch behind it now, which
+    # has its shape, and fills in the tokens of that: those that this call returns. Where it cannot draw all of them out
+    # of candidates, it returns these, and fills in none. None: there is none. The next call is of that batch, or what
+    # was launched is void; nobody asks for hidden states of this one.
     successor: Callable[[], Batch | None] | None = field(default=None, kw_only=True)
+    # [T, DRAW_NUMBERS], of a successor of a batch that needs candidates: how its tokens are drawn out of these.
+    draws: NDArray[np.float64] | None = field(default=None, kw_only=True)
     # Set by an executor that returns candidates: makes the logits [R, vocab_size] of that call, until the next one.
     logits: Callable[[], Float32] | None = field(default=None, kw_only=True)
 

@@ -47,6 +47,7 @@ from powerinfer.formats.mapped import MappedFile
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor, StreamMix, convert
 from powerinfer.kernels import cpu
+from powerinfer.kernels.candidates import any_tokens
 from powerinfer.neurons import NO_VECTORS, FfnVectors, Indices
 from powerinfer.system import available_memory
 
@@ -1212,20 +1213,28 @@ class CpuExecutor:
         flags: _native.HostFlags,
         number: int,
         seconds: float,
-        largest: tuple[NDArray[np.int64], Float32],
+        brought: tuple[NDArray[Any], ...],
         batch: Batch,
         rows: Float32,
     ) -> bool:
         """Wait until a GPU has written that number and, before it, its largest logits: int64 [T], their tokens, and
         float32 [T]; make the tokens those of the batch, put their embeddings into rows, float32 [T, d_model], and
-        answer the number. False: it has not within these seconds. Of executors that look rows up."""
+        answer the number. False: it has not within these seconds. Of executors that look rows up.
+
+        Of a batch with `draws` it writes candidates, int32 [T, WORDS]. Where not all tokens can be drawn out of these,
+        the others are -1, and the number is not answered."""
         present = None if self._file_rows is None else self._file_rows.present
-        arguments = flags, number, seconds, *largest, batch.positions, batch.tokens, rows, present
-        answered = self._program.answer_tokens(*arguments)
+        drawn = () if batch.draws is None else (batch.draws,)
+        arguments: tuple[Any, ...] = (flags, number, seconds, *brought, *drawn)
+        arguments = *arguments, batch.positions, batch.tokens, rows, present
+        program = self._program
+        answer: Callable[..., bool | None] = program.answer_draws if drawn else program.answer_tokens
+        answered = answer(*arguments)
         if answered is False:
             assert self._file_rows is not None
-            self._file_rows.fetch(largest[0].astype(np.int32))
-            answered = self._program.answer_tokens(*arguments)
+            tokens = any_tokens(brought[0], batch.tokens) if drawn else brought[0].astype(np.int32)
+            self._file_rows.fetch(tokens)
+            answered = answer(*arguments)
         return answered is not None
 
     def finish(self, batch: Batch, first: int | None = None) -> Float32:

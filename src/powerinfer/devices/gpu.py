@@ -926,9 +926,8 @@ class GpuLayers:
             return run()
 
     def launch_ahead(self, embedding: Embedding) -> str | None:
-        """Launch steps ahead of their tokens, where these are the largest logits', a batch has a successor, and the
-        step is one recording; of layers that have the head. The reason why this device cannot, by a trial; None: it
-        does."""
+        """Launch steps ahead of their tokens, where a batch has a successor, and the step is one recording; of layers
+        that have the head. The reason why this device cannot, by a trial; None: it does."""
         assert self.has_head and not self._first
         try:
             next_step = NextStep(self._streams, embedding, self.buffers, self.link)
@@ -955,17 +954,25 @@ class GpuLayers:
                 if next_step.go_on(batch):
                     self._count(len(batch.tokens))
                 batch.overlap()
-                return self._download(next_step.step)
+                result = self._download(next_step.step)
         except BaseException as error:
             self._break_off(error, len(batch.tokens))
             raise
+        self._note_candidates(batch, next_step.step)
+        return result
+
+    def _note_candidates(self, batch: Batch, step: Step) -> None:
+        """The result of a batch is there; its candidates may not suffice."""
+        self._latest_logits = None
+        if step.needs == LogitsNeed.CANDIDATES:
+            batch.logits = partial(self._logits_of, step)
 
     def _launch_next(self, batch: Batch, step: Step, recordings: Recordings | None) -> None:
         """Launch the step behind that of a batch, which is under way, where all but its tokens is known."""
         next_step = self.next_step
         if next_step is None or batch.successor is None or recordings is None or self.trace is not None:
             return
-        if step.needs != LogitsNeed.LARGEST or self.observer is not None:
+        if step.needs == LogitsNeed.LOGITS or self.observer is not None:
             return
         run = recordings.whole_run(step)
         if run is not None and next_step.start(batch, step, run):
@@ -1020,9 +1027,7 @@ class GpuLayers:
         except BaseException as error:
             self._break_off(error, len(batch.tokens))
             raise
-        self._latest_logits = None
-        if step.needs == LogitsNeed.CANDIDATES:
-            batch.logits = partial(self._logits_of, step)
+        self._note_candidates(batch, step)
         self._count(len(batch.tokens))
         return result
 
@@ -1110,9 +1115,12 @@ class GpuLayers:
         again, the same bits. PowerInferError when the device fails."""
         if self._latest_logits is None:
             assert self._head is not None
+            self.drop_next()  # it is void
             again = replace(step, needs=LogitsNeed.LOGITS)
             failures = gpu_failures("computing the logits of a step again", "lower --max-batch or --vram")
             with failures, current(self.device), self._finished_after_failure(), import_torch().inference_mode():
+                if self.next_step is not None and self.next_step.kept:
+                    self.buffers.restore(again)
                 self._head.run(again)
                 self._latest_logits = self.buffers.download(again, logits=True)
         return self._latest_logits

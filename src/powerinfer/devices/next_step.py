@@ -3,13 +3,16 @@
     GPU   step 4 ....... | asked = 4 | waits for answered >= 4 | step 5 ........................ | asked = 5 | waits
     CPU   launches step 5 | looks at asked | rows, answered = 4 | tokens of step 4, launches step 6 | looks at asked
 
-Where each request gets the token of its largest logit, the GPU has that first, and all that the step behind it needs
-beside the embeddings of these tokens is known before. So that step is launched behind a number for which the GPU waits.
-The thread that waits for the tokens looks their rows up, in the native module, puts them where the GPU gets them, and
-writes the number. What the tokens mean the host sees while the GPU computes with them.
+Where each request gets the token of its largest logit, or one that is drawn out of candidates, the GPU has what that
+takes first, and all that the step behind it needs beside the embeddings of these tokens is known before: the random
+numbers of their draws, too. So that step is launched behind a number for which the GPU waits. The thread that waits
+for the tokens, or draws them, looks their rows up, in the native module, puts them where the GPU gets them, and writes
+the number. What the tokens mean the host sees while the GPU computes with them.
 
 Where they end a request, or another one starts, nobody asks for what was computed. It wrote behind the tokens of its
 requests, to places that nobody reads before they are written again: whatever does so is behind it in the same stream.
+Nor does anyone where a token could not be drawn: the step goes on with any, and its result is void. The residual
+stream of the step before, of which all logits may be asked for then, was kept.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices import flags
@@ -38,15 +40,16 @@ if TYPE_CHECKING:
 
 _NO_STATE: State = None, None, None  # with which a step begins
 
-Largest = tuple[NDArray[np.int64], Float32]
-"""Tokens of the largest logits, int64 [T], and these, in memory that the GPU writes."""
+Brought = tuple[NDArray[Any], ...]
+"""Tokens of the largest logits, int64 [T], and these, float32 [T]; or candidates, int32 [T, WORDS]: memory that the GPU
+writes."""
 
 
 class Embedding(Protocol):
     """The embedding of a model, in RAM (`CpuExecutor`)."""
 
     def answer_tokens(
-        self, flags: _native.HostFlags, number: int, seconds: float, largest: Largest, batch: Batch, rows: Float32
+        self, flags: _native.HostFlags, number: int, seconds: float, brought: Brought, batch: Batch, rows: Float32
     ) -> bool:
         """Answer as `CpuExecutor` does."""
         ...
@@ -56,7 +59,7 @@ class NextStep:
     """The step that is launched ahead of its tokens, one at most, of steps of one shape that follow each other.
 
     batch: its batch, None: there is none. step: those of the shape, which are at the same addresses; context: in which
-    they are launched.
+    they are launched. kept: whether the residual stream of the step before it is, of the result that came last.
     """
 
     step: Step
@@ -64,6 +67,7 @@ class NextStep:
     def __init__(self, streams: Streams, embedding: Embedding, buffers: StepBuffers, link: Link | None) -> None:
         """link: None: the CPU has no part in steps. RuntimeError where the device cannot use memory of the host."""
         self.batch: Batch | None = None
+        self.kept = False
         self.context: AbstractContextManager[Any] = streams.active()
         self._streams = streams
         self._embedding = embedding
@@ -75,7 +79,7 @@ class NextStep:
         self._stream: Stream
         self._run: Run
         self._answer: Callable[[], None] | None
-        self._largest: Largest
+        self._brought: Brought
         self._rows: Float32
 
     def trial(self, to: device) -> str | None:
@@ -84,7 +88,7 @@ class NextStep:
 
     def begin(self) -> None:
         """Begin to count; nothing of an earlier step is under way."""
-        self._number = 0
+        self._number, self.kept = 0, False
         self._flags.begin()
 
     def start(self, batch: Batch, step: Step, run: Run) -> bool:
@@ -96,18 +100,22 @@ class NextStep:
             self._run, self._answer = run.launch, run.answer
         self._stream = self._streams.current()
         self._left = self._buffers.left(batch)
-        self._largest = self._buffers.largest(len(batch.tokens))
+        self._brought = self._buffers.brought(len(batch.tokens), step.needs)
         return self.go_on(batch)
 
     def go_on(self, batch: Batch) -> bool:
         """The same of a step that was launched ahead itself."""
         make, self.batch, batch.successor = batch.successor, None, None
+        self.kept = False
         following = make() if make is not None and self._left else None
         if following is None:
             return False
         self._left -= 1
         self._number += 1
         self._streams.write_value(self._stream, self._asked, self._number)
+        if following.draws is not None:
+            self._buffers.keep(self.step)
+            self.kept = True
         self._streams.wait_value(self._stream, self._answered, self._number)
         self._rows = self._buffers.upload_ahead(following)
         self._run(_NO_STATE)
@@ -119,11 +127,12 @@ class NextStep:
         if self._answer is not None:
             self._answer()
 
-    def tokens(self) -> NDArray[np.int32]:
+    def tokens(self) -> NDArray[Any]:
         """Wait for its tokens, the result of the step before it, and let it begin; they are those of the batch then, or
-        numbers of `NOT_FINITE`. PowerInferError where the GPU does not bring them, or waits no more."""
+        numbers of `NOT_FINITE`. Where one could not be drawn: the candidates. PowerInferError where the GPU does not
+        bring them, or waits no more."""
         assert self.batch is not None
-        arguments = self._largest, self.batch, self._rows
+        arguments = self._brought, self.batch, self._rows
         if self._link is not None:
             self._begin_calls(self._link)
         while not self._embedding.answer_tokens(self._host, self._number, flags.LOOK, *arguments):
@@ -134,7 +143,12 @@ class NextStep:
         if self._host.released:
             waited = f"the embeddings of a step's tokens were not there for {flags.PATIENCE:.0f} s"
             raise PowerInferError(f"{waited}; stop what keeps this program from its cores")
-        return self.batch.tokens
+        tokens = self.batch.tokens
+        if self.batch.draws is not None and tokens.min() < 0:
+            records = self._buffers.copied_candidates(len(tokens))  # before the GPU writes those of the next step
+            self._host.answer(self._number)
+            return records
+        return tokens
 
     def _begin_calls(self, link: Link) -> None:
         """Wait until the step before has ended, and begin to count calls anew. PowerInferError if one failed."""

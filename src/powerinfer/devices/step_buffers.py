@@ -59,6 +59,7 @@ class StepBuffers:
         self._inputs = torch.zeros((max_tokens, inputs), device=to) if inputs else None
         self._host_inputs = self._streams.pinned((max_tokens, inputs), torch.float32) if inputs else None
         self._device = to
+        self._kept: Tensor | None = None
         self._make_logits(1)
         self._description = _Description(to, self._streams, min(max_tokens, FEW) * d_model, d_model)
         self._last = self._x
@@ -76,7 +77,7 @@ class StepBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = self._x, self._total, self._inputs, self._largest, self._candidates
+        tensors = self._x, self._total, self._inputs, self._largest, self._candidates, self._kept
         return tensor_bytes(*tensors) + self._description.nbytes
 
     @property
@@ -117,8 +118,20 @@ class StepBuffers:
         return Step(on_device, *places.on_device, total=total, inputs=on_layers, **places.on_states)
 
     def pair(self) -> None:
-        """Let the description of a step be written while that of the one before may still be read."""
+        """Let the description of a step be written while that of the one before may still be read, and its residual
+        stream be kept."""
         self._description.pair()
+        self._kept = import_torch().zeros((min(len(self._x), FEW), self._x.shape[1]), device=self._device)
+
+    def keep(self, step: Step) -> None:
+        """Keep the residual stream of a step, of few tokens, which the step behind it overwrites."""
+        assert self._kept is not None
+        self._kept[: step.x.shape[0]].copy_(step.x)
+
+    def restore(self, step: Step) -> None:
+        """Bring it back; nothing of another step is under way."""
+        assert self._kept is not None
+        step.set(self._kept[: step.x.shape[0]])
 
     def left(self, batch: Batch) -> int:
         """Number of steps behind this one, which was uploaded last, that have its shape, where each sequence gets a
@@ -133,9 +146,16 @@ class StepBuffers:
         assert places.x is not None
         return places.x
 
-    def largest(self, rows: int) -> tuple[NDArray[np.int64], Float32]:
-        """Memory in which the tokens of a step's largest logits are, int64 [rows], and these."""
+    def brought(self, rows: int, needs: LogitsNeed) -> tuple[NDArray[Any], ...]:
+        """Memory in which the tokens of a step's largest logits are, int64 [rows], and these; or their candidates,
+        int32 [rows, WORDS]."""
+        if needs == LogitsNeed.CANDIDATES:
+            return (self._words[:rows],)
         return self._tokens[:rows], self._values[:rows]
+
+    def copied_candidates(self, rows: int) -> NDArray[Any]:
+        """The candidates of a step's rows, which are there, in memory of their own."""
+        return self._records[:rows].copy()
 
     def residual(self, rows: Tensor) -> Tensor:
         """Rows of the last step's residual stream, on the device; rows: int32 [n], indices of its tokens."""
@@ -182,7 +202,8 @@ class StepBuffers:
         shape = rows, candidates.WORDS
         self._candidates = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._host_candidates = self._streams.pinned(shape, torch.int32)
-        self._records: NDArray[Any] = self._host_candidates.numpy().view(candidates.CANDIDATES)[:, 0]
+        self._words: NDArray[np.int32] = self._host_candidates.numpy()
+        self._records: NDArray[Any] = self._words.view(candidates.CANDIDATES)[:, 0]
 
     def pass_on(self, step: Step) -> PassedRows:
         """The step's residual stream for another device: it stays there until the next step of this one."""

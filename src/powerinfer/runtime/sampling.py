@@ -16,7 +16,8 @@ temperature last:
 and one of the rest is drawn. If a `TokenMask` forbids it, the tokens that the mask forbids are removed between 2 and 3,
 and another one is drawn: without 4 to 6, with the probabilities of the allowed tokens. Each request has its own random
 generator, so its tokens do not depend on other requests. The whole vocabulary is never sorted: where 4 to 6 leave some
-of the most likely tokens, these are enough, and a device may bring them alone (`Sampler.draw`).
+of the most likely tokens, these are enough, and a device may bring them alone (`Sampler.draw`). The native module draws
+from these, in place of what is here, wherever the token is certain to be the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 
 from powerinfer.devices.batch import NOT_FINITE, LogitsNeed
 from powerinfer.errors import PowerInferError, RequestError
-from powerinfer.kernels.candidates import ERROR, HOTTEST, LIKELIEST, MOST
+from powerinfer.kernels.candidates import ERROR, HOTTEST, LIKELIEST, MOST, Draw, drawn_token
 from powerinfer.runtime.params import SamplingParams
 
 if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # importing numpy.typing takes milliseconds
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: the quotient would overflow
 MAX_FACTOR = 1e20  # of a logit: beyond it, and below its inverse, a float32 has no room for the product
 _MISSED = 0.25  # share of a request's tokens for which candidates may not suffice, before it takes all logits
+_RARELY = 1 / 64  # the same, before no step is launched ahead of its tokens: one that is void costs a step
 _FEW = 32  # below this part of the vocabulary the logits of the allowed tokens are gathered
 _COLUMNS = 1024  # the vocabulary is cut into this many interleaved parts to bound the k-th largest logit
 
@@ -117,6 +119,9 @@ class Sampler:
             from random import Random  # its numbers are the same on every platform and version
 
             self._uniform = Random(params.seed).random
+        self._ahead: float | None = None  # the next number, where it was asked for before the token is drawn
+        temperature, top_k = 0.0 if self._greedy else params.temperature, params.top_k if self._limited else 0
+        self._draws = temperature, top_k, params.top_p, params.min_p
         self.inverse_temperature = 1.0 if self._greedy else 1.0 / params.temperature
         self._needs = self._least_needs()
         self._drawn = self._missed = 0  # tokens, and those for which candidates did not suffice
@@ -135,23 +140,46 @@ class Sampler:
         """Need for the next row of logits."""
         return LogitsNeed.LOGITS if self._missed > 1 + _MISSED * self._drawn else self._needs
 
+    @property
+    def steady(self) -> bool:
+        """Whether candidates suffice for nearly all tokens."""
+        return self._missed <= _RARELY * self._drawn
+
+    def next_draw(self) -> Draw:
+        """The draw of the next token, where another one draws it, whose token `take` gets; until then it is the same.
+        Of samplers that need candidates at most."""
+        if self._ahead is None:
+            self._ahead = self._uniform()
+        return *self._draws, self._ahead
+
     def take(self, token: int) -> int:
-        """The next token, of the largest logit, or a number of `NOT_FINITE`. Of samplers that need no other."""
+        """The next token, of the largest logit or as of `next_draw`, or a number of `NOT_FINITE`. Of samplers that need
+        candidates at most."""
         if token < 0:
             self._refuse(NOT_FINITE[token])
+        self._ahead = None
+        self._drawn += 1
         return token
 
     def draw(self, candidates: Any) -> int | None:
         """The next token, the same as by all logits; None: it takes these. candidates: a record of
         `candidates.CANDIDATES`. Of samplers that need no other."""
+        certain = drawn_token(candidates, self.next_draw())
+        if certain >= 0:
+            return self.take(certain)
+        token = self._draw_candidates(candidates)
         self._drawn += 1
+        self._missed += token is None
+        return token
+
+    def _draw_candidates(self, candidates: Any) -> int | None:
+        """`draw` by numpy, as from all logits."""
         token = None
         if candidates["count"] <= MOST:
             values, ids = candidates["values"][: candidates["count"]], candidates["ids"][: candidates["count"]]
             self._check(float(values.max()))
             order = np.lexsort((ids, -values))[:LIKELIEST]
             token = self._draw_sorted(ids[order], values[order], float(candidates["total"]))
-        self._missed += token is None
         return token
 
     def _draw_sorted(self, ids: Ids, logits: Float32, total: float) -> int | None:
@@ -263,9 +291,14 @@ class Sampler:
         """Weights of tokens, most likely first: probabilities, as multiples of the first one."""
         return np.exp((logits.astype(np.float64) - float(logits[0])) / self._params.temperature)
 
+    def _random(self) -> float:
+        """The next number, which is uniform in [0, 1)."""
+        number, self._ahead = self._ahead, None
+        return self._uniform() if number is None else number
+
     def _pick(self, ids: Ids, cumulative: Float64, left: int) -> int:
         """One of the first `left` tokens."""
-        chosen = cumulative[:left].searchsorted(self._uniform() * cumulative[left - 1], side="right")
+        chosen = cumulative[:left].searchsorted(self._random() * cumulative[left - 1], side="right")
         return int(ids[min(int(chosen), left - 1)])
 
     def _left(self, weights: Float64, cumulative: Float64, total: float) -> int:
@@ -286,12 +319,12 @@ class Sampler:
         weights[weights < params.min_p] = 0.0  # tokens more likely than a remaining one are kept
         wheel = _Wheel(weights)
         if params.top_p == 1.0:
-            return wheel.turn(self._uniform())
+            return wheel.turn(self._random())
         # The nucleus is large. Instead of sorting, draw from all tokens until one is in it, that is, until the more
         # likely ones hold less than top_p (ties: the lower id first). A try succeeds with a probability of at least
         # top_p.
         while True:
-            token = wheel.turn(self._uniform())
+            token = wheel.turn(self._random())
             before = weights[:token]
             likelier = float(weights.sum(where=weights > weights[token], dtype=np.float64))
             likelier += float(before.sum(where=before == weights[token], dtype=np.float64))

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from powerinfer.devices import Batch
+from powerinfer.devices.batch import LogitsNeed
+from powerinfer.kernels.candidates import DRAW_NUMBERS
 from powerinfer.runtime.kv_cache import PageCache, first_parent, page_key
 from powerinfer.runtime.request import AnswerRequest, EmbeddingRequest, Request
 from powerinfer.runtime.state_cache import StateCache
@@ -115,6 +117,7 @@ class Scheduler:
         self._tokens = np.zeros(max_tokens, np.int32)
         self._positions = np.zeros(max_tokens, np.int32)
         self._successors = np.zeros((2, 2, max_batch), np.int32)  # tokens and positions of successors, in turn
+        self._draws = np.zeros((max_batch, DRAW_NUMBERS))  # of a successor's tokens
         self._successor: Batch | None = None  # of the planned step
         self._row_of = np.zeros(max_tokens, np.int32)
         self._logit_rows = np.zeros(max_tokens, np.int32)
@@ -152,7 +155,7 @@ class Scheduler:
     def plan_successor(self) -> Batch | None:
         """The step behind the planned one, where that gives each of its requests a token, with which none of them must
         end, and none can start; its tokens are not there yet. None where that is not so, where requests have states, or
-        a page is lacking."""
+        a page is lacking, or where candidates often do not suffice for a token."""
         batch = self._planned
         if self.states is not None or len(batch.tokens) != len(batch.logit_rows):
             return None
@@ -160,9 +163,12 @@ class Scheduler:
             return None
         if self._rows and (self.preempted or len(self.waiting)):
             return None
+        sampled = batch.needs == LogitsNeed.CANDIDATES
         for request, count in self._work:
             length = len(request.tokens) + 1
             if count > 1 or not isinstance(request, AnswerRequest) or length >= request.n_prompt + request.max_new:
+                return None
+            if sampled and not request.sampler.steady:
                 return None
             if length > len(request.pages) * self.page_size:
                 page = self.cache.allocate()
@@ -174,6 +180,12 @@ class Scheduler:
         tokens[:] = -1  # until they are there
         np.add(batch.positions, 1, out=positions)
         self._successor = Batch(tokens, positions, batch.rows, batch.page_table, batch.logit_rows, needs=batch.needs)
+        if sampled:
+            self._successor.inverse_temperatures = batch.inverse_temperatures
+            draws = self._successor.draws = self._draws[: len(batch.tokens)]
+            for row, (request, _) in enumerate(self._work):
+                assert isinstance(request, AnswerRequest)
+                draws[row] = request.sampler.next_draw()
         return self._successor
 
     def follow(self) -> Batch | None:
