@@ -48,8 +48,8 @@ class PaddedPrompts:
         """The times, for people."""
         if not self.tried:
             return "no room to record them"
-        each = (f"{size}: {1e3 * launched:.3g} and {1e3 * replayed:.3g}" for size, launched, replayed in self.tried)
-        return f"ms of a chunk launched and replayed, by tokens: {', '.join(each)}"
+        times = (f"{size}: {1e3 * launched:.3g} and {1e3 * replayed:.3g}" for size, launched, replayed in self.tried)
+        return f"ms of a chunk launched and replayed, by tokens: {', '.join(times)}"
 
 
 PADDED = TrialSubject("chunks of prompts", PaddedPrompts, fallback=PaddedPrompts(0), forgives=True)
