@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import families
 import numpy as np
@@ -23,6 +24,7 @@ from powerinfer.devices.batch import Batch, LogitsNeed  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.recording import PROMPTS_BYTES, recorder_of  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
+from powerinfer.devices.streams import CudaStreams  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid import prompt_trial  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
@@ -238,6 +240,24 @@ def test_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prompt_trial, "GAIN", 0.6)
         assert measured(executor.gpu, (40, 64, 72), None) == PaddedPrompts(40, ((40, 0.085, 0.04), (64, 0.085, 0.064)))
         assert executor.gpu.prompts.sizes == () and list(SIZES) == sorted(set(SIZES))
+
+
+def test_a_recording_keeps_no_memory_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of cuBLAS, which would lie in the memory of a recording that may be dropped; of one that fails, too."""
+    log, parts = list[str](), ("CUDAGraph", "Stream", "current_stream", "graph", "graph_pool_handle", "stream")
+    streams, cuda = CudaStreams(torch.device("cuda", 0)), MagicMock(spec_set=parts)
+    monkeypatch.setattr(streams, "_cuda", cuda)
+    monkeypatch.setattr("powerinfer.devices.torch_device.free_workspaces", lambda: log.append("freed"))
+    cuda.graph.return_value.__exit__.return_value = None  # which else swallows errors
+
+    def fails() -> None:
+        raise RuntimeError("no such operation")
+
+    record = streams.recorder()
+    record(lambda: log.append("ran"))
+    with pytest.raises(RuntimeError, match="no such"):
+        record(fails)
+    assert log == ["freed", "ran", "freed", "freed", "freed"]
 
 
 @pytest.mark.skipif(gpu_device.CUDA, reason="Triton's interpreter is not at hand")
