@@ -84,7 +84,8 @@ def stored(executor: SplitExecutor) -> list[np.ndarray]:
 
 
 def texts_read(executor: SplitExecutor, truth: Truth) -> list[np.ndarray]:
-    """The logits behind chunks of several lengths, of the token behind each, and of two sequences together."""
+    """The logits behind chunks of several lengths, of the token behind each, of chunks behind others, and of two
+    sequences together."""
     text, pages = truth.texts[0].astype(np.int32), families.scattered_pages(executor, 3)
     logits = []
     for length in LENGTHS:
@@ -95,6 +96,8 @@ def texts_read(executor: SplitExecutor, truth: Truth) -> list[np.ndarray]:
             mine.reshape(-1)[pages[0].repeat(32)[:length] * 32 + np.arange(length) % 32] = True
             assert np.array_equal(old[~mine], new[~mine]), "nothing else is written"
         logits.append(chunk(executor, text[length : length + 1], pages[0], first=length))
+    chunk(executor, text[:32], pages[0])
+    logits += [chunk(executor, text[32:], pages[0], first=32) for _ in range(3)]
     for first in (20, 24, 22):
         parts = [batch_of(text[:count], pages[1 + row]) for row, count in enumerate((first, 45 - first))]
         fields = (np.concatenate([getattr(one, name) for one in parts]) for name in ("tokens", "positions"))
@@ -117,7 +120,9 @@ def test_replayed_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
         np.testing.assert_array_equal(launched, replayed)
     for at, length in enumerate(LENGTHS):
         assert families.rms(runs[0][2 * at] - truth.logits[0][length - 1]) <= truth.allowed(2)
-    assert len(made) >= 3 and min(made) > 0
+    for at in range(2 * len(LENGTHS), 2 * len(LENGTHS) + 3):
+        assert families.rms(runs[0][at] - truth.logits[0][-1]) <= truth.allowed(2)
+    assert len(made) >= 4 and min(made) > 0
 
 
 @pytest.mark.usefixtures("device")
