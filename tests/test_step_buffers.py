@@ -66,6 +66,25 @@ def test_a_step_of_any_shape_after_any_other(monkeypatch: pytest.MonkeyPatch, mo
                 check(buffers, rng, batch_of(rng, *shapes[at]), states)
 
 
+def test_padded_tokens() -> None:
+    """They stand for nothing, have no slot, and are zeros, whatever steps came before; the address is that of a step
+    that is not padded."""
+    rng, buffers = np.random.default_rng(4), StepBuffers(torch.device("cpu"), MOST, D_MODEL, 16, totals=False)
+    keys = set()
+    for sequences, each in ((1, 40), (2, 20), (1, 64), (1, 33), (2, 30)):
+        check(buffers, rng, batch_of(rng, 1, MOST, 5, 1), False)
+        batch, count = batch_of(rng, sequences, each, 4, 1), sequences * each
+        x = rng.standard_normal((count, D_MODEL), np.float32)
+        step = buffers.upload(batch, x, padded=64)
+        np.testing.assert_array_equal(step.x[:count].numpy(), x)
+        np.testing.assert_array_equal(step.positions[:count].numpy(), batch.positions)
+        assert len(step.x) == len(step.rows) == len(step.slots) == 64 and not step.x[count:].any()
+        assert (step.slots[:count] >= 0).all() and (step.slots[count:] == -1).all()
+        assert (step.positions[count:] == -1).all() and not step.rows[count:].any()
+        keys.add((step.key, step.x.data_ptr(), step.slots.data_ptr(), step.logit_rows.data_ptr()))
+    assert len(keys) == 2, "of one and of two sequences"
+
+
 def test_tokens_that_are_replayed_and_kept() -> None:
     """Steps with the same key have them at the same addresses, whatever came between."""
     rng, undo = np.random.default_rng(5), 3

@@ -51,6 +51,8 @@ ORDER_LAUNCHES = (2, 8)
 """The same for such a block in each layer of experts: its pairs in order, and its rows as float16."""
 CHUNK_LAUNCHES = (12, 20)
 """The same for what else a layer does in a chunk of a prompt."""
+OPERATOR_LAUNCHES = 2
+"""Launches of an operator of a step, about, which take the GPU some time each even where they are replayed."""
 COPY_GB_S = 8.0
 """What a thread copies from RAM to RAM, as `devices/stage.py` expects."""
 COPIES = 3
@@ -218,6 +220,13 @@ def launch_us() -> float:
     return FOUND_US + TORCH_US
 
 
+def replayed_us() -> float:
+    """Time of a GPU for a launch that is replayed, beside its work: its share of an operator's."""
+    gpu = measured().gpu
+    assert gpu is not None
+    return gpu.op_us / OPERATOR_LAUNCHES
+
+
 def _both(launches: tuple[int, int]) -> str:
     return "{} and {}".format(*launches)
 
@@ -264,6 +273,10 @@ def assumptions() -> list[Assumption]:
             f"{EXPERT_TOKENS:,} tokens {_both(ORDER_LAUNCHES)} a layer of experts, and {_both(EXPERT_LAUNCHES)} for "
             "those on the GPU and again for each piece",
             "counted in the code",
+        ),
+        Assumption(
+            "a launch in a chunk that is replayed", f"{replayed_us():.2g} us of the GPU",
+            f"an operator's by {OPERATOR_LAUNCHES}, the launches of one, about",
         ),
         Assumption(
             "tensor cores, FP16 with FP32 sums", f"{TENSOR_FLOP} FLOP a clock and SM", "NVIDIA's papers on GA102, AD102"

@@ -14,7 +14,7 @@ from benchmarks.lib.machine import ROOT
 from benchmarks.lib.tables import Pages, paragraphs, table, write_tables
 from benchmarks.placement.assumptions import BUSES, CARDS, EXPERT_SHARE, GIB, KINDS, RAM, assumptions_table, machine
 from benchmarks.placement.h200 import WAKING, WHY, figures, measured_table, whole_table
-from benchmarks.placement.prompts import prompt, with_chunk
+from benchmarks.placement.prompts import largest_padded, prompt, replayed, with_chunk
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import find_card
 from powerinfer.placement.chunks import with_long_chunks
@@ -28,6 +28,12 @@ MODELS = (
     ("Qwen3.6-27B", "qwen3.6-27b", "q4_k_m"), ("Qwen3-32B", "qwen3-32b", "q4_k_m"),
     ("Llama 3.3 70B", "llama-3.3-70b", "q4_0"),
 )  # fmt: skip
+SMALL = (
+    ("Qwen3-0.6B", "qwen3-0.6b", "q4_0"), ("Llama 3.2 1B", "llama-3.2-1b", "q4_0"),
+    ("SmallThinker-4BA0.6B", "smallthinker-4b", "q4_0"), ("Qwen3-8B", "qwen3-8b", "q4_0"),
+    ("Qwen3-30B-A3B", "qwen3-30b-a3b", "q4_0"),
+)  # fmt: skip
+SHORT_PROMPTS = (64, 128, 512)
 PROMPTS = (512, 2048)
 SHORT = 512
 """Tokens of a chunk of a long prompt where weights do not stream."""
@@ -106,10 +112,32 @@ def buses_table() -> str:
     return paragraphs(about, table(["", *(f"{title}, {card}" for title, card in ON_BUSES)], body))
 
 
+def replayed_cell(shape: str, dtype: str, card: str) -> str:
+    """Milliseconds of short prompts, launched and replayed; to how many tokens chunks would be padded."""
+    plan = plan_of(shape, dtype, card, KINDS[-1])
+    if plan is None or not plan.claims.gpu_head:
+        return "-"
+    every = plan.request.model.n_experts
+    if plan.claims.slots not in (None, every):
+        return "-"
+    times = (f"{1e3 * prompt(plan, n).seconds:.0f} / {1e3 * replayed(plan, n):.0f}" for n in SHORT_PROMPTS)
+    return f"{', '.join(times)}; {largest_padded(plan) or 'none'}"
+
+
+def replayed_table() -> str:
+    body = [[title, *(replayed_cell(shape, dtype, card) for card in CARDS)] for title, shape, dtype in SMALL]
+    numbers = ", ".join(map(str, SHORT_PROMPTS[:-1]))
+    about = (
+        f"Milliseconds of a prompt of {numbers} and {SHORT_PROMPTS[-1]} tokens, launched / replayed, of models in "
+        f"{SMALL[0][2].upper()} that the card has as a whole; and to how many tokens chunks would be padded:"
+    )
+    return paragraphs(about, table(["", *CARDS], body))
+
+
 PAGES: Pages = {
     ROOT / "docs/hybrid.md": lambda: {
         "measured": measured_table(),
-        "simulated": paragraphs(simulated_table(), buses_table()),
+        "simulated": paragraphs(simulated_table(), buses_table(), replayed_table()),
         "assumed": assumptions_table(),
     },
     ROOT / "docs/benchmarks.md": lambda: {"whole models simulated": whole_table()},

@@ -25,7 +25,10 @@ from powerinfer.devices.stage import MOST_THREADS, PIECE
 from powerinfer.formats.quant import block_type
 from powerinfer.hardware import cards
 from powerinfer.hybrid.crossing import GAIN
+from powerinfer.hybrid.prompt_trial import GAIN as LEAST_GAIN
+from powerinfer.hybrid.prompt_trial import SIZES
 from powerinfer.kernels import gpu_types
+from powerinfer.kernels.gpu_types import FEW
 from powerinfer.models.inventory import Matrix
 from powerinfer.placement.plan import Plan
 
@@ -118,13 +121,24 @@ class _Chunk:
         """Weights of a dense matrix that are multiplied at a time."""
         return gpu_types.piece_elements(self.tokens)
 
-    def _multiplied(self, matrices: Sequence[Matrix]) -> float:
-        """Seconds of the host for dense products with these."""
-        return self._host(
-            assumptions.PRODUCT_LAUNCHES, sum(max(1.0, elements([one]) / self._piece) for one in matrices)
-        )
+    def launches(self, layer: int) -> tuple[float, float]:
+        """Triton's launches and torch's for a layer of the GPU, but for what streams."""
+        model, blocks = self.plan.request.model, self._blocks
+        routed = bool(model.n_experts[layer])
+        matrices = (*model.attention[layer], *(model.beside if routed else model.ffn)[layer])
+        parts = [(assumptions.CHUNK_LAUNCHES, 1.0)]
+        parts += [(assumptions.PRODUCT_LAUNCHES, max(1.0, elements([one]) / self._piece)) for one in matrices]
+        parts += [(assumptions.ORDER_LAUNCHES, blocks)] if routed else []
+        parts += [(assumptions.EXPERT_LAUNCHES, blocks)] if routed and self._hot(layer) else []
+        kernels, operators = (sum(one[kind] * times for one, times in parts) for kind in (0, 1))
+        return kernels, operators
 
-    def _host(self, launches: tuple[int, int], times: float = 1.0) -> float:
+    def _hot(self, layer: int) -> float:
+        """Share of a layer's experts on the GPU."""
+        model = self.plan.request.model
+        return (self.plan.claims.slots or model.n_experts)[layer] / model.n_experts[layer]
+
+    def _host(self, launches: tuple[float, float], times: float = 1.0) -> float:
         kernels, operators = launches
         return 1e-6 * times * (kernels * assumptions.launch_us() + operators * assumptions.TORCH_US)
 
@@ -159,15 +173,12 @@ class _Chunk:
         if layer >= claims.gpu_layers:
             return self._in_ram(layer)
         flops = attends / (self._tensor * assumptions.ATTENTION_SHARE)
+        launched = self._host(self.launches(layer))
         if not model.n_experts[layer]:
-            matrices = (*attention, *model.ffn[layer])
-            return {"GPU": flops + self._dense(matrices), "host": self._launched + self._multiplied(matrices)}, 0.0
-        hot = (claims.slots or model.n_experts)[layer] / model.n_experts[layer]
-        beside = (*attention, *model.beside[layer])
-        gpu, launched = flops + self._dense(beside), self._launched + self._multiplied(beside)
+            return {"GPU": flops + self._dense((*attention, *model.ffn[layer])), "host": launched}, 0.0
+        hot = self._hot(layer)
+        gpu = flops + self._dense((*attention, *model.beside[layer]))
         gpu += self._experts(layer, hot) + self._passes(layer, hot, float(hot > 0))
-        launched += self._host(assumptions.ORDER_LAUNCHES, self._blocks)
-        launched += self._host(assumptions.EXPERT_LAUNCHES, self._blocks) if hot else 0.0
         cold = 1 - hot
         if not cold:
             return {"GPU": gpu, "host": launched}, 0.0
@@ -195,10 +206,6 @@ class _Chunk:
             return self._faster(on_cpu, streamed(cold), cold * stored(own), self._staging > 0)
         return divided, cold * computed / (alone + computed) * stored(own)
 
-    @property
-    def _launched(self) -> float:
-        return self._host(assumptions.CHUNK_LAUNCHES)
-
     def _faster(
         self, on_cpu: dict[str, float], streams: dict[str, float], nbytes: float, can_stream: bool
     ) -> tuple[dict[str, float], float]:
@@ -222,7 +229,7 @@ class _Chunk:
         stays = 0.0 if passes != ffn else self._on_cpu(attention)
         nbytes = float(sum(one.panels for one in passes))
         pieces = sum(max(1.0, one.panels / self._staging) for one in passes)
-        host = self._launched + self._staged(nbytes)
+        host = self._host(assumptions.CHUNK_LAUNCHES) + self._staged(nbytes)
         host += self._host(assumptions.PIECE_LAUNCHES["panels"], pieces)
         flops = attends / (self._tensor * assumptions.ATTENTION_SHARE)
         streams = {
@@ -251,6 +258,27 @@ def prompt(plan: Plan, tokens: int, expert_share: float = assumptions.EXPERT_SHA
             streamed += nbytes
             bound[name] = bound.get(name, 0.0) + parts[name]
     return Prompt(seconds, streamed, bound)
+
+
+def replayed(plan: Plan, tokens: int) -> float:
+    """Seconds of a prompt of as many tokens as a chunk is padded to, replayed, of a model that the GPU has."""
+    launched, chunk = prompt(plan, tokens), _Chunk(plan, tokens, 0, assumptions.EXPERT_SHARE)
+    seconds = launched.seconds - sum(launched.bound.values())  # the head
+    for layer in range(plan.request.model.config.n_layers):
+        parts, _ = chunk.layer(layer)
+        assert not parts.keys() - {"GPU", "host"}, "a part of the model is elsewhere"
+        seconds += parts["GPU"] + 1e-6 * sum(chunk.launches(layer)) * assumptions.replayed_us()
+    return seconds
+
+
+def largest_padded(plan: Plan) -> int:
+    """The largest number of tokens to which chunks would be padded (`hybrid/prompt_trial.py`), 0: none would be."""
+    largest = 0
+    for fewest, size in zip((FEW + 1, *(1 + size for size in SIZES)), SIZES, strict=False):
+        if replayed(plan, size) >= LEAST_GAIN * prompt(plan, fewest).seconds:
+            break
+        largest = size
+    return largest
 
 
 def with_chunk(plan: Plan, tokens: int) -> Plan:

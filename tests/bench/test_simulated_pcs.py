@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.placement import drafts, h200, step_picture
 from benchmarks.placement.assumptions import GIB, for_tokens, machine, tensor_flops
-from benchmarks.placement.prompts import elements, prompt, with_chunk
+from benchmarks.placement.prompts import LEAST_GAIN, SIZES, elements, largest_padded, prompt, replayed, with_chunk
 from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, make_plan
 
@@ -89,6 +89,25 @@ def test_a_prompt_takes_at_least_its_products() -> None:
     least = 2 * weights * 4096 / 165e12 / 0.6
     made = prompt(with_chunk(plan, 4096), 4096)
     assert least < made.seconds < 3 * least and not made.streamed
+
+
+def test_chunks_are_replayed_where_the_host_is_slower() -> None:
+    """Of models that a card holds; the more the card computes, the less that gains."""
+    numbers = []
+    for shape in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"):
+        plan = make_plan(estimate_request(shape, "q4_0", machine("RTX 5090")))
+        numbers.append(largest_padded(plan))
+        for tokens in (64, 512):
+            launched, made = prompt(plan, tokens), replayed(plan, tokens)
+            assert launched.bound.keys() <= {"host", "GPU"} and made > replayed(plan, tokens // 2)
+            if launched.bound.keys() == {"host"} and tokens == 64:
+                assert made < launched.seconds
+    assert numbers == sorted(numbers, reverse=True) and numbers[0] in SIZES and numbers[-1] == 0
+    experts = make_plan(estimate_request("qwen3-30b-a3b", "q4_0", machine("RTX 5090")))
+    assert experts.claims.slots == experts.request.model.n_experts
+    assert largest_padded(experts) and replayed(experts, 64) < LEAST_GAIN * prompt(experts, 33).seconds
+    with pytest.raises(AssertionError, match="elsewhere"):
+        replayed(make_plan(step_picture.request()), 64)
 
 
 def test_rates_of_several_tokens() -> None:

@@ -113,6 +113,13 @@ MUTATIONS = [
         "tests/test_flags.py -k broken_off",
     ),
     Mutation(
+        "tokens that pad a chunk of a prompt store no key or value",
+        "src/powerinfer/devices/step_buffers.py",
+        "            places.slots[len(batch.positions) :] = -1\n",
+        "            places.slots[len(batch.positions) :] = 0\n",
+        "tests/test_prompt_recordings.py -k 'bits and qwen3'",
+    ),
+    Mutation(
         "layers on several GPUs have the bits of one that has them all: the one behind waits",
         "src/powerinfer/devices/step_buffers.py",
         "            self._streams.current().wait_event(passed.ready)\n",

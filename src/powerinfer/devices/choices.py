@@ -74,9 +74,10 @@ class Choices:
     """Choices in the order in which they are shown. None: there was nothing to choose.
 
     memory: its NUMA nodes; gpu: its part of the model, whose value is None where the CPU has all; steps: who acts in
-    steps on both devices; launches: whether a step is launched ahead of its tokens; neurons: the kernel that sums them;
-    prefill: how prompts are computed; prefill_chunk: tokens of these in a step; experts: the policy over those on the
-    GPU; drafts: where they come from; trial: the time of the selector's trial, or the file of an earlier one.
+    steps on both devices; launches: whether a step is launched ahead of its tokens; prompts: whether chunks of these
+    are replayed; neurons: the kernel that sums them; prefill: how prompts are computed; prefill_chunk: tokens of these
+    in a step; experts: the policy over those on the GPU; drafts: where they come from; trial: the time of the
+    selector's trial, or the file of an earlier one.
     """
 
     isa: Choice[str] | None = None
@@ -88,6 +89,7 @@ class Choices:
     gpu: Choice[GpuPart | None] | None = None
     steps: Choice[str] | None = None
     launches: Choice[str] | None = None
+    prompts: Choice[str] | None = None
     neurons: Choice[str] | None = None
     prefill: Choice[str] | None = None
     prefill_chunk: Choice[int] | None = None

@@ -49,9 +49,11 @@ from powerinfer.devices.gpu_weights import (
 )
 from powerinfer.devices.link import WAYS, Link, Way
 from powerinfer.devices.next_step import Embedding, NextStep
+from powerinfer.devices.prompt_recordings import PromptRecordings
 from powerinfer.devices.recording import (
     LEAST_SHAPES,
     MOST_SHAPES,
+    PROMPTS_BYTES,
     RECORDED_BYTES,
     Recorder,
     Recordings,
@@ -238,6 +240,7 @@ class GpuLayers:
         self._recorder = recorder_of(device) if static else None
         self._recordings: Recordings | None = None
         self._recorded_at = self.buffers.addresses
+        self.prompts = PromptRecordings()
         self._shapes = self._most_shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
         self._latest_logits: Float32 | None = None  # of a step that brought candidates, once they were asked for
@@ -921,7 +924,7 @@ class GpuLayers:
         try:
             return run()
         except GpuMemoryError:
-            if not self.share.lift():
+            if not (self.prompts.give_way() | self.share.lift()):
                 raise
             return run()
 
@@ -1010,10 +1013,13 @@ class GpuLayers:
         try:
             with current(self.device):
                 self.drop_next()
-                step = self._begin(batch, x, slots, inputs)
+                padded = self.prompts.padded(len(batch.tokens))
+                step = self._begin(batch, x, slots, inputs, padded)
                 recordings = None
                 if self._recorder is not None and len(batch.tokens) <= gpu.FEW:
                     recordings = self._recorded(self._recorder)
+                elif padded and self._recorder is not None and self.trace is None:
+                    recordings = self.prompts.recordings(self.operators, self.buffers.addresses)
                 if recordings is None or not recordings.static:  # the host acts in the step
                     batch.overlap()
                 with import_torch().inference_mode():
@@ -1021,7 +1027,7 @@ class GpuLayers:
                         self._launch(step, self.operators, batch)
                     else:
                         recordings.run(step)
-                self._launch_next(batch, step, recordings)
+                self._launch_next(batch, step, None if padded else recordings)
                 batch.overlap()
                 result = end(step)
         except BaseException as error:
@@ -1140,16 +1146,24 @@ class GpuLayers:
             values: Float32 = logits.cpu().numpy()
         return values
 
-    def _begin(self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None, inputs: Float32 | None = None) -> Step:
-        """Upload a step."""
+    def _begin(
+        self,
+        batch: Batch,
+        x: Float32 | PassedRows,
+        slots: Slots | None,
+        inputs: Float32 | None = None,
+        padded: int = 0,
+    ) -> Step:
+        """Upload a step. padded: as of `StepBuffers.upload`."""
         if not self._states:
             slots = None
         elif slots is None:
             numbers = np.arange(len(batch.page_table), dtype=np.int32)
             slots = numbers, numbers
-        step = self.buffers.upload(batch, x, slots, None if inputs is None else inputs[:, self._inputs_here])
+        of_layers = None if inputs is None else inputs[:, self._inputs_here]
+        step = self.buffers.upload(batch, x, slots, of_layers, padded)
         if self.link is not None:
-            step.read = self.link.read(len(batch.tokens))
+            step.read = self.link.read(padded or len(batch.tokens))
             self.link.begin_step()
         if self.next_step is not None:
             self.next_step.begin()
@@ -1201,7 +1215,55 @@ class GpuLayers:
         devices exchange, or the next one that they can."""
         self.drop_next()
         self._recorder, self._recordings = recorder, None
+        self.prompts.use(recorder if self.prompts.sizes else None)
         self._way = next(one for one in self.ways if WAYS.index(one) >= WAYS.index(way))
+
+    @property
+    def prompts_problem(self) -> str | None:
+        """The reason why chunks of prompts cannot be padded, and so not recorded; None: they can."""
+        if self.shares or not self.has_head or self._first:
+            return "a part of the model is elsewhere"
+        if self._states:
+            return "layers have states"
+        return None if self.streams is None and not self.buffers.inputs else "layers get inputs of their own"
+
+    def pad_prompts(self, sizes: Sequence[int]) -> None:
+        """Pad chunks of up to sizes[-1] tokens, more than FEW, to one of these numbers, ascending; (): none. They are
+        launched until `record_prompts`."""
+        assert not sizes or (self.prompts_problem is None and sizes[0] > gpu.FEW and sizes[-1] <= self.max_tokens)
+        self.prompts.give_way()
+        self.prompts.sizes = tuple(sizes)
+
+    def record_prompts(self, room: int | None = None) -> bool:
+        """Record and replay such chunks where that takes at most so many bytes, None: what is free; whether it does.
+        The cache must be empty. PowerInferError when the device fails."""
+        largest, recorder = self.prompts.sizes[-1], recorder_of(self.device) or self._recorder
+        self.prompts.give_way()
+        self._rehearse(largest, 1)  # what a launched one takes is there
+        before = self._memory_taken()
+        self.prompts.use(recorder)
+        for _ in range(UNRECORDED):
+            self._rehearse(largest, 1)
+        after = self._memory_taken()
+        passed, per_shape = (max(0, now - then) for now, then in zip(after, before, strict=True))
+        left = PROMPTS_BYTES if room is None else min(PROMPTS_BYTES, room - passed)
+        shapes = min(MOST_SHAPES, left // per_shape) if per_shape else MOST_SHAPES * (left >= 0)
+        if not self.prompts.records or shapes < 1:  # it gave way where the device ran out of memory
+            self.prompts.give_way()
+            return False
+        self.prompts.use(recorder, shapes, shapes * per_shape, passed)
+        return True
+
+    def prompt_seconds(self, tokens: int, steps: int) -> float:
+        """Seconds of a chunk of so many tokens, the median of so many that are as all that follow. The cache must be
+        empty. PowerInferError when the device fails."""
+        times, rng = [], np.random.default_rng(0)
+        for _ in range(UNRECORDED + steps):
+            x = rng.standard_normal((tokens, self.d_model), np.float32)  # of zeros all select the same experts
+            begin = time.perf_counter()
+            self._rehearse(tokens, 1, x=x)
+            times.append(time.perf_counter() - begin)
+        return median(times[UNRECORDED:])
 
     @contextmanager
     def launched(self) -> Iterator[None]:
@@ -1240,15 +1302,16 @@ class GpuLayers:
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
         streams = 0 if self.streams is None else self.streams.nbytes
         buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
-        parts["scratch"] = buffers + self._passed + self._recorded_bytes
+        passed = self._passed + self.prompts.passed
+        parts["scratch"] = buffers + passed + self.recorded_bytes
         if self._cuda:
-            parts["allocator"] = max(0, held_beside_tensors(self.device) - self._passed)
+            parts["allocator"] = max(0, held_beside_tensors(self.device) - passed)
         return parts
 
     @property
     def recorded_bytes(self) -> int:
         """Maximum bytes of recordings, which are the driver's, not torch's; once steps were rehearsed."""
-        return self._recorded_bytes
+        return self._recorded_bytes + self.prompts.nbytes
 
     def record_less(self, nbytes: int) -> int:
         """Keep recordings of fewer shapes, so that their maximum is so many bytes less, or as many as `LEAST_SHAPES`
@@ -1371,6 +1434,7 @@ class GpuLayers:
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
+            self.prompts.use(None)
             self._head = self._final_norm = self._output = self._listed = self._operators = None
             self._recorder = self._recordings = self.streams = self.observer = self.next_step = None
             for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):

@@ -25,6 +25,9 @@ MOST_SHAPES = 16
 RECORDED_BYTES = 128 << 20
 """Limit of the GPU memory of recordings, which the driver allocates; it may allow fewer shapes."""
 
+PROMPTS_BYTES = 128 << 20
+"""The same of recordings of chunks of prompts, which nothing else gives way to."""
+
 LEAST_SHAPES = 4
 """The number of shapes that stay where a GPU has less memory than was planned: a request alone seldom needs more."""
 

@@ -70,6 +70,11 @@ class StepBuffers:
         """Whether steps have a `Step.total`."""
         return self._total is not None
 
+    @property
+    def inputs(self) -> bool:
+        """Whether layers get something of a token beside the residual stream."""
+        return self._inputs is not None
+
     def sleep(self, on: bool) -> None:
         """Whether the host gives up its core while it waits for a result; not while a step runs."""
         self._done = self._streams.event(sleeps=on)
@@ -86,17 +91,24 @@ class StepBuffers:
         return self._description.address, int(self._host_logits.data_ptr())
 
     def upload(
-        self, batch: Batch, x: Float32 | PassedRows, slots: Slots | None = None, inputs: Float32 | None = None
+        self,
+        batch: Batch,
+        x: Float32 | PassedRows,
+        slots: Slots | None = None,
+        inputs: Float32 | None = None,
+        padded: int = 0,
     ) -> Step:
         """A step on the device; nothing of the last one is under way. Its description, with the residual stream of few
         tokens, is one transfer, that of many tokens another one, and so is what layers get of its tokens. slots: of
-        states, if layers have them; inputs: None: zeros."""
-        tokens = len(batch.tokens)
-        rows = x.x if isinstance(x, PassedRows) else x
-        assert 0 < tokens <= self._x.shape[0] and rows.shape == (tokens, self._x.shape[1])
+        states, if layers have them; inputs: None: zeros. padded: the tokens that the step has there, more than FEW, of
+        a batch without states: those behind the batch's are zeros, and stand for nothing; 0: as many as the batch."""
+        count, rows = len(batch.tokens), x.x if isinstance(x, PassedRows) else x
+        tokens = padded or count
+        assert 0 < count <= tokens <= self._x.shape[0] and rows.shape == (count, self._x.shape[1])
+        assert not padded or (padded > FEW and slots is None and self._inputs is None and rows is x)
         states = None if slots is None else _StateNumbers.make(batch, slots, self._undo_tokens)
         passed = x if isinstance(x, PassedRows) else None
-        places = self._description.fill(batch, states, passed is None and tokens <= FEW)
+        places = self._description.fill(batch, states, passed is None and tokens <= FEW, padded)
         if places.x is not None:
             places.x[...] = rows
         places.send()
@@ -105,7 +117,7 @@ class StepBuffers:
             self._streams.current().wait_event(passed.ready)
             on_device.copy_(passed.x, non_blocking=True)
         elif places.on_device_x is None:
-            self._host_rows[:tokens] = rows
+            self._host_rows[:count], self._host_rows[count:tokens] = rows, 0
             on_device.copy_(self._host_x[:tokens], non_blocking=True)
         self._last = on_device
         total = None if self._total is None else self._total[:tokens]
@@ -335,9 +347,13 @@ class _Description:
         last = _last(batch)
         return _width(batch.page_table, last) * cpu.PAGE - 1 - last
 
-    def fill(self, batch: Batch, states: _StateNumbers | None, with_x: bool) -> _Places:
-        """Write the numbers of a step; with_x: its residual stream has a place among them. Returns where they are."""
+    def fill(self, batch: Batch, states: _StateNumbers | None, with_x: bool, padded: int = 0) -> _Places:
+        """Write the numbers of a step; with_x: its residual stream has a place among them; padded: as of `upload`.
+        Returns where they are."""
         positions, rows, table = batch.positions, batch.rows, batch.page_table
+        if padded:
+            more = padded - len(positions)
+            positions, rows = np.pad(positions, (0, more), constant_values=-1), np.pad(rows, (0, more))
         width = _width(table, _last(batch))
         self._turn = self._copies - 1 - self._turn
         narrow = [] if states is None else states.narrow
@@ -347,6 +363,8 @@ class _Description:
         within = positions % cpu.PAGE
         np.multiply(table[rows, positions // cpu.PAGE], cpu.PAGE, out=places.slots, dtype=np.int64)
         np.add(places.slots, within, out=places.slots)
+        if padded:
+            places.slots[len(batch.positions) :] = -1
         numbers = positions, rows, batch.logit_rows, table[:, :width], *narrow
         for place, part in zip(places.numbers, numbers, strict=True):
             place[...] = part

@@ -209,6 +209,8 @@ class CudaStreams:
             raise RuntimeError(f"CUDA error {status}: a stream was to wait for a number")
 
     def recorder(self) -> Callable[[Callable[[], None]], Recorded]:
+        from powerinfer.devices.torch_device import free_workspaces
+
         cuda = self._cuda
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         first: list[Any] = []  # kept: a pool ends with the last of its graphs
@@ -218,8 +220,15 @@ class CudaStreams:
             options = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
             # Outside: a recording that fails may leave its own stream as the current one. One at a time: another one
             # begins by waiting for the whole device, which ends a recording that is under way in another thread.
-            with _RECORDING, cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **options):
-                run()
+            # What torch gives cuBLAS to work in, for each stream, would outlive the recording in whose memory it lies,
+            # and be used by others.
+            with _RECORDING:
+                free_workspaces()
+                try:
+                    with cuda.stream(cuda.current_stream(self._device)), cuda.graph(graph, **options):
+                        run()
+                finally:
+                    free_workspaces()
             first.append(graph) if not first else None
             replay: Recorded = graph.replay
             return replay

@@ -23,6 +23,7 @@ from powerinfer.hybrid.beside_gpu import (
     with_shorter_chunk,
 )
 from powerinfer.hybrid.memory_trial import MARGIN
+from powerinfer.hybrid.prompt_trial import settle as settle_prompts
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.kernels.gpu import FEW
 from powerinfer.neurons import Tier
@@ -169,6 +170,7 @@ def hold_budget(
         if not settle():
             break
         used = _rehearsal(executor, resolved, split, vram)
+    settle_prompts(executor, resolved, None if used is None or vram is None else -_lacking(used, split, vram))
     if vram is not None:
         recorded = sum(one.recorded_bytes for one in (executor.gpu, executor.draft) if one is not None)
         executor.gpu.share.limit(vram - recorded)

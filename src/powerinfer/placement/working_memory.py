@@ -31,7 +31,7 @@ from powerinfer.config import (
     ShortConvConfig,
 )
 from powerinfer.devices.link import selection_bytes
-from powerinfer.devices.recording import RECORDED_BYTES
+from powerinfer.devices.recording import PROMPTS_BYTES, RECORDED_BYTES
 from powerinfer.kernels import gpu
 from powerinfer.kernels.gpu_types import EXPERT_TOKENS, KEPT_BLOCKS, piece_elements
 
@@ -74,6 +74,13 @@ def working_memory(config: ModelConfig, tokens: int, requests: int, layers: int)
         "allocator": SEGMENTS + layers * LAYER_MARGIN,
         "rest": REST,
     }
+
+
+def prompt_recordings(config: ModelConfig, tokens: int, layers: int) -> int:
+    """Bytes of recordings of chunks of prompts of up to so many tokens, of which no plan has any: they take what is
+    left once all is placed. Their temporaries are in memory of their own."""
+    parts = working_memory(config, tokens, 1, layers)
+    return sum(parts[part] for part in ("operators", "pieces", "logits", "library", "allocator")) + PROMPTS_BYTES
 
 
 def _products(ffn: FfnKind) -> int:
