@@ -330,6 +330,12 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
             parts = (weight(kind, many, wide) if gate else None, weight(kind, many, wide), weight(down, many, wide))
             x, chosen = torch.empty(tokens, wide), torch.empty(tokens, many, dtype=torch.uint8)
             gpu.neuron_sum(gpu.Neurons(*parts, shared, group, None, None, "relu", 0.0), x, chosen)
+    for kind in ("Q4_0X32", "Q8_0", "Q4_0") if EVERY else ("Q4_0X32", "Q8_0"):  # all rows of down, with and without
+        shared = torch.empty(many // 32, wide, dtype=torch.float16) if kind == "Q4_0X32" else None  # a selection
+        parts = (None, weight("F16", many, wide), weight(kind, many, wide), shared, None, None, None, "relu", 0.0)
+        for tokens, named in ((gpu.FEW, torch.empty(gpu.FEW, many, dtype=torch.uint8)), (gpu.FEW // 2, None)):
+            if EVERY or whole or named is not None:
+                gpu.neuron_sum(gpu.Neurons(*parts), torch.empty(tokens, wide), named, dense=True)
     # Wide rows, and some that take fewer warps; the second without gates.
     fused = (("F16", "F16", 1), ("F16", "F16", 1), ("Q4_0", "Q4_0", 1), ("Q4_0", "Q4_0X32", 1), ("Q8_0", "Q8_0", 4))
     for i, (kind, down, narrower) in enumerate(fused):
@@ -398,7 +404,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         (64, "f16", 64, False), (64, "f32", 64, True), (64, "f16", 256, False), (4, "q8_0", 64, True),
         (4, "f16", 64, True), (64, "q8_0", 64, False), (4, "f16", 256, True),
     )  # fmt: skip
-    first = (7 if EVERY else 4) if whole else (4 if EVERY else 3)
+    first = (7 if EVERY else 4) if whole else (6 if EVERY else 3)
+    triton_kernels.is_hopper = lambda _: whole
     for tokens, kv_type, dim, normed in steps[:first]:
         q, k = torch.empty(tokens, heads, dim), torch.empty(tokens, kv_heads, dim)
         cache = gpu.new_cache(kv_type, 64, kv_heads, dim, "cpu")
@@ -464,9 +471,9 @@ def test_every_kernel_compiles(capabilities: tuple[int, ...]) -> None:
 
 def check(capability: int, made: list[dict[str, Any]]) -> None:
     """A GPU's kernels wait, ask, and take what they may."""
-    from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons
+    from powerinfer.kernels import triton_fused, triton_kernels, triton_latent, triton_neurons, triton_row_sums
 
-    names = 60 if capability == 90 else 34
+    names = 61 if capability == 90 else 35
     assert len({kernel["name"] for kernel in made}) == names
     for kernel in made:  # what may be launched before the last kernel has ended waits for it, and nothing else does
         assert kernel["waits"] == (kernel["early"] and capability >= 90), kernel
@@ -479,7 +486,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
     neurons = ("_linear_kernel", "_products_kernel", "_add_kernel", "_outer_kernel", "_list_kernel", "_fused_kernel")
     scans = ("_convolve_kernel", "_convolve_few_kernel", "_scan_kernel", "_pairs_kernel", "_chunked_scan_kernel")
     prompts = ("_prompt_hidden_kernel", "_prompt_down_kernel", "_narrow_kernel", "_narrow_pairs_kernel")
-    prompts += ("_panel_rows_kernel",)
+    prompts += ("_panel_rows_kernel", "_row_sums_kernel")
     experts = ("_grouped_hidden_kernel", "_grouped_down_kernel", "_per_head_kernel")
     choosing = ("_maxima_kernel", "_candidates_kernel")
     for kernel in made:  # attention of few tokens with heads of 256 dimensions spills more (docs/decisions/gpu.md)
@@ -502,6 +509,7 @@ def check(capability: int, made: list[dict[str, Any]]) -> None:
             "_outer_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_linear_kernel": triton_kernels.LEAST_SEVERAL if several <= 16 else None,
             "_add_kernel": add.get(kind),
+            "_row_sums_kernel": triton_row_sums.PROGRAMS,
             "_products_kernel": None if several else triton_neurons.HELD_PRODUCTS // kernel["warps"],
             "_attention_kernel": 1 if kernel["prompt"] else triton_kernels.held(kernel["block"] or 0, memory),
             "_latent_kernel": triton_latent.HELD,

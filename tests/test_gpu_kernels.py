@@ -1339,17 +1339,48 @@ def test_a_few_long_rows(tokens: int, tile: tuple[int, int], kernels: str, monke
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-def test_a_dense_sum_has_the_neurons_of_a_sparse_one(kind: str) -> None:
-    """Of types whose rows of down need no conversion by products of matrices; of others it is the same sum."""
-    x, n = on_device(floats(3, 5, 64)), 48
+@pytest.mark.parametrize(("kind", "tokens"), [("F16", 5), ("Q8_0", 5), ("Q4_0", 20)])
+def test_a_dense_sum_has_the_neurons_of_a_sparse_one(kind: str, tokens: int) -> None:
+    """And the same sum, to the bits that activations have then."""
+    x, n = on_device(floats(3, tokens, 64)), 48
     weights = [gpu.upload(raw(kind, n, 64), device_name()) for _ in range(3)]
     own = gpu.Neurons(*weights, None, None, None, None, "relu", 0.0)
-    selected = on_device((floats(6, 5, n) > -0.5).astype(np.uint8))
-    found = []
-    for dense in (False, True):
-        into, fired = on_device(floats(5, 5, 64)), torch.zeros(n, dtype=torch.int64, device=x.device)
-        assert gpu.neuron_sum(own, x, selected, 0.01, into, fired, dense=dense)[0] is into
-        found.append((into, fired))
-    assert torch.equal(found[0][1], found[1][1]) and found[0][1].any()
-    assert (found[0][0] - found[1][0]).abs().max() <= 1e-5 * found[0][0].abs().max()
+    for selected in (None, on_device((floats(6, tokens, n) > -0.5).astype(np.uint8))):
+        found = []
+        for dense in (False, True):
+            into, fired = on_device(floats(5, tokens, 64)), torch.zeros(n, dtype=torch.int64, device=x.device)
+            assert gpu.neuron_sum(own, x, selected, 0.01, into, fired, dense=dense)[0] is into
+            found.append((into, fired))
+        assert torch.equal(found[0][1], found[1][1]) and found[0][1].any()
+        assert (found[0][0] - found[1][0]).abs().max() <= 1e-3 * found[0][0].abs().max()
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("kind", "tokens", "n", "k"), [("Q8_0", 3, 70, 96), ("Q4_0", 20, 32, 160), ("Q4_0X32", 32, 300, 96)]
+)
+def test_sums_of_all_rows(kind: str, tokens: int, n: int, k: int, kernels: str) -> None:
+    """Quantised rows, of which the last group is not full, times numbers of every size; a token's bits are those that
+    it has beside any others."""
+    if kernels == "torch":
+        pytest.skip("sums of rows are Triton's")
+    from powerinfer.kernels.triton_row_sums import row_sums
+
+    shared = on_device(np.abs(floats(8, -(-n // 32), k)).astype(np.float16)) if kind == "Q4_0X32" else None
+    weight = gpu.upload(raw("Q4_0" if shared is not None else kind, n, k), device_name())
+    of_rows = None if shared is None else shared.repeat_interleave(32, dim=0)[:n]
+    if shared is not None:
+        weight = gpu.Weight(kind, n, k, weight.data)
+    values = gpu.values(weight, scales=of_rows).cpu().numpy().astype(np.float64)
+    h = floats(7, tokens, n) * np.float32(10.0) ** np.arange(-8, tokens - 8, dtype=np.float32)[:, None]
+    h[h < 0] = 0
+    before = floats(9, tokens, k)
+    size = np.abs(h) @ np.abs(values)
+    rounded = 2.0**-11 * (1 if shared is not None else 2)
+    bound = size * (rounded + sum_error(n)) + 2.0**-23 * np.abs(before)
+    got = row_sums(weight, shared, on_device(h), on_device(before.copy()))
+    assert_close(got, h.astype(np.float64) @ values + before, bound)
+    got = row_sums(weight, shared, on_device(h), None)
+    assert_close(got, h.astype(np.float64) @ values, bound)
+    last = row_sums(weight, shared, on_device(np.concatenate([h[-1:], h[:1]])), None)
+    assert torch.equal(last, got[[-1, 0]])

@@ -34,7 +34,7 @@ LAZY = {
 # derived, at the top.
 KERNELS = (
     "bundles", "candidates", "delta", "experts", "fused", "host", "kernels", "latent", "launch", "mamba", "neurons",
-    "panels", "prompt_experts", "short_conv", "states", "words",
+    "panels", "prompt_experts", "row_sums", "short_conv", "states", "words",
 )  # fmt: skip
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",

@@ -1,7 +1,7 @@
 """FFNs whose terms are neurons, see terms.py: a predictor may select some of them, on the GPU.
 
 If no cold neuron is selected the CPU computes nothing; if a layer has no cold neurons nothing is sent, and in steps
-of so many tokens that together they need nearly all neurons whole matrices are multiplied (`dense_tokens`).
+of so many tokens that together they need nearly all neurons none are looked up (`dense_tokens`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 DENSE_TOKENS = 16
-"""Tokens for which a layer that is on the GPU is multiplied whole where nobody knows how often its neurons fire."""
+"""Tokens for which no neuron of a layer that is on the GPU is looked up where nobody knows how often its neurons fire."""
 
 LEAST_SAVED = 0.1
 """Share of the bytes of a layer's neurons that kernels which look for them must not read to be worth it: a 7B model of

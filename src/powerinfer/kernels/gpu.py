@@ -960,8 +960,8 @@ def neuron_sum(
     activations: float32 [T, d_model], or what several sums make something of once; selected: uint8 [T, n], 0 for a
     neuron that does not count for a token; None: all count. An activation of at most `threshold` in magnitude counts as
     zero. A neuron fires for a token when its product h is not zero. fused: by one Triton kernel where there is one
-    token; its sum is rounded otherwise. dense: nearly all are needed by some token, so matrices are multiplied
-    if down needs no conversion; likewise.
+    token; its sum is rounded otherwise. dense: they are all of a layer, and several tokens together need nearly all of
+    them, so nothing is looked up, and down is multiplied as a matrix; likewise.
     """
     import torch
 
@@ -972,8 +972,10 @@ def neuron_sum(
     if 0 < x.shape[0] <= FEW and neurons.n and not as_matrices and _triton(x):
         from powerinfer.kernels import triton_fused, triton_neurons
 
-        by = triton_fused.fused_sum if fused and x.shape[0] == 1 else triton_neurons.neuron_sum
-        return by(neurons, x, selected, threshold, into, fired), fired
+        if fused and x.shape[0] == 1:
+            return triton_fused.fused_sum(neurons, x, selected, threshold, into, fired), fired
+        dense = dense and x.shape[0] > 1
+        return triton_neurons.neuron_sum(neurons, x, selected, threshold, into, fired, dense), fired
     total = torch.zeros((x.shape[0], neurons.down.k), dtype=torch.float32, device=x.device) if into is None else into
     if not neurons.n or not x.shape[0]:
         return total, fired

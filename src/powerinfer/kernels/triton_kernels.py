@@ -1809,8 +1809,12 @@ def _attention_tile(q: Tensor, block: int, kind: str, half: bool, wide: bool) ->
         return ATTENTION_ROWS >> wide, 16 if wide else 32, 4 << wide
     last = list(PROMPT_TILES.values())[-1]
     tile = next((tile for dims, tile in PROMPT_TILES.items() if block <= dims), last)
-    hopper = not q.is_cuda or _capability(q.device.index) == 9
-    return tile if hopper or block > 128 or (block < 128 and kind != "Q8_0") else AMPERE_TILE
+    return tile if is_hopper(q) or block > 128 or (block < 128 and kind != "Q8_0") else AMPERE_TILE
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether x's device, or the interpreter's, is of Hopper."""
+    return not x.is_cuda or _capability(x.device.index) == 9
 
 
 def attention(

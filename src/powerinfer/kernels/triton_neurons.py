@@ -48,6 +48,7 @@ from powerinfer.kernels.triton_kernels import (
     warps,
 )
 from powerinfer.kernels.triton_launch import launched
+from powerinfer.kernels.triton_row_sums import row_sums
 from powerinfer.kernels.triton_words import half_float
 
 if TYPE_CHECKING:
@@ -272,13 +273,14 @@ def _products_kernel(
     fired, counts, tokens, n, k, limit, threshold,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, LISTED: tl.constexpr, GATE_BIAS: tl.constexpr,
     UP_BIAS: tl.constexpr, LIMITS: tl.constexpr, PRODUCT_LIMITS: tl.constexpr, THRESHOLD: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, HALVES: tl.constexpr,
+    CHOSEN: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """h [tokens, n] at places of the list, of R neurons at a time: rows of up are read only where gate is not zero.
 
     fired, by neuron, grows by the tokens; counts: of each R neurons, the number that fire. Without GATED, the gate
     arguments are up's. LIMITS: the activation's threshold is not `limit` but each neuron's own; PRODUCT_LIMITS: h has
-    one, too.
+    one, too. CHOSEN: h is zero where `selected` is; without LISTED all neurons have their own places.
     """
     follow()
     many = n
@@ -296,7 +298,7 @@ def _products_kernel(
         if T > 1:
             t = tl.arange(0, T)
             mine = live[:, None] & (t < tokens)[None, :]
-            if LISTED:
+            if CHOSEN:
                 mine &= tl.load(selected + t[None, :] * n + row[:, None], mask=mine, other=0) != 0
             a = product(
                 x, gate, gate_scales, gate_bias, up, up_scales, up_bias, limits, product_limits, row, live, mine,
@@ -308,7 +310,7 @@ def _products_kernel(
         else:
             for t in range(tokens if T else 1):
                 mine = live
-                if LISTED and T:
+                if CHOSEN and T:
                     mine &= tl.load(selected + t * n + row, mask=live, other=0) != 0
                 a = tl.zeros((R,), tl.float32)
                 if tl.max(mine.to(tl.int32), 0) > 0:
@@ -679,14 +681,22 @@ def product_operands(
 
 
 def neuron_sum(
-    neurons: Neurons, x: Tensor, selected: Tensor | None, threshold: float, into: Tensor | None, fired: Tensor
+    neurons: Neurons,
+    x: Tensor,
+    selected: Tensor | None,
+    threshold: float,
+    into: Tensor | None,
+    fired: Tensor,
+    dense: bool = False,
 ) -> Tensor:
-    """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron. fired: grows."""
+    """`gpu.neuron_sum` of one to `gpu.FEW` tokens and at least one neuron. fired: grows; dense: down is quantised."""
     x = x.contiguous()
     tokens, n = x.shape[0], neurons.n
     kind = neurons.up.type
     tile = for_rows(DOT_ONE[kind], kind, neurons.up.k) if in_turn(kind, tokens) else DOT_SEVERAL[kind]
-    if tokens > 1 and in_turn(kind, tokens) and selected is not None:
+    selected = None if selected is None else selected.contiguous()
+    to_list = None if dense else selected
+    if tokens > 1 and in_turn(kind, tokens) and to_list is not None:
         tile = tile._replace(rows=1)  # of those that some token selects another one skips no part of a tile
     blocks, tiles = triton.cdiv(n, LIST), triton.cdiv(n, tile.rows)
     programs = tiles
@@ -697,26 +707,28 @@ def neuron_sum(
         return torch.empty(shape, dtype=torch.int32, device=x.device)
 
     listed, length = fired, fired
-    if selected is not None:
-        selected = selected.contiguous()
+    if to_list is not None:
         listed, length = numbers(n), numbers(1)
-        counts, pieces, per = selected, n, LIST
+        counts, pieces, per = to_list, n, LIST
         if tokens > 1:
             counts, pieces, per = numbers(blocks), blocks, 1
-            _count_kernel[(blocks,)](selected, counts, tokens, n, BLOCK=LIST, launch_pdl=early(x))
+            _count_kernel[(blocks,)](to_list, counts, tokens, n, BLOCK=LIST, launch_pdl=early(x))
         _list_kernel[(blocks,)](
-            selected, listed, counts, listed, listed, length, tokens, n, pieces, per,
+            to_list, listed, counts, listed, listed, length, tokens, n, pieces, per,
             LISTED=False, KEEP=False, BYTES=tokens == 1, BLOCK=LIST, COUNTS=READ if tokens == 1 else LIST,
             launch_pdl=early(x),
         )  # fmt: skip
     h = torch.empty((tokens, n), dtype=torch.float32, device=x.device)
     counts = numbers(tiles)
-    operands, flags = product_operands(neurons, x, h, selected is not None, threshold)
+    operands, flags = product_operands(neurons, x, h, to_list is not None, threshold)
     _products_kernel[(programs,)](
         *operands, either(selected, h), listed, length, h, fired, counts, tokens, n, neurons.up.k, neurons.threshold,
-        threshold, **flags, T=columns(kind, tokens), R=tile.rows, C=tile.columns, PRECISION=precision(x),
-        HALVES=halved(kind, tokens), num_warps=tile.warps, num_stages=STAGES, launch_pdl=early(x),
+        threshold, **flags, CHOSEN=selected is not None, T=columns(kind, tokens), R=tile.rows, C=tile.columns,
+        PRECISION=precision(x), HALVES=halved(kind, tokens), num_warps=tile.warps, num_stages=STAGES,
+        launch_pdl=early(x),
     )  # fmt: skip
+    if dense:
+        return row_sums(neurons.down, neurons.shared, h, into)
     down = neurons.down, neurons.shared, neurons.group
     if selected is not None:  # most of what a selector selects fires: not worth another list
         return _down(*down, h, listed, length, into)
