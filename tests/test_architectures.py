@@ -124,6 +124,7 @@ def test_a_wrong_configuration_would_be_seen(case: Case) -> None:
     assert rms(truth.mistaken - truth.logits[0]) > 100 * truth.allowed()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_chunks_batches_and_threads_give_the_same_bits(case: Case, tmp_path: Path) -> None:
     check_same_bits(case, Truth(case).save("folder", tmp_path))

@@ -804,6 +804,7 @@ def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:
     return not all(np.array_equal(one, other) for one, other in zip(found, expected(name, folder), strict=True))
 
 
+@pytest.mark.sampled("line")
 @pytest.mark.parametrize(("line", "name"), [(line, name) for line, names in LEFT_OUT.items() for name in names])
 def test_a_line_that_is_left_out_is_seen(line: str, name: str, folder: Path) -> None:
     """In some order, in which the answer is right otherwise."""

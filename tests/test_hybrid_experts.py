@@ -525,6 +525,7 @@ def logits_of(executor: Any, chunks: list[int]) -> np.ndarray:
     return families.run_chunks(executor, tokens, chunks, np.arange(executor.n_pages, dtype=np.int32))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0"])
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 @pytest.mark.usefixtures("device")

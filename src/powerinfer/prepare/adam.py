@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 
 @dataclass
 class Moments:
-    """Of a tensor's gradients: the running means of them and of their squares, and the steps so far (float32 [])."""
+    """Moments of a tensor: running means of its gradients and of their squares, and the steps so far, float32 []."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -34,17 +34,16 @@ class Adam:
     def step(self, rates: Sequence[float]) -> None:
         """One step, at a learning rate for each group; the gradients are gone afterwards."""
         for group, rate in zip(self.groups, rates, strict=True):
-            tensors, gradients = [one for one in group if one.grad is not None], []
-            for one in tensors:
-                if one not in self.moments:
-                    step = torch.zeros((), device=one.device if self.fused else None)  # where the kernel reads it
-                    self.moments[one] = Moments(torch.zeros_like(one), torch.zeros_like(one), step)
-                gradients.append(one.grad)
-            moments = [self.moments[one] for one in tensors]
+            tensors = [tensor for tensor in group if tensor.grad is not None]
+            for tensor in tensors:
+                if tensor not in self.moments:
+                    step = torch.zeros((), device=tensor.device if self.fused else None)  # where the kernel reads it
+                    self.moments[tensor] = Moments(torch.zeros_like(tensor), torch.zeros_like(tensor), step)
+            moments, gradients = [self.moments[tensor] for tensor in tensors], [tensor.grad for tensor in tensors]
             adam(
                 tensors, gradients, [one.exp_avg for one in moments], [one.exp_avg_sq for one in moments], [],
                 [one.step for one in moments], fused=self.fused or None, amsgrad=False, beta1=self.betas[0],
                 beta2=self.betas[1], lr=rate, weight_decay=0.0, eps=1e-8, maximize=False,
             )  # fmt: skip
-            for one in group:
-                one.grad = None
+            for tensor in group:
+                tensor.grad = None
