@@ -563,7 +563,7 @@ class Sparsifier:
             raise
 
     def _groups(self, stage: RecipeStage, names: Sequence[str]) -> dict[float, list[Tensor]]:
-        """These weights by their rates, each a share of --lr: FFNs have the stage's."""
+        """Weights by their rates, each a share of --lr: FFNs have the rate of the stage."""
         groups, ffns = dict[float, list[Tensor]](), set(self._ffns)
         for name in names:
             rate = stage.rate if name in ffns else stage.rate * stage.other
