@@ -5,8 +5,9 @@
 
 `make test` runs the fewest cases, greedily chosen, among which each kind occurs, and each pair of a level and a number
 of rows; without arguments each value of each parameter does. A value counts by its `kind` where it has one, as cases of
-models have: so each kind of model occurs. On each device anew. `make test-rest` runs the other cases
-(`--cases rest`), and `--cases all` runs all, as does a case that the command line names.
+models have: so each kind of model occurs. On each device anew. `make test-rest` runs the other cases, and those that
+are marked as `rest`, of which another test has a part (`--cases rest`). `--cases all` runs all, as does a case that the
+command line names.
 """
 
 from __future__ import annotations
@@ -49,5 +50,6 @@ def left_out(items: list[pytest.Function], cases: str, named: Iterable[str] = ()
         if item.get_closest_marker("sampled"):
             of_test[item.nodeid.partition("[")[0]].append(item)
     some = set().union(*map(sample, of_test.values()), (one for one in named if "[" in one))
-    rest = {item.nodeid for every in of_test.values() for item in every} - some
+    rest = {item.nodeid for item in items if item.get_closest_marker("sampled") or item.get_closest_marker("rest")}
+    rest -= some
     return [item for item in items if (item.nodeid in rest) is (cases == "sample")]

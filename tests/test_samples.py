@@ -11,12 +11,14 @@ from families import CASES
 from samples import features, left_out, sample
 
 
-def make(test: str, marks: tuple[Any, ...] | None, **params: Any) -> Any:
-    """A case of a test, as pytest collects it. marks: arguments of its mark; None: it has none."""
-    marker = None if marks is None else pytest.mark.sampled(*marks).mark
+def make(test: str, marks: tuple[Any, ...] | None, rest: bool = False, **params: Any) -> Any:
+    """A case of a test, as pytest collects it. marks: arguments of its mark as sampled; None: it has none; rest: it is
+    marked so."""
+    markers = {} if marks is None else {"sampled": pytest.mark.sampled(*marks).mark}
+    markers |= {"rest": pytest.mark.rest.mark} if rest else {}
     name = "-".join(str(getattr(value, "name", value)) for value in params.values())
     about = SimpleNamespace(params=params)
-    return SimpleNamespace(nodeid=f"{test}[{name}]", callspec=about, get_closest_marker=lambda _: marker)
+    return SimpleNamespace(nodeid=f"{test}[{name}]", callspec=about, get_closest_marker=markers.get)
 
 
 def grid(test: str, *marks: Any, **values: Any) -> list[Any]:
@@ -51,11 +53,16 @@ def test_each_kind_of_model_is_in_a_sample() -> None:
 
 def test_the_others_run_with_the_rest() -> None:
     """Of each test by itself; tests without a mark do not run again, and a case that is named runs."""
-    cases = [*grid("a", kind="pq", rows=[1, 2]), *grid("b", kind="pq"), make("c", None, kind="p"), make("c", None)]
+    cases = [
+        *grid("a", kind="pq", rows=[1, 2]),
+        *grid("b", kind="pq"),
+        make("c", None, kind="p"),
+        make("c", None, True),
+    ]
     without, rest = left_out(cases, "sample"), left_out(cases, "rest")
-    assert [case.nodeid for case in without] == ["a[p-2]", "a[q-1]"]
+    assert [case.nodeid for case in without] == ["a[p-2]", "a[q-1]", "c[]"]
     assert len(without) + len(rest) == len(cases) and not {case.nodeid for case in without} & {
         case.nodeid for case in rest
     }
     assert left_out(cases, "all") == []
-    assert [case.nodeid for case in left_out(cases, "sample", ["-x", "a[p-2]"])] == ["a[q-1]"]
+    assert [case.nodeid for case in left_out(cases, "sample", ["-x", "a[p-2]"])] == ["a[q-1]", "c[]"]
