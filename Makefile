@@ -40,7 +40,7 @@ help:
 	@echo 'make mutations          plants a fault for each guarantee of docs/design.md, which its tests must find (ARGS=TEXT: some)'
 	@echo 'make test-bench         the tests of the scripts in benchmarks/ and runs/'
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
-	@echo 'make check              ruff, mypy, clang-format, the import-order test, and tables of simulations'
+	@echo 'make check              ruff, mypy, clang-format, and tables of simulations'
 	@echo 'make fuzz               all damaged model files against the readers, four times as many as `test`'
 	@echo 'make test-compile       every Triton kernel with every type, compiled for four GPUs; `test` compiles some of them, for two'
 	@echo 'make compiled           records what Triton makes of the kernels, so that `test` compiles only those that changed since'
@@ -143,7 +143,6 @@ check-types: $(VENV)/stamp-dev
 check-text: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/clang-format --dry-run -Werror src/powerinfer/csrc/*.cpp src/powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
-	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 	@for made in pcs_table drafts step_picture; do $(BIN)/python -m benchmarks.placement.$$made --check; done
 
 fuzz: $(VENV)/stamp-dev
