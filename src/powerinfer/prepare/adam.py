@@ -30,20 +30,21 @@ class Adam:
         self.groups, self.betas, self.fused = groups, betas, fused
         self.moments: dict[Tensor, Moments] = {}
 
-    @torch.no_grad()
     def step(self, rates: Sequence[float]) -> None:
         """One step, at a learning rate for each group; the gradients are gone afterwards."""
-        for group, rate in zip(self.groups, rates, strict=True):
-            tensors = [tensor for tensor in group if tensor.grad is not None]
-            for tensor in tensors:
-                if tensor not in self.moments:
-                    step = torch.zeros((), device=tensor.device if self.fused else None)  # where the kernel reads it
-                    self.moments[tensor] = Moments(torch.zeros_like(tensor), torch.zeros_like(tensor), step)
-            moments, gradients = [self.moments[tensor] for tensor in tensors], [tensor.grad for tensor in tensors]
-            adam(
-                tensors, gradients, [one.exp_avg for one in moments], [one.exp_avg_sq for one in moments], [],
-                [one.step for one in moments], fused=self.fused or None, amsgrad=False, beta1=self.betas[0],
-                beta2=self.betas[1], lr=rate, weight_decay=0.0, eps=1e-8, maximize=False,
-            )  # fmt: skip
-            for tensor in group:
-                tensor.grad = None
+        with torch.no_grad():
+            for group, rate in zip(self.groups, rates, strict=True):
+                tensors = [tensor for tensor in group if tensor.grad is not None]
+                for tensor in tensors:
+                    if tensor not in self.moments:
+                        where = tensor.device if self.fused else None  # the kernel reads it there
+                        step = torch.zeros((), device=where)
+                        self.moments[tensor] = Moments(torch.zeros_like(tensor), torch.zeros_like(tensor), step)
+                moments, gradients = [self.moments[tensor] for tensor in tensors], [tensor.grad for tensor in tensors]
+                adam(
+                    tensors, gradients, [one.exp_avg for one in moments], [one.exp_avg_sq for one in moments], [],
+                    [one.step for one in moments], fused=self.fused or None, amsgrad=False, beta1=self.betas[0],
+                    beta2=self.betas[1], lr=rate, weight_decay=0.0, eps=1e-8, maximize=False,
+                )  # fmt: skip
+                for tensor in group:
+                    tensor.grad = None
