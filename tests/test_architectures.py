@@ -87,6 +87,7 @@ def check_file(truth: Truth, path: Path, **options: Any) -> None:
     truth.check(ours, texts=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("isa", _native.levels()[1:])
 @pytest.mark.parametrize(
     "name",

@@ -301,6 +301,7 @@ def test_small_steps_skip_rows_of_down(kind: str, shared: str | None, latents: i
         one.close()
 
 
+@pytest.mark.sampled
 @each_level("kind", ["F16", "Q5_0"])
 def test_experts_of_latents_at_every_level(kind: str, level: str, tmp_path: Path) -> None:
     """Prompts have the bits of whole experts; so has a suspended selector."""

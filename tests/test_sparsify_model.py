@@ -97,6 +97,7 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
 FOLDERS = [case for case in CASES if case.kind in ARCHITECTURES and "folder" in case.layouts]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.name)
 def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, or a refusal; the tokenizers of these models are none."""
