@@ -27,7 +27,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(wildcard src/power
 # which are installed without compiled ones.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-all test-bench test-bench-if-changed test-deferred mutations check check-types check-text \
+.PHONY: help run test test-all test-rest test-bench test-bench-if-changed test-deferred mutations check check-types check-text \
 	fuzz bench install docs clean \
 	test-compile compiled test-native test-neon test-asan test-tsan fuzz-asan test-clients test-converter
 
@@ -36,10 +36,11 @@ help:
 	@echo 'make install            installs without running (LEVELS=all, or LEVELS=avx2,avx512: kernels of other machines, too)'
 	@echo 'make test               all tests, a process per core (ARGS="-k name" for some, ARGS="-n 0" for one process)'
 	@echo 'make test-all           everything below and more, with a table of what ran'
+	@echo 'make test-rest          the cases of which `test` runs a sample, the others'
 	@echo 'make mutations          plants a fault for each guarantee of docs/design.md, which its tests must find (ARGS=TEXT: some)'
 	@echo 'make test-bench         the tests of the scripts in benchmarks/ and runs/'
 	@echo 'make test-deferred      the tests of GPU code on a device that works later, in the order of two seeds'
-	@echo 'make check              ruff, mypy, clang-format, the import-order test, and tables of simulations'
+	@echo 'make check              ruff, mypy, clang-format, and tables of simulations'
 	@echo 'make fuzz               all damaged model files against the readers, four times as many as `test`'
 	@echo 'make test-compile       every Triton kernel with every type, compiled for four GPUs; `test` compiles some of them, for two'
 	@echo 'make compiled           records what Triton makes of the kernels, so that `test` compiles only those that changed since'
@@ -100,6 +101,10 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test: $(VENV)/stamp-collected
 	@$(PYTEST) --ignore tests/bench $(ARGS)
 
+# The cases of tests marked as sampled that `test` leaves out (tests/samples.py).
+test-rest: $(VENV)/stamp-collected
+	@$(PYTEST) --ignore tests/bench --cases rest $(ARGS)
+
 # The scripts and their tests as a hash. tests/bench/VERIFIED holds the hash for which all of them passed: so every checkout can tell
 # whether they changed since, whatever its history.
 BENCH_HASH := find benchmarks runs tests/bench -type f ! -name '*.pyc' ! -name VERIFIED | LC_ALL=C sort | xargs -d '\n' sha256sum | sha256sum
@@ -113,13 +118,13 @@ test-bench-if-changed:
 # Streams, events and pinned memory of split models (docs/hybrid.md): longer than `test` should be.
 DEFERRED := hybrid hybrid_experts stage streamed gpu_layers gpu_wiring host_calls flags gpu_delta split_experts_on_disk split_neurons_on_disk unlike_layers topk embeddings gpu_draft_model
 test-deferred: $(VENV)/stamp-dev
-	@$(PYTEST) --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
+	@$(PYTEST) --cases all --deferred 1 --deferred 2 -k deferred $(DEFERRED:%=tests/test_%.py) $(ARGS)
 
 mutations: $(VENV)/stamp-dev
 	@$(BIN)/python tests/mutations/run.py $(ARGS)
 
 # Everything, one target after the other, and a table of what ran. A target that lacks a tool says so in build/not-run.
-EVERY := check test test-bench test-deferred fuzz test-compile test-native test-neon test-asan test-tsan fuzz-asan test-clients test-converter mutations
+EVERY := check test test-rest test-bench test-deferred fuzz test-compile test-native test-neon test-asan test-tsan fuzz-asan test-clients test-converter mutations
 test-all:
 	@table=""; status=0; for target in $(EVERY); do \
 		rm -f build/not-run; begin=$$SECONDS; code=0; $(MAKE) --no-print-directory $$target || code=$$?; result=passed; \
@@ -138,7 +143,6 @@ check-types: $(VENV)/stamp-dev
 check-text: $(VENV)/stamp-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/clang-format --dry-run -Werror src/powerinfer/csrc/*.cpp src/powerinfer/csrc/*.h tests/native/*.cpp tests/native/*.h benchmarks/lib/*.cpp
-	@$(BIN)/python -m pytest -q --noconftest tests/test_imports.py
 	@for made in pcs_table drafts step_picture; do $(BIN)/python -m benchmarks.placement.$$made --check; done
 
 fuzz: $(VENV)/stamp-dev

@@ -22,6 +22,7 @@ import gpu_device  # before anything imports Triton, for it says whether kernels
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
+from samples import CHOICES, left_out
 from seconds import Seconds
 
 from powerinfer.errors import PowerInferError
@@ -84,8 +85,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     """What takes long begins first: at the end a worker would be alone with it."""
+    if unused := left_out(items, config.getoption("--cases"), config.args):
+        config.hook.pytest_deselected(items=unused)
+        names = {item.nodeid for item in unused}
+        items[:] = [item for item in items if item.nodeid not in names]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -138,6 +144,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-seconds", action="store_true", help="write tests/seconds.txt (tests/seconds.py)")
+    parser.addoption("--cases", choices=CHOICES, default=CHOICES[0], help="of tests that are marked as sampled")
     parser.addoption(
         "--deferred", type=int, action="append", default=[], metavar="SEED",
         help="run tests of GPU code on the device that works later instead (tests/deferred.py); may be repeated",

@@ -119,7 +119,8 @@ class Seconds:
         """All tests were asked for."""
         names = ("keyword", "markexpr", "lf", "failedfirst", "deselect", "maxfail")
         chosen = [getattr(self.config.option, name, None) for name in names]  # some are of a plugin that may be off
-        return not any(chosen) and self.config.args == self.config.getini("testpaths")
+        every_test = not any(chosen) and self.config.getoption("--cases") == "sample"
+        return every_test and self.config.args == self.config.getini("testpaths")
 
     @staticmethod
     def machine_seconds() -> tuple[float, float]:

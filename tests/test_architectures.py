@@ -87,6 +87,7 @@ def check_file(truth: Truth, path: Path, **options: Any) -> None:
     truth.check(ours, texts=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("isa", _native.levels()[1:])
 @pytest.mark.parametrize(
     "name",
@@ -124,6 +125,7 @@ def test_a_wrong_configuration_would_be_seen(case: Case) -> None:
     assert rms(truth.mistaken - truth.logits[0]) > 100 * truth.allowed()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_chunks_batches_and_threads_give_the_same_bits(case: Case, tmp_path: Path) -> None:
     check_same_bits(case, Truth(case).save("folder", tmp_path))

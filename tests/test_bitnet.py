@@ -27,7 +27,7 @@ from families import (
 )
 from safetensors.torch import save_file
 from test_architectures import check_same_bits
-from transformers.integrations import bitnet
+from transformers import integrations
 
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError, RequestError
@@ -82,9 +82,9 @@ def packed(stored: Stored, scale: float, divides: bool = False) -> tuple[Stored,
         codes = torch.randint(-1, 2, stored[name].shape, generator=generator)
         factor = torch.tensor([scale], dtype=torch.bfloat16)
         values[name] = codes.float() / factor.float() if divides else codes.float() * factor.float()
-        stored[name] = bitnet.pack_weights(codes.clone())
+        stored[name] = integrations.bitnet.pack_weights(codes.clone())
         stored[f"{name.removesuffix('.weight')}.weight_scale"] = factor
-        assert torch.equal(bitnet.unpack_weights(stored[name], torch.float32), codes.float())
+        assert torch.equal(integrations.bitnet.unpack_weights(stored[name], torch.float32), codes.float())
     return stored, values
 
 
@@ -105,7 +105,7 @@ def test_floats_become_the_matrices_of_transformers(type_name: str, dtype: torch
     checkpoint = open_checkpoint(write(tmp_path / "model", model, stored, ONLINE))
     assert checkpoint.notes[0].startswith(f"21 absmean matrices are computed in {type_name}")
     for name, tensor in taken(checkpoint).items():
-        wanted = bitnet.WeightQuant.apply(stored[name]).float()
+        wanted = integrations.bitnet.WeightQuant.apply(stored[name]).float()
         assert tensor.type == type_name and torch.equal(torch.from_numpy(tensor.float32().copy()), wanted), name
 
 
@@ -124,7 +124,7 @@ def test_codes_and_scales(type_name: str, settings: dict[str, Any], tmp_path: Pa
 @contextmanager
 def rounded_inputs(model: Any) -> Iterator[None]:
     """The model with the inputs of its matrices rounded to 8 bits of each token's largest, as transformers has them."""
-    own = bitnet.ActQuant.apply
+    own = integrations.bitnet.ActQuant.apply
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs: (own(inputs[0]),))
         for name, module in model.named_modules()
@@ -152,7 +152,7 @@ def test_logits_are_nearer_to_those_of_exact_inputs_than_transformers_are(type_n
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_linear(name):
-                parameter.copy_(bitnet.WeightQuant.apply(stored[name]).float())
+                parameter.copy_(integrations.bitnet.WeightQuant.apply(stored[name]).float())
     exact = exact_logits(case, case.config(), model, tokens)
     with rounded_inputs(model), torch.inference_mode():
         theirs = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()

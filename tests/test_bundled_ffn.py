@@ -179,6 +179,7 @@ def test_what_fires_is_counted() -> None:
         part_of(layer, index).take_fired(fired)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("share", [0.05, 0.9])
 def test_a_token_beside_others_has_the_bits_that_it_has_alone(types: tuple[str, str], share: float) -> None:

@@ -200,6 +200,7 @@ class Rates(dict[str, float]):
         return super().__contains__(kind)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "dtype", "selector"),
     [

@@ -190,6 +190,7 @@ def steps_of(executor: CpuExecutor, tokens: int) -> np.ndarray:
     return executor.forward(Batch(each, np.zeros_like(each), each, each[:, None], each)).copy()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("way", "dense_above", "activation"), WAYS)
 @pytest.mark.parametrize("types", [("F16", "F16"), ("Q4_0", "Q4_0X32")], ids="-".join)
 def test_neurons_in_bundles(way: str, dense_above: float, activation: str, types: tuple[str, str]) -> None:
@@ -207,6 +208,7 @@ def test_neurons_in_bundles(way: str, dense_above: float, activation: str, types
     executor.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("floor", [0, 200, NEURONS])
 @pytest.mark.parametrize(("way", "dense_above", "activation"), WAYS)
 def test_threads_meet_at_no_barrier(way: str, dense_above: float, activation: str, floor: int) -> None:

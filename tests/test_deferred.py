@@ -597,11 +597,12 @@ def deferred_answers(name: str, folder: Path, seed: int) -> list[np.ndarray]:
         return SCENES[name](folder)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SCENES)
-def test_every_order_gives_the_same_bits(name: str, folder: Path) -> None:
-    for seed in SEEDS:
-        for one, other in zip(deferred_answers(name, folder, seed), expected(name, folder), strict=True):
-            np.testing.assert_array_equal(one, other)
+def test_every_order_gives_the_same_bits(name: str, seed: int, folder: Path) -> None:
+    for one, other in zip(deferred_answers(name, folder, seed), expected(name, folder), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def answers_of_an_engine(path: Path) -> tuple[list[Any], int]:
@@ -849,6 +850,7 @@ def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:
     return not all(np.array_equal(one, other) for one, other in zip(found, expected(name, folder), strict=True))
 
 
+@pytest.mark.sampled("line")
 @pytest.mark.parametrize(("line", "name"), [(line, name) for line, names in LEFT_OUT.items() for name in names])
 def test_a_line_that_is_left_out_is_seen(line: str, name: str, folder: Path) -> None:
     """In some order, in which the answer is right otherwise."""

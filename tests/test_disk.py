@@ -90,6 +90,7 @@ def write_family(name: str, folder: Path) -> Path:
     return family_gguf(name).write(folder / "m.gguf")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "untied", "folder", "falcon", "opt", "delta", "latent", "nvfp4"])
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_passes_through_a_window_gives_the_same_bits(name: str, direct: bool, tmp_path: Path) -> None:

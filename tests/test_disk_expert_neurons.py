@@ -72,6 +72,7 @@ ALL_KINDS = (*((kind, None, 0) for kind in PLAIN), ("Q5_0", "Q8_0", 0), *OF_LATE
 """Types of experts and of the shared one, None: the same; the width of latents."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "shared", "latents"), ALL_KINDS)
 def test_the_bits_are_those_in_memory(kind: str, shared: str | None, latents: int, tmp_path: Path) -> None:
     path = plain_model(tmp_path, kind, shared, latents)
@@ -84,6 +85,7 @@ def test_the_bits_are_those_in_memory(kind: str, shared: str | None, latents: in
         executor.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "shared", "latents"), [one for one in ALL_KINDS if one[0] != "MXFP4"])
 def test_what_a_predictor_selects_has_the_bits_in_memory(
     kind: str, shared: str | None, latents: int, tmp_path: Path
@@ -210,6 +212,7 @@ def test_a_slow_disk_changes_nothing(slots: int, predicted: bool, tmp_path: Path
     slow.close()
 
 
+@pytest.mark.sampled(("predicted", "step"), "at")
 @pytest.mark.parametrize("predicted", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("at", [0, 9, 40])

@@ -153,6 +153,7 @@ TYPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_rows_from_disk_and_the_panels_that_are_made_of_them_give_the_same_bits(
@@ -174,6 +175,7 @@ def test_rows_from_disk_and_the_panels_that_are_made_of_them_give_the_same_bits(
 # ---- models
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("name", [*FILES, "folder"])
 def test_the_bits_are_those_of_experts_in_memory(name: str, direct: bool, written: Any, expected: Any) -> None:

@@ -164,6 +164,7 @@ def check_same(executor: CpuExecutor, expected: list[np.ndarray]) -> None:
         assert np.array_equal(own, right)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("selector", ["exact", "predicted"])
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_neurons_on_disk_give_the_same_bits(selector: str, types: tuple[str, str], tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def run(
     return tuple(np.concatenate(one) for one in zip(*parts, strict=True))  # type: ignore[return-value]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["folder", "gguf"])
 @pytest.mark.parametrize(("name", "whole"), CASES, ids=NAMES)
 def test_a_head_is_that_of_transformers(name: str, whole: bool, layout: str, tmp_path: Path) -> None:
@@ -283,6 +284,7 @@ def test_of_several_heads_the_first_is_read(tmp_path: Path) -> None:
 # ---- memory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("quantize", [None, "q8_0"])
 @pytest.mark.parametrize("name", KINDS)

@@ -245,6 +245,7 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
 
+@pytest.mark.sampled(("level", "kind"), ("kind", "tokens"), ("level", "tokens"))
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
@@ -262,6 +263,7 @@ def test_the_operator_sums_what_the_router_selects(level: str, kind: str, tokens
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_bits_depend_on_neither_the_batch_nor_the_threads(level: str, kind: str) -> None:

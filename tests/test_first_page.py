@@ -11,7 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.lib import tables
+from benchmarks.placement import cards_table
 from benchmarks.sparse import picture
+from powerinfer.formats.catalogue import catalogue
+from powerinfer.placement import estimates
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,7 +26,7 @@ ROOT = Path(__file__).parent.parent
         "hybrid",
         "placement",
         "placement.aims_table",
-        "placement.cards_table",
+        pytest.param("placement.cards_table", marks=pytest.mark.rest),  # it makes some 600 plans
         "placement.families_table",
         "placement.predictions_table",
         "serving",
@@ -34,6 +37,21 @@ ROOT = Path(__file__).parent.parent
 def test_figures_are_those_of_the_newest_results(name: str) -> None:
     module = f"benchmarks.{name}" + ("" if "." in name else ".table")
     assert not tables.outdated(import_module(module).PAGES), f"python -m {module} writes them"
+
+
+def test_models_of_the_cards_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of the README, and the rows of every eighth model in that of docs/models.md."""
+    names = {name for name, _ in cards_table.SHORT} | set(list(catalogue())[::8])
+    some = {name: model for name, model in catalogue().items() if name in names}
+    for module in (cards_table, estimates):
+        monkeypatch.setattr(module, "catalogue", lambda: some)
+    cards_table._offers.cache_clear()
+    readme, page = cards_table.README, (ROOT / "docs/models.md").read_text()
+    pages = {path: make for path, make in cards_table.PAGES.items() if path == readme}
+    assert not tables.outdated(pages), "python -m benchmarks.placement.cards_table writes it"
+    rows = [line for line in cards_table.cards_table().splitlines() if line.startswith("| `")]
+    cards_table._offers.cache_clear()
+    assert len(rows) > 10 and [row for row in rows if f"{row}\n" not in page] == []
 
 
 def test_the_picture_is_that_of_the_newest_results() -> None:

@@ -168,6 +168,7 @@ PARTS: list[tuple[int, int | None]] = [(0, None), (1, None), (3, None), (99, Non
 KINDS = ("llama-limits", "llama-q8_0", "llama-q4_0", "opt", "falcon", "nemotron")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "groups", "layers"),
     # Every placement with predictors and without; of every kind some neurons, and a layer alone.

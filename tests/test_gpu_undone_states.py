@@ -141,6 +141,7 @@ def split(path: Path, layers: int, undo_tokens: int = UNDO) -> SplitExecutor:
     return load_split(Resolved(checkpoint, engine, **share, undo_tokens=undo_tokens))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("every", [True, False], ids=["all", "one"])
 @pytest.mark.usefixtures("device")
 def test_random_drafts(path: Path, every: bool) -> None:

@@ -202,6 +202,7 @@ def bounded(name: str) -> tuple[programs.Weights, np.ndarray, float]:
     return weights, exact, 2 * max(float(np.abs(run - exact).max()) for run in noisy)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("split", [False, True], ids=["dense", "split"])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.usefixtures("device")

@@ -108,6 +108,7 @@ def split(
         executor.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 @pytest.mark.usefixtures("device")
 def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
@@ -142,6 +143,7 @@ def test_every_split_gives_the_dense_answer(case: families.Case, tmp_path: Path)
             assert all(bool(ffn.collect()["jobs"]) == (share < 1) for ffn in ffns)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b", "opt"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.usefixtures("device")

@@ -98,14 +98,19 @@ def split(
         yield executor, parts.ffns
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("name", "layout"), [*((name, "folder") for name in NAMES), *((name, "gguf") for name in FILES), *LATENT]
+    ("case", "layout"),
+    [
+        pytest.param(case_named(name), layout, id=f"{name}-{layout}")
+        for name, layout in (*((one, "folder") for one in NAMES), *((one, "gguf") for one in FILES), *LATENT)
+    ],
 )
 @pytest.mark.usefixtures("device")
-def test_every_split_gives_the_answer_of_the_whole(name: str, layout: str, tmp_path: Path) -> None:
-    truth = Truth(case_named(name), layout, tmp_path)
+def test_every_split_gives_the_answer_of_the_whole(case: families.Case, layout: str, tmp_path: Path) -> None:
+    truth = Truth(case, layout, tmp_path)
     tokens = truth.texts[0]
-    for share in (0.0, 0.4, 1.0) if name in EXTREMES else (0.4,):
+    for share in (0.0, 0.4, 1.0) if case.name in EXTREMES else (0.4,):
         with split(truth.path, share) as (executor, ffns):
             pages = families.scattered_pages(executor, 4)
             truth.check(families.run_chunks(executor, tokens, [TOTAL], pages[0]), what=f"whole, {share}")
@@ -525,6 +530,7 @@ def logits_of(executor: Any, chunks: list[int]) -> np.ndarray:
     return families.run_chunks(executor, tokens, chunks, np.arange(executor.n_pages, dtype=np.int32))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0"])
 @pytest.mark.parametrize("activation", ["relu", "drelu"])
 @pytest.mark.usefixtures("device")

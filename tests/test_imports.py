@@ -38,6 +38,7 @@ KERNELS = (
 )  # fmt: skip
 HEAVY = {f"powerinfer.kernels.triton_{name}" for name in KERNELS} | {
     "powerinfer.cli.terminal",
+    "powerinfer.prepare.adam",
     "powerinfer_train.activations",
     "powerinfer_train.sensitivity",
     "powerinfer_train.timing",

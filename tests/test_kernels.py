@@ -142,6 +142,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
 
 
+@pytest.mark.sampled
 @every_kernel
 def test_bits_of_a_token_do_not_depend_on_company_or_threads(type_name: str, level: str) -> None:
     k = 67 if type_name in FLOATS else 256 if block_type(type_name).block > 32 else 96
@@ -154,6 +155,7 @@ def test_bits_of_a_token_do_not_depend_on_company_or_threads(type_name: str, lev
             assert same_bits(case.run(level, threads, some), alone[some]), (tokens, threads)
 
 
+@pytest.mark.sampled
 @every_kernel
 def test_bits_where_the_activations_outgrow_the_cache(type_name: str, level: str) -> None:
     """Kernels take as many tokens at a time as their cache holds: here fewer than there are."""
@@ -204,6 +206,7 @@ def extreme_case(type_name: str, k: int, code: int, scale: float) -> Case:
     return make_case(type_name, hard_activations(k), filled(type_name, 17, k, code, scale), 17)
 
 
+@pytest.mark.sampled
 @every_kernel
 def test_extremes(type_name: str, level: str) -> None:
     """Saturation, zeros, subnormals, sums of 1e30: the same bound, and the same bits for one token and for many."""

@@ -204,6 +204,7 @@ def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the weights
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("source", sorted(NATIVE_TYPES))
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_bundles_of_every_source(tmp_path: Path, source: str, gated: bool) -> None:
@@ -231,6 +232,7 @@ SOURCES = ("F32", "BF16", "Q4_0", "Q6_K")
 WRITTEN = [kind for kind in DOWN_TYPES if kind != "IQ4_NLX32"]  # from any other type
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("source", "gate", "down"),  # each source with every type of gate and every type of down
     [

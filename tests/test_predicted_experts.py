@@ -122,6 +122,7 @@ def added(executor: CpuExecutor, layer: int, tokens: int) -> tuple[np.ndarray, n
     return before, program.residual(tokens).astype(np.float64) - before
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 2, 7, 32])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_candidates_are_summed(activation: str, tokens: int, tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_candidates_of_every_type(kind: str, tmp_path: Path) -> None:
     executor.close()
 
 
+@pytest.mark.sampled
 @each_level("kind", [*ALLOWED])
 def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
     """Gates, too, become the panels that the file's matrices would."""
@@ -188,6 +190,7 @@ def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path:
         one.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, 25])
 @each_level("kind", [*ALLOWED], prompts=False)
 def test_where_all_are_candidates_it_is_exact(kind: str, level: str, step: int, tmp_path: Path) -> None:
@@ -392,6 +395,7 @@ def test_candidates_without_gates_are_summed(latents: int, tokens: int, tmp_path
     executor.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("step", [1, 5])
 @pytest.mark.parametrize(("kind", "shared", "latents"), [one for one in (*BESIDE, *OF_LATENTS) if one[0] != "MXFP4"])
 def test_without_gates_it_is_exact_where_all_are_candidates(

@@ -218,7 +218,7 @@ def test_neurons_that_fire_on_both_sides_of_zero(model: Path, capsys: pytest.Cap
 
 STOP = """
 import json, os, signal, sys
-import torch._dynamo  # for every command here, each of which would take seconds for that
+import torch  # for every command here, each of which would take seconds for that
 from powerinfer.formats.prepared import PartFile
 from powerinfer.cli.main import entry
 finish = PartFile.finish

@@ -47,6 +47,7 @@ def hugging_face_probabilities(logits: np.ndarray, params: SamplingParams, promp
     return torch.softmax(scores[0], -1).numpy()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [50, 6000], ids=["small", "large"])
 @pytest.mark.parametrize(
     "options",
@@ -370,6 +371,7 @@ class Fixed:
         return token == self.last
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("vocab", [70, 5000])
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.3, 0.9])
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ class Model:
         self.held -= set(self.least(set())[: max(0, len(self.held) - self.slots)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [1, 2, 13, ITEMS, ITEMS + 3])
 @pytest.mark.parametrize(("engine", "direct"), [("uring", True), ("threads", False)])  # each with each: test_reads.py
@@ -154,6 +155,7 @@ def test_as_the_model_does(tmp_path: Path, engine: str, n: int, layout: str, dir
     assert (slots.items, slots.slots) == (ITEMS, n)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("common", [1, 7, 60])
 @pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_shared_memory_as_the_model_does(tmp_path: Path, engine: str, common: int) -> None:

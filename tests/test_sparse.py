@@ -81,6 +81,7 @@ def side_by_side(executor: Any, sequences: list[np.ndarray]) -> list[np.ndarray]
     return list(np.stack(steps, axis=1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
     model = Truth(case, half=True)
@@ -102,6 +103,7 @@ def test_exact_is_the_dense_answer(case: families.Case, tmp_path: Path) -> None:
             assert families.rms(ours - exact[:12]) <= 2 * allowed, "with two threads"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 def test_a_step_in_which_many_fire_continues_densely(case: families.Case, tmp_path: Path) -> None:
     model = Truth(case, half=True)
@@ -138,6 +140,7 @@ def residual_of(case: families.Case, layer: Any) -> Any:
     return layer.mlp if case.base == "olmo2" else layer.post_attention_layernorm
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", RELU, ids=lambda case: case.name)
 def test_an_observer_reads_what_a_predictor_does(case: families.Case, tmp_path: Path) -> None:
     truth = Truth(case, half=True)

@@ -56,6 +56,7 @@ def layouts() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "layout"), layouts())
 def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) -> None:
     """Matrices of any layout get new values, and nothing else changes but the activation."""
@@ -96,6 +97,7 @@ def test_every_file_is_written_again(case: Case, layout: str, tmp_path: Path) ->
 FOLDERS = [case for case in CASES if case.kind in ARCHITECTURES and "folder" in case.layouts]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.name)
 def test_a_folder_as_gguf(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, or a refusal; the tokenizers of these models are none."""
@@ -255,6 +257,7 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return checkpoint.take(name).float32()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
 def test_logits(case: Case, tmp_path: Path) -> None:
     truth = Truth(case)

@@ -120,6 +120,7 @@ def same(answer: Completion, plain: Completion) -> bool:
     return all(getattr(answer, field) == getattr(plain, field) for field in fields)
 
 
+@pytest.mark.sampled(("right", "chunk"), ("chunk", "states"))
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("chunk", "pages"), [(3, 64), (64, 26)], ids=["room", "preempting"])
 @pytest.mark.parametrize("states", [0, 20, 9], ids=["", "states", "few states"])

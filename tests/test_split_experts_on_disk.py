@@ -199,6 +199,7 @@ def test_experts_are_guessed_across_layers_without_any(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "smallthinker-4b"])
 @pytest.mark.parametrize("at", [0, 7, 60])
 @pytest.mark.parametrize("prefetch", [True, False])

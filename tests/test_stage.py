@@ -297,6 +297,7 @@ def test_neurons_that_are_swapped_stay_registered(tmp_path: Path, monkeypatch: p
 PASSED = [case for case in RELU if case.kind not in ("qwen3_5_text", "plm")]  # the CPU has states, and latents
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", PASSED, ids=lambda case: case.name)
 @pytest.mark.usefixtures("device")
 def test_layers_in_ram_stream_with_their_neurons(

@@ -129,6 +129,7 @@ SPLIT = [one for one in families.device_cases() if one.values[0].kind != "gemma3
 """Cases of which a GPU may have some layers."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "layout"), SPLIT)
 @pytest.mark.usefixtures("device")
 def test_a_prompt_is_the_right_answer_whoever_computes_it(

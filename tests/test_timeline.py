@@ -100,6 +100,7 @@ def expected(costs: Costs, beside: bool) -> float:
     return total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama-relu", "falcon-40b"])
 def test_both_parts_of_a_layer_run_at_once(

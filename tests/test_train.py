@@ -36,6 +36,7 @@ from powerinfer.formats.prepared import PREDICTOR, PreparedFile
 from powerinfer.formats.samples_file import SamplesFile, open_samples, write_samples
 from powerinfer.models import load
 from powerinfer.prepare import fitting, training
+from powerinfer.prepare.adam import Adam
 from powerinfer.prepare.fitting import LayerFit, margins, split_rows
 from powerinfer.prepare.training import MIN_ROWS, current, model_bytes, train
 from powerinfer.progress import silent
@@ -137,6 +138,33 @@ def held_out(samples: SamplesFile, layer: int, rows: np.ndarray) -> tuple[np.nda
 
 
 # ---------------------------------------------------------------- what is learnt
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adam_has_the_bits_of_torchs(fused: bool) -> None:
+    """Of tensors in groups of unlike rates, which change; one has no gradient at first."""
+    rng, rates = np.random.default_rng(5), [0.02, 0.003]
+    ours, theirs = (
+        [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in ((7, 5), (3,), (33, 2))]
+        for rng in (np.random.default_rng(6), np.random.default_rng(6))
+    )
+    groups = [{"params": theirs[:2], "lr": rates[0]}, {"params": theirs[2:], "lr": rates[1]}]
+    adam = Adam([ours[:2], ours[2:]], betas=(0.9, 0.98), fused=fused)
+    torchs = torch.optim.Adam(groups, betas=(0.9, 0.98), fused=fused)
+    for step in range(9):
+        for left, right in zip(ours[step == 0 :], theirs[step == 0 :], strict=True):
+            left.grad = torch.from_numpy(rng.standard_normal(left.shape).astype(np.float32))
+            right.grad = left.grad.clone()
+        for group, rate in zip(torchs.param_groups, rates, strict=True):
+            group["lr"] = rate / (1 + step)
+        torchs.step()
+        adam.step([rate / (1 + step) for rate in rates])
+        assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
+        assert all(one.grad is None for one in ours)
+    for left, right in zip(ours, theirs, strict=True):
+        moments, state = adam.moments[left], torchs.state[right]
+        assert torch.equal(moments.exp_avg, state["exp_avg"]) and torch.equal(moments.exp_avg_sq, state["exp_avg_sq"])
+        assert float(moments.step) == float(state["step"])
 
 
 def test_few_directions_are_learnt_at_the_smallest_size(model: Path, trained: PredictorFile) -> None:

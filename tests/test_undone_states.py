@@ -39,6 +39,7 @@ def speculating(path: Path, undo_tokens: int = UNDO) -> CpuExecutor:
     return load(open_checkpoint(path), engine, drafting=Drafting(undo_tokens))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_random_drafts_change_no_bit(path: Path, seed: int) -> None:
     """Some sequences begin, some go on from one kept state, which stays; some pause, some have the step of a prompt."""

@@ -136,6 +136,7 @@ def unpacked(active: np.ndarray, d_ff: int) -> np.ndarray:
     return np.unpackbits(active, axis=1, count=d_ff, bitorder="little").astype(bool)
 
 
+@pytest.mark.sampled
 @every_model
 @pytest.mark.parametrize("d_ff", [96, 99, 17, 1])
 def test_the_neurons_that_fire(name: str, d_ff: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

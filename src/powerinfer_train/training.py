@@ -49,6 +49,7 @@ from powerinfer.formats.layout import MAX_SCALE, shapes
 from powerinfer.formats.prepared import TRAINING, PreparedFile
 from powerinfer.formats.quant import dequantize, quantize
 from powerinfer.formats.tensors import RawTensor, float32_tensor
+from powerinfer.prepare.adam import Adam, Moments
 from powerinfer.prepare.corpus import Corpus, read_windows
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.system import available_memory
@@ -527,7 +528,8 @@ class Sparsifier:
         for name in self._all:
             self.student.weights[name].requires_grad_(name in names)
         self.student.rounded = {name: kind for name, kind in self._rounded.items() if stage.stored and name in names}
-        adam = self._optimiser(stage, names)
+        groups = self._groups(stage, names)
+        rates, adam = list(groups), Adam(list(groups.values()), betas=(0.9, 0.98), fused=True)
         self._put_moments(adam, names, moments, done - first)
         learn = self._regress if stage.name == "regress" else self._distil
         micro, rows = self.config.rows, self._windows
@@ -535,8 +537,6 @@ class Sparsifier:
         complete_steps: int | None = done  # steps after which weights, moments and thresholds are as they are now
         try:
             for step in range(max(done, first), first + steps):
-                for group in adam.param_groups:
-                    group["lr"] = self.config.lr * group["rate"] * _schedule(step - first, steps)
                 self._follow = self._wanted(step)
                 if self.recipe.activation == "topk":
                     kept_count = float(max(1, round((1 - self._follow) * BANK)))
@@ -547,8 +547,7 @@ class Sparsifier:
                 if not math.isfinite(loss) or not math.isfinite(norm):
                     raise self._diverged(loss, norm, step)
                 complete_steps = None
-                adam.step()
-                adam.zero_grad(set_to_none=True)
+                adam.step([self.config.lr * rate * _schedule(step - first, steps) for rate in rates])
                 zeros = self._zeros()
                 self._adapt(self._follow)
                 self._steer(zeros, self._follow)
@@ -563,14 +562,13 @@ class Sparsifier:
                 self._keep(complete_steps, adam, names)
             raise
 
-    def _optimiser(self, stage: RecipeStage, names: Sequence[str]) -> torch.optim.Adam:
-        """Adam over these weights, FFNs at the stage's rate; a group's rate is a share of --lr."""
-        ffns = set(self._ffns)
-        groups = [
-            {"params": [self.student.weights[name] for name in names if (name in ffns) == is_ffn], "rate": rate}
-            for is_ffn, rate in ((True, stage.rate), (False, stage.rate * stage.other))
-        ]
-        return torch.optim.Adam([group for group in groups if group["params"]], lr=1.0, betas=(0.9, 0.98), fused=True)
+    def _groups(self, stage: RecipeStage, names: Sequence[str]) -> dict[float, list[Tensor]]:
+        """Weights by their rates, each a share of --lr: FFNs have the rate of the stage."""
+        groups, ffns = dict[float, list[Tensor]](), set(self._ffns)
+        for name in names:
+            rate = stage.rate if name in ffns else stage.rate * stage.other
+            groups.setdefault(rate, []).append(self.student.weights[name])
+        return groups
 
     def _diverged(self, loss: float, norm: float, step: int) -> PowerInferError:
         state, then = "no state was kept:", "begins anew"
@@ -641,13 +639,13 @@ class Sparsifier:
         run["the text"] = digest.hexdigest()
         return dict(json.loads(json.dumps(run)))  # as it is read
 
-    def _keep(self, step: int, adam: torch.optim.Adam, names: Sequence[str]) -> None:
+    def _keep(self, step: int, adam: Adam, names: Sequence[str]) -> None:
         tensors = {f"weights.{name}": self.student.weights[name].detach() for name in self._all}
         for kind, limits in self._limits.items():
             tensors |= {f"importance.{name}{kind}": value for name, value in limits.importance.items()}
         for name in names:
-            state = adam.state[self.student.weights[name]]
-            tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+            state = adam.moments[self.student.weights[name]]
+            tensors |= {f"exp_avg.{name}": state.exp_avg, f"exp_avg_sq.{name}": state.exp_avg_sq}
         header = {
             "run": self._run(),
             "compute": str(self.teacher.compute).removeprefix("torch."),
@@ -726,15 +724,12 @@ class Sparsifier:
         else:
             moments[name] = values.to(self.device)
 
-    def _put_moments(
-        self, adam: torch.optim.Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int
-    ) -> None:
+    def _put_moments(self, adam: Adam, names: Sequence[str], moments: Mapping[str, Tensor], steps: int) -> None:
         for name in names:
             if f"exp_avg.{name}" in moments and steps > 0:
-                adam.state[self.student.weights[name]] = {
-                    "step": torch.tensor(float(steps), device=self.device),  # where the fused step reads it
-                    **{one: moments[f"{one}.{name}"] for one in ("exp_avg", "exp_avg_sq")},
-                }
+                step = torch.tensor(float(steps), device=self.device)  # where the fused step reads it
+                of_weight = Moments(moments[f"exp_avg.{name}"], moments[f"exp_avg_sq.{name}"], step)
+                adam.moments[self.student.weights[name]] = of_weight
 
 
 def check_start(start: Checkpoint, original: Checkpoint, recipe: str) -> None:

@@ -54,7 +54,7 @@ def is_found(mutation: Mutation) -> bool:
     """Whether the tests fail."""
     words = shlex.split(mutation.tests)
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    command = words if words[0] == "make" else [*pytest, *words]
+    command = words if words[0] == "make" else [*pytest, "--cases", "all", *words]
     running = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

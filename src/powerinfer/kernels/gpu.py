@@ -231,7 +231,7 @@ def _fill(
 def _by_slabs(rows: int, k: int, work: Callable[[int, int], None], threads: int | None = None) -> None:
     """Calls work(begin, end) for some rows at a time, in several threads: numpy copies without the GIL."""
     slabs = list(pieces(rows, k, _SLAB))
-    threads = threads or min(len(slabs), 8, usable_cores()[0])
+    threads = 1 if len(slabs) < 2 else threads or min(len(slabs), 8, usable_cores()[0])
     if threads < 2:
         for begin, end in slabs:
             work(begin, end)

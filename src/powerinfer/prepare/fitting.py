@@ -553,12 +553,13 @@ class LayerFit:
         the choosing rows no longer falls, or too slowly for this size to meet the target; training ends if the target
         is met easily. The best weights found are used.
         """
-        torch, config = self._torch, self._config
+        from powerinfer.prepare.adam import Adam
+
+        config = self._config
         inner, outer, log_weight = self._beginning(inner, outer)
         weights = [inner.requires_grad_(), outer.requires_grad_()]
         rates = [config.lr * float(one.detach().square().mean().sqrt()) for one in weights]
-        groups = [{"params": [one], "lr": rate} for one, rate in zip(weights, rates, strict=True)]
-        adam = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        adam = Adam([[one] for one in weights], betas=(0.9, 0.99))
         random = np.random.default_rng([config.seed, self._layer, rank])
         best_weights = (inner.detach().clone(), outer.detach().clone())
         best = self._lost(*map(self._nearly, best_weights))
@@ -566,12 +567,9 @@ class LayerFit:
         interval = max(1, config.steps // 20)
         begin, end, from_rate, step = 0, config.steps, 1.0, 0
         while step < end and best > _EASILY * config.lost:
-            for group, rate in zip(adam.param_groups, rates, strict=True):
-                group["lr"] = rate * from_rate * (end - step) / (end - begin)
             rows = np.sort(random.integers(0, len(self._rows.train), config.batch))
-            adam.zero_grad()
             self._training_loss(self._rows.train[rows], inner, outer, log_weight).backward()
-            adam.step()
+            adam.step([rate * from_rate * (end - step) / (end - begin) for rate in rates])
             step += 1
             tick(step / end)
             if step % interval and step != end:

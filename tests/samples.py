@@ -1,0 +1,55 @@
+"""A sample of the cases of a test, where all of them would take `make test` too long: a mark, and a flag of pytest.
+
+    @pytest.mark.sampled("kind", ("level", "rows"))
+    def test_products(kind: str, level: str, rows: int) -> None: ...
+
+`make test` runs the fewest cases, greedily chosen, among which each kind occurs, and each pair of a level and a number
+of rows; without arguments each value of each parameter does. A value counts by its `kind` where it has one, as cases of
+models have: so each kind of model occurs. On each device anew. `make test-rest` runs the other cases, and those that
+are marked as `rest`, of which another test has a part (`--cases rest`). `--cases all` runs all, as does a case that the
+command line names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+import pytest
+
+CHOICES = ("sample", "rest", "all")
+
+
+def features(item: pytest.Function) -> frozenset[Hashable]:
+    """What a case has that must occur in the sample."""
+    values = {name: getattr(value, "kind", value) for name, value in item.callspec.params.items()}
+    device = values.pop("device", None)
+    marker = item.get_closest_marker("sampled")
+    assert marker is not None
+    names = [(one,) if isinstance(one, str) else tuple(one) for one in marker.args] or [(name,) for name in values]
+    return frozenset((device, of, *(repr(values[name]) for name in of)) for of in names)
+
+
+def sample(cases: Iterable[pytest.Function]) -> set[str]:
+    """The ids of the fewest cases, greedily, that have all features of all of them."""
+    of = {item.nodeid: features(item) for item in cases}
+    missing, chosen = set().union(*of.values()), set()
+    while missing:
+        best = max(of, key=lambda name: len(of[name] & missing))  # the first of several
+        chosen.add(best)
+        missing -= of.pop(best)
+    return chosen
+
+
+def left_out(items: list[pytest.Function], cases: str, named: Iterable[str] = ()) -> list[pytest.Function]:
+    """The tests that do not run. cases: of `CHOICES`; named: arguments of the command line."""
+    if cases == "all":
+        return []
+    of_test: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            of_test[item.nodeid.partition("[")[0]].append(item)
+    some = set().union(*map(sample, of_test.values()), (one for one in named if "[" in one))
+    rest = {item.nodeid for item in items if item.get_closest_marker("sampled") or item.get_closest_marker("rest")}
+    rest -= some
+    return [item for item in items if (item.nodeid in rest) is (cases == "sample")]
