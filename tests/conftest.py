@@ -112,10 +112,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         faulthandler.dump_traceback_later(HANGS, exit=True, file=item.config.stash[fault_handler_stderr_fd_key])
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """At the end what tests keep is garbage, too, or nanobind reports its own part of it as leaks."""
     faulthandler.cancel_dump_traceback_later()
-    gc.unfreeze()
+    if not config.option.collectonly:
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -139,7 +140,8 @@ def undisturbed() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Seconds(config))
+    if not config.option.collectonly:
+        config.pluginmanager.register(Seconds(config))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -115,11 +115,12 @@ def plain_shapes(architecture: str, two_norms: bool, biases: bool) -> Iterator[t
 
 def family_weights(architecture: str, two_norms: bool = False, predictors: bool = False) -> dict[str, np.ndarray]:
     """Canonical name -> float32 values, for `family_gguf`."""
-    values = weights(architecture, tied=False)
     rng = np.random.default_rng(6)
     if architecture in PLAIN:
         shapes = plain_shapes(architecture, two_norms, biases=architecture == "opt")
         values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes}
+    else:
+        values = weights(architecture, tied=False)
     for layer, rank in enumerate(PREDICTOR_RANKS if predictors else ()):
         values[f"layers.{layer}.predictor_in"] = rng.standard_normal((rank, D)).astype(np.float32)
         values[f"layers.{layer}.predictor_out"] = rng.standard_normal((FF, rank)).astype(np.float32)
@@ -143,6 +144,14 @@ def hf_name(canonical: str) -> str:
 
 def tiny_gguf(architecture: str = "llama", tied: bool = True, biases: str = "") -> Builder:
     """A complete model, tokenizer metadata included."""
+    builder = tiny_fields(architecture)
+    for name, values in weights(architecture, tied, biases).items():
+        builder.tensor(gguf_name(name), values)
+    return builder
+
+
+def tiny_fields(architecture: str = "llama") -> Builder:
+    """The same without tensors."""
     builder = Builder().fields({"architecture": architecture, "name": "Tiny"}, "general.")
     keys = {
         "block_count": LAYERS,
@@ -160,10 +169,7 @@ def tiny_gguf(architecture: str = "llama", tied: bool = True, biases: str = "") 
     tokens += [f"<|x{i}|>" for i in range(VOCAB - len(tokens))]
     kinds = [3 if token.startswith("<|") else 1 for token in tokens]
     vocabulary = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "token_type": kinds}
-    builder.fields(vocabulary | {"merges": ["a b", "ab c", "Ġ a"], "eos_token_id": 0}, "tokenizer.ggml.")
-    for name, values in weights(architecture, tied, biases).items():
-        builder.tensor(gguf_name(name), values)
-    return builder
+    return builder.fields(vocabulary | {"merges": ["a b", "ab c", "Ġ a"], "eos_token_id": 0}, "tokenizer.ggml.")
 
 
 def give_limits(
@@ -182,8 +188,7 @@ def give_limits(
 def family_gguf(architecture: str, two_norms: bool = False, published: bool = False) -> Builder:
     """A complete model of any architecture; published: as PowerInfer wrote it, with predictors."""
     values = family_weights(architecture, two_norms, published)
-    builder = tiny_gguf(architecture)
-    builder.tensors = []
+    builder = tiny_fields(architecture)
     if architecture in PLAIN:
         builder.drop(f"{architecture}.attention.layer_norm_rms_epsilon")
     if architecture in ("falcon", "nemotron"):
@@ -403,8 +408,7 @@ DELTA_KEYS, DELTA_VALUES, DELTA_DIM, TAPS = 2, 4, 16, 4  # key heads, value head
 
 def delta_gguf(leave: str = "", layers: int = 2) -> Builder:
     """A tiny model of Qwen3.5's kind, without the tensor `leave`: a layer of Gated DeltaNet, one of gated attention."""
-    builder = tiny_gguf("qwen35").put("qwen35.block_count", U32, layers)
-    builder.tensors = []
+    builder = tiny_fields("qwen35").put("qwen35.block_count", U32, layers)
     keys, values = DELTA_KEYS * DELTA_DIM, DELTA_VALUES * DELTA_DIM
     sizes = {
         "attention.key_length": HEAD_DIM,
@@ -455,8 +459,7 @@ PLAIN_EXPERTS, SHARED = 4, 160  # without gates, and neurons of the shared one
 def mamba_gguf(pattern: str = "M-*M", latents: int = 0) -> Builder:
     """A tiny model of Nemotron-H's kind: M, *, - and E as its pattern has them; latents: of experts."""
     family = "nemotron_h_moe" if "E" in pattern else "nemotron_h"
-    builder = tiny_gguf(family).put(f"{family}.block_count", U32, len(pattern))
-    builder.tensors = []
+    builder = tiny_fields(family).put(f"{family}.block_count", U32, len(pattern))
     inner = MAMBA_HEADS * MAMBA_DIM
     channels = inner + 2 * GROUPS * STATE
     sizes = {

@@ -4,25 +4,31 @@
     def test_products(kind: str, level: str, rows: int) -> None: ...
 
 `make test` runs the fewest cases, greedily chosen, among which each kind occurs, and each pair of a level and a number
-of rows; without arguments each value of each parameter does. A value counts by its `kind` where it has one, as cases of
-models have: so each kind of model occurs. On each device anew. `make test-rest` runs the other cases, and those that
-are marked as `rest`, of which another test has a part (`--cases rest`). `--cases all` runs all, as does a case that the
-command line names.
+of rows; without arguments each value of each parameter does. Cases of models count by their kind and activation, so
+that each kind occurs with each of its activations. On each device anew. `make test-rest` runs the other cases, and
+those that are marked as `rest`, of which another test has a part (`--cases rest`). `--cases all` runs all, as does a
+case that the command line names.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 import pytest
 
 CHOICES = ("sample", "rest", "all")
 
 
+def counted(value: Any) -> Any:
+    """What a parameter counts by: a case of a model by what its operators are."""
+    return (value.kind, value.settings.get("hidden_act")) if hasattr(value, "kind") else value
+
+
 def features(item: pytest.Function) -> frozenset[Hashable]:
     """What a case has that must occur in the sample."""
-    values = {name: getattr(value, "kind", value) for name, value in item.callspec.params.items()}
+    values = {name: counted(value) for name, value in item.callspec.params.items()}
     device = values.pop("device", None)
     marker = item.get_closest_marker("sampled")
     assert marker is not None

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 import numpy as np
-from model_files import gguf_name, give_limits, tiny_gguf, weights
+from model_files import gguf_name, give_limits, tiny_fields, weights
 
 from benchmarks.models.gguf_writer import F32, STRING
 from powerinfer.formats.bundle_types import choose_types
@@ -26,9 +26,8 @@ def tiny_llama(path: Path, activation: str = "relu", limits: bool | float = Fals
     """A model whose weights are float16 numbers, so that bundles of F16 hold them exactly. limits: with a threshold for
     each neuron; a number: with that one for all; products: with thresholds of products beside those of neurons."""
     builder = (
-        tiny_gguf("llama").add("llama.hidden_act", STRING, activation).add("tokenizer.chat_template", STRING, CHAT)
+        tiny_fields("llama").add("llama.hidden_act", STRING, activation).add("tokenizer.chat_template", STRING, CHAT)
     )
-    builder.tensors = []
     for name, values in weights("llama").items():
         builder.tensor(gguf_name(name), values.astype(np.float16).astype(np.float32))
     if limits is True:

@@ -16,7 +16,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import delta_gguf, family_gguf, gguf_name, in_nvfp4, latent_gguf, tiny_folder, tiny_gguf, weights
+from model_files import (
+    delta_gguf,
+    family_gguf,
+    gguf_name,
+    in_nvfp4,
+    latent_gguf,
+    tiny_fields,
+    tiny_folder,
+    tiny_gguf,
+    weights,
+)
 from sparse_models import CHAT
 
 from benchmarks.models.gguf_writer import STRING
@@ -112,8 +122,7 @@ def test_what_passes_through_a_window_gives_the_same_bits(name: str, direct: boo
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_every_type_is_packed_from_disk(kind: str, tmp_path: Path) -> None:
-    builder = tiny_gguf("llama").add("tokenizer.chat_template", STRING, CHAT)
-    builder.tensors = []
+    builder = tiny_fields("llama").add("tokenizer.chat_template", STRING, CHAT)
     for name, values in weights("llama").items():
         if values.ndim == 2 and name != "embed":
             kind_id, dims = block_type(kind).id, list(reversed(values.shape))

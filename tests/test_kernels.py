@@ -31,6 +31,8 @@ from powerinfer.kernels import cpu
 
 POOLS = {threads: _native.Pool(threads) for threads in (1, 2, 3)}
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 47, 48, 49, 70]
+PARTS = 3
+"""Of the shapes of products: each kernel meets one of them in `make test`, each type all of them, at some level."""
 ROWS = [1, 3, 7, 8, 9, *range(15, 18), *range(31, 65), 70]
 
 every_type = pytest.mark.parametrize("type_name", _native.TYPES)
@@ -131,11 +133,13 @@ def shapes(type_name: str) -> list[tuple[int, int, int]]:
     return [*some, (small[-1] // 2 if type_name in FLOATS else small[-1], 4096, 3)]
 
 
+@pytest.mark.sampled(("type_name", "level"), ("type_name", "part"), ("level", "part"))
+@pytest.mark.parametrize("part", range(PARTS))
 @every_kernel
-def test_products(type_name: str, level: str) -> None:
-    for i, shape in enumerate(shapes(type_name)):
+def test_products(type_name: str, level: str, part: int) -> None:
+    for i, shape in list(enumerate(shapes(type_name)))[part::PARTS]:
         case = random_case(type_name, *shape)
-        case.check(case.run(level, threads=1 + i % 3))
+        case.check(case.run(level, threads=1 + i // PARTS % 3))
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_files import FF, D, gguf_name, tiny_gguf, weights
+from model_files import FF, D, gguf_name, tiny_fields, weights
 from sparse_models import CHAT, TEXT, give_bundles, give_predictor, give_profile, profile_for
 
 from benchmarks.models.gguf_writer import ARRAY, STRING, U32, Array
@@ -27,9 +27,8 @@ SIZES = (FF, FF // 3)  # 96 and 32: one group of bundles, and a few
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    builder = tiny_gguf().put("llama.feed_forward_length", ARRAY, Array(U32, list(SIZES)))
+    builder = tiny_fields().put("llama.feed_forward_length", ARRAY, Array(U32, list(SIZES)))
     builder.add("llama.hidden_act", STRING, "relu").add("tokenizer.chat_template", STRING, CHAT)
-    builder.tensors = []
     for name, values in weights("llama").items():
         if name.startswith("layers.1.") and FF in values.shape:
             values = values[:, : SIZES[1]] if values.shape == (D, FF) else values[: SIZES[1]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import FF, LAYERS, D, gguf_name, tiny_config, tiny_gguf, weights
+from model_files import FF, LAYERS, D, gguf_name, tiny_config, tiny_fields, weights
 from sparse_models import CHAT, TEXT
 
 from benchmarks.models.gguf_writer import STRING
@@ -97,8 +97,7 @@ def own_weights(kind: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def model(kind: str, tmp_path: Path) -> Path:
-    builder = tiny_gguf().add("tokenizer.chat_template", STRING, CHAT)
-    builder.tensors = []
+    builder = tiny_fields().add("tokenizer.chat_template", STRING, CHAT)
     for name, values in own_weights(kind).items():
         builder.tensor(gguf_name(name), np.ascontiguousarray(values))
     return builder.write(tmp_path / "m.gguf")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, give_limits, tiny_gguf, weights
+from model_files import FF, LAYERS, VOCAB, D, family_gguf, gguf_name, give_limits, tiny_fields, weights
 from prepared_models import checkpoint
 from sparse_models import give_bundles
 from test_prepared import describe, left_in
@@ -52,8 +52,7 @@ def few_directions(path: Path, directions: int, activation: str = "relu", limits
 
     limits: with thresholds of the neurons, or this one for all of them.
     """
-    builder = tiny_gguf("llama").add("llama.hidden_act", STRING, activation)
-    builder.tensors = []
+    builder = tiny_fields("llama").add("llama.hidden_act", STRING, activation)
     rng = np.random.default_rng(9)
     for name, values in weights("llama").items():
         if name.endswith("gate"):
@@ -221,8 +220,7 @@ def test_training_spends_units_where_they_decide(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     gate[:64, 6:38], gate[64:, 38:] = rng.standard_normal((64, 32)), rng.standard_normal((32, 26))
     gate[:64, 5] = 5
-    builder = tiny_gguf("llama").add("llama.hidden_act", STRING, "relu")
-    builder.tensors = []
+    builder = tiny_fields("llama").add("llama.hidden_act", STRING, "relu")
     for name, values in weights("llama").items():
         own = gate if name.endswith("gate") else np.ones_like(values) if name.endswith("norm") else values
         builder.tensor(gguf_name(name), own)

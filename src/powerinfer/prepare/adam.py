@@ -37,8 +37,8 @@ class Adam:
                 tensors = [tensor for tensor in group if tensor.grad is not None]
                 for tensor in tensors:
                     if tensor not in self.moments:
-                        where = tensor.device if self.fused else None  # the kernel reads it there
-                        step = torch.zeros((), device=where)
+                        device = tensor.device if self.fused else None  # where the kernel reads it
+                        step = torch.zeros((), device=device)
                         self.moments[tensor] = Moments(torch.zeros_like(tensor), torch.zeros_like(tensor), step)
                 moments, gradients = [self.moments[tensor] for tensor in tensors], [tensor.grad for tensor in tensors]
                 adam(
