@@ -402,6 +402,7 @@ def decoded(executor: Any, way: Way) -> list[np.ndarray]:
             position += 1
     assert ahead == [False] + [torch_device() == DEFERRED] * 9
     executor.drop_successor()
+    assert executor.gpu.next_step is None or executor.gpu.next_step._run is None, "its recording may be dropped"
     found.append(executor.forward(Batch(tokens, np.full(2, position, np.int32), rows, table, rows)).copy())
     return found
 
@@ -658,8 +659,17 @@ def test_where_flags_are_refused_nothing_is_launched_ahead(folder: Path, monkeyp
     for refused, text in told.items():
         monkeypatch.setattr(Flags, "trial", lambda *_, refused=refused, **_options: refused)
         with deferred(1), neurons.split(saved("tiny", folder), 0.5) as (executor, _):
-            assert executor.choices.texts()["launches"].startswith(text)
             assert (executor.gpu.next_step is None) == (refused is not None)
+            executor.gpu.record(recorder_of(executor.gpu.device))
+            executor.tell_launches()
+            assert executor.choices.texts()["launches"].startswith(text)
+            executor.gpu.observer, exchanged = object(), "experts are exchanged between steps"  # type: ignore[assignment]
+            executor.tell_launches()
+            assert executor.choices.texts()["launches"] == f"when the tokens are known ({refused or exchanged})"
+            executor.gpu.observer, waits = None, "the host waits for the GPU within a step"
+            executor.gpu.exchange("waits", "")
+            executor.tell_launches()
+            assert executor.choices.texts()["launches"] == f"when the tokens are known ({refused or waits})"
 
 
 @pytest.mark.skipif(not CUDA, reason="a GPU is needed")

@@ -16,6 +16,7 @@ from powerinfer.config import EngineConfig
 from powerinfer.devices.batch import Batch
 from powerinfer.formats.checkpoint import open_checkpoint
 from powerinfer.kernels import cpu
+from powerinfer.kernels.candidates import CANDIDATES, MOST, WORDS, any_tokens
 from powerinfer.models import load
 
 
@@ -83,6 +84,45 @@ def test_rows_of_tokens_that_a_gpu_brings(name: str, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="outside the embedding"):
                 ours.answer_tokens(flags, 4, 0.0, largest, batch, out)
         assert numbers[32] == 3
+    finally:
+        whole.close()
+        ours.close()
+
+
+def test_rows_of_tokens_that_are_drawn(tmp_path: Path) -> None:
+    """Out of candidates that a GPU brings; where one cannot be, nothing is answered."""
+    engine = EngineConfig(threads=2, context=128, max_batch=4, prefix_cache=False, prefill_chunk=64)
+    path = tiny_llama(tmp_path / "m.gguf")
+    whole, ours = (load(open_checkpoint(path), engine) for _ in "12")
+    numbers, records = np.zeros(64, np.uint32), np.zeros((4, WORDS), np.int32)
+    flags = _native.HostFlags(numbers[:1], numbers[32:33], 20.0)
+    of_rows = records.view(CANDIDATES)[:, 0]
+    of_rows["count"], of_rows["values"][:, :3] = 3, (2.0, 2.0, 1.0)
+    of_rows["ids"][:, :3] = [(9 + row, 5 + row, 1) for row in range(4)]
+    draws = np.array([(0.0, 0, 1, 0, 0), (1.0, 3, 1, 0, 0.999), (1.0, 3, 1, 0, 0), (1.0, 3, 1, 0, 0.5)])
+    wanted = replace(
+        batch_of(4, 3, whole.vocab_size), rows=np.arange(4, dtype=np.int32), tokens=np.array([5, 1, 7, 12], np.int32),
+        page_table=np.arange(16, dtype=np.int32).reshape(4, 4),
+    )  # fmt: skip
+    batch, out = replace(wanted, tokens=np.zeros(4, np.int32), draws=draws), np.zeros((4, ours.d_model), np.float32)
+    try:
+        assert not ours.answer_tokens(flags, 1, 0.0, (records,), batch, out)
+        numbers[0] = 2
+        assert ours.answer_tokens(flags, 1, 0.0, (records,), batch, out) and numbers[32] == 1
+        assert batch.tokens.tolist() == wanted.tokens.tolist()
+        np.testing.assert_array_equal(out, whole.embedded(wanted))
+        of_rows["count"][2] = MOST + 1
+        assert ours.answer_tokens(flags, 2, 0.0, (records,), batch, out) and numbers[32] == 1
+        assert batch.tokens.tolist() == [5, 1, -1, 12]
+        np.testing.assert_array_equal(out, whole.embedded(replace(wanted, tokens=any_tokens(records, batch.tokens))))
+        for brought, wrong in ((records[:, 1:].copy(), batch), (records, replace(batch, draws=draws[:3]))):
+            with pytest.raises(ValueError, match=r"another length|a draw of its own"):
+                ours.answer_tokens(flags, 2, 0.0, (brought,), wrong, out)
+        of_rows["ids"][3, 0] = whole.vocab_size
+        of_rows["values"][3, 0] = 9.0
+        with pytest.raises(ValueError, match="outside the embedding"):
+            ours.answer_tokens(flags, 2, 0.0, (records,), batch, out)
+        assert numbers[32] == 1
     finally:
         whole.close()
         ours.close()

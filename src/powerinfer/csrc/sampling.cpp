@@ -50,7 +50,7 @@ class Weights {
   }
 
   // Number of weights that are at least so large; -1: it is not certain.
-  int at_least(double least) const {
+  int likely(double least) const {
     int count = 0;
     for (int i = 0; i < n_; i++) {
       if (weights_[i].low >= least) count++;
@@ -77,7 +77,7 @@ int tokens_left(const Weights& weights, int n, const Draw& draw, bool limited, R
     left = at + 1;
   }
   if (draw.min_p > 0) {
-    const int likely = weights.at_least(draw.min_p);
+    const int likely = weights.likely(draw.min_p);
     if (likely < 0) return -1;
     if (likely < n) left = std::max(1, std::min(left, likely));
   }
@@ -95,8 +95,8 @@ int32_t drawn_token(const Candidates& candidates, const Draw& draw) {
     if (std::isnan(candidates.values[i])) return -1;
     sorted[i] = {candidates.values[i], candidates.ids[i]};
   }
-  std::sort(sorted, sorted + count, [](const Candidate& one, const Candidate& other) {
-    return one.logit > other.logit || (one.logit == other.logit && one.id < other.id);
+  std::sort(sorted, sorted + count, [](const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
   });
   if (!std::isfinite(sorted[0].logit)) return -1;
   if (draw.temperature == 0) return sorted[0].id;

@@ -983,11 +983,24 @@ class GpuLayers:
 
     def drop_next(self) -> None:
         """End a step that was launched ahead, and whose result nobody wants."""
-        if self.next_step is not None and self.next_step.batch is not None:
+        if self.next_step is None:
+            return
+        if self.next_step.batch is not None:
             self.next_step.batch = None
             with current(self.device), self._finished_after_failure():
                 self.next_step.answer_calls()
                 self.buffers.wait()
+        self.next_step.forget()
+
+    @property
+    def launched_afterwards(self) -> str:
+        """The reason why no step is launched ahead of its tokens where the device could; empty: there is none."""
+        if self.observer is not None:
+            return "experts are exchanged between steps"
+        waits = self.way == "waits"
+        if not all(one.static or (one.called is not None and not waits) for one in self.operators):
+            return "the host waits for the GPU within a step"
+        return ""
 
     def _count(self, tokens: int) -> None:
         if tokens <= cpu.NEURON_TOKENS:
@@ -1125,7 +1138,7 @@ class GpuLayers:
             again = replace(step, needs=LogitsNeed.LOGITS)
             failures = gpu_failures("computing the logits of a step again", "lower --max-batch or --vram")
             with failures, current(self.device), self._finished_after_failure(), import_torch().inference_mode():
-                if self.next_step is not None and self.next_step.kept:
+                if self.next_step is not None and self.next_step.restorable:
                     self.buffers.restore(again)
                 self._head.run(again)
                 self._latest_logits = self.buffers.download(again, logits=True)
@@ -1321,6 +1334,7 @@ class GpuLayers:
         of_shape, least = self._recorded_bytes // self._shapes, min(LEAST_SHAPES, self._shapes)
         shapes = max(least, self._shapes - -(-nbytes // of_shape))
         freed = (self._shapes - shapes) * of_shape
+        self.drop_next()
         self._shapes = self._most_shapes = shapes
         self._recorded_bytes -= freed
         self._recordings = None

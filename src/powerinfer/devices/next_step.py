@@ -59,7 +59,8 @@ class NextStep:
     """The step that is launched ahead of its tokens, one at most, of steps of one shape that follow each other.
 
     batch: its batch, None: there is none. step: those of the shape, which are at the same addresses; context: in which
-    they are launched. kept: whether the residual stream of the step before it is, of the result that came last.
+    they are launched. restorable: whether the residual stream of the step whose result came last was kept, since this
+    one overwrites it.
     """
 
     step: Step
@@ -67,7 +68,7 @@ class NextStep:
     def __init__(self, streams: Streams, embedding: Embedding, buffers: StepBuffers, link: Link | None) -> None:
         """link: None: the CPU has no part in steps. RuntimeError where the device cannot use memory of the host."""
         self.batch: Batch | None = None
-        self.kept = False
+        self.restorable = False
         self.context: AbstractContextManager[Any] = streams.active()
         self._streams = streams
         self._embedding = embedding
@@ -77,8 +78,8 @@ class NextStep:
         self._host, self._asked, self._answered = self._flags.numbers
         self._number = self._left = 0
         self._stream: Stream
-        self._run: Run
-        self._answer: Callable[[], None] | None
+        self._run: Run | None = None
+        self._answer: Callable[[], None] | None = None
         self._brought: Brought
         self._rows: Float32
 
@@ -88,7 +89,7 @@ class NextStep:
 
     def begin(self) -> None:
         """Begin to count; nothing of an earlier step is under way."""
-        self._number, self.kept = 0, False
+        self._number, self.restorable = 0, False
         self._flags.begin()
 
     def start(self, batch: Batch, step: Step, run: Run) -> bool:
@@ -106,7 +107,7 @@ class NextStep:
     def go_on(self, batch: Batch) -> bool:
         """The same of a step that was launched ahead itself."""
         make, self.batch, batch.successor = batch.successor, None, None
-        self.kept = False
+        self.restorable = False
         following = make() if make is not None and self._left else None
         if following is None:
             return False
@@ -115,12 +116,17 @@ class NextStep:
         self._streams.write_value(self._stream, self._asked, self._number)
         if following.draws is not None:
             self._buffers.keep(self.step)
-            self.kept = True
+            self.restorable = True
         self._streams.wait_value(self._stream, self._answered, self._number)
         self._rows = self._buffers.upload_ahead(following)
+        assert self._run is not None
         self._run(_NO_STATE)
         self.batch = following
         return True
+
+    def forget(self) -> None:
+        """No step follows, and nothing is under way: the recording is let go."""
+        self.batch = self._run = self._answer = None
 
     def answer_calls(self) -> None:
         """Compute the CPU's part of the step, which was launched ahead, where the GPU asks for it by flags."""

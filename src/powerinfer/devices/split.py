@@ -73,24 +73,32 @@ class SplitExecutor:
         more = f", {gpu.memory()['kv'] >> 20} MiB on the GPU"
         part = GpuPart(gpu.layers, gpu.has_head, gpu.place)
         self.choices = replace(cpu.choices, gpu=Choice(part), kv_cache=pages.add(more), steps=gpu.caller)
-        self.choices.launches = self._launch_ahead()
+        self._refusal = self._launch_ahead()
+        self.tell_launches()
         if reason:
             self.tell(reason)
         if self.drafter is not None:
             self.tell(f"the draft head on the {'CPU' if draft is None else 'GPU'}")
 
-    def _launch_ahead(self) -> Choice[str] | None:
-        """Let steps be launched ahead of their tokens where the GPU has the head, and no layer has states; the choice
-        of whether they are, None: there is none."""
+    def _launch_ahead(self) -> str | None:
+        """Let steps be launched ahead of their tokens where the GPU has the head, and no layer has states; the reason
+        why it cannot, by a trial, empty: it can, None: there is nothing to choose."""
         gpu, cpu = self.gpu, self.cpu
         if len(self.cards) > 1 or not gpu.has_head or not cpu.looks_up or cpu.n_states:
             return None
         reason = gpu.launch_ahead(cpu)
-        if not gpu.records:
-            return None
-        if reason is not None:
-            return Choice("when the tokens are known", reason)
-        return Choice("ahead of the tokens", "where these are the most likely ones")
+        return (reason or "") if gpu.records else None
+
+    def tell_launches(self) -> None:
+        """Note in the choices whether steps are launched ahead of their tokens, which depends on how both devices
+        exchange."""
+        reason = self._refusal
+        if reason is None:
+            return
+        reason = reason or self.gpu.launched_afterwards
+        drawn = "where these are the most likely ones, or drawn among them"
+        ahead, afterwards = Choice("ahead of the tokens", drawn), Choice("when the tokens are known", reason)
+        self.choices.launches = afterwards if reason else ahead
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""

@@ -59,7 +59,7 @@ class StepBuffers:
         self._inputs = torch.zeros((max_tokens, inputs), device=to) if inputs else None
         self._host_inputs = self._streams.pinned((max_tokens, inputs), torch.float32) if inputs else None
         self._device = to
-        self._kept: Tensor | None = None
+        self._saved_x: Tensor | None = None
         self._make_logits(1)
         self._description = _Description(to, self._streams, min(max_tokens, FEW) * d_model, d_model)
         self._last = self._x
@@ -82,7 +82,7 @@ class StepBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = self._x, self._total, self._inputs, self._largest, self._candidates, self._kept
+        tensors = self._x, self._total, self._inputs, self._largest, self._candidates, self._saved_x
         return tensor_bytes(*tensors) + self._description.nbytes
 
     @property
@@ -133,17 +133,17 @@ class StepBuffers:
         """Let the description of a step be written while that of the one before may still be read, and its residual
         stream be kept."""
         self._description.pair()
-        self._kept = import_torch().zeros((min(len(self._x), FEW), self._x.shape[1]), device=self._device)
+        self._saved_x = import_torch().zeros((min(len(self._x), FEW), self._x.shape[1]), device=self._device)
 
     def keep(self, step: Step) -> None:
         """Keep the residual stream of a step, of few tokens, which the step behind it overwrites."""
-        assert self._kept is not None
-        self._kept[: step.x.shape[0]].copy_(step.x)
+        assert self._saved_x is not None
+        self._saved_x[: step.x.shape[0]].copy_(step.x)
 
     def restore(self, step: Step) -> None:
         """Bring it back; nothing of another step is under way."""
-        assert self._kept is not None
-        step.set(self._kept[: step.x.shape[0]])
+        assert self._saved_x is not None
+        step.set(self._saved_x[: step.x.shape[0]])
 
     def left(self, batch: Batch) -> int:
         """Number of steps behind this one, which was uploaded last, that have its shape, where each sequence gets a

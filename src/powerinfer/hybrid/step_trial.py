@@ -70,3 +70,4 @@ def use(executor: SplitExecutor, exchange: StepExchange, origin: str) -> None:
     executor.gpu.exchange(exchange.way, f"ms a step: {', '.join(times)}")
     steps = executor.gpu.caller
     executor.choices.steps = None if steps is None else steps.add(f", {origin}")
+    executor.tell_launches()

@@ -52,8 +52,8 @@ def any_tokens(records: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray
 DRAW_NUMBERS = _native.DRAW_NUMBERS
 
 Draw = tuple[float, float, float, float, float]
-"""How a token is drawn: the temperature, 0: it is the most likely one; top_k, 0: no limit; top_p; min_p; a number that
-is uniform in [0, 1)."""
+"""Numbers by which a token is drawn: the temperature, 0: it is the most likely one; top_k, 0: no limit; top_p; min_p;
+one that is uniform in [0, 1)."""
 
 
 def drawn_token(record: Any, draw: Draw) -> int:
