@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
+from powerinfer.devices.flags import LateAnswerError
 from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
@@ -114,7 +115,10 @@ class SplitExecutor:
 
     def forward(self, batch: Batch) -> NDArray[Any]:
         if self.gpu.awaits(batch):
-            return self._collect(batch)
+            with suppress(LateAnswerError):  # what the GPU has computed is void
+                return self._collect(batch)
+        if self.gpu.launched_ahead:
+            self.drop_successor()
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
         awake = len(batch.tokens) <= FEW and self._on_both
         if self.trace is None and not awake:
