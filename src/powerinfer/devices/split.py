@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,10 @@ class SplitExecutor:
 
     def forward(self, batch: Batch) -> NDArray[Any]:
         if self.gpu.awaits(batch):
-            with suppress(LateAnswerError):  # what the GPU has computed is void
+            try:
                 return self._collect(batch)
+            except LateAnswerError:  # what the GPU has computed is void
+                pass
         if self.gpu.launched_ahead:
             self.drop_successor()
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
