@@ -47,7 +47,7 @@ help:
 	@echo 'make test-native        the kernels of every level that runs here, without Python'
 	@echo 'make test-neon          the same for 64-bit Arm, by a cross compiler and an emulator'
 	@echo 'make test-asan          the same under AddressSanitizer and UndefinedBehaviorSanitizer'
-	@echo 'make test-tsan          the pool of threads, and flags, under ThreadSanitizer'
+	@echo 'make test-tsan          the pool of threads, flags, and who answers them, under ThreadSanitizer'
 	@echo 'make test-converter     files of llama.cpp'\''s own converter, of every family, against transformers'
 	@echo 'make test-clients       real clients (agents, too) against the server, installed with pip and npm (ARGS="codex": some)'
 	@echo 'make fuzz-asan          damaged model files through a whole forward pass, under the sanitisers'
@@ -174,7 +174,7 @@ test-asan: $(VENV)/stamp-build-tools
 # The pool alone: threads of a program that are late read what others write, and what they make of that goes nowhere.
 test-tsan:
 	@mkdir -p build/tsan && for test in pool flags; do $(CXX) -std=c++17 -O1 -g1 -fsanitize=thread -Wno-tsan -Isrc/powerinfer/csrc \
-		tests/native/test_$$test.cpp src/powerinfer/csrc/{pool,host_flags}.cpp -pthread -o build/tsan/test_$$test && build/tsan/test_$$test || exit 1; done
+		tests/native/test_$$test.cpp src/powerinfer/csrc/{pool,host_flags,host_calls,answering_thread}.cpp -pthread -o build/tsan/test_$$test && build/tsan/test_$$test || exit 1; done
 
 # The converter is fetched once, by its hash, into the tests' cache.
 test-converter: $(VENV)/stamp-dev

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import families  # noqa: E402
 import test_hybrid_experts as experts  # noqa: E402
 from deferred import Machine, deferred  # noqa: E402
 from families import case_named  # noqa: E402
@@ -30,8 +33,11 @@ from truth import Truth  # noqa: E402
 
 from powerinfer import _native  # noqa: E402
 from powerinfer.devices import flags as flags_module  # noqa: E402
-from powerinfer.devices.flags import Flags  # noqa: E402
+from powerinfer.devices.batch import Batch, LogitsNeed  # noqa: E402
+from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
+from powerinfer.devices.flags import FlaggedRun, Flags  # noqa: E402
 from powerinfer.devices.link import WAYS  # noqa: E402
+from powerinfer.devices.next_step import NextStep  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.streams import streams_of  # noqa: E402
 from powerinfer.devices.torch_device import current  # noqa: E402
@@ -168,6 +174,109 @@ def test_a_call_that_fails_is_answered() -> None:
     calls.add(1, _native.NeuronCall(shared, failing_part(), tokens(2), out))
     memory[ASKED] = 1
     assert calls.answer(0.0) and memory[ANSWERED] == 1 and not out.any() and "topk" in shared.take_failure()
+
+
+# ---- A thread that answers while the host does something else --------------------------------------------------------
+
+
+def playing(memory: np.ndarray, out: np.ndarray, results: list[np.ndarray]) -> threading.Thread:
+    """A thread, begun, that asks for the calls of a step as a GPU does, and has their results."""
+
+    def play() -> None:
+        for number in NUMBERS:
+            memory[ASKED] = number
+            until(lambda least=number: memory[ANSWERED] >= least)
+            results.append(out.copy())
+            out[:] = np.nan
+
+    gpu = threading.Thread(target=play)
+    gpu.start()
+    return gpu
+
+
+def test_a_thread_answers_while_the_host_does_something_else() -> None:
+    """It asks for no call of Python's, and sleeps when nothing is left; the next step is its own again."""
+    flags, memory = flags_of()
+    part = part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5))
+    (calls, x, out, shared), thread = calls_of(flags, part), _native.AnsweringThread()
+    x[:], wanted = tokens(2), np.empty_like(out)
+    part.sum(x, wanted)
+    results: list[np.ndarray] = []
+    for step in range(STEPS):
+        flags.begin()
+        calls.begin()
+        thread.start(calls, LONG)
+        playing(memory, out, results).join(LONG)
+        assert len(results) == (step + 1) * len(NUMBERS) and memory[ANSWERED] == NUMBERS[-1]
+        until(lambda: not thread.answers)
+        thread.take_back()
+        assert calls.answer(0.0), "nothing is left"
+    for one in results:
+        np.testing.assert_array_equal(one, wanted)
+    assert shared.made == len(results) and not flags.released
+
+
+def test_calls_are_taken_back() -> None:
+    """At any moment: each is made once, and who has taken them back makes the others."""
+    flags, memory = flags_of()
+    part = part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5))
+    (calls, x, out, shared), thread = calls_of(flags, part), _native.AnsweringThread()
+    x[:], wanted = tokens(2), np.empty_like(out)
+    part.sum(x, wanted)
+    rng, results = np.random.default_rng(1), list[np.ndarray]()
+    for step in range(STEPS):
+        flags.begin()
+        calls.begin()
+        thread.start(calls, LONG)
+        gpu = playing(memory, out, results)
+        time.sleep(rng.choice([0.0, 1e-4, 3e-4]))
+        thread.take_back()
+        assert not thread.answers
+        until(lambda: calls.answer(0.0))
+        gpu.join(LONG)
+        assert shared.made == len(results) == (step + 1) * len(NUMBERS)
+    for one in results:
+        np.testing.assert_array_equal(one, wanted)
+
+
+def test_a_thread_that_is_not_asked() -> None:
+    """It goes on for so long, or until calls are taken back, or the GPU is released; and ends with its object."""
+    flags, memory = flags_of()
+    calls, _, out, shared = calls_of(flags, part_of(make_layer(K, NEURONS, ("F16", "F16")), some(0.5)))
+    before, threads = len(os.listdir("/proc/self/task")), [_native.AnsweringThread()]
+    begin = time.monotonic()
+    threads[0].start(calls, 0.05)
+    until(lambda: not threads[0].answers)
+    assert time.monotonic() - begin >= 0.05 and memory[ANSWERED] == 0
+    for seconds in (0.0, 0.01):
+        threads[0].start(calls, LONG)
+        time.sleep(seconds)
+        threads[0].take_back()
+        assert not threads[0].answers and shared.made == 0
+    threads[0].start(calls, LONG)
+    flags.release()
+    memory[ASKED] = NUMBERS[0]
+    until(lambda: not threads[0].answers)
+    flags.begin()
+    threads[0].start(calls, LONG)
+    memory[ASKED] = NUMBERS[0]
+    until(lambda: bool(memory[ANSWERED] == NUMBERS[0]))
+    begin = time.monotonic()
+    threads.clear()
+    assert time.monotonic() - begin < LONG / 2 and shared.made == 1 and not np.isnan(out).any()
+    until(lambda: len(os.listdir("/proc/self/task")) <= before)
+
+
+def test_a_call_of_the_thread_that_fails() -> None:
+    flags, memory = flags_of()
+    calls, shared, out = _native.FlaggedCalls(flags), _native.HostCalls(), np.full((2, K), np.nan, np.float32)
+    calls.add(1, _native.NeuronCall(shared, failing_part(), tokens(2), out))
+    thread = _native.AnsweringThread()
+    thread.start(calls, LONG)
+    memory[ASKED] = 1
+    until(lambda: bool(memory[ANSWERED] == 1))
+    thread.take_back()
+    assert not out.any() and "topk" in shared.take_failure()
 
 
 def test_numbers_grow() -> None:
@@ -343,6 +452,145 @@ def test_a_gpu_that_ends_without_asking_fails_its_step(model: Path, monkeypatch:
         monkeypatch.setattr(Machine, "wait_value", lambda *_: None)
         with pytest.raises(PowerInferError, match=r"^the GPU did not ask for the CPU's part of a step"):
             recorded(executor)
+
+
+# ---- Steps that are launched ahead -----------------------------------------------------------------------------------
+
+
+def tokens_of_steps(executor: Any, steps: int, meanwhile: Callable[[int], None] = lambda _: None) -> list[int]:
+    """The tokens of a text's steps; each but the last has a successor. meanwhile: gets the number of a step whose
+    tokens are there, and whose successor is under way."""
+    pages, found = families.scattered_pages(executor, 1), list[int]()
+    families.run_chunks(executor, np.arange(20, dtype=np.int32), [20], pages[0])
+    row, batch, token = np.zeros(1, np.int32), None, 3
+    for step in range(steps):
+        position = np.full(1, 20 + step, np.int32)
+        if batch is None:
+            batch = Batch(np.array([token], np.int32), position, row, pages, row, needs=LogitsNeed.LARGEST)
+        following = replace(batch, tokens=np.full(1, -1, np.int32), positions=position + np.int32(1))
+        batch.successor = (lambda one=following: one) if step + 1 < steps else None
+        token = int(executor.forward(batch)[0])
+        found.append(token)
+        batch = following if executor.gpu.launched_ahead else None
+        assert batch is None or following.tokens[0] == token
+        if batch is not None:
+            meanwhile(step)
+    return found
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The tokens of eight steps none of which is launched ahead."""
+    path = give_bundles(tiny_llama(tmp_path_factory.mktemp("right") / "tiny.gguf"))
+    with pytest.MonkeyPatch.context() as patch, deferred(1), split(path, 0.5) as (executor, _):
+        patch.setattr(NextStep, "start", lambda *_: False)
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        return tokens_of_steps(executor, 8)
+
+
+def test_a_step_ahead_is_computed_while_the_host_does_something_else(
+    model: Path, right: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its calls are answered though nobody comes for its result."""
+    with deferred(3) as machine, split(model, 0.5) as (executor, ffns), working_by_itself(machine):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        calls, before = executor.gpu.link.calls, list[int]()
+
+        def wait(_: int) -> None:
+            until(lambda: not executor.gpu.link.flags.answers_beside)
+            before.append(calls.made)
+
+        monkeypatch.setattr(flags_module, "LOOK", LONG)
+        monkeypatch.setattr(flags_module, "ASLEEP_AFTER", LONG)
+        assert tokens_of_steps(executor, 8, wait) == right
+        assert len(before) > 4 and np.all(np.diff([*before, calls.made]) == [len(ffns)] * (len(before) - 1) + [0])
+
+
+def test_the_host_computes_nothing_beside_a_step_ahead(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another step than the one that was launched takes back its calls first."""
+    plain, under_way, row = CpuExecutor._run, list[bool](), np.zeros(1, np.int32)
+    with deferred(3) as machine, split(model, 0.5) as (executor, _), working_by_itself(machine):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        monkeypatch.setattr(flags_module, "LOOK", LONG)
+        other = Batch(row + 5, row, row, families.scattered_pages(executor, 2)[1:], row)
+
+        def run(*given: Any) -> None:
+            assert not executor.gpu.link.flags.answers_beside
+            plain(*given)
+
+        def come(_: int) -> None:
+            under_way.append(executor.gpu.link.flags.answers_beside)
+            executor.forward(other)
+
+        monkeypatch.setattr(CpuExecutor, "_run", run)
+        tokens_of_steps(executor, 8, come)
+    assert any(under_way)
+
+
+def test_a_model_is_closed_while_a_step_ahead_is_under_way(model: Path) -> None:
+    """Its GPU does not go on, so that the thread waits to be asked; it ends, and so do both watchdogs."""
+    with deferred(1), split(model, 0.5) as (executor, _):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        flags = [executor.gpu.link.flags]
+
+        def break_off(_: int) -> None:
+            if flags[0].answers_beside:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            tokens_of_steps(executor, 8, break_off)
+        assert flags.pop().answers_beside
+        most = len(os.listdir("/proc/self/task"))
+        executor.close()
+        until(lambda: len(os.listdir("/proc/self/task")) <= most - 3)
+
+
+def test_a_call_of_a_step_ahead_that_fails(model: Path, right: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails its step by one line, once the host comes for the result; the next one is right."""
+    with deferred(2) as machine, split(model, 0.5) as (executor, _), working_by_itself(machine):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        monkeypatch.setattr(flags_module, "LOOK", LONG)
+        plain = FlaggedRun.answer_beside
+        failing = _native.FlaggedCalls(executor.gpu.link.flags._host)
+        failing.add(1, _native.NeuronCall(executor.gpu.link.calls, failing_part(), tokens(2), tokens(2)))
+
+        def answer_beside(run: FlaggedRun) -> None:
+            executor.gpu.link.flags.answer_beside(failing)
+            until(lambda: not executor.gpu.link.flags.answers_beside)
+            plain(run)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FlaggedRun, "answer_beside", answer_beside)
+            with pytest.raises(PowerInferError, match=r"^the CPU's part of a step failed: .*topk"):
+                tokens_of_steps(executor, 8)
+        assert tokens_of_steps(executor, 8) == right
+
+
+@pytest.mark.parametrize("late", ["rows", "calls"])
+def test_a_step_ahead_that_is_answered_too_late_is_computed_again(
+    late: str, model: Path, right: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its GPU has gone on with anything."""
+    with deferred(2) as machine, split(model, 0.5) as (executor, _), working_by_itself(machine):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+        monkeypatch.setattr(flags_module, "LOOK", LONG)
+        numbers = executor.gpu.next_step._host if late == "rows" else executor.gpu.link.flags._host
+        owner, name = (NextStep, "_begin_calls") if late == "rows" else (Flags, "take_back")
+        plain, times = getattr(owner, name), list[bool]()
+
+        def waiting(*given: Any) -> None:
+            times.append(executor.gpu.launched_ahead)
+            if sum(times) == 3 and times[-1]:
+                numbers.set_patience(0.05)
+                until(lambda: bool(numbers.released))
+                numbers.set_patience(LONG)
+            plain(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, waiting)
+            patch.setattr(FlaggedRun, "answer_beside", lambda _: None)
+            assert tokens_of_steps(executor, 8) == right
+        assert sum(times) >= 3
 
 
 def refuses(*_: Any) -> None:

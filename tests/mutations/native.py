@@ -133,7 +133,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU's streams call the CPU in their order, and a call that fails fails its step alone",
-        "src/powerinfer/csrc/host_calls.cpp",
+        "src/powerinfer/csrc/sum_calls.cpp",
         "std::fill(out_, out_ + tokens_ * sum_->bundles->up.k, 0.0f);",
         "std::fill(out_, out_ + (tokens_ - 1) * sum_->bundles->up.k, 0.0f);",
         "tests/test_host_calls.py -k writes_zeros",
@@ -141,8 +141,8 @@ MUTATIONS = [
     Mutation(
         "calls by flags are made when they are asked for, with the bits of calls by functions",
         "src/powerinfer/csrc/host_calls.cpp",
-        "if (!flags_->wait(number, seconds)) return flags_->is_released();",
-        "if (!flags_->wait(number, seconds) && seconds < 0) return flags_->is_released();",
+        "if (!flags_->wait(number, seconds, stop)) return flags_->is_released();",
+        "if (!flags_->wait(number, seconds, stop) && seconds < 0) return flags_->is_released();",
         "tests/test_flags.py -k before",
     ),
     Mutation(
@@ -158,5 +158,12 @@ MUTATIONS = [
         "while (before != RELEASED &&",
         "while (",
         "tests/test_flags.py -k releases",
+    ),
+    Mutation(
+        "calls of a step that was launched ahead are answered while the host does something else: one is being made",
+        "src/powerinfer/csrc/answering_thread.cpp",
+        "back_.wait(lock, [&] { return !answers(); });",
+        "if (seconds_ < 0) back_.wait(lock, [&] { return !answers(); });",
+        "make test-tsan",
     ),
 ]

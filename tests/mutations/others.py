@@ -134,6 +134,27 @@ MUTATIONS = [
         "tests/test_deferred.py -k 'every_order and ahead'",
     ),
     Mutation(
+        "calls of a step that was launched ahead are answered while the host does something else",
+        "src/powerinfer/devices/next_step.py",
+        "            self._calls.answer_beside()\n",
+        "            pass\n",
+        "tests/test_flags.py -k something_else",
+    ),
+    Mutation(
+        "calls of a step that was launched ahead are answered while the host does something else, and taken back",
+        "src/powerinfer/devices/split.py",
+        "        if self.gpu.launched_ahead:\n            self.drop_successor()\n",
+        "",
+        "tests/test_flags.py -k beside_a_step",
+    ),
+    Mutation(
+        "calls by flags are made when they are asked for: tokens that came too late are those of another step",
+        "src/powerinfer/devices/next_step.py",
+        "            raise LateAnswerError(f\"{waited}; stop what keeps this program from its cores\")\n",
+        "            return self.batch.tokens\n",
+        "tests/test_flags.py -k too_late",
+    ),
+    Mutation(
         "a step that is launched before the tokens of the one before are known: one that ends is not in the next",
         "src/powerinfer/runtime/scheduler.py",
         "        self._successor = None\n        self.running.remove(request)\n",

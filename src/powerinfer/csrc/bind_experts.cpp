@@ -4,12 +4,12 @@
 #include "bindings.h"
 #include "expert_policy.h"
 #include "experts.h"
-#include "host_calls.h"
 #include "neuron_sum.h"
 #include "predictor.h"
 #include "program.h"
 #include "resting_experts.h"
 #include "slots.h"
+#include "sum_calls.h"
 
 namespace {
 

@@ -1,16 +1,17 @@
 // FFNs and their parts, the calls of a GPU, predictors, and what is counted of neurons.
 #include <algorithm>
 
+#include "answering_thread.h"
 #include "bindings.h"
 #include "bundle_panels.h"
 #include "dense_neurons.h"
 #include "ffn.h"
 #include "guesses.h"
-#include "host_calls.h"
 #include "neuron_sum.h"
 #include "predictor.h"
 #include "program.h"
 #include "slots.h"
+#include "sum_calls.h"
 #include "watch.h"
 
 namespace {
@@ -197,8 +198,10 @@ void bind_host_calls(nb::module_& m) {
       .def("__init__", &make_host_flags, "asked"_a.noconvert(), "answered"_a.noconvert(), "patience"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def("begin", &HostFlags::begin, "A step begins; nothing of the last one is under way.")
-      .def("wait", &HostFlags::wait, nb::call_guard<nb::gil_scoped_release>(), "number"_a, "seconds"_a,
-           "Wait for the GPU to ask for a call, for so many seconds at most: whether it has.")
+      .def(
+          "wait", [](const HostFlags& flags, uint32_t number, double seconds) { return flags.wait(number, seconds); },
+          nb::call_guard<nb::gil_scoped_release>(), "number"_a, "seconds"_a,
+          "Wait for the GPU to ask for a call, for so many seconds at most: whether it has.")
       .def("answered", &HostFlags::is_answered, "number"_a, "Whether that call is answered, by the host or a GPU.")
       .def("answer", &HostFlags::answer, "number"_a, "That call's result is written.")
       .def("release", &HostFlags::release, "Let the GPU go on without answers, to the end of a step that has failed.")
@@ -208,10 +211,23 @@ void bind_host_calls(nb::module_& m) {
       .def(nb::init<std::shared_ptr<HostFlags>>(), "flags"_a)
       .def("add", &FlaggedCalls::add, "number"_a, "call"_a, "One more, with a higher number than the last one.")
       .def("begin", &FlaggedCalls::begin, "The recording is replayed.")
-      .def("answer", &FlaggedCalls::answer, nb::call_guard<nb::gil_scoped_release>(), "seconds"_a,
-           "Make and answer the calls that are left, but those that the GPU has answered itself. False: it has not\n"
-           "asked for the next one for so many seconds. Once it is released, nothing is left.")
+      .def(
+          "answer", [](FlaggedCalls& calls, double seconds) { return calls.answer(seconds); },
+          nb::call_guard<nb::gil_scoped_release>(), "seconds"_a,
+          "Make and answer the calls that are left, but those that the GPU has answered itself. False: it has not\n"
+          "asked for the next one for so many seconds. Once it is released, nothing is left.")
       .def("__len__", &FlaggedCalls::size);
+  nb::class_<AnsweringThread>(
+      m, "AnsweringThread",
+      "A thread that makes and answers the calls of a recording in place of the one that replayed it. It sleeps\n"
+      "but between `start` and `take_back`, and ends with this object.")
+      .def(nb::init<>())
+      .def("start", &AnsweringThread::start, nb::call_guard<nb::gil_scoped_release>(), "calls"_a, "seconds"_a,
+           "Let it make and answer those that are left, until the GPU has not asked for so many seconds. Until\n"
+           "`take_back` the calls, and the pool that computes them, are its own.")
+      .def("take_back", &AnsweringThread::take_back, nb::call_guard<nb::gil_scoped_release>(),
+           "Wait for the call that it makes, if it does: whoever calls this answers what is left.")
+      .def_prop_ro("answers", &AnsweringThread::answers, "Whether it makes, or waits for, calls.");
 }
 
 void bind_predictor(nb::module_& m) {

@@ -1,6 +1,7 @@
 // The CPU's parts of a step as functions that a GPU's stream calls when it gets there: on a thread of the driver, without
 // Python, and without exceptions.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -8,9 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "experts.h"
 #include "host_flags.h"
-#include "neuron_sum.h"
 
 // What the calls of a GPU share. They run one at a time.
 class HostCalls {
@@ -61,62 +60,6 @@ class HostCall {
   Done done_ = {};
 };
 
-// out = the sum of the selected neurons, as of `NeuronSum::sum`, of arguments that stay where they are.
-class NeuronCall : public HostCall {
- public:
-  NeuronCall(std::shared_ptr<HostCalls> all, std::shared_ptr<NeuronSum> sum, const float* x, int64_t tokens,
-             const uint8_t* selected, float* out)
-      : HostCall(std::move(all)), sum_(std::move(sum)), x_(x), tokens_(tokens), selected_(selected), out_(out) {}
-
- private:
-  bool compute() override { return sum_->sum(x_, tokens_, selected_, nullptr, out_); }
-  void write_zeros() noexcept override;
-
-  const std::shared_ptr<NeuronSum> sum_;
-  const float* const x_;
-  const int64_t tokens_;
-  const uint8_t* const selected_;
-  float* const out_;
-};
-
-// out = the sum of the experts that the CPU has of those that tokens select, as of `Experts::sum`; likewise.
-class ExpertCall : public HostCall {
- public:
-  // A selection that is known before x takes two calls, of which the first fetches weights, too.
-  enum Part { ALL, ORDER, SUM_ORDERED };
-  struct Arguments {
-    const float* x;
-    int64_t tokens;
-    const int32_t* selected;  // [tokens][top_k], with the layer's numbers of experts
-    const float* weights;
-    float* out;
-    int64_t experts;        // of the layer
-    const int32_t* places;  // [experts] the CPU's own number of each, -1: it does not have it
-    int64_t* tally;         // [experts + 1] added to: tokens that select each; selections that the CPU does not have
-    const float* hidden;    // as of `Experts::sum`
-  };
-  ExpertCall(std::shared_ptr<HostCalls> all, std::shared_ptr<Experts> op, Program& program, const Arguments& arguments,
-             Part part)
-      : HostCall(std::move(all)),
-        op_(std::move(op)),
-        program_(program),
-        a_(arguments),
-        part_(part),
-        own_((size_t)(arguments.tokens * op_->router().spec.top_k)) {}
-
- private:
-  bool compute() override;
-  void note() override;
-  void write_zeros() noexcept override;
-  void select();
-
-  const std::shared_ptr<Experts> op_;
-  Program& program_;
-  const Arguments a_;
-  const Part part_;
-  std::vector<int32_t> own_;  // `selected` with the CPU's numbers
-};
-
 // The calls of a recording, in the order in which the GPU asks for them.
 class FlaggedCalls {
  public:
@@ -127,8 +70,8 @@ class FlaggedCalls {
   // The recording is replayed.
   void begin() { next_ = 0; }
   // Makes and answers the calls that are left, but those that the GPU has answered. False: it has not asked for the next
-  // one for so many seconds. Once the flags are released nothing is left.
-  bool answer(double seconds);
+  // one for so many seconds, or *stop, as of `HostFlags::wait`. Once the flags are released nothing is left.
+  bool answer(double seconds, const std::atomic<bool>* stop = nullptr);
   size_t size() const { return calls_.size(); }
 
  private:

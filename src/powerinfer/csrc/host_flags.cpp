@@ -46,16 +46,18 @@ void HostFlags::begin() {
   store(answered_, 0);
 }
 
-bool HostFlags::wait(uint32_t number, double seconds) const {
+bool HostFlags::wait(uint32_t number, double seconds, const std::atomic<bool>* stop) const {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
-  for (int64_t spins = 0; !reaches(load(asked_), number); spins++) {
+  const int64_t alone = stop ? 0 : SPINS_BEFORE_YIELDING;
+  for (int64_t spins = 0;; spins++) {
+    if (stop && stop->load(std::memory_order_relaxed)) return false;
+    if (reaches(load(asked_), number)) return true;
     if (spins % SPINS_PER_CLOCK == 0 && std::chrono::duration<double>(Clock::now() - begin).count() >= seconds)
       return false;
-    if (spins < SPINS_BEFORE_YIELDING) cpu_relax();
+    if (spins < alone) cpu_relax();
     else sched_yield();
   }
-  return true;
 }
 
 bool HostFlags::is_answered(uint32_t number) const { return reaches(load(answered_), number); }

@@ -2,7 +2,8 @@
 //
 // Calls have numbers that grow within a step. A GPU's stream writes a call's number into `asked` once what the call reads
 // has arrived, goes on, and waits, where it needs the result, until `answered` is at least as high. The thread that has
-// launched the step looks at `asked` until it is, makes the call, and writes `answered`. A call that would compute nothing
+// launched the step, or one that does so in its place (`AnsweringThread`), looks at `asked` until it is, makes the call,
+// and writes `answered`. A call that would compute nothing
 // the GPU answers itself, before it asks for it.
 //
 // A GPU that waits for a CPU that never answers would wait for ever, so a watchdog ends that: it looks on from a thread of
@@ -29,8 +30,9 @@ class HostFlags {
 
   // A step begins: no call of it was asked for, and nothing of the last one is under way.
   void begin();
-  // Waits for the GPU to ask for a call, for so many seconds at most. False: it has not.
-  bool wait(uint32_t number, double seconds) const;
+  // Waits for the GPU to ask for a call, for so many seconds at most. False: it has not, or *stop, which others set. Who
+  // can be stopped waits beside threads that work: each of its looks is the last one, if they need its core.
+  bool wait(uint32_t number, double seconds, const std::atomic<bool>* stop = nullptr) const;
   // Whether the call is answered: one that was asked for, and that the CPU has not answered, the GPU has.
   bool is_answered(uint32_t number) const;
   // The call's result is written. Nothing after `release`.

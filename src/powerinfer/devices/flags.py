@@ -5,7 +5,7 @@
 
 The thread that replays a recording answers its calls, so it must not wait for the GPU in between. To launch operators
 one by one can take such a wait, where memory is allocated or a kernel is loaded: their calls are functions
-(`Streams.call`).
+(`Streams.call`). The calls of a step that was launched ahead a native thread answers until the other one is back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ LOOK = 0.05
 """Seconds after which whoever waits to be asked looks whether the GPU works at all."""
 
 PATIENCE = 30.0
-"""Seconds after which a call that is not answered fails its step."""
+"""Seconds after which a GPU that is not answered goes on, and its step is void."""
+
+ASLEEP_AFTER = 1.0
+"""Seconds after which the native thread is asked no more, and leaves what follows to the other one."""
 
 TRIAL_PATIENCE = 2.0
 
@@ -46,12 +49,16 @@ FLAG_BYTES = 4 * 2 * _SPACING
 """Bytes of RAM of both."""
 
 
+class LateAnswerError(PowerInferError):
+    """A GPU was not answered in time, and went on: what it has computed since is void."""
+
+
 class FlaggedRun:
     """A recording that asks for calls. Called, it is replayed, and they are answered; or one after the other."""
 
-    def __init__(self, flags: Flags, launch: Run, calls: _native.FlaggedCalls) -> None:
-        self.launch = launch
+    def __init__(self, flags: Flags, replay: Run, calls: _native.FlaggedCalls) -> None:
         self._flags = flags
+        self._replay = replay
         self._calls = calls
 
     def __call__(self, before: State) -> State:
@@ -59,9 +66,19 @@ class FlaggedRun:
         self.answer()
         return after
 
+    def launch(self, before: State) -> State:
+        """Replay it; its calls are to be answered."""
+        self._calls.begin()
+        return self._replay(before)
+
     def answer(self) -> None:
-        """Make and answer its calls. PowerInferError where the GPU does not ask."""
+        """Make and answer its calls, but those that were. PowerInferError where the GPU does not ask."""
         self._flags.answer(self._calls)
+
+    def answer_beside(self) -> None:
+        """Let the native thread make and answer its calls, until `answer`. Until then nobody else uses the CPU's part
+        of the model, nor its pool."""
+        self._flags.answer_beside(self._calls)
 
 
 class Flags:
@@ -78,6 +95,7 @@ class Flags:
         numbers = memory.numpy().view(np.uint32)
         self._host = _native.HostFlags(numbers[:1], numbers[_SPACING : _SPACING + 1], PATIENCE)
         self._recorded: _native.FlaggedCalls | None = None
+        self._thread: _native.AnsweringThread | None = None
 
     @property
     def recording(self) -> bool:
@@ -124,6 +142,7 @@ class Flags:
     def release(self) -> None:
         """Let the GPU go on without answers, to the end of a step that has failed."""
         self._host.release()
+        self.take_back()
 
     def answering(self, recorder: Recorder) -> Recorder:
         """The same recorder, of operators whose calls are answered by whoever replays them."""
@@ -138,9 +157,27 @@ class Flags:
 
         return record
 
+    def answer_beside(self, calls: _native.FlaggedCalls) -> None:
+        """Let the native thread make and answer the calls of a recording that is replayed, until `take_back`."""
+        if self._thread is None:
+            self._thread = _native.AnsweringThread()
+        self._thread.start(calls, ASLEEP_AFTER)
+
+    def take_back(self) -> None:
+        """Wait for the call that the native thread makes: the others are the caller's, and so is the CPU's part of the
+        model."""
+        if self._thread is not None:
+            self._thread.take_back()
+
+    @property
+    def answers_beside(self) -> bool:
+        """Whether the native thread makes, or waits for, calls."""
+        return self._thread is not None and self._thread.answers
+
     def answer(self, calls: _native.FlaggedCalls) -> None:
-        """Make and answer the calls of a recording that is replayed. PowerInferError where the GPU does not ask."""
-        calls.begin()
+        """Make and answer the calls of a recording that is replayed, but those that were. PowerInferError where the GPU
+        does not ask."""
+        self.take_back()
         while not calls.answer(LOOK):
             # All that the GPU was given may have been done just now.
             if self._streams.current().query() and not calls.answer(0.0):

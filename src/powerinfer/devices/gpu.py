@@ -36,6 +36,7 @@ from powerinfer.devices.batch import Batch, LogitsNeed, StoppedError
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.draft_rows import ListedRows, listed_rows
+from powerinfer.devices.flags import LateAnswerError
 from powerinfer.devices.gpu_latent import LatentInput, LatentOutput
 from powerinfer.devices.gpu_layer import FfnParts, GpuLayer
 from powerinfer.devices.gpu_streams import GpuStreams
@@ -894,10 +895,11 @@ class GpuLayers:
         The batch must have been checked, as the CPU's program does when it embeds: pages within the cache, positions
         within the page table. The result is a view that stays valid until the next call. PowerInferError when the
         device fails or runs out of memory; further steps can then be run. One that runs out of the memory that its
-        share allows is run again without that limit: what torch keeps may be in pieces that it cannot use.
+        share allows is run again without that limit: what torch keeps may be in pieces that it cannot use. So is, once,
+        one in which the device was not answered in time, of layers without states.
         """
         run = partial(self._run, self._download, batch, x, slots, inputs)
-        result = self._again_without_limit(run)
+        result = self._run_again(run)
         self.end_step(len(batch.tokens))
         return result
 
@@ -913,20 +915,24 @@ class GpuLayers:
         """x after these layers for another GPU that has those behind them: nothing is waited for. Arguments and errors
         as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there; behind
         that comes `end_step`."""
-        return self._again_without_limit(partial(self._run, self.buffers.pass_on, batch, x, slots, inputs))
+        return self._run_again(partial(self._run, self.buffers.pass_on, batch, x, slots, inputs))
 
     def check_passed(self) -> None:
         """PowerInferError if a part of the CPU failed in a step that was passed on."""
         if self.link is not None:
             self.link.check()
 
-    def _again_without_limit(self, run: Callable[[], R]) -> R:
+    def _run_again(self, run: Callable[[], R]) -> R:
+        """Run, and again where that may help."""
         try:
             return run()
+        except LateAnswerError:
+            if self._states:
+                raise
         except GpuMemoryError:
             if not (self.prompts.give_way() | self.share.lift()):
                 raise
-            return run()
+        return run()
 
     def launch_ahead(self, embedding: Embedding) -> str | None:
         """Launch steps ahead of their tokens, where a batch has a successor, and the step is one recording; of layers
@@ -947,8 +953,14 @@ class GpuLayers:
         """Whether the step of a batch was launched ahead, so that `collect` has its result."""
         return self.next_step is not None and self.next_step.batch is batch
 
+    @property
+    def launched_ahead(self) -> bool:
+        """Whether a step was launched ahead: until `drop_next` the CPU's part of the model may be computing."""
+        return self.next_step is not None and self.next_step.batch is not None
+
     def collect(self, batch: Batch) -> NDArray[Any]:
-        """The result of a step that was launched ahead. Errors as of `run`."""
+        """The result of a step that was launched ahead. Errors as of `run`; LateAnswerError where that may be run, in
+        its place."""
         next_step = self.next_step
         assert next_step is not None
         try:
@@ -1443,7 +1455,7 @@ class GpuLayers:
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""
         try:
-            if self.next_step is not None and self.next_step.batch is not None:
+            if self.launched_ahead:
                 self.finish()
             for layer in self._layers:
                 layer.close()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from powerinfer import _native
 from powerinfer.config import ExpertsConfig, ModelConfig
-from powerinfer.devices.flags import FLAG_BYTES, PATIENCE, Flags
+from powerinfer.devices.flags import FLAG_BYTES, PATIENCE, Flags, LateAnswerError
 from powerinfer.devices.streams import Event, streams_of
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Bytes, Float32
@@ -353,12 +353,13 @@ class Link:
             self.flags.release()
 
     def check(self) -> None:
-        """PowerInferError if a call of this step failed, or was not answered in time."""
-        failure = self.calls.take_failure()
-        if not failure and self.flags is not None and self.flags.released:
-            failure = f"it did not answer for {PATIENCE:.0f} s; stop what keeps it from its cores"
-        if failure:
-            raise PowerInferError(f"the CPU's part of a step failed: {failure}")
+        """PowerInferError if a call of this step failed; LateAnswerError if one was not answered in time."""
+        begin = "the CPU's part of a step failed"
+        if failure := self.calls.take_failure():
+            raise PowerInferError(f"{begin}: {failure}")
+        if self.flags is not None and self.flags.released:
+            late = f"it did not answer for {PATIENCE:.0f} s; stop what keeps it from its cores"
+            raise LateAnswerError(f"{begin}: {late}")
 
     # ---------------------------------------------------------------- on the CPU, between what the GPU does
 

@@ -7,7 +7,8 @@ Where each request gets the token of its largest logit, or one that is drawn out
 takes first, and all that the step behind it needs beside the embeddings of these tokens is known before: the random
 numbers of their draws, too. So that step is launched behind a number for which the GPU waits. The thread that waits
 for the tokens, or draws them, looks their rows up, in the native module, puts them where the GPU gets them, and writes
-the number. What the tokens mean the host sees while the GPU computes with them.
+the number. What the tokens mean the host sees while the GPU computes with them. Where the CPU has a part in that step,
+and is called by flags, a native thread answers meanwhile, until the host comes for the result.
 
 Where they end a request, or another one starts, nobody asks for what was computed. It wrote behind the tokens of its
 requests, to places that nobody reads before they are written again: whatever does so is behind it in the same stream.
@@ -17,13 +18,13 @@ stream of the step before, of which all logits may be asked for then, was kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
 from powerinfer.devices import flags
+from powerinfer.devices.flags import FlaggedRun, LateAnswerError
 from powerinfer.errors import PowerInferError
 from powerinfer.formats.quant import Float32
 
@@ -79,7 +80,7 @@ class NextStep:
         self._number = self._left = 0
         self._stream: Stream
         self._run: Run | None = None
-        self._answer: Callable[[], None] | None = None
+        self._calls: FlaggedRun | None = None  # the run, where the CPU is called by flags
         self._brought: Brought
         self._rows: Float32
 
@@ -96,9 +97,9 @@ class NextStep:
         """Launch the step behind that of a batch, which is under way, if there is one of its shape; whether there is.
         run: the recording of that shape."""
         self.step = step
-        self._run, self._answer = run, None
-        if isinstance(run, flags.FlaggedRun):
-            self._run, self._answer = run.launch, run.answer
+        self._run, self._calls = run, None
+        if isinstance(run, FlaggedRun):
+            self._run, self._calls = run.launch, run
         self._stream = self._streams.current()
         self._left = self._buffers.left(batch)
         self._brought = self._buffers.brought(len(batch.tokens), step.needs)
@@ -126,17 +127,18 @@ class NextStep:
 
     def forget(self) -> None:
         """No step follows, and nothing is under way: the recording is let go."""
-        self.batch = self._run = self._answer = None
+        self.batch = self._run = self._calls = None
 
     def answer_calls(self) -> None:
-        """Compute the CPU's part of the step, which was launched ahead, where the GPU asks for it by flags."""
-        if self._answer is not None:
-            self._answer()
+        """Compute what is left of the CPU's part of the step, which was launched ahead, where the GPU asks for it by
+        flags."""
+        if self._calls is not None:
+            self._calls.answer()
 
     def tokens(self) -> NDArray[Any]:
         """Wait for its tokens, the result of the step before it, and let it begin; they are those of the batch then, or
         numbers of `NOT_FINITE`. Where one could not be drawn: the candidates. PowerInferError where the GPU does not
-        bring them, or waits no more."""
+        bring them, LateAnswerError where it waited too long for its rows, or for the CPU's part of the step before."""
         assert self.batch is not None
         arguments = self._brought, self.batch, self._rows
         if self._link is not None:
@@ -146,14 +148,16 @@ class NextStep:
             done = self._streams.current().query()
             if done and not self._embedding.answer_tokens(self._host, self._number, 0.0, *arguments):
                 raise PowerInferError("the GPU did not bring the tokens of a step: load the model again")
-        if self._host.released:
+        if self._host.released:  # what it brought may be of the step behind, which is no step
+            self.batch.tokens[:] = -1
             waited = f"the embeddings of a step's tokens were not there for {flags.PATIENCE:.0f} s"
-            raise PowerInferError(f"{waited}; stop what keeps this program from its cores")
-        tokens = self.batch.tokens
+            raise LateAnswerError(f"{waited}; stop what keeps this program from its cores")
+        tokens: NDArray[Any] = self.batch.tokens
         if self.batch.draws is not None and tokens.min() < 0:
-            records = self._buffers.copied_candidates(len(tokens))  # before the GPU writes those of the next step
+            tokens = self._buffers.copied_candidates(len(tokens))  # before the GPU writes those of the next step
             self._host.answer(self._number)
-            return records
+        if self._calls is not None:
+            self._calls.answer_beside()
         return tokens
 
     def _begin_calls(self, link: Link) -> None:

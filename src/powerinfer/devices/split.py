@@ -13,6 +13,7 @@ from powerinfer.devices.batch import Batch
 from powerinfer.devices.choices import Choice, GpuPart
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
+from powerinfer.devices.flags import LateAnswerError
 from powerinfer.devices.torch_device import gpu_failures
 from powerinfer.devices.trace import Trace, span
 from powerinfer.kernels.gpu import FEW
@@ -122,7 +123,12 @@ class SplitExecutor:
 
     def forward(self, batch: Batch) -> NDArray[Any]:
         if self.gpu.awaits(batch):
-            return self._collect(batch)
+            try:
+                return self._collect(batch)
+            except LateAnswerError:  # what the GPU has computed is void
+                pass
+        if self.gpu.launched_ahead:
+            self.drop_successor()
         # In a step of few tokens the CPU waits for the GPU longer than its threads do, and has little to do then.
         awake = len(batch.tokens) <= FEW and self._on_both
         if self.trace is None and not awake:
