@@ -32,7 +32,6 @@ from powerinfer.devices.stage import Stage, buffer_bytes  # noqa: E402
 from powerinfer.devices.torch_device import choose_device  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import load  # noqa: E402
-from powerinfer.hybrid import vram  # noqa: E402
 from powerinfer.hybrid.beside_gpu import with_fewer_layers  # noqa: E402
 from powerinfer.hybrid.ffn import HybridFfn, NeuronSplit  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
@@ -212,28 +211,6 @@ def test_neurons_that_move(streams: bool, selector: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("selector", ["predicted", "exact"])
-@pytest.mark.usefixtures("device")
-def test_memory_that_holds_fewer(selector: str, tmp_path: Path) -> None:
-    """As where gates of others take its place: at the start it has those that fire most often."""
-    path, fewer = model(tmp_path), NEURONS // 3
-    with split(path, NEURONS, selector=selector, fills=False) as (executor, ffns):
-        for ffn in ffns:
-            before, slot = ffn.cold_bytes, ffn._cpu_part._slots.slot_bytes  # type: ignore[union-attr]
-            ffn.limit(2 * NEURONS)
-            assert ffn.cold_bytes == before
-            ffn.limit(fewer)
-            assert ffn.cold_bytes == before - (NEURONS - fewer) * slot
-            ffn.fill()
-            frequency = profile_of(len(ffns), NEURONS).fraction(ffn.layer)[ffn.cold]
-            hottest = ffn.cold[np.argsort(-frequency, kind="stable")][:fewer]
-            slots = executor.disk.slots[ffn.layer]
-            assert {i for i in range(NEURONS) if slots.held(i)} == set(hottest.tolist())
-        found = answers(executor, 5)
-    with split(path, None, selector=selector) as (executor, _):
-        check_bits(executor, found)
-
-
-@pytest.mark.parametrize("selector", ["predicted", "exact"])
 @pytest.mark.parametrize("at", [0, 3, 100])
 @pytest.mark.usefixtures("device")
 def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, selector: str, tmp_path: Path) -> None:
@@ -393,9 +370,10 @@ def test_neurons_that_leave_the_gpu_rest_on_disk_too(selector: str, less: int, l
     right = answers(executor, 5)
     plan = with_less_vram(resolved.placement.plan, 1 << 18)
     assert plan is not None and plan.loads and not plan.fits
-    split = NeuronSplit(resolved.selection.bundles, plan.placement(plan.request.profile), ffns=sparsity.ffns)  # type: ignore[arg-type, type-var]
     before = sum(len(ffn.hot) for ffn in sparsity.ffns)
-    vram._move(split, plan)
+    executor.close()
+    executor, sparsity = load_resolved(resolved.placed(plan=plan, disk=plan.on_disk), list)
+    assert isinstance(sparsity, HybridSparsity) and isinstance(executor, SplitExecutor) and executor.disk is not None
     assert sum(len(ffn.hot) for ffn in sparsity.ffns) < before
     beside, _ = resting_in_ram(plan.request.model, 2, 2, 0, selector == "predicted")
     slot = resting_bytes(plan.request.model.bundle, selector == "predicted")

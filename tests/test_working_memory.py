@@ -72,10 +72,12 @@ def test_torch_holds_more_than_tensors_ask_for(monkeypatch: pytest.MonkeyPatch) 
     """Free segments, and what tensors were rounded up by; a torch that does not tell counts free ones alone."""
     stats = {"requested_bytes.all.current": 70}
     fake = SimpleNamespace(
-        memory_stats=lambda _: stats, memory_reserved=lambda _: 100, memory_allocated=lambda _: 80
-    )
+        memory_stats=lambda _: stats, memory_reserved=lambda _: 100, memory_allocated=lambda _: 80,
+        max_memory_reserved=lambda _: 110,
+    )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", fake)
     assert devices.held_beside_tensors(torch.device("cpu")) == 30
+    assert devices.held_beside_tensors(torch.device("cpu"), most=True) == 40
     stats.clear()
     assert devices.held_beside_tensors(torch.device("cpu")) == 20
 

@@ -244,6 +244,7 @@ class GpuLayers:
         self.prompts = PromptRecordings()
         self._shapes = self._most_shapes = MOST_SHAPES
         self._passed = self._recorded_bytes = 0
+        self._most_held = 0  # by torch in the largest step, beside tensors that are kept
         self._latest_logits: Float32 | None = None  # of a step that brought candidates, once they were asked for
 
     def _make_caches(self, states: int, undo_tokens: int) -> None:
@@ -1320,8 +1321,8 @@ class GpuLayers:
         """Bytes on the device by part: attention, norms (with all biases), head, kv, ffn, scratch, allocator.
 
         scratch: buffers that are kept from step to step and, once steps were rehearsed, the operators' temporaries and
-        the maximum of recordings; allocator: CUDA memory that torch holds beside all tensors, these and others', and
-        beside the temporaries.
+        the maximum of recordings; allocator: CUDA memory that torch holds, or held in the largest step, beside all
+        tensors, these and others', and beside the temporaries.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
@@ -1330,7 +1331,8 @@ class GpuLayers:
         passed = self._passed + self.prompts.passed
         parts["scratch"] = buffers + passed + self.recorded_bytes
         if self._cuda:
-            parts["allocator"] = max(0, held_beside_tensors(self.device) - passed)
+            beside_tensors = max(self._most_held, held_beside_tensors(self.device))
+            parts["allocator"] = max(0, beside_tensors - passed)
         return parts
 
     @property
@@ -1373,7 +1375,7 @@ class GpuLayers:
             sizes = [1 << power for power in reversed(range(gpu.FEW.bit_length(), largest.bit_length()))] + sizes
         for tokens in sizes:
             self._rehearse(min(tokens, largest), logit_rows)
-        self._rehearse(largest, logit_rows)
+        peak = self._rehearse_largest(largest, logit_rows)
         kinds = LogitsNeed if self.has_head else [LogitsNeed.LOGITS]
         recorded = [(tokens, needs) for tokens in few for needs in kinds]
         for tokens, needs in recorded:
@@ -1381,7 +1383,7 @@ class GpuLayers:
         if self._states and self._undo_tokens:
             self._rehearse(1, logit_rows, 1, replayed=1)
         if self._cuda:
-            self._passed = torch.cuda.max_memory_allocated(self.device) - allocated
+            self._passed = max(peak, torch.cuda.max_memory_allocated(self.device)) - allocated
             torch.cuda.empty_cache()
         if self.observer is not None:
             self._passed += self._rehearse_observer(self.observer)
@@ -1398,6 +1400,20 @@ class GpuLayers:
             self._recorded_bytes = self._shapes * per_shape
             self._recordings = None
         return self._passed
+
+    def _rehearse_largest(self, tokens: int, logit_rows: int) -> int:
+        """Note what torch holds in the largest step, where nothing is left from others; the peak of what tensors took
+        before it."""
+        if not self._cuda:
+            self._rehearse(tokens, logit_rows)
+            return 0
+        cuda = import_torch().cuda
+        peak = int(cuda.max_memory_allocated(self.device))
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats(self.device)
+        self._rehearse(tokens, logit_rows)
+        self._most_held = held_beside_tensors(self.device, most=True)
+        return peak
 
     def _rehearse(
         self,

@@ -145,11 +145,13 @@ def make_room(device: device, nbytes: int) -> None:
             torch.empty(nbytes - nbytes // _MARGIN, dtype=torch.uint8, device=device)
 
 
-def held_beside_tensors(device: device) -> int:
-    """Bytes of CUDA memory that torch holds and no tensor has: free ones, and those by which it rounds tensors up."""
+def held_beside_tensors(device: device, *, most: bool = False) -> int:
+    """Bytes of CUDA memory that torch holds and no tensor has now: free ones, and those by which it rounds tensors up.
+    most: of what it has held at most since its statistics were reset."""
     cuda = import_torch().cuda
     asked_for = cuda.memory_stats(device).get("requested_bytes.all.current", cuda.memory_allocated(device))
-    return int(cuda.memory_reserved(device)) - int(asked_for)
+    reserved = cuda.max_memory_reserved(device) if most else cuda.memory_reserved(device)
+    return int(reserved) - int(asked_for)
 
 
 def free_workspaces() -> None:

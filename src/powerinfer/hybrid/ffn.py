@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 DENSE_TOKENS = 16
-"""Tokens for which no neuron of a layer that is on the GPU is looked up where nobody knows how often its neurons fire."""
+"""Tokens for which no neuron of a layer that is on the GPU is looked up, where nobody knows how often they fire."""
 
 LEAST_SAVED = 0.1
 """Share of the bytes of a layer's neurons that kernels which look for them must not read to be worth it: a 7B model of
@@ -177,11 +177,6 @@ class HybridFfn(HybridTerms):
             except PowerInferError:
                 self.place(before[:0])
             raise
-
-    def limit(self, slots: int) -> None:
-        """Hold at most this number of neurons that rest on disk in RAM, and no more than it had room for at first.
-        Between steps. ModelError if the disk does not answer."""
-        self._cpu_part.limit(slots)
 
     def fill(self) -> None:
         """Read the cold neurons on disk that fire most often into RAM, once all are where they stay. ModelError if they

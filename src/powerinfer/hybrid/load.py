@@ -1,8 +1,8 @@
 """Loading a model as it was resolved: on the CPU alone, or with its first layers, or their hot neurons, on a GPU.
 
 Dense parts, cache, and neurons or experts are wired where the placement has them, the largest steps run, and what they
-leave is filled (vram.py). Only `load_resolved` tries again: with less on a GPU that ran out of memory, or with experts
-placed by the working memory that was measured.
+take is measured (vram.py). Only `load_resolved` tries again: with less on a GPU that ran out of memory, or with neurons
+or experts placed by the working memory that was measured.
 """
 
 from __future__ import annotations
@@ -424,9 +424,9 @@ def _settle_layers(executor: SplitExecutor, resolved: Resolved, progress: Progre
         executor.choices.prefill = Choice("the CPU computes the layers in RAM", reason)
 
 
-def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tight: bool) -> Loaded:
-    """The model with its neurons placed by the plan, or by a better one once memory is measured. first, tight: the plan
-    before that; the GPU ran out of memory with it."""
+def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tight: bool) -> Loaded | Resolved:
+    """The model with its neurons placed by the plan, or the load to try in its place, by a better one, once memory is
+    measured. first, tight: the plan before that; the GPU ran out of memory with it."""
     from powerinfer.hybrid.beside_gpu import neurons_with_chunk
     from powerinfer.hybrid.fusion import Fusion
     from powerinfer.hybrid.memory_trial import Working, neurons_memory
@@ -436,7 +436,8 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
 
     assert first is not None
     memory, earlier = neurons_memory(resolved, first), None
-    saved = None if tight else memory.find()
+    again = resolved.placement.measured is not None  # and these are its neurons
+    saved = None if tight or again else memory.find()
     if saved is not None:
         rests, short = resolved.engine.disk != "none", saved.result.chunk
         planned = None
@@ -467,13 +468,14 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
             return False
 
         filled, measured = hold_budget(executor, resolved, split, earlier=earlier, tight=tight, settle=settle)
-        plan = filled.placement.neurons
-        assert plan is not None
-        if measured is not None and (earlier is None or plan is not start):
-            chunk = plan.request.chunk
-            memory.keep(Working(plan.claims.gpu["scratch"], measured, chunk if chunk != first.request.chunk else 0))
-        if plan is not first:
-            executor.tell(f"{100 * plan.choice.mass_on_gpu:.0f} % since memory was measured")
+        if filled is not resolved:
+            executor.close()
+            return filled
+        if measured is not None and earlier is None:
+            chunk = start.request.chunk
+            memory.keep(Working(start.claims.gpu["scratch"], measured, chunk if chunk != first.request.chunk else 0))
+        if start is not first:
+            executor.tell(f"{100 * start.choice.mass_on_gpu:.0f} % since memory was measured")
         settle_steps(executor, split, resolved)
         for ffn in split.ffns:
             ffn.fill()

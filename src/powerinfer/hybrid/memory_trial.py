@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan, PlanRequest
 
 MARGIN = 8
-"""The part of the measured working memory (an eighth) that stays free where neurons move."""
+"""The part of the measured working memory (an eighth) that stays free where neurons are placed by it."""
 
 
 @dataclass(frozen=True)

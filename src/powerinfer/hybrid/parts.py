@@ -119,9 +119,6 @@ class CpuNeurons:
     def _bytes_of(self, neurons: int, groups: int) -> int:
         return neurons * self._layout.pitch + min(neurons, groups) * self._layout.shared_bytes
 
-    def limit(self, slots: int) -> None:
-        """See `HybridFfn.limit`."""
-
     def fill(self) -> None:
         """See `HybridFfn.fill`."""
 
@@ -179,10 +176,9 @@ class RestingNeurons(CpuNeurons):
         self._groups = groups
         self._frequency = frequency
         n = cpu.config.ffn_sizes[layer]
-        self._least = cpu.parts.least_slots(n)
-        slots = neuron_slots(disk, layout, groups, n, n_slots(disk, layer, n, self._least), entire=selects)
+        most = n_slots(disk, layer, n, cpu.parts.least_slots(n))
+        slots = neuron_slots(disk, layout, groups, n, most, entire=selects)
         self._slots = slots.slots
-        self._used = slots.slots.slots
         self._first_bytes = slots.left_out
         self._resting = cpu.parts.resting(layer, slots, vectors, threshold, count_fired=True)
         self._neurons = self._resting
@@ -190,7 +186,7 @@ class RestingNeurons(CpuNeurons):
     @property
     def nbytes(self) -> int:
         """Bytes of memory for bundles, and for first rows."""
-        return self._used * self._slots.slot_bytes + len(self.index) * self._first_bytes
+        return self._slots.slots * self._slots.slot_bytes + len(self.index) * self._first_bytes
 
     def place(self, groups: NDArray[np.uint8], index: Indices) -> None:
         """Replace the neurons; at most first rows are read. groups: those of the layer. ModelError if that fails."""
@@ -199,17 +195,12 @@ class RestingNeurons(CpuNeurons):
         if self._first_bytes:
             self._read_firsts()
 
-    def limit(self, slots: int) -> None:
-        self._used = max(self._least, min(self._slots.slots, slots))
-        with self._disk.reading():
-            self._slots.memory.use(self._used)
-
     def fill(self) -> None:
         cold = hottest = None
         if self._frequency is not None:
             cold = np.zeros_like(self._frequency)
             cold[self.index] = self._frequency[self.index]
-            hottest = self.index[np.argsort(-cold[self.index], kind="stable")][: self._used]
+            hottest = self.index[np.argsort(-cold[self.index], kind="stable")][: self._slots.slots]
         self._disk.add_neurons(self._layer, self._slots, self._resting, cold, hottest)
 
     def sum(self, x: Float32, selected: NDArray[np.uint8] | None, out: Float32) -> bool:

@@ -2,13 +2,15 @@
 
 For each layer of a step:
 
-    GPU   attention ... n | x and selection out | sum of the hot terms            | + sum of the cold ones ...
-    CPU                     wait                | sum of the cold terms    | back
+    GPU   attention ... n, selection | sum of the hot terms            | + sum of the cold ones ...
+    CPU                      waits   | sum of the cold terms    | waits
 
-The GPU selects terms, by a predictor or the router, so both devices agree on them. One transfer starts the CPU, which
-returns one vector per token. In a step of few tokens the GPU calls the CPU; in others, where the GPU cannot, and where
-reads from disk may fail, the host acts twice: it records an event after the copy, and sums the cold terms. For a long
-prompt the GPU computes the cold terms too, and the CPU none: see devices/stage.py.
+The GPU selects terms, by a predictor or the router, so both devices agree on them. In a step of few tokens kernels
+write n and the selection into memory of the host, the GPU calls the CPU (devices/flags.py), or answers the call itself
+where no cold term is selected, and a kernel adds the sums, a vector for each token, from memory of the host. In longer
+steps all of it is copied. In these, where the GPU cannot call, and where reads from disk may fail, the host acts twice:
+it records an event behind what is sent, and sums the cold terms. For a long prompt the GPU computes the cold terms too,
+and the CPU none: see devices/stage.py.
 
 An FFN is a sum over its terms, so where they are placed changes only how the sum is rounded.
 """

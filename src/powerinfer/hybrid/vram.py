@@ -1,17 +1,18 @@
 """Keeping a VRAM budget by measuring: once a model is loaded its largest steps run, and their real memory use counts.
 
-A plan is made from an estimate of a GPU's working memory. The measurement replaces it, once: neurons move to the GPU
-where it leaves room, and to the CPU where it does not. Where the device runs out of memory, be it while weights are
-uploaded, in the largest steps or in the trial of prompts, the model is loaded again with less there (load.py). Either
-way a margin stays free, so that the next start does not run out again. What was measured is saved in trials.json beside
-the model, so that every start places the same neurons; an entry that the measurement contradicts is replaced. torch's
-CPU device has no allocator statistics, so there the estimate is used.
+A plan is made from an estimate of a GPU's working memory. The measurement replaces it, once: the model is loaded again
+with more neurons on the GPU where it leaves room, and with fewer where it does not (load.py). They do not move: weights
+lie in one piece of memory, which torch keeps whole, however much of it is free. Where the device runs out of memory, be
+it while weights are uploaded, in the largest steps or in the trial of prompts, the model is loaded again with less
+there, too. Either way a margin stays free, so that the next start does not run out again. What was measured is saved in
+trials.json beside the model, so that every start places the same neurons; an entry that the measurement contradicts is
+replaced. torch's CPU device has no allocator statistics, so there the estimate is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from powerinfer.errors import GpuMemoryError, RequestError, demand
 from powerinfer.hardware.description import SIZES_ALONE
@@ -26,7 +27,6 @@ from powerinfer.hybrid.memory_trial import MARGIN
 from powerinfer.hybrid.prompt_trial import settle as settle_prompts
 from powerinfer.hybrid.resolved import Resolved, needs
 from powerinfer.kernels.gpu import FEW
-from powerinfer.neurons import Tier
 from powerinfer.placement.budget import gib, staged_in_ram, staged_on_gpu
 from powerinfer.placement.plan import Plan, with_less_vram, with_working_memory
 from powerinfer.placement.solver import GROUP
@@ -51,7 +51,8 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
 
     lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
-    placement, lacking = resolved.placement, lacking or _LACKING << failures
+    resolved, lacking = resolved.placed(measured=None), lacking or _LACKING << failures
+    placement = resolved.placement
     if placement.several is not None:
         from powerinfer.hybrid.several import with_less
 
@@ -143,26 +144,25 @@ def hold_budget(
     tight: bool = False,
     settle: Callable[[], bool | None] = lambda: None,
 ) -> tuple[Resolved, int | None]:
-    """Run the largest steps, all requests decoding together, fill what they leave, and `settle`.
+    """Run the largest steps, all requests decoding together, and `settle`.
 
     The cache must be empty. earlier, tight: as of `fill`. split: the placed neurons of a plan, or experts or layers
-    that stream, which do not move; None: there are none of these. settle: what else must run, at the end; whether steps
-    are other ones from then on, so that the largest must run again. Returns what is placed now, and the bytes that
-    dense parts and steps take, None: not known.
+    that stream; None: there are none of these. settle: what else must run, at the end; whether steps are other ones
+    from then on, so that the largest must run again. Returns what to load in its place, with other neurons on the GPU,
+    or the same, once it is settled; and the bytes that dense parts and steps take, None: not known.
     GpuMemoryError if the budget cannot be kept so.
     """
-    vram, plan = resolved.vram, resolved.placement.neurons
+    vram, placement = resolved.vram, resolved.placement
     used = _rehearsal(executor, resolved, split, vram)
-    if plan is not None:
-        filled = fill(plan, used, _lacking(used, split, vram), earlier, tight=tight)
+    if placement.neurons is not None and placement.measured is None:
+        filled = fill(placement.neurons, used, _lacking(used, split, vram), earlier, tight=tight)
         if filled is not None:
             if not filled.loads:
                 problem = _budget_error(_lacking(used, split, vram), vram)
                 short = "--ram does not hold the neurons that would make room there"
                 raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
-            resolved = resolved.placed(plan=filled)
-            _move(cast("NeuronSplit", split), filled)
-            used = _rehearsal(executor, resolved, split, vram)
+            disk = filled.on_disk if resolved.engine.disk != "none" else None
+            return resolved.placed(plan=filled, disk=disk, measured=used or 0), used
     while True:
         lacking = _lacking(used, split, vram)
         if lacking > 0:
@@ -296,16 +296,3 @@ def rehearsed(executor: SplitExecutor, requests: int) -> int | None:
 def neuron_bytes(split: Split) -> int:
     """Bytes of hot neurons, predictors and staging buffers on the GPU."""
     return sum(sum(ffn.memory().values()) for ffn in split.ffns) + (0 if split.stage is None else split.stage.nbytes)
-
-
-def _move(split: NeuronSplit, plan: Plan) -> None:
-    """Move neurons to match another plan: first the layers that lose some, to make room. Of neurons that rest on disk
-    RAM has as many as that plan keeps: where more of them have their gates there, fewer."""
-    if plan.on_disk is not None:
-        for ffn in split.ffns:
-            ffn.limit(plan.on_disk.about.neurons[ffn.layer])
-    placement = plan.placement(plan.request.profile)
-    hot = {ffn.layer: placement.split_by_tier(ffn.layer)[Tier.GPU] for ffn in split.ffns}
-    for ffn in sorted(split.ffns, key=lambda ffn: len(hot[ffn.layer]) - len(ffn.hot)):
-        if len(hot[ffn.layer]) != len(ffn.hot):
-            ffn.place(hot[ffn.layer])
