@@ -113,7 +113,7 @@ def check_alike(ours: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> Non
 
 @pytest.mark.parametrize("gpu", DEVICES)
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "gemma2", "falcon-40b", "gemma4-e", "qwen35", "plm", "falcon-h1", "lfm2"]
+    "name", ["llama-gqa", "gemma2", "falcon-40b", "gemma4-e", "gemma3n", "qwen35", "plm", "falcon-h1", "lfm2"]
 )
 def test_layers_on_two_gpus_give_the_bits_of_one(name: str, gpu: str, tmp_path: Path) -> None:
     """Every kind of attention and state, dense and of experts."""
@@ -122,7 +122,7 @@ def test_layers_on_two_gpus_give_the_bits_of_one(name: str, gpu: str, tmp_path: 
         wanted = answers(one, model.texts)
         held = one.gpu.memory()
     config = open_checkpoint(model.path).config
-    first = config.whole_layers(config.n_layers - 1)
+    first = config.whole_caches(config.n_layers - 1)
     with loaded(model.path, (0, first), gpu) as two:
         assert [card.layers for card in two.cards] == [first, config.n_layers]
         check_alike(answers(two, model.texts), wanted)
@@ -400,9 +400,11 @@ def test_prompts_on_two_gpus_have_the_chunks_of_the_plan(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("two_described")
-def test_layers_that_get_inputs_of_their_own_on_two_gpus(tmp_path: Path) -> None:
-    """Each GPU gets those of its layers; those that read others' keys and values are beside these."""
-    model = Truth(case_named("gemma4-e"), folder=tmp_path)
+@pytest.mark.parametrize("name", ["gemma4-e", "gemma3n-streams"])
+def test_layers_that_get_inputs_of_their_own_on_two_gpus(name: str, tmp_path: Path) -> None:
+    """Each GPU gets those of its layers, and all residual streams; those that read others' keys and values are beside
+    these. Bytes are the plan's."""
+    model = Truth(case_named(name), folder=tmp_path)
     sizes = {"context": families.CONTEXT, "prefill_chunk": families.TOKENS, "kv_type": "f32"}
     engine = EngineConfig(threads=1, max_batch=8, gpu="cpu,cpu", trial=False, **sizes)
     resolved = resolve(open_checkpoint(model.path), engine)
@@ -412,6 +414,11 @@ def test_layers_that_get_inputs_of_their_own_on_two_gpus(tmp_path: Path) -> None
         model.check(families.run_chunks(executor, model.texts[0], CHUNKS, families.scattered_pages(executor, 1)[0]))
         config, widths = open_checkpoint(model.path).config, [card.buffers._inputs.shape[1] for card in executor.cards]
         assert sum(widths) == config.layer_inputs * config.n_layers and all(widths)
+        for card, part in zip(executor.cards, resolved.placement.several.parts, strict=True):
+            ours, wanted = card.memory(), part.plan.bytes["gpu"]
+            assert {use: ours[use] for use in ("attention", "kv", "head")} == {
+                use: wanted.get(use, 0) for use in ("attention", "kv", "head")
+            }
     finally:
         executor.close()
 
@@ -434,7 +441,7 @@ def test_answers_on_two_gpus(tmp_path: Path) -> None:
     assert exchanged == alone and choices["experts"] == "lru (asked for: --expert-policy)"
     refused = {
         "hold no layer .* give --vram": {"vram": (2 * GIB, MIB)},
-        "nothing stays on disk": {"ram": 64 * MIB},
+        "of RAM, .* beside several GPUs give --ram": {"ram": 64 * MIB},
     }
     for message, options in refused.items():
         with pytest.raises(RequestError, match=message):
@@ -521,6 +528,16 @@ def test_two_cards_are_as_fast_as_one_of_their_memory() -> None:
     assert abs(first - last) < 0.15, "neither is left with more than the other"
 
 
+def test_several_residual_streams_are_on_gpus_altogether() -> None:
+    plan = planned("gemma-3n-e4b", "RTX 4060, RTX 4060", vram=(4 * GIB, 4 * GIB))
+    assert plan.claims.whole and plan.claims.gpu_layers == 35 and plan.parts[1].first <= 18
+    engine = EngineConfig(ram=64 * GIB, context=4096, vram=(2 * GIB, 2 * GIB))
+    config = PlanConfig(card="RTX 4060, RTX 4060")
+    hardware, engine = described_for(config, engine, is_shape=True)  # type: ignore[misc]
+    refused = place(shape_subject("gemma-3n-e4b", None, "auto").request(hardware, engine, config))
+    assert isinstance(refused, RequestError) and "give --vram" in str(refused)
+
+
 @pytest.mark.parametrize("vrams", [(8 * GIB, 12 * GIB), (3 * GIB, 20 * GIB)])
 def test_layers_go_where_there_is_room(vrams: tuple[int, ...]) -> None:
     plan = planned("llama-3.3-70b", "RTX 4090, RTX 4090", vram=vrams)
@@ -548,7 +565,6 @@ def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFix
         "has 3 sizes": [*flags, "--vram", "8GiB,8GiB,8GiB"],
         "RTX 4060 has 8GiB": [*flags, "--vram", "12GiB,8GiB"],
         "random is of one GPU": [*flags, "--policy", "random"],
-        "residual streams stay on one GPU": ["plan", "--shape", "gemma-3n-e4b", *flags[3:]],
         "no card": [*flags[:4], "RTX 4060, RTX 9999"],
         "is for one card": ["plan", *flags[3:7]],
         "number of|such as 8GiB": [*flags, "--vram", "8GiB,many"],

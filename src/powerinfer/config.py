@@ -1402,6 +1402,10 @@ class ModelConfig:
         """
         if self.altup is not None:
             return layers if layers >= self.n_layers else 0
+        return self.whole_caches(layers)
+
+    def whole_caches(self, layers: int) -> int:
+        """The same of one of several GPUs, which pass all residual streams on."""
         sources = [layer.attention.kv_from for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
         first = min((source for source in sources if source is not None), default=self.n_layers)
         return layers if layers >= self.n_layers else min(layers, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,14 @@ class OnDisk:
         return bool(self.matrices or self.experts or self.neurons)
 
 
+class _SideReads(threading.local):
+    """Reads beside those of the steps, and the memory that they read to, of each thread."""
+
+    def __init__(self) -> None:
+        self.reads: _native.Reads | None = None
+        self.memory: Bytes | None = None
+
+
 class DiskTier:
     """The files of a model that is read while it runs, and what of it stays in them. about: `OnDisk`; reads: of all
     that a step needs."""
@@ -84,8 +93,7 @@ class DiskTier:
         self._begin = [file.view().ctypes.data for file in self._files]
         self._streamed = frozenset(places)
         self.reads = reads or read_files(self._files, about.direct)
-        self._side_reads: _native.Reads | None = None  # of another thread than that of the steps
-        self._memory: Bytes | None = None  # where these read to
+        self._side = _SideReads()
         self._gathered: Bytes | None = None
         self._read_side_reads = np.zeros(4)  # reads, bytes, seconds, and those of them that a step waited
         self.window = _native.Window(self.reads, about.window) if about.window else None
@@ -140,8 +148,8 @@ class DiskTier:
         self._experts[layer] = op
 
     def read(self, matrices: Sequence[RestingTensor], number: int) -> list[RawTensor]:
-        """The matrices of one number of matrices [n, out, in], [out, in] as they are stored, valid until the next call:
-        by one thread at a time, perhaps another than that of the steps. ModelError if they cannot be read."""
+        """The matrices of one number of matrices [n, out, in], [out, in] as they are stored, valid until this thread's
+        next call: any thread reads for itself. ModelError if they cannot be read."""
         read = self._read_all([(*one.places[number], one.each_nbytes) for one in matrices])
         return [one.matrix(number, data) for one, data in zip(matrices, read, strict=True)]
 
@@ -163,21 +171,21 @@ class DiskTier:
 
     def _read_all(self, places: Sequence[tuple[int, int, int]]) -> list[Bytes]:
         """places: (file, offset, bytes)."""
-        if self._side_reads is None:
-            self._side_reads = read_files(self._files, self.about.direct)
-        at, begin, align = 0, [], self._side_reads.ALIGN
+        side = self._side
+        reads = side.reads = side.reads or read_files(self._files, self.about.direct)
+        at, begin, align = 0, [], reads.ALIGN
         for _, offset, nbytes in places:  # past the cache, what is read lies in a block of memory as in its file
             begin.append(at + offset % align)
             at = -(-(begin[-1] + nbytes) // align) * align
         # One block for all: the reads keep what they were given until they are closed.
-        memory, self._memory = self._memory, None
+        memory, side.memory = side.memory, None
         if memory is None or len(memory) < at:
             memory = own_pages(sum(-(-nbytes // align) * align + align for _, _, nbytes in places))
         begun = time.perf_counter()
         with self.reading():
             wanted = [(*place, first) for place, first in zip(places, begin, strict=True)]
-            self._side_reads.wait(self._side_reads.begin(wanted, memory))
-        self._memory = memory  # not after a failure: the disk may write there yet
+            reads.wait(reads.begin(wanted, memory))
+        side.memory = memory  # not after a failure: the disk may write there yet
         self._read_side_reads[:3] += len(places), sum(nbytes for *_, nbytes in places), time.perf_counter() - begun
         return [memory[first : first + nbytes] for first, (*_, nbytes) in zip(begin, places, strict=True)]
 

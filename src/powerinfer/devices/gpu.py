@@ -715,10 +715,16 @@ class GpuLayers:
     def expand_streams(self, matrices: RawTensor) -> None:
         """Wire as `CpuExecutor.expand_streams` does."""
         altup = self._config.altup
-        assert altup is not None and self.layers == self._config.n_layers
+        assert altup is not None
         products = self._upload("attention", *(self.matrix(matrices.matrix(one)) for one in range(altup.streams - 1)))
-        self.streams = streams = GpuStreams(altup, self.max_tokens, self.d_model, self.device)
+        streams = self.take_streams()
         self._add(0, "streams", lambda step: streams.expand(step.x, products(step.x)))
+
+    def take_streams(self) -> GpuStreams:
+        """Have several residual streams, which these layers make, or the GPU that has those before them."""
+        assert self._config.altup is not None
+        self.streams = GpuStreams(self._config.altup, self.max_tokens, self.d_model, self.device)
+        return self.streams
 
     def predict_streams(self, layer: int, mix: StreamMix) -> None:
         """Wire as `CpuExecutor.predict_streams` does."""
@@ -916,7 +922,11 @@ class GpuLayers:
         """x after these layers for another GPU that has those behind them: nothing is waited for. Arguments and errors
         as of `run`. What fails later is raised by `check_passed`, once the result of the other GPU is there; behind
         that comes `end_step`."""
-        return self._run_again(partial(self._run, self.buffers.pass_on, batch, x, slots, inputs))
+        return self._run_again(partial(self._run, self._pass_on, batch, x, slots, inputs))
+
+    def _pass_on(self, step: Step) -> PassedRows:
+        streams = () if self.streams is None else self.streams.passed(len(step.x))
+        return self.buffers.pass_on(step, streams)
 
     def check_passed(self) -> None:
         """PowerInferError if a part of the CPU failed in a step that was passed on."""
@@ -1188,6 +1198,8 @@ class GpuLayers:
             slots = numbers, numbers
         of_layers = None if inputs is None else inputs[:, self._inputs_here]
         step = self.buffers.upload(batch, x, slots, of_layers, padded)
+        if self.streams is not None and isinstance(x, PassedRows):
+            self.streams.take(x.streams)
         if self.link is not None:
             step.read = self.link.read(padded or len(batch.tokens))
             self.link.begin_step()

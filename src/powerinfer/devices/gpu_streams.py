@@ -32,6 +32,15 @@ class GpuStreams:
         """Bytes on the device."""
         return int(self._rows.nbytes)
 
+    def passed(self, tokens: int) -> tuple[Tensor, ...]:
+        """The rows of so many tokens of each stream, [T, d_model], for another device."""
+        return tuple(stream[:tokens] for stream in self._rows)
+
+    def take(self, passed: Sequence[Tensor]) -> None:
+        """Have the rows that another device passes on, once they are there."""
+        for stream, rows in zip(self._rows, passed, strict=True):
+            stream[: len(rows)].copy_(rows, non_blocking=True)
+
     def expand(self, x: Tensor, products: Tensor) -> None:
         """The first stream is x [T, d_model], the others are its products [T, (streams - 1) * d_model] with a matrix
         each, brought to its magnitude."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,10 +25,12 @@ else:
 
 
 class PassedRows(NamedTuple):
-    """The residual stream of a step on another device, float32 [T, d_model], and when it is there."""
+    """The residual stream of a step on another device, float32 [T, d_model], and when it is there; all of them, where
+    there are several."""
 
     x: Tensor
     ready: Event
+    streams: Sequence[Tensor] = ()
 
 
 class StepBuffers:
@@ -217,11 +220,12 @@ class StepBuffers:
         self._words: NDArray[np.int32] = self._host_candidates.numpy()
         self._records: NDArray[Any] = self._words.view(candidates.CANDIDATES)[:, 0]
 
-    def pass_on(self, step: Step) -> PassedRows:
-        """The step's residual stream for another device: it stays there until the next step of this one."""
+    def pass_on(self, step: Step, streams: Sequence[Tensor] = ()) -> PassedRows:
+        """The step's residual stream, and all of several, for another device: they stay there until the next step of
+        this one."""
         ready = self._streams.event()
         ready.record(self._streams.current())
-        return PassedRows(step.x, ready)
+        return PassedRows(step.x, ready, streams)
 
     def download(self, step: Step, logits: bool) -> NDArray[Any]:
         """Result of a step, what it needs of its logits or its residual stream, once the device is done with it."""

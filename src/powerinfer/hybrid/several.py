@@ -1,7 +1,7 @@
 """A model on several GPUs: placing it by a plan whose parts are theirs, and the splits of its FFNs.
 
 Each GPU has some layers that follow each other, split between it and the CPU as beside one GPU: buffers for prompts,
-trials and budgets are its own, and so is what exchanges its experts. What stays on disk is for one GPU.
+trials and budgets are its own, and so is what exchanges its experts. RAM, and what stays on disk beside it, are shared.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING, Any
 from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import RequestError, demand
 from powerinfer.hybrid.in_ram import profile_of
-from powerinfer.hybrid.resolved import Resolved, experts_said
+from powerinfer.hybrid.resolved import Resolved, experts_said, model_of
 from powerinfer.neurons import NeuronPlacement
+from powerinfer.placement.budget import budgets, gib
+from powerinfer.placement.disk import better_densely, within
 from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.request import Subject, even_profile, expert_subject
+from powerinfer.placement.several import too_little_ram
 from powerinfer.placement.solver import GROUP
 from powerinfer.progress import Progress
+from powerinfer.sparsity.selection import select
 from powerinfer.system import available_memory
 
 if TYPE_CHECKING:
@@ -51,7 +55,41 @@ def place_on_cards(resolved: Resolved, model: Model, progress: Progress) -> Reso
         types=model.rated_types,
     )
     planned = request(hardware)
-    return _placed(resolved.with_chunk(planned.chunk), planned)
+    return _place_in_memory(resolved.with_chunk(planned.chunk), planned)
+
+
+def _place_in_memory(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError | str:
+    """The placement within --ram or the free memory; with whole layers, where `auto` chose neurons that memory does not
+    hold and disks read dense matrices in less time. The error where RAM lacks what may not stay on disk."""
+    placed = _placed(resolved, request)
+    if not isinstance(placed, Resolved):
+        return placed
+    engine, plan = resolved.engine, placed.placement.several
+    assert plan is not None
+    if plan.fits:
+        return placed
+    if engine.disk == "none":
+        _, budget = budgets(request.hardware, request.vram, request.ram)
+        needed = max((one.bytes for one in plan.helps if one.flag == "--ram"), default=budget)
+        return too_little_ram(request, plan.claims, needed - budget)
+    if engine.ram is None and request.ram is not None and plan.loads:
+        placed = _placed(resolved, replace(request, ram=within(request.ram)))
+        if not isinstance(placed, Resolved):
+            return placed
+    disk = placed.placement.disk
+    if plan.claims.bundles and engine.selector == "auto":
+        selection = select(resolved.checkpoint, engine, "--vram and --ram do not hold all neurons")
+        without = replace(resolved, selection=selection)
+        dense = _placed(without, _request(without, model_of(without), request.hardware))
+        if isinstance(dense, Resolved) and (disk is None or better_densely(dense.placement.disk, disk)):
+            return dense
+    if disk is None:
+        needed = min((one.bytes for one in plan.helps if one.flag == "--ram"), default=0)
+        return RequestError(
+            f"the neurons of {request.model.name} do not fit in --vram and --ram, and --ram does not hold what reading "
+            f"them from disk takes: give --ram {gib(needed)}, or more --vram"
+        )
+    return placed
 
 
 def _request(resolved: Resolved, model: Model, hardware: Hardware) -> PlanRequest:
@@ -78,7 +116,8 @@ def _placed(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError
         return plan.reasons[0]
     resolved = resolved.with_chunk(request.chunk)
     firsts, split = tuple(part.first for part in plan.parts), None if claims.whole else plan
-    placed = resolved.placed(layers=claims.gpu_layers, head=claims.gpu_head, plan=split, firsts=firsts, several=plan)
+    parts = {"layers": claims.gpu_layers, "head": claims.gpu_head, "disk": claims.disk or plan.on_disk}
+    placed = resolved.placed(**parts, plan=split, firsts=firsts, several=plan)
     if claims.whole:
         reason = f"whole layers ({resolved.selection.reason})"
     elif claims.slots is None:
@@ -97,7 +136,11 @@ def with_less(resolved: Resolved, lacking: int) -> Resolved | RequestError | Non
     if min(vrams) <= 0:
         return None
     placed = _placed(resolved, replace(several.request, vram=sum(vrams), vrams=vrams))
-    return placed if isinstance(placed, Resolved) else None
+    if not isinstance(placed, Resolved):
+        return None
+    plan = placed.placement.several
+    assert plan is not None
+    return placed if plan.fits or (plan.loads and resolved.engine.disk != "none") else None
 
 
 # ---------------------------------------------------------------- what is loaded

@@ -119,11 +119,11 @@ def wire(
     """
     config = checkpoint.config
     embedding = wire_embedding(executor, checkpoint)
-    streams: Any = None  # the device that has several residual streams, and all layers
-    if config.altup is not None:
-        assert len(first) < 2
-        streams = first[0] if first else executor
-        altup.expand(streams, checkpoint)
+    ends: tuple[Any, Any] = (first[0], first[-1]) if first else (executor, executor)
+    if config.altup is not None:  # all layers are on GPUs, or none is
+        altup.expand(ends[0], checkpoint)
+        for card in first[1:]:
+            card.take_streams()
     for layer in range(config.n_layers):
         executor.keep_features(layer)
         gpu = next((card for card in first if layer < card.layers), None)
@@ -143,8 +143,8 @@ def wire(
         checkpoint.release()  # packed: the file's pages need not stay in memory
         progress("loading weights", layer + 1, config.n_layers)
     executor.keep_features(config.n_layers)
-    if streams is not None:
-        altup.merge(streams, checkpoint)
+    if config.altup is not None:
+        altup.merge(ends[1], checkpoint)
     if first and head:
         wire_head(first[-1], checkpoint, embedding)
     else:

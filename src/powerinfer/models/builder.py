@@ -144,7 +144,7 @@ class ExpertBuilder(Builder[Matrix, Norm], Protocol):
 
 
 class StreamBuilder(Builder[Matrix, Norm], Protocol):
-    """A device that the layers of a model with several residual streams are wired on, all of them."""
+    """A device that layers of a model with several residual streams are wired on: all of them, or those of a GPU."""
 
     def expand_streams(self, matrices: RawTensor) -> None: ...
     def predict_streams(self, layer: int, mix: StreamMix) -> None: ...

@@ -341,10 +341,16 @@ def least_ram(model: Model, work: Workload) -> int:
 
 
 def layers_that_fit(
-    model: Model, hardware: Hardware, work: Workload, vram: int, dense: bool = False, experts: bool = True
+    model: Model,
+    hardware: Hardware,
+    work: Workload,
+    vram: int,
+    dense: bool = False,
+    experts: bool = True,
+    passes_on: bool = False,
 ) -> tuple[int, bool]:
     """How many layers, from the first on, fit into a GPU budget, and whether the head fits too. dense: as `on_gpu`;
-    experts: with all of theirs, else with none."""
+    experts: with all of theirs, else with none; passes_on: another GPU may have those behind them."""
     if hardware.gpu is None or not vram:
         return 0, False
     slots = None if experts else (0,) * model.config.n_layers
@@ -353,7 +359,8 @@ def layers_that_fit(
         return sum(on_gpu(model, hardware, work, Division(layers, head, slots), dense).values())
 
     every = model.config.n_layers
-    layers = model.config.whole_layers(bisect_right(range(1, every + 1), vram, key=taken))
+    layers = bisect_right(range(1, every + 1), vram, key=taken)
+    layers = model.config.whole_caches(layers) if passes_on else model.config.whole_layers(layers)
     return layers, layers == every and taken(every, True) <= vram
 
 

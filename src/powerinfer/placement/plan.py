@@ -178,7 +178,8 @@ class PlanRequest:
     def claims_if_any(self) -> Claims | RequestError:
         """The claims; the error where the budgets are too small."""
         if self.on_cards:
-            return several.claims_on_cards(self)
+            together = several.parts_together(self)
+            return together if isinstance(together, RequestError) else self.rest_of_parts(*together)
         model, work = self.model, self.workload
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
         return claims if isinstance(claims, RequestError) else self._rest_on_disk(claims)
@@ -200,27 +201,38 @@ class PlanRequest:
         nbytes = self.ram_flag(budget)
         return Help(goal, "--ram", nbytes, nbytes <= self.hardware.cpu.memory_bytes)
 
-    def _rest_on_disk(self, claims: Claims) -> Claims | RequestError:
-        """The claims with what RAM does not hold on disk; the error where it does not hold the least."""
+    def rest_of_parts(self, parts: several.Parts, claims: Claims) -> Claims | RequestError:
+        """The claims of parts together, with what RAM does not hold on disk, but for neurons."""
+        if claims.bundles:
+            return claims
+        return self._rest_on_disk(claims, several.extra_bytes(self, parts) + several.moving_experts(self))
+
+    def _rest_on_disk(self, claims: Claims, beside: int = 0) -> Claims | RequestError:
+        """The claims with what RAM does not hold on disk; the error where it does not hold the least. beside: bytes of
+        working memory in RAM for more GPUs than one."""
         model, work = self.model, self.workload
         _, ram = budgets(self.hardware, self.vram, self.ram)
         whole = least_ram(model, work)
         if claims.cpu_left >= 0 if claims.gpu_layers else ram >= whole:
             return claims
-        ram = within(ram) if self.ram is None else ram
+        ram = (within(ram) if self.ram is None else ram) - beside
         threads = self.hardware.cpu.threads
         if claims.gpu_layers:
-            disk = plan_disk(model, work, ram, threads, self.division(claims), whole=sum(claims.cpu.values()))
+            disk = plan_disk(model, work, ram, threads, self.division(claims), whole=sum(claims.cpu.values()) - beside)
         else:
             bundled = self.selector != "all"
             profile = self.profile if self.profiled else None
             disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=profile)
+        if isinstance(disk, RamError) and beside:
+            needed = gib(self.ram_flag(disk.least + beside if self.ram is not None else free_for(disk.least + beside)))
+            return RamError(disk.needs, f"beside several GPUs give --ram {needed}", disk.least + beside, disk.lower)
         if isinstance(disk, RamError) and self.ram is None:
             more = f"{self.hardware.name} has {gib(ram)} for it: give --ram {gib(self.ram_flag(free_for(disk.least)))}"
             return RamError(disk.needs, more, disk.least, disk.lower)
         if isinstance(disk, RequestError):
             return disk
-        left = ram - sum(disk.held.values())
+        disk = replace(disk, held=disk.held | {"scratch": disk.held["scratch"] + beside})
+        left = ram + beside - sum(disk.held.values())
         resting = disk if disk.about.anything else None  # else RAM holds all but the embedding
         return replace(claims, cpu=disk.held, cpu_left=left, bundles=False, disk=resting)
 
@@ -438,6 +450,8 @@ class Plan:
     @property
     def _neuron_bytes(self) -> list[dict[Tier, int]]:
         """For each layer, the bytes of its neurons in each tier, including what their groups share."""
+        if self.parts:
+            return [nbytes for part in self.parts for nbytes in part.plan._neuron_bytes]
         model, claims = self.request.model, self.claims
         orders = self._orders
         result = []
@@ -504,6 +518,8 @@ class Plan:
         """It can be loaded: what does not fit is read from disk, neurons beside a GPU when they are needed."""
         if self.fits or self.claims.disk is not None:
             return True
+        if self.parts:
+            return all(part.plan.loads for part in self.parts)
         if not self.claims.slots_beside:
             return False
         return _left_for_neurons(self.claims, _cold(self.request, self.claims, self.choice.gpu)) >= 0
@@ -515,10 +531,20 @@ class Plan:
         beside = self.claims.slots_beside
         if self.fits or not self.loads:
             return None
+        if self.parts:
+            return self._on_disk_of_parts
         each = zip(self.request.profile.sizes, self.neurons[: self.claims.gpu_layers], strict=False)
         slots = {layer: min(size, own[Tier.CPU] + beside) for layer, (size, own) in enumerate(each) if size}
         reading = self._read(APART)
         return DiskPlan(OnDisk(neurons=slots), self.bytes["cpu"], 0, self.bytes["disk"], reading)
+
+    @property
+    def _on_disk_of_parts(self) -> DiskPlan | None:
+        of_parts = [(part.first, part.plan.on_disk) for part in self.parts if self.claims.disk is None]
+        resting = [(first, one) for first, one in of_parts if one is not None]
+        slots = {first + layer: n for first, one in resting for layer, n in one.about.neurons.items()}
+        reading = math.fsum(one.reading or 0 for _, one in resting)
+        return DiskPlan(OnDisk(neurons=slots), self.bytes["cpu"], 0, self.bytes["disk"], reading) if slots else None
 
     def _read(self, apart: int = 0) -> float:
         """Bytes of the neurons that a step needs and neither memory has, each counted as so many more."""
@@ -658,26 +684,17 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
 
 def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
     """The plan of the parts of several GPUs, each made as for one."""
-    parts = several.parts_of(request)
-    if isinstance(parts, RequestError):
-        return parts
-    claims = several.joined(request, parts.firsts, parts.requests, parts.claims)
-    if isinstance(claims, RequestError):
-        return claims
-    plans = []
-    pairs = list(zip(parts.requests, parts.claims, strict=True))
-    spare = claims.cpu_left - sum(several.least_cold(*pair) for pair in pairs)
-    for part, claimed in pairs:
-        least = several.least_cold(part, claimed)
-        plan = _split_plan(replace(part, ram=several.PLENTY // 2 - claimed.cpu_left + least + spare))
-        if isinstance(plan, RequestError):
-            return plan
-        cold = sum(plan.choice.kept) - sum(plan.choice.gpu) if claimed.bundles else 0
-        spare -= max(0, cold * GROUP * claimed.cpu_neuron - least)
-        plans.append(plan)
-    claims = several.joined(request, parts.firsts, parts.requests, [plan.claims for plan in plans])
-    if isinstance(claims, RequestError):
-        return claims
+    together = several.parts_together(request)
+    if isinstance(together, RequestError):
+        return together
+    parts, claims = together
+    plans = _plans_of_parts(request, parts, claims.cpu_left) if claims.bundles else list(map(_solved, *_pairs(parts)))
+    if isinstance(plans, RequestError):
+        return plans
+    parts = replace(parts, claims=tuple(plan.claims for plan in plans))
+    settled = request.rest_of_parts(parts, several.joined(request, parts))
+    if isinstance(settled, RequestError):
+        return settled
     names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
     choice = _joined_choice(request, [plan.choice for plan in plans], plans)
     by_policy = {
@@ -685,9 +702,73 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
         for policy in plans[0].others
         if policy != "random"
     }
-    reasons = (*_reasons(request, claims, choice), _IN_TURN)
+    reasons = (*_reasons(request, settled, choice), _IN_TURN)
     named = tuple(PlanPart(*each) for each in zip(parts.firsts, names, plans, strict=True))
-    return Plan(request, claims, choice, by_policy, reasons, (), parts=named)
+    plan = Plan(request, settled, choice, by_policy, reasons, (), parts=named)
+    if plan.fits:
+        return plan
+    plan = replace(plan, helps=_helps_of_parts(plan, sum(together[0].cold) - claims.cpu_left))
+    return plan if settled.disk is None else _with_reads(plan, settled.disk)
+
+
+def _pairs(parts: several.Parts) -> tuple[Sequence[PlanRequest], Sequence[Claims]]:
+    return parts.requests, parts.claims
+
+
+def _plans_of_parts(request: PlanRequest, parts: several.Parts, left: int) -> list[Plan] | RequestError:
+    """The plans of neurons of each part, which share so many bytes of RAM."""
+    spare = left - sum(parts.cold)
+    if spare < 0:
+        return _plans_within(parts, left)
+    plans = []
+    for part, claimed, least in zip(*_pairs(parts), parts.cold, strict=True):
+        plan = _split_plan(replace(part, ram=several.PLENTY // 2 - claimed.cpu_left + least + spare))
+        if isinstance(plan, RequestError):
+            return plan
+        cold = sum(plan.choice.kept) - sum(plan.choice.gpu)
+        spare -= max(0, cold * GROUP * claimed.cpu_neuron - least)
+        plans.append(plan)
+    return plans
+
+
+def _plans_within(parts: several.Parts, left: int) -> list[Plan] | RequestError:
+    """The same where some neurons stay on disk: RAM is divided in proportion to what each part would take, but for
+    those that need more to read from disk, which get that."""
+    cold, least, first = parts.cold, dict[int, int](), list[Plan]()
+    while sum(least.values()) <= left:
+        rest = left - sum(least.values())
+        divided = sum(nbytes for number, nbytes in enumerate(cold) if number not in least)
+        shares = [least.get(number, rest * nbytes // max(1, divided)) for number, nbytes in enumerate(cold)]
+        plans: list[Plan] = []
+        for part, claimed, share in zip(*_pairs(parts), shares, strict=True):
+            plan = _split_plan(replace(part, ram=several.PLENTY // 2 - claimed.cpu_left + share))
+            if isinstance(plan, RequestError):
+                return plan
+            plans.append(plan)
+        first = first or plans
+        short = {at: shares[at] + _short(plan) for at, plan in enumerate(plans) if at not in least and not plan.loads}
+        if not short:
+            return plans
+        least |= short
+    return first
+
+
+def _short(plan: Plan) -> int:
+    """Bytes of RAM that a part lacks to read neurons from disk."""
+    return min(one.bytes for one in plan.helps if one.flag == "--ram") - (plan.request.ram or 0)
+
+
+def _helps_of_parts(plan: Plan, lacking: int) -> tuple[Help, ...]:
+    """The RAM in which neurons are read from disk, where the parts lack that, and in which everything is, which lacks
+    so many bytes."""
+    request = plan.request
+    _, ram = budgets(request.hardware, request.vram, request.ram)
+    helps = [request.more_ram("everything in memory", ram + lacking)]
+    if not plan.loads:
+        more = sum(_short(part.plan) for part in plan.parts if not part.plan.loads)
+        if more < lacking:
+            helps.insert(0, request.more_ram("neurons are read from disk", ram + more))
+    return tuple(helps)
 
 
 def _joined_choice(request: PlanRequest, choices: Sequence[Choice], plans: Sequence[Plan]) -> Choice:

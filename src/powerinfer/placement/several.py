@@ -4,8 +4,9 @@
     GPU 2   layers 18 to 31, and the head
 
 The planner of one GPU (`plan.py`) places what is in a part: it is given a model of these layers alone, and the GPU's
-own budget and rates. RAM is shared: what the parts leave there must fit together, and nothing stays on disk. A step
-goes through one part after another, so its time is the sum of theirs.
+own budget and rates. RAM is shared: what the parts leave there, and it does not hold, stays on disk. Experts and dense
+matrices that do are those of one model whose GPUs are one (`disk.plan_disk`); of single neurons each part gets some of
+the RAM. A step goes through one part after another, so its time is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, LayerConfig
 from powerinfer.devices.link import link_bytes
-from powerinfer.errors import RequestError, VramError
+from powerinfer.errors import RequestError, VramError, demand
 from powerinfer.hardware.description import Gpu
 from powerinfer.models.inventory import Inventory
 from powerinfer.neurons import Profile
@@ -28,6 +29,7 @@ from powerinfer.placement.budget import (
     Claims,
     Footprint,
     budgets,
+    claim,
     gib,
     in_ram,
     layers_that_fit,
@@ -35,6 +37,7 @@ from powerinfer.placement.budget import (
     shared_in_ram,
     staged_in_ram,
 )
+from powerinfer.placement.disk import resting_in_ram
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 PLENTY = 1 << 46
 """Bytes of RAM of a part, whose real limit is that of all parts together."""
 
-TOGETHER = "{}: its {} stay on one GPU: name one with --gpu, or one card"
+TOGETHER = "{}: its layers, which read others' keys and values, stay on one GPU: name one with --gpu, or one card"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,22 @@ class Parts:
     def rank(self) -> tuple[int, bool]:
         """The number of layers on GPUs, and whether the head is there: more is better."""
         return self.firsts[-1] + self.claims[-1].gpu_layers, self.claims[-1].gpu_head
+
+    @property
+    def cold(self) -> list[int]:
+        """Bytes in RAM of the neurons for which each GPU has no room."""
+        return list(map(least_cold, self.requests, self.claims))
+
+    def drop_buffers(self) -> Parts:
+        """The same of layers as a whole, or experts, where RAM has no room for buffers for long prompts."""
+        return replace(self, claims=tuple(map(_drop_buffers, self.requests, self.claims)))
+
+
+def _drop_buffers(part: PlanRequest, claims: Claims) -> Claims:
+    if claims.slots is None:
+        return claims.without_buffers()
+    place = part.model, part.hardware, part.workload, part.vram, 0, part.frequencies, part.cached
+    return demand(claim(*place, disk=True))  # what fails with too little RAM fails for no experts
 
 
 # ---------------------------------------------------------------- parts of a model
@@ -132,7 +151,7 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
     """The request for the layers [first, last) on one GPU, with plenty of RAM."""
     cpu = replace(request.hardware.cpu, memory_bytes=PLENTY)
     hardware = replace(
-        request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu, disk=None
+        request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu
     )
     frequencies = request.frequencies
     if frequencies is not None:
@@ -170,8 +189,6 @@ def _budgets_of_cards(request: PlanRequest) -> list[tuple[Gpu, int]]:
 def _refusal(request: PlanRequest) -> RequestError | None:
     """The error for a model or a policy that is for one GPU."""
     config = request.model.config
-    if config.altup is not None:
-        return RequestError(TOGETHER.format(request.model.name, "residual streams"))
     if request.policy == "random":
         return RequestError("--policy random is of one GPU: leave it out, or plan for one card")
     if config.n_layers < len(request.hardware.all_cards):
@@ -215,16 +232,18 @@ def _division(
     belong together begin."""
     model, work, n_layers = request.model, request.workload, request.model.config.n_layers
     dense, firsts = request.selector == "all" or any(model.n_experts), [0]
-    most = model.config.whole_layers(n_layers - 1)
+    most = model.config.whole_caches(n_layers - 1)
     for number, ((card, vram), target) in enumerate(zip(cards, targets, strict=False)):
         first, behind = firsts[-1], len(cards) - number - 1
         part = _part_of_request(request, first, n_layers, card, vram)
-        fitting, _ = layers_that_fit(part.model, part.hardware, work, vram, dense=dense, experts=False)
+        fitting, _ = layers_that_fit(
+            part.model, part.hardware, work, vram, dense=dense, experts=False, passes_on=True
+        )
         if not fitting:
             return _with_name(card, no_layer_fits(part.model, part.hardware, work, vram))
         last = min(first + fitting, max(target, first + 1), n_layers - behind, most)
         if last <= first:
-            return RequestError(TOGETHER.format(model.name, "layers, which read others' keys and values,"))
+            return RequestError(TOGETHER.format(model.name))
         firsts.append(last)
     return tuple(firsts)
 
@@ -270,17 +289,39 @@ def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tup
 # ---------------------------------------------------------------- all parts together
 
 
-def claims_on_cards(request: PlanRequest) -> Claims | RequestError:
-    """The claims of all parts; the error where a GPU holds no layer, or RAM not what the GPUs leave."""
+def parts_together(request: PlanRequest) -> tuple[Parts, Claims] | RequestError:
+    """The parts, and their claims as those of one model: less than nothing may be left of RAM where all but neurons may
+    stay on disk. The error where a GPU holds no layer, or what must be in RAM is not held there."""
     parts = parts_of(request)
-    return parts if isinstance(parts, RequestError) else joined(request, parts.firsts, parts.requests, parts.claims)
+    if isinstance(parts, RequestError):
+        return parts
+    claims = joined(request, parts)
+    if claims.cpu_left < 0 and claims.staging and not claims.bundles:
+        parts = parts.drop_buffers()
+        claims = joined(request, parts)
+    lacking = sum(parts.cold) - claims.cpu_left
+    rests = request.hardware.disk is not None and claims.cpu_left >= 0 if claims.bundles else not _complete(claims)
+    return too_little_ram(request, claims, lacking) if lacking > 0 and not rests else (parts, claims)
 
 
-def joined(
-    request: PlanRequest, firsts: Sequence[int], requests: Sequence[PlanRequest], claims: Sequence[Claims]
-) -> Claims | RequestError:
-    """Claims of parts as those of one model; the error where RAM does not hold what the GPUs leave."""
-    model, last = request.model, claims[-1]
+def _complete(claims: Claims) -> bool:
+    """Whether GPUs have all layers as a whole: nothing that RAM has may stay on disk."""
+    return claims.whole and claims.gpu_head
+
+
+def too_little_ram(request: PlanRequest, claims: Claims, lacking: int) -> RequestError:
+    """The error where RAM lacks so many bytes for what the GPUs leave, which may not stay on disk."""
+    needed = gib(budgets(request.hardware, None, request.ram)[1] + lacking)
+    return RequestError(
+        f"{request.model.name} needs {needed} of RAM beside {len(request.hardware.all_cards)} GPUs, and what it lacks "
+        f"does not stay on disk: give --ram {needed}, more --vram, or name one GPU"
+    )
+
+
+def joined(request: PlanRequest, parts: Parts) -> Claims:
+    """Claims of parts as those of one model, with what is left of RAM, which may be less than nothing."""
+    model, claims = request.model, parts.claims
+    firsts, last = parts.firsts, claims[-1]
     layers = firsts[-1] + last.gpu_layers
     slots, inside = None, {}
     if last.slots is not None:
@@ -296,27 +337,40 @@ def joined(
         staging=sum(own.staging for own in claims),
         buffered=sum(own.buffered for own in claims),
         cpu_neuron=max(own.cpu_neuron for own in claims),
+        slots_beside=max(own.slots_beside for own in claims),
+        cpu_gate=max(own.cpu_gate for own in claims),
     )
     cpu = in_ram(model, request.workload, request.division(claimed), panels=not claimed.bundles)
-    cpu["scratch"] += (len(claims) - 1) * link_bytes(request.workload.tokens, model.config)
-    if request.cached:  # each sends experts through a buffer of its own, the first one is counted
-        pairs = zip(requests, claims, strict=True)
-        cpu["scratch"] += sum(part.model.sent_expert(claim.gpu_layers) for part, claim in pairs)
-        cpu["scratch"] -= model.sent_expert(layers)
+    cpu["scratch"] += extra_bytes(request, parts)
     passing = sum(own.cpu.get("passing", 0) for own in claims)
     cpu |= {"passing": passing} if passing else {}
     _, ram = budgets(request.hardware, None, request.ram)
     left = ram - sum(cpu.values()) - staged_in_ram(claimed.staging)
     if claimed.bundles:
         left -= shared_in_ram(model, layers)
-    needed = sum(least_cold(part, own) for part, own in zip(requests, claims, strict=True))
-    if left < needed:
-        cards = len(claims)
-        return RequestError(
-            f"{model.name} needs {gib(ram - left + needed)} of RAM beside {cards} GPUs, and nothing stays on disk "
-            f"there: give --ram {gib(ram - left + needed)}, more --vram, or name one GPU"
-        )
     return replace(claimed, cpu=cpu, cpu_left=left)
+
+
+def extra_bytes(request: PlanRequest, parts: Parts) -> int:
+    """Bytes of working memory in RAM that several GPUs take, and one with all of their layers would not."""
+    model, claims = request.model, parts.claims
+    nbytes = (len(claims) - 1) * link_bytes(request.workload.tokens, model.config)
+    if request.cached:  # each sends experts through a buffer of its own, the first one is counted
+        pairs = zip(parts.requests, claims, strict=True)
+        nbytes += sum(part.model.sent_expert(claim.gpu_layers) for part, claim in pairs)
+        nbytes -= model.sent_expert(parts.firsts[-1] + claims[-1].gpu_layers)
+    for part, own in zip(parts.requests, claims, strict=True):
+        if own.slots_beside:
+            selects, threads = request.selector == "predicted", request.hardware.cpu.threads
+            nbytes += resting_in_ram(part.model, own.gpu_layers, threads, own.staging, selects)[1]
+    return nbytes
+
+
+def moving_experts(request: PlanRequest) -> int:
+    """Bytes in RAM of experts on their way from the disk to GPUs, but for one of them."""
+    model, routed = request.model, request.model.config.experts
+    largest = max((model.expert_bytes(layer)[1] for layer in routed), default=0)
+    return (len(request.hardware.all_cards) - 1) * largest
 
 
 def _sum(footprints: Iterator[Footprint]) -> Footprint:
