@@ -5,12 +5,30 @@
 
 namespace {
 
+// f(Index<j>{}) for j in [i, n), at most 16 of them. Not by recursion: the compiler optimises a function before it inlines it,
+// hence each one around another has all that is in it optimised once more.
 template <int i, int n, class F>
-__attribute__((always_inline)) inline void unroll(F&& f) {
-  if constexpr (i < n) {
-    f(Index<i>{});
-    unroll<i + 1, n>(f);
-  }
+PI_INLINE void unroll(F&& f) {
+  static_assert(n - i <= 16, "a step below for each");
+#define PI_STEP(j) \
+  if constexpr (i + j < n) f(Index<i + j>{})
+  PI_STEP(0);
+  PI_STEP(1);
+  PI_STEP(2);
+  PI_STEP(3);
+  PI_STEP(4);
+  PI_STEP(5);
+  PI_STEP(6);
+  PI_STEP(7);
+  PI_STEP(8);
+  PI_STEP(9);
+  PI_STEP(10);
+  PI_STEP(11);
+  PI_STEP(12);
+  PI_STEP(13);
+  PI_STEP(14);
+  PI_STEP(15);
+#undef PI_STEP
 }
 
 // ---- Quantised weights -------------------------------------------------------------------------------------------
