@@ -6,10 +6,11 @@
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
 For every type of weights a matrix against 1, 8 and 32 tokens; for those of neurons a layer of which a share is
-selected, all of which fire, gated (ReGLU or dReLU) or --plain, of one token also by one kernel (fused); then attention
-over a long context, and a predictor. A kernel's reads are counted once, the neurons that any token selects for all
-tokens together. Weights are taken in turn from copies that are larger in all than any cache, in steps that are recorded
-as CUDA graphs, so that neither caches nor Python help or hinder.
+selected, all of which fire, gated (ReGLU or dReLU) or --plain, of one token also by one kernel (fused); then a
+predictor, attention over long contexts, and the sum of a layer's experts, 8 a token of 128 as Qwen3-30B-A3B has them.
+A kernel's reads are counted once, the neurons that any token selects for all tokens together. Weights are taken in turn
+from copies that are larger in all than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor
+Python help or hinder; experts are there once, 350 MB of them.
 
 --sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
 choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
@@ -36,9 +37,9 @@ from powerinfer.config import AttentionConfig
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES
 from powerinfer.hardware.samples import Samples
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_experts, gpu_types
 
-KERNELS = ("linear", "neurons", "fused", "predict", "attention")
+KERNELS = ("linear", "neurons", "fused", "predict", "attention", "experts")
 TOKENS = (1, 8, 32)
 TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
 UNCACHED = 512 << 20  # bytes that copies of weights come to
@@ -46,6 +47,7 @@ COPIED = 4 << 30  # bytes of the copy that kernels are held against, or a fourth
 CALLS = 16  # of a recorded step
 REPEATS = 7
 CONTEXT = 4096
+EXPERTS, EXPERT_SIZE, TOP_K = 128, 768, 8
 
 
 def same(what: str, kind: str) -> float:
@@ -218,12 +220,32 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             call = lambda i, p=pairs, given=given: (gpu.predict(*p[i], *given), given[-1][1])[1]  # noqa: E731
             yield "predict", "Q8_0", tokens, nbytes, len(pairs), call
     if "attention" in arguments.kernels:
-        yield from attention_cases(device, d_model, arguments.tokens)
+        for context in arguments.contexts or (CONTEXT,):
+            yield from attention_cases(device, d_model, arguments.tokens, context)
+    if wanted("experts", "Q4_0"):
+        yield from expert_cases(device, d_model, arguments.tokens)
 
 
-def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
+def expert_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
+    """Of random tokens, each with experts of its own; what no token selects is not counted."""
+    kinds = [random_weight("Q4_0", EXPERTS * EXPERT_SIZE, d_model, device) for _ in "gu"]
+    down = random_weight("Q4_0", EXPERTS * d_model, EXPERT_SIZE, device)
+    experts = gpu_types.Experts(EXPERTS, EXPERT_SIZE, *kinds, down, "silu", 0.0)
+    each = sum(one.nbytes for one in (*kinds, down)) // EXPERTS
+    for tokens in sizes:
+        x = torch.randn(tokens, d_model, device=device)
+        slots = torch.rand(tokens, EXPERTS, device=device).topk(TOP_K).indices.int()
+        weights = torch.full((tokens, TOP_K), 1 / TOP_K, device=device)
+        given = experts, x, slots, weights
+        call = lambda i, given=given: gpu_experts.expert_sum(*given)  # noqa: E731
+        yield "experts", "Q4_0", tokens, each * len(slots.unique()), 1, call
+
+
+def attention_cases(
+    device: str, d_model: int, sizes: Sequence[int], context: int
+) -> Iterator[tuple[str, str, int, int, int, Call]]:
     dim = 128
-    heads, pages = d_model // dim, CONTEXT // gpu.PAGE
+    heads, pages = d_model // dim, context // gpu.PAGE
     for kv_heads, tokens in itertools.product((max(1, heads // 8), heads), sizes):
         shape = (tokens * pages, gpu.PAGE, kv_heads, dim)
         nbytes = 2 * 2 * int(np.prod(shape))
@@ -233,7 +255,7 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
         ]
         table = torch.arange(tokens * pages, dtype=torch.int32, device=device).view(tokens, pages)
         rows = torch.arange(tokens, dtype=torch.int32, device=device)
-        positions = torch.full((tokens,), CONTEXT - 1, dtype=torch.int32, device=device)
+        positions = torch.full((tokens,), context - 1, dtype=torch.int32, device=device)
         q = torch.randn(tokens, heads, dim, device=device)
 
         given = gpu.Contexts(table, rows, positions), AttentionConfig(heads, kv_heads, dim)
@@ -241,7 +263,7 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
         def call(i: int, q: Any = q, caches: Any = caches, given: Any = given) -> None:
             gpu.attention(q, caches[i], *given)
 
-        yield "attention", f"F16, {heads} heads on {kv_heads}", tokens, nbytes, len(caches), call
+        yield "attention", f"F16, {heads} heads on {kv_heads}, {context} tokens", tokens, nbytes, len(caches), call
 
 
 @contextmanager
@@ -288,7 +310,7 @@ def swept(
     from triton.errors import TritonError
 
     tried, wrong, begin = [], 0, time.monotonic()
-    if what == "attention":  # it has no table of tiles
+    if what in ("attention", "experts"):  # they have no tables of tiles
         return {}
     wanted = computed(call)
     with tiles(what, kind, tokens) as choices:
@@ -338,6 +360,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             s = seconds(call, copies, device)
             case = {"kernel": what, "type": kind, "tokens": tokens, "bytes": nbytes, "us": round(1e6 * s, 2)}
             case |= {"gb_s": round(nbytes / s / 1e9, 1), "share": round(nbytes / s / 1e9 / peak, 3)}
+            if what == "experts":
+                flops = 6 * tokens * TOP_K * EXPERT_SIZE * arguments.d_model
+                case["tflop_s"] = round(flops / s / 1e12, 3)
             if arguments.sweep:
                 case |= swept(what, kind, tokens, call, copies, device, arguments.sweep_seconds)
         timed.append(case)
@@ -358,6 +383,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="default: all")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="as the results name them, such as F16/F16")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="default: 1 8 32")
+    parser.add_argument("--contexts", nargs="+", type=int, help=f"of attention; default: {CONTEXT}")
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
     parser.add_argument("--sweep-seconds", type=float, metavar="N", help="that it may take of each; default: no limit")
     parser.add_argument("--out", type=Path, help="write the document there too")

@@ -23,7 +23,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     document = gpu_kernels.main(arguments)
     assert json.loads(out.read_text()) == document
     cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
-    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "fused", "predict", "attention"}
+    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "fused", "predict", "attention", "experts"}
     assert ("fused", "Q8_0/Q8_0", 1) in cases and ("fused", "Q8_0/Q8_0", 8) not in cases
     for kind in gpu.CUT:
         assert cases["linear", kind, 8]["bytes"] == gpu.weight_bytes(kind, 256, 256)
