@@ -228,13 +228,14 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
 
 def expert_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
     """Of random tokens, each with experts of its own; what no token selects is not counted."""
-    kinds = [random_weight("Q4_0", EXPERTS * EXPERT_SIZE, d_model, device) for _ in "gu"]
-    down = random_weight("Q4_0", EXPERTS * d_model, EXPERT_SIZE, device)
-    experts = gpu_types.Experts(EXPERTS, EXPERT_SIZE, *kinds, down, "silu", 0.0)
-    each = sum(one.nbytes for one in (*kinds, down)) // EXPERTS
+    n = 2 * TOP_K if device == "cpu" else EXPERTS
+    kinds = [random_weight("Q4_0", n * EXPERT_SIZE, d_model, device) for _ in "gu"]
+    down = random_weight("Q4_0", n * d_model, EXPERT_SIZE, device)
+    experts = gpu_types.Experts(n, EXPERT_SIZE, *kinds, down, "silu", 0.0)
+    each = sum(one.nbytes for one in (*kinds, down)) // n
     for tokens in sizes:
         x = torch.randn(tokens, d_model, device=device)
-        slots = torch.rand(tokens, EXPERTS, device=device).topk(TOP_K).indices.int()
+        slots = torch.rand(tokens, n, device=device).topk(TOP_K).indices.int()
         weights = torch.full((tokens, TOP_K), 1 / TOP_K, device=device)
         given = experts, x, slots, weights
         call = lambda i, given=given: gpu_experts.expert_sum(*given)  # noqa: E731

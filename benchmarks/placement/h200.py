@@ -325,8 +325,9 @@ def whole_table() -> str:
         f"{min(gaps):.1f} to {max(gaps):.1f} ms more that they took on 27 November ([hybrid.md](hybrid.md#measured)). "
         f"Of each step {1e-3 * host:.2f} ms are a request's fixed cost as it was then, before steps were launched "
         "ahead of their tokens; the aims are 0.2 and 0.1 ms. llama.cpp's figures are estimates, extrapolated from its "
-        "runs with a sixth of the layers, or half of them, without a cache of experts. Prompts are in the chunks that the "
-        f"engine chooses, experts' products at {percent(EXPERT_SHARE, 0)} of the published peak, which nobody measured."
+        "runs with a sixth of the layers, or half of them, without a cache of experts. Prompts are in the chunks that "
+        f"the engine chooses, experts' products at {percent(EXPERT_SHARE, 0)} of the published peak, which nobody "
+        "measured."
     )
     heads = ["tokens/s", "decode", "with these", "llama.cpp, estimated", *(f"prompt of {one:,}" for one in PROMPTS)]
     pcs = (
