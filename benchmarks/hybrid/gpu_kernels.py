@@ -48,6 +48,8 @@ CALLS = 16  # of a recorded step
 REPEATS = 7
 CONTEXT = 4096
 EXPERTS, EXPERT_SIZE, TOP_K = 128, 768, 8
+CHECKED = 4  # tokens
+EXPERTS_SAME = 0.02  # activations of decode are rounded to 8 bits
 
 
 def same(what: str, kind: str) -> float:
@@ -147,6 +149,21 @@ def seconds(call: Call, copies: int, device: str) -> float:
     return median(times[1:])
 
 
+def launched_seconds(call: Call) -> float:
+    """The same of calls that are launched one by one, as prompts are, and are not recorded."""
+    call(0)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(REPEATS + 1):
+        begin.record()
+        for _ in range(CALLS):
+            call(0)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / CALLS)
+    return median(times[1:])
+
+
 def copy_gb_s(device: str) -> float:
     """Bytes read and written by a copy, 1e9 a second: launched, for in a recording copies are slower."""
     size = 1 << 24 if device == "cpu" else min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
@@ -226,6 +243,22 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
         yield from expert_cases(device, d_model, arguments.tokens)
 
 
+def experts_off(experts: gpu_types.Experts, x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> float:
+    """How far the sum is from plain torch's in float64, as a share of its size, of the first tokens."""
+    assert experts.gate is not None
+    found, size, d_model = gpu_experts.expert_sum(experts, x, slots, weights)[:CHECKED], experts.size, x.shape[1]
+    total = torch.zeros_like(found, dtype=torch.float64)
+
+    def rows(weight: gpu.Weight, slot: int, n: int) -> torch.Tensor:
+        return gpu.values(weight, slot * n, (slot + 1) * n).double()
+
+    for token, own in enumerate(slots[:CHECKED].tolist()):
+        for slot, weight in zip(own, weights[token].tolist(), strict=True):
+            gate, up = (rows(one, slot, size) @ x[token].double() for one in (experts.gate, experts.up))
+            total[token] += weight * (rows(experts.down, slot, d_model) @ (torch.nn.functional.silu(gate) * up))
+    return float((found.double() - total).norm() / total.norm())
+
+
 def expert_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
     """Of random tokens, each with experts of its own; what no token selects is not counted."""
     n = 2 * TOP_K if device == "cpu" else EXPERTS
@@ -238,6 +271,9 @@ def expert_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tu
         slots = torch.rand(tokens, n, device=device).topk(TOP_K).indices.int()
         weights = torch.full((tokens, TOP_K), 1 / TOP_K, device=device)
         given = experts, x, slots, weights
+        apart = experts_off(*given)
+        if not apart <= EXPERTS_SAME:
+            raise RuntimeError(f"not timed: experts of {tokens} tokens are off by {apart:.3g} of their sum's size")
         call = lambda i, given=given: gpu_experts.expert_sum(*given)  # noqa: E731
         yield "experts", "Q4_0", tokens, each * len(slots.unique()), 1, call
 
@@ -358,7 +394,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     document["kernels"] = timed
     for what, kind, tokens, nbytes, copies, call in cases(arguments):
         with torch.inference_mode():
-            s = seconds(call, copies, device)
+            launched = device != "cpu" and what == "experts" and tokens > gpu.FEW
+            s = launched_seconds(call) if launched else seconds(call, copies, device)
             case = {"kernel": what, "type": kind, "tokens": tokens, "bytes": nbytes, "us": round(1e6 * s, 2)}
             case |= {"gb_s": round(nbytes / s / 1e9, 1), "share": round(nbytes / s / 1e9 / peak, 3)}
             if what == "experts":
