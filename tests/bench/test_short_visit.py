@@ -78,6 +78,20 @@ def test_exchanges_without_a_gpu(tmp_path: Path) -> None:
     assert "torch's CPU device" in found["lacks"]["copied"] and "by flags, copied" not in found["step_us"]
 
 
+def test_exchanges_of_a_device_that_works_by_itself() -> None:
+    """By flags and by functions, in recordings that are replayed, in place and copied."""
+    pytest.importorskip("triton")
+    from deferred import DEFERRED, deferred
+
+    with deferred(1) as machine:
+        steps = exchange.Steps(DEFERRED, 3)
+        with steps.streams.active():
+            found = dict(exchange.cases(steps))
+        assert machine.replays > exchange.REPEATS * len(found)
+    ways = {f"{way}, {where}" for way in ("by flags", "by functions") for where in ("in place", "copied")}
+    assert ways < set(found) and not steps.reasons
+
+
 def kernels(steps: int, idle: float) -> list[Kernel]:
     """Steps of three kernels, microseconds: 10, another behind a wait of 5, and 20 that begin before it ends."""
     found, at = [], 0.0
