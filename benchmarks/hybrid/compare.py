@@ -142,16 +142,19 @@ class Peer:
 
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         """Tokens per second of one request, and the peak of VRAM in bytes."""
-        command = self._command("llama-bench", model, threads, flags)
         with Vram(self.gpu) as vram:
-            text = programs.output([*command, "-p", "0", "-n", str(tokens), "-r", "1", "-o", "json"], HANGS)
-        return float(json.loads(text)[0]["avg_ts"]), vram.peak
+            found = self.bench(model, threads, flags, ["-p", "0", "-n", str(tokens), "-r", "1"])
+        return float(found[0]["avg_ts"]), vram.peak
+
+    def bench(self, model: Path, threads: int, flags: list[str], sizes: list[str]) -> list[Result]:
+        """What its benchmark says of each size."""
+        command = self._command("llama-bench", model, threads, flags)
+        return list(json.loads(programs.output([*command, *sizes, "-o", "json"], HANGS)))
 
     def prompt(self, model: Path, limit: Result, tokens: int) -> Result:
         """As `worker.prefill`, with the flags that were found to fit."""
-        command = self._command("llama-bench", model, limit["threads"], limit["flags"])
-        text = programs.output([*command, "-p", str(tokens), "-n", "0", "-r", "2", "-o", "json"], HANGS)
-        return {"prefill_tok_s": {"llama.cpp": float(json.loads(text)[0]["avg_ts"])}}
+        found = self.bench(model, limit["threads"], limit["flags"], ["-p", str(tokens), "-n", "0", "-r", "2"])
+        return {"prefill_tok_s": {"llama.cpp": float(found[0]["avg_ts"])}}
 
     def together(self, model: Path, threads: int, flags: list[str], batches: list[int], tokens: int) -> Result:
         """Tokens per second by the number of requests, each behind a prompt of one token."""
@@ -270,7 +273,7 @@ class Measurement(Jobs):
 def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
     """(key, work) of all jobs on a model but making it, in the order in which they are done."""
     arguments, peer = measurement.arguments, measurement.peer
-    made = recipes.recipe(name, arguments.scale)
+    made = recipes.recipe(name, arguments.scale, arguments.distinct)
     model = recipes.path_of(arguments.models, name, arguments.scale)
     layers, sections = made.plan.n_layers, arguments.sections
 
@@ -352,6 +355,7 @@ def measure(measurement: Measurement) -> bool:
             if measurement.over(f"make/{name}"):
                 return False
             make = basis(arguments, model) | {"what": "make", "name": name, "scale": arguments.scale}
+            make["distinct"] = arguments.distinct
             if measurement.wanted(f"make/{name}") or not bundles_of(model).exists():
                 measurement.do(f"make/{name}", lambda make=make: run(make))
             if "error" in measurement.done[f"make/{name}"]:
@@ -437,6 +441,7 @@ def parse() -> argparse.Namespace:
     both = ("streamed", "cpu")
     parser.add_argument("--prompt-ways", nargs="+", choices=both, default=both, help="cold neurons; default: both")
     parser.add_argument("--ways", nargs="+", choices=DENSE_WAYS, default=DENSE_WAYS, help="of llama.cpp; default: both")
+    parser.add_argument("--distinct", type=int, default=0, metavar="N", help="layers that differ; 0: all (default)")
     parser.add_argument("--times", type=float, metavar="N", help="the model's bytes, as a multiple of the card's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ablation-rounds", type=int, default=1)
@@ -449,7 +454,7 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     for name in arguments.names:
         try:
-            recipes.recipe(name, arguments.scale)
+            recipes.recipe(name, arguments.scale, arguments.distinct)
         except ValueError as error:
             parser.error(str(error))
     arguments.batches = list(arguments.batches)
@@ -462,13 +467,13 @@ def main() -> int:
     settings = {"scale": arguments.scale, "gpu": arguments.gpu, "device": gpu_name(arguments.gpu)}
     settings |= {
         name: getattr(arguments, name)
-        for name in ("threads", "batches", "tokens", "prompt", "peer_flags", "ram", "times")
+        for name in ("threads", "batches", "tokens", "prompt", "peer_flags", "ram", "times", "distinct")
     }
     document = opened(arguments.out, "hybrid", settings)
     models = document.setdefault("models", {})
     for name in arguments.names:
         if name not in models:  # it takes some seconds
-            models[name] = recipes.recipe(name, arguments.scale).document()
+            models[name] = recipes.recipe(name, arguments.scale, arguments.distinct).document()
             models[name]["whole_layers"] = recipes.RECIPES[name].layers
     peer = None
     if arguments.peer is not None:

@@ -26,7 +26,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.hybrid import compare, worker
+from benchmarks.hybrid import compare, step_times, worker
 from benchmarks.lib import programs, results
 from benchmarks.lib.jobs import Jobs, Result, opened
 from benchmarks.models import expert_models
@@ -89,7 +89,8 @@ def make(measurement: Measurement) -> Result:
     config = shape(measurement.arguments.tiny, measurement.arguments.layers)
     if not measurement.model.exists():
         threads, _ = cpu.choose_threads(measurement.arguments.threads)
-        expert_models.write(measurement.model, config, expert_models.Weights("q4_0"), threads)
+        about = expert_models.Weights("q4_0", distinct=measurement.arguments.distinct)
+        expert_models.write(measurement.model, config, about, threads)
     return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
 
 
@@ -130,9 +131,12 @@ def ours(measurement: Measurement, card: int) -> Result:
         with np.load(reference_of(measurement.model)) as wanted:
             off = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm, max(BATCHES)).items()}
         rates = {str(batch): worker.decoded(llm, batch, worker.tokens_of(batch, arguments.tokens)) for batch in BATCHES}
-        told = llm.sparsity or {}
+        told, step = llm.sparsity or {}, step_times.times(llm, arguments.gpu, arguments.tokens)
         result: Result = {"vram": vram, "off": off, "decode_tok_s": {batch: rate for batch, (rate, _) in rates.items()}}
-        result |= {name: told.get(name) for name in ("gpu_share", "jobs")} | {"choices": dict(llm.choices)}
+        result |= {name: told.get(name) for name in ("gpu_share", "jobs")} | {
+            "choices": dict(llm.choices),
+            "step": step,
+        }
     return result | {"vram_used": used.peak}
 
 
@@ -183,11 +187,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cards", type=int, nargs="+", choices=CARDS, default=CARDS, help="GiB; default: all")
     parser.add_argument("--tokens", type=int, default=64, help="decoded by one request alone")
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="of 48; default: %(default)s")
+    parser.add_argument("--distinct", type=int, default=0, metavar="N", help="layers that differ; 0: all (default)")
     parser.add_argument("--make", action="store_true", help="make the model, nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-experts.json")
     arguments = parser.parse_args(argv)
-    settings = {name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "layers", "ram")}
+    settings = {
+        name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "layers", "distinct", "ram")
+    }
     document = opened(arguments.out, "hybrid-experts", settings | {"device": compare.gpu_name(arguments.gpu)})
     peer = None
     if arguments.peer is not None:

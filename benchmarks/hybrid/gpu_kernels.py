@@ -6,10 +6,11 @@
     python -m benchmarks.hybrid.gpu_kernels --sweep --kernels neurons --types F16/F16 --tokens 1      some of them
 
 For every type of weights a matrix against 1, 8 and 32 tokens; for those of neurons a layer of which a share is
-selected, all of which fire, gated (ReGLU or dReLU) or --plain, of one token also by one kernel (fused); then attention
-over a long context, and a predictor. A kernel's reads are counted once, the neurons that any token selects for all
-tokens together. Weights are taken in turn from copies that are larger in all than any cache, in steps that are recorded
-as CUDA graphs, so that neither caches nor Python help or hinder.
+selected, all of which fire, gated (ReGLU or dReLU) or --plain, of one token also by one kernel (fused); then a
+predictor, attention over long contexts, and the sum of a layer's experts, 8 a token of 128 as Qwen3-30B-A3B has them.
+A kernel's reads are counted once, the neurons that any token selects for all tokens together. Weights are taken in turn
+from copies that are larger in all than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor
+Python help or hinder; experts are there once, 350 MB of them.
 
 --sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
 choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
@@ -36,9 +37,9 @@ from powerinfer.config import AttentionConfig
 from powerinfer.formats.quant import block_type
 from powerinfer.formats.weight_types import FLOAT_TYPES
 from powerinfer.hardware.samples import Samples
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_experts, gpu_types
 
-KERNELS = ("linear", "neurons", "fused", "predict", "attention")
+KERNELS = ("linear", "neurons", "fused", "predict", "attention", "experts")
 TOKENS = (1, 8, 32)
 TYPES = (("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_0", "Q4_0X32"))
 UNCACHED = 512 << 20  # bytes that copies of weights come to
@@ -46,6 +47,9 @@ COPIED = 4 << 30  # bytes of the copy that kernels are held against, or a fourth
 CALLS = 16  # of a recorded step
 REPEATS = 7
 CONTEXT = 4096
+EXPERTS, EXPERT_SIZE, TOP_K = 128, 768, 8
+CHECKED = 4  # tokens
+EXPERTS_SAME = 0.02  # activations of decode are rounded to 8 bits
 
 
 def same(what: str, kind: str) -> float:
@@ -145,6 +149,21 @@ def seconds(call: Call, copies: int, device: str) -> float:
     return median(times[1:])
 
 
+def launched_seconds(call: Call) -> float:
+    """The same of calls that are launched one by one, as prompts are, and are not recorded."""
+    call(0)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(REPEATS + 1):
+        begin.record()
+        for _ in range(CALLS):
+            call(0)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / CALLS)
+    return median(times[1:])
+
+
 def copy_gb_s(device: str) -> float:
     """Bytes read and written by a copy, 1e9 a second: launched, for in a recording copies are slower."""
     size = 1 << 24 if device == "cpu" else min(COPIED, torch.cuda.mem_get_info(device)[0] // 4)
@@ -218,12 +237,52 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int, int, i
             call = lambda i, p=pairs, given=given: (gpu.predict(*p[i], *given), given[-1][1])[1]  # noqa: E731
             yield "predict", "Q8_0", tokens, nbytes, len(pairs), call
     if "attention" in arguments.kernels:
-        yield from attention_cases(device, d_model, arguments.tokens)
+        for context in arguments.contexts or (CONTEXT,):
+            yield from attention_cases(device, d_model, arguments.tokens, context)
+    if wanted("experts", "Q4_0"):
+        yield from expert_cases(device, d_model, arguments.tokens)
 
 
-def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
+def experts_off(experts: gpu_types.Experts, x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> float:
+    """How far the sum is from plain torch's in float64, as a share of its size, of the first tokens."""
+    assert experts.gate is not None
+    found, size, d_model = gpu_experts.expert_sum(experts, x, slots, weights)[:CHECKED], experts.size, x.shape[1]
+    total = torch.zeros_like(found, dtype=torch.float64)
+
+    def rows(weight: gpu.Weight, slot: int, n: int) -> torch.Tensor:
+        return gpu.values(weight, slot * n, (slot + 1) * n).double()
+
+    for token, own in enumerate(slots[:CHECKED].tolist()):
+        for slot, weight in zip(own, weights[token].tolist(), strict=True):
+            gate, up = (rows(one, slot, size) @ x[token].double() for one in (experts.gate, experts.up))
+            total[token] += weight * (rows(experts.down, slot, d_model) @ (torch.nn.functional.silu(gate) * up))
+    return float((found.double() - total).norm() / total.norm())
+
+
+def expert_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tuple[str, str, int, int, int, Call]]:
+    """Of random tokens, each with experts of its own; what no token selects is not counted."""
+    n = 2 * TOP_K if device == "cpu" else EXPERTS
+    kinds = [random_weight("Q4_0", n * EXPERT_SIZE, d_model, device) for _ in "gu"]
+    down = random_weight("Q4_0", n * d_model, EXPERT_SIZE, device)
+    experts = gpu_types.Experts(n, EXPERT_SIZE, *kinds, down, "silu", 0.0)
+    each = sum(one.nbytes for one in (*kinds, down)) // n
+    for tokens in sizes:
+        x = torch.randn(tokens, d_model, device=device)
+        slots = torch.rand(tokens, n, device=device).topk(TOP_K).indices.int()
+        weights = torch.full((tokens, TOP_K), 1 / TOP_K, device=device)
+        given = experts, x, slots, weights
+        apart = experts_off(*given)
+        if not apart <= EXPERTS_SAME:
+            raise RuntimeError(f"not timed: experts of {tokens} tokens are off by {apart:.3g} of their sum's size")
+        call = lambda i, given=given: gpu_experts.expert_sum(*given)  # noqa: E731
+        yield "experts", "Q4_0", tokens, each * len(slots.unique()), 1, call
+
+
+def attention_cases(
+    device: str, d_model: int, sizes: Sequence[int], context: int
+) -> Iterator[tuple[str, str, int, int, int, Call]]:
     dim = 128
-    heads, pages = d_model // dim, CONTEXT // gpu.PAGE
+    heads, pages = d_model // dim, context // gpu.PAGE
     for kv_heads, tokens in itertools.product((max(1, heads // 8), heads), sizes):
         shape = (tokens * pages, gpu.PAGE, kv_heads, dim)
         nbytes = 2 * 2 * int(np.prod(shape))
@@ -233,7 +292,7 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
         ]
         table = torch.arange(tokens * pages, dtype=torch.int32, device=device).view(tokens, pages)
         rows = torch.arange(tokens, dtype=torch.int32, device=device)
-        positions = torch.full((tokens,), CONTEXT - 1, dtype=torch.int32, device=device)
+        positions = torch.full((tokens,), context - 1, dtype=torch.int32, device=device)
         q = torch.randn(tokens, heads, dim, device=device)
 
         given = gpu.Contexts(table, rows, positions), AttentionConfig(heads, kv_heads, dim)
@@ -241,7 +300,7 @@ def attention_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator
         def call(i: int, q: Any = q, caches: Any = caches, given: Any = given) -> None:
             gpu.attention(q, caches[i], *given)
 
-        yield "attention", f"F16, {heads} heads on {kv_heads}", tokens, nbytes, len(caches), call
+        yield "attention", f"F16, {heads} heads on {kv_heads}, {context} tokens", tokens, nbytes, len(caches), call
 
 
 @contextmanager
@@ -288,7 +347,7 @@ def swept(
     from triton.errors import TritonError
 
     tried, wrong, begin = [], 0, time.monotonic()
-    if what == "attention":  # it has no table of tiles
+    if what in ("attention", "experts"):  # they have no tables of tiles
         return {}
     wanted = computed(call)
     with tiles(what, kind, tokens) as choices:
@@ -335,9 +394,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     document["kernels"] = timed
     for what, kind, tokens, nbytes, copies, call in cases(arguments):
         with torch.inference_mode():
-            s = seconds(call, copies, device)
+            launched = device != "cpu" and what == "experts" and tokens > gpu.FEW
+            s = launched_seconds(call) if launched else seconds(call, copies, device)
             case = {"kernel": what, "type": kind, "tokens": tokens, "bytes": nbytes, "us": round(1e6 * s, 2)}
             case |= {"gb_s": round(nbytes / s / 1e9, 1), "share": round(nbytes / s / 1e9 / peak, 3)}
+            if what == "experts":
+                flops = 6 * tokens * TOP_K * EXPERT_SIZE * arguments.d_model
+                case["tflop_s"] = round(flops / s / 1e12, 3)
             if arguments.sweep:
                 case |= swept(what, kind, tokens, call, copies, device, arguments.sweep_seconds)
         timed.append(case)
@@ -358,6 +421,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="default: all")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="as the results name them, such as F16/F16")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="default: 1 8 32")
+    parser.add_argument("--contexts", nargs="+", type=int, help=f"of attention; default: {CONTEXT}")
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
     parser.add_argument("--sweep-seconds", type=float, metavar="N", help="that it may take of each; default: no limit")
     parser.add_argument("--out", type=Path, help="write the document there too")

@@ -96,9 +96,11 @@ RECIPES: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def recipe(name: str, scale: str) -> Recipe:
-    """A recipe at a scale: "own" for its own share, "tiny", or a share from 0 to 1. ValueError for others."""
+def recipe(name: str, scale: str, distinct: int = 0) -> Recipe:
+    """A recipe at a scale: "own" for its own share, "tiny", or a share from 0 to 1. ValueError for others. distinct:
+    layers that differ, 0: all."""
     chosen = RECIPES[name]
+    chosen = replace(chosen, plan=replace(chosen.plan, distinct=distinct))
     if scale == "tiny":
         return chosen.tiny()
     share = chosen.share if scale == "own" else float(scale)

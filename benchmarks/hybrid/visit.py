@@ -1,5 +1,6 @@
-"""What to run on a machine with a GPU that is there for half an hour: few calls of ten minutes, each by itself.
+"""What to run on a machine with a GPU that is there for a short time: few calls of ten minutes, each by itself.
 
+    python -m benchmarks.hybrid.visit short --out DIR         for 13 minutes in all, in two runs of this call: below
     python -m benchmarks.hybrid.visit kernels --out DIR       the environment, tests on the GPU, kernels, launches
     python -m benchmarks.hybrid.visit llama.cpp --out DIR     builds the peer for this GPU
     python -m benchmarks.hybrid.visit falcon --out DIR        Falcon-40B in F16, 24 GB: decode, ablation; the peer;
@@ -14,6 +15,14 @@ failed is left out (but for --regardless), and no job times a model whose logits
 limit, the call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and
 copied to --out after each step, so that little is lost when the call is killed. What is done is not done again, unless
 it failed; what failed comes after what was not begun.
+
+`short` is what to begin with: what was never run on a GPU, whole models, and both engines' prompts, what decides most
+first; what no time is left for is at its end. Seconds as expected: environment 8, exchange 15, tests of what is new 60,
+rates 55, eight layers of experts with a step's profile 65, whole experts 75 and llama.cpp 90 (its cache of experts
+another 90), dReLU 7B whole 120 and llama.cpp 20, kernels 60, a dense prompt at twice the budget 60 and llama.cpp 40,
+experts with locality 80 and llama.cpp 50, chunks of 512 25, other policies 60, an error of the driver 25, a memory
+checker 60, ReGLU-70B 100. Layers of its models repeat (--distinct), but for those of `experts.py` and ReGLU-70B.
+short_table.py makes a table of it.
 
 Models are made in --work, by default in memory where that has room, a folder for each call, and kept: Falcon's take 39
 GB there, the 7B model 26 GB, ReGLU-70B's 20 GB, so remove what is not needed any more (--clear removes those of other
@@ -43,8 +52,9 @@ from typing import Any
 
 from benchmarks.lib import machine, results
 
-CALLS = ("kernels", "llama.cpp", "falcon", "drelu", "reglu", "experts")
+CALLS = ("short", "kernels", "llama.cpp", "falcon", "drelu", "reglu", "experts")
 ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
+SLOWER = 5  # on torch's CPU device, and beside other programs
 LEFT = 5.0  # seconds of a call that remain for writing down
 KERNEL_TESTS = (
     "test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta", "test_gpu_mamba",
@@ -57,6 +67,12 @@ LAYER_TESTS = (
     "test_unlike_layers", "test_topk", "test_embeddings", "test_dense_hybrids", "test_column_order", "test_gemma3n",
     "test_gpu_drafts", "test_gpu_draft_model", "test_eagle", "test_several_gpus", "test_working_memory",
 )  # fmt: skip
+NEW_TESTS = (
+    "test_host_calls", "test_flags", "test_gpu_candidates", "test_stage", "test_streamed", "test_several_gpus",
+    "test_hybrid_experts", "test_gpu_pages",
+)  # fmt: skip
+"""Of what was never run on a GPU: flags, exchange in place, steps ahead, registered memory, experts and attention of
+prompts, several GPUs."""
 SHAPES = {
     "falcon-40b": (8192, 32768, ("--plain",)),
     "drelu-7b": (4096, 14336, ("--activation", "drelu")),
@@ -64,6 +80,7 @@ SHAPES = {
 }
 """Width and neurons of a layer, and how gpu_kernels.py is told of its FFN."""
 PROMPT, TIMES = 2048, 2  # tokens; the weights' bytes, as a multiple of the budget
+CHECKER = "compute-sanitizer"
 MOST_WORKERS = 12  # of the tests: each has a CUDA context
 PROBE = """
 import json, os, platform, shutil, sys
@@ -141,7 +158,73 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         sizes = ("--d-model", 256 if trial else width, "--d-ff", 320 if trial else neurons)
         return module("benchmarks.hybrid.gpu_kernels", "--device", gpu, *sizes, *ffn, *more)
 
-    if arguments.call == "kernels":
+    def whole(file: str, *more: object) -> tuple[str, ...]:
+        """Whole models, in a document of that name."""
+        given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / f"{file}.json", *ram, *more]
+        if trial:
+            given += ["--tiny", "--tokens", 4, "--threads", 1]
+        return module("benchmarks.hybrid.whole", *given)
+
+    with_peer = () if peer is None else ("--peer", peer)
+    prompts = ("--prompts", *((40,) if trial else (512, PROMPT)))
+    if arguments.call == "short":
+        yield Step("probe", (sys.executable, "-c", PROBE, gpu), 60)
+        layers = ("--layers", 3 if trial else 48)
+        yield Step(
+            "exchange",
+            module("benchmarks.hybrid.exchange", "--device", gpu, *layers, "--out", work / "exchange.json"),
+            60,
+        )
+        yield Step("new tests", tests(NEW_TESTS, "order"), 120)
+        if not trial:
+            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 150)
+        cut: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
+        cut += ["--tiny"] if trial else ["--layers", 8]
+        yield Step("layers", module("benchmarks.hybrid.experts", *cut, "--cards", 8, 12), 150, makes=models)
+        cards = ("--cards", *((8,) if trial else (8, 12)))
+        yield Step("whole experts", whole("whole", *cards, *prompts), 240)
+        if peer is not None:
+            yield Step("whole experts, peer", whole("whole", *cards, *prompts, *with_peer), 280, ("whole experts",))
+        yield Step(
+            "drelu", compare("drelu-7b", "make", "decode", scale="1", more=("--distinct", 4, "--batches", 1)), 280
+        )
+        dense = compare("drelu-7b", "decode", "peer", with_peer=True, scale="1", more=("--distinct", 4, "--batches", 1))
+        if peer is not None:
+            yield Step("drelu, peer", dense, 120, ("drelu",))
+        long = ("--shape", "llama-3.3-70b", "--times", TIMES, *prompts[:1], prompts[-1])
+        long += () if trial else ("--layers", 20)
+        some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
+        some += (64,) if trial else (2048, 32768)
+        for name, types in (("reglu-70b", "Q4_0/Q4_0X32"), ("drelu-7b", "F16/F16")):
+            given = (*some, "--types", types, "Q8_0", "--out", work / f"kernels-{name}.json")
+            yield Step(f"kernels {name}", kernels(name, *given), 90)
+        sizes = (256, 1, 40) if trial else (2048, 1, 512, PROMPT)
+        given = ("--d-model", sizes[0], "--kernels", "experts", "--tokens", *sizes[1:])
+        out = ("--device", gpu, "--out", work / "kernels-experts.json")
+        yield Step("kernels experts", module("benchmarks.hybrid.gpu_kernels", *given, *out), 60)
+        yield Step("dense prompt", whole("dense", *long), 200)
+        if peer is not None:
+            yield Step("dense prompt, peer", whole("dense", *long, *with_peer), 160, ("dense prompt",))
+        local = ("--locality", 0.6, "--tokens", 256)
+        tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
+        yield Step("locality", whole("local", *local, *cards, *tried), 200)
+        if peer is not None:
+            yield Step("locality, peer", whole("local", *local, *cards, *with_peer, *tried), 160, ("locality",))
+        yield Step(
+            "chunks of 512", whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512, "--last"), 90
+        )
+        policies = ("static", "dynamic") if trial else ("static", "lru", "lfu", "dynamic")
+        yield Step("policies", whole("local", *local, *cards[:2], "--policies", *policies, "--last"), 160)
+        made = models / f"qwen3-30b-a3b-{'tiny' if trial else 8}.gguf"
+        given = ("--gpu", gpu, *(() if trial else ("--vram", "2GiB")), "--out", work / "driver-error.json")
+        yield Step("driver error", module("benchmarks.hybrid.driver_error", made, *given), 70, ("layers",))
+        checker = shutil.which(CHECKER)
+        if trial or checker is not None:
+            some = tests(("test_flags", "test_gpu_pages"), "same_bits")
+            watched = () if trial else (str(checker), "--error-exitcode", "9", "--target-processes", "all")
+            yield Step("memory checker", (*watched, *some, "-n", "0"), 150)
+        yield Step("reglu", compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1)), 300)
+    elif arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
         yield Step("host calls", tests(("test_host_calls", "test_flags"), "order"), 90)
         if not trial:  # every later call needs it, so it comes before what may fail or take long
@@ -242,7 +325,8 @@ class Visit:
                 why = f"{', '.join(missing)} {state}" if missing else "no time left"
                 self.done[key] = self.done.get(key, {}) | {"rc": None, "why": why}  # it still was begun, if it was
             else:
-                self.done[key] = self.one(step, min(step.seconds, left))
+                longest = step.seconds * (SLOWER if self.arguments.trial else 1)
+                self.done[key] = self.one(step, min(longest, left))
             self.written()
         self.told()
         return all(self.succeeded(step.name) for step in self.chosen())

@@ -34,7 +34,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.hybrid import gpu_kernels, recipes
+from benchmarks.hybrid import gpu_kernels, recipes, step_times
 from benchmarks.models import prepared
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
@@ -99,6 +99,7 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
         if task["trace"]:
             result["trace"] = _traced(llm, Path(task["trace"]))
             result["at_once"] = _at_once(llm, result["trace"]["gpu_s"])
+            result["step"] = step_times.times(llm, task["gpu"], tokens)
         result["memory"] = _memory(task["gpu"])
     if plan is not None:
         told = plan.document().json()
@@ -418,7 +419,7 @@ def make(task: dict[str, Any]) -> dict[str, Any]:
     """Model, profile, predictor and bundles; the bytes of its file."""
     path = Path(task["model"])
     begin = time.perf_counter()
-    made = recipes.recipe(task["name"], task["scale"])
+    made = recipes.recipe(task["name"], task["scale"], task["distinct"])
     prepared.prepare(path, made.plan, made.stored, cpu.choose_threads(task["threads"])[0])
     return {"seconds": time.perf_counter() - begin, "file_bytes": path.stat().st_size}
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from benchmarks.models.gguf_writer import Builder
 from benchmarks.models.routing import Routing
 from benchmarks.models.speed_models import Shape as Sizes
 from benchmarks.models.vocabulary import gguf_fields
-from benchmarks.models.weights import ahead
+from benchmarks.models.weights import repeated
 from powerinfer.config import (
     RECTIFIED,
     DeltaNetConfig,
@@ -78,7 +79,8 @@ CONFIGS = {name: replace(find_shape(name).config, architecture=own, name="") for
 @dataclass(frozen=True)
 class Weights:
     """kind, head: types of the layers' matrices, and of embedding and head; active: of the neurons of an expert, the
-    share that fires, None: as it comes; skew, locality: of the routers, as of `Routing`."""
+    share that fires, None: as it comes; skew, locality: of the routers, as of `Routing`; distinct: layers that differ,
+    the others have the bytes of one of them, 0: all do."""
 
     kind: str
     head: str = "q8_0"
@@ -86,12 +88,24 @@ class Weights:
     seed: int = SEED
     skew: float = 0.0
     locality: float = 0.0
+    distinct: int = 0
 
     def routing(self, config: ModelConfig) -> Routing:
         """What makes the routers of a model so. ValueError where that cannot be."""
         if self.active is not None and (self.skew or self.locality):
             raise ValueError("--active cannot be combined with --skew or --locality")
         return Routing(config, self.skew, self.locality)
+
+
+def source_layers(config: ModelConfig, about: Weights) -> list[int]:
+    """Of each layer the one whose bytes it has: in turn those of the first ones that are alike. That which makes the
+    slow part of what routers see is like no other."""
+    sources = []
+    for layer, own in enumerate(config.layers):
+        first = range(int(about.locality > 0), about.distinct if about.distinct <= layer else 0)
+        alike = [other for other in first if config.layers[other] == own]
+        sources.append(alike[layer % len(alike)] if alike else layer)
+    return sources
 
 
 CARRIED = 0.5
@@ -146,7 +160,10 @@ def write(path: Path, config: ModelConfig, about: Weights, threads: int = 1) -> 
         values = _values(_rng(about, number), name, dims, about, routing)
         return np.concatenate([part if kind == "F32" else few_bits.stored(part, kind) for part in values])
 
-    builder.stream(path, ahead(stored, len(every), threads))
+    places = {name: number for number, (name, *_) in enumerate(every)}
+    layers = source_layers(config, about)
+    names = (re.sub(r"^blk\.(\d+)\.", lambda found: f"blk.{layers[int(found[1])]}.", name) for name in places)
+    builder.stream(path, repeated(stored, [places[name] for name in names], threads))
     print(file=sys.stderr)
 
 
@@ -293,6 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--locality", type=float, default=0.0, metavar="L", help="share that changes slowly (default 0)"
     )
+    parser.add_argument("--distinct", type=int, default=0, metavar="N", help="layers that differ, 0: all (default)")
     arguments = parser.parse_args()
     config = CONFIGS[arguments.shape]
     if arguments.layers is not None:
@@ -308,11 +326,14 @@ def main() -> None:
             parser.error(f"--active: the activation {config.layers[-1].ffn.activation} is never exactly zero")
     if all(layer.attention.rope is None for layer in config.layers):
         parser.error(f"--layers must be larger: the first {config.n_layers} have no attention")
-    about = Weights(arguments.type, arguments.head, arguments.active, skew=arguments.skew, locality=arguments.locality)
+    more = {name: getattr(arguments, name) for name in ("skew", "locality", "distinct")}
+    about = Weights(arguments.type, arguments.head, arguments.active, **more)
     try:
         about.routing(config)
     except ValueError as error:
         parser.error(str(error))
+    if arguments.distinct < 0 or (arguments.distinct and arguments.out.suffix != ".gguf"):
+        parser.error("--distinct is a number of layers, of a GGUF file")
     if arguments.out.exists():
         print(f"{arguments.out} exists already: kept", file=sys.stderr)
         return

@@ -85,6 +85,7 @@ NUMBERS: dict[str, tuple[str, type, str]] = {
     "--noise-rank": ("noise_rank", int, "directions that firing depends on"),
     "--rest": ("rest", float, "share of the noise that no predictor knows"),
     "--recall": ("recall", float, "what the predictor is set to"),
+    "--distinct": ("distinct", int, "layers that differ, the others are as one of these, which saves time; 0: all do"),
     "--fatrelu-threshold": ("offset", float, "of --activation fatrelu, there 0.01"),
     "--seed": ("seed", int, "of all random numbers; the same seed gives the same bytes"),
 }

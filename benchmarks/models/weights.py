@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,7 @@ class Plan:
     rest: float = 0.05
     recall: float = 0.95
     seed: int = 20241216
+    distinct: int = 0  # layers that differ, the others have the bytes of one of them; 0: all do
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS[self.family]:
@@ -80,9 +81,23 @@ class Plan:
             raise ValueError(f"noise of rank {self.noise_rank} does not fit into width {self.d_model}")
         if not 0.001 <= self.rest < 1 or not 0 < self.recall < 1:
             raise ValueError("the rest must be from 0.001 to 1, the recall between 0 and 1")
+        if self.distinct < 0:
+            raise ValueError("the number of layers that differ is at least 0")
         if not 0 < self.active <= 1 or self.skew < 0 or self.layer_ratio <= 0:
             raise ValueError("the fraction active must be above 0 and at most 1, skew and ratio not negative")
         layer_means(self.active, self.layer_ratio, self.n_layers)
+
+    def source(self, layer: int) -> int:
+        """The layer whose weights a layer has: of as many groups as differ, the middle one of its own."""
+        groups = min(self.distinct or self.n_layers, self.n_layers)
+        group = layer * groups // self.n_layers
+        begin, end = (-(-number * self.n_layers // groups) for number in (group, group + 1))
+        return (begin + end - 1) // 2
+
+    def source_name(self, name: str) -> str:
+        """The tensor whose values a tensor has, by its canonical name."""
+        *outer, inner = name.split(".")
+        return f"{outer[0]}.{self.source(int(outer[1]))}.{inner}" if outer else name
 
     @property
     def head_dim(self) -> int:
@@ -180,6 +195,18 @@ def ahead(work: Callable[[int], Any], count: int, threads: int) -> Iterator[Any]
             yield begun.popleft().result()
 
 
+def repeated(work: Callable[[int], Any], sources: Sequence[int], threads: int) -> Iterator[Any]:
+    """work(source) of each source, as `ahead`; that of one that comes again is computed once, and kept until then."""
+    firsts = list(dict.fromkeys(sources))
+    computed = ahead(lambda number: work(firsts[number]), len(firsts), threads)
+    last = {source: place for place, source in enumerate(sources)}
+    kept: dict[int, Any] = {}
+    for place, source in enumerate(sources):
+        if source not in kept:
+            kept[source] = next(computed)
+        yield kept[source] if place < last[source] else kept.pop(source)
+
+
 class Weights:
     """The values of a plan's tensors; every block of rows has a random stream of its own, so order does not matter.
 
@@ -203,6 +230,7 @@ class Weights:
 
     def layer(self, number: int) -> Layer:
         """What the layer's tensors share; that of one layer is kept."""
+        number = self.plan.source(number)
         if self._kept is None or self._kept.number != number:
             self._kept = self._layer(number)
         return self._kept
@@ -241,7 +269,7 @@ class Weights:
             make = self._writes
         elif inner == "gate" or (inner == "up" and (not self.plan.gated or self.plan.activation == "drelu")):
             make = self._leaning
-        layer = self.layer(int(outer[1])) if outer else None
+        layer, name = self.layer(int(outer[1])) if outer else None, self.plan.source_name(name)
         step = self.plan.head_dim if inner in ("q", "k", "v") else ROWS
 
         def block(number: int) -> Any:
@@ -321,7 +349,7 @@ class Weights:
         outer = np.zeros((plan.d_ff, rank), np.float32)
         for first in range(0, plan.d_ff, ROWS):
             rows = slice(first, min(first + ROWS, plan.d_ff))
-            known = self.known_noise(layer, rows)
+            known = self.known_noise(shared.number, rows)
             outer[rows, : used - 1] = np.concatenate([known, -known], axis=1)
         outer[:, used - 1] = -shared.cuts * shared.spread / (CARRIED * math.sqrt(plan.d_model))
         return inner, outer

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.models.gguf_writer import EPS, THETA, dense
 from benchmarks.models.vocabulary import gguf_fields, write_json, write_tokenizer_files
-from benchmarks.models.weights import Plan, Weights, shapes
+from benchmarks.models.weights import Plan, Weights, repeated, shapes
 from powerinfer.formats.gguf_model import NAMES
 from powerinfer.formats.quant import quantize
 from powerinfer.formats.safetensors_file import safetensors_header
@@ -151,14 +151,14 @@ def write_gguf(path: Path, plan: Plan, kind: str, progress: Progress, threads: i
     tensors = [(name, shape, kind if len(shape) > 1 else "f32") for name, shape in file_tensors(plan)]
     for name, shape, stored_as in tensors:
         builder.declare(names(name), stored_as.upper(), shape)
-    weights = Weights(plan, threads)
+    weights, places = Weights(plan, threads), {name: place for place, (name, *_) in enumerate(tensors)}
 
-    def values() -> Iterator[np.ndarray]:
-        for name, shape, stored_as in tensors:
-            progress(name)
-            yield tensor(weights, name, shape, stored_as, to_gguf=True)
+    def values(place: int) -> np.ndarray:
+        name, shape, stored_as = tensors[place]
+        progress(name)
+        return tensor(weights, name, shape, stored_as, to_gguf=True)
 
-    builder.stream(path, values())
+    builder.stream(path, repeated(values, [places[plan.source_name(name)] for name, *_ in tensors], 1))
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------

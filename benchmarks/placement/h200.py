@@ -14,18 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.lib.cells import number, signed
+from benchmarks.lib.cells import number, percent, signed
 from benchmarks.lib.programs import OURS
 from benchmarks.lib.results import of_kind
 from benchmarks.lib.tables import items, paragraphs, table
-from benchmarks.placement.assumptions import for_tokens, hardware_of, measured
+from benchmarks.placement.assumptions import CARDS, EXPERT_SHARE, for_tokens, hardware_of, machine, measured
 from benchmarks.placement.compare import request as sparse_request
+from benchmarks.placement.prompts import prompt
+from powerinfer.hardware.description import Hardware
+from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.cost import any_of
 from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.power_law import Law, assumed_profile
 from powerinfer.placement.request import EVEN
-from powerinfer.placement.shapes import described_model, find_shape
+from powerinfer.placement.shapes import described_model, file_bytes, find_shape
 
 SHAPES = {"falcon-40b": "falcon-40b", "reglu-70b": "llama-70b", "drelu-7b": "bamboo-7b"}
 """Published shapes of the random models that were measured."""
@@ -219,35 +222,118 @@ def skewed(experts: int, top_k: int, held: float, hits: float) -> NDArray[np.flo
     return np.where(np.arange(experts) < hot, top_k * hits / hot, top_k * (1 - hits) / (experts - hot))
 
 
-def whole_plans() -> Iterator[tuple[str, Plan]]:
+DENSE = "llama-3.3-70b"
+PROMPTS = (512, 2048)
+EXTRAPOLATED: dict[str, tuple[float, float]] = {"8": (60, 90), "12": (85, 116), "drelu": (217, 217)}
+"""Tokens a second of llama.cpp with whole models on the H200, from its runs with 8 of 48 and 16 of 32 layers: by what a
+layer of experts on the CPU takes more (0.2 to 0.39 ms), and what one of 7B does. Estimates, of `-ncmoe` and `-ngl`."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A plan of a whole model. reads: whether its prompts are simulated; peer: of `EXTRAPOLATED`, "" for none."""
+
+    title: str
+    plan: Plan
+    reads: bool = False
+    peer: str = ""
+
+    @property
+    def prompts(self) -> list[str]:
+        """Tokens a second of each of `PROMPTS`."""
+        return [number(tokens / prompt(self.plan, tokens).seconds) if self.reads else "" for tokens in PROMPTS]
+
+    def ratio(self) -> str:
+        """Decode by what is extrapolated, which is in tokens a second."""
+        if not self.peer:
+            return ""
+        rate, rates = 1 / self.plan.choice.seconds, sorted(EXTRAPOLATED[self.peer])
+        said = [f"{rate / one:.1f}" for one in reversed(rates)]
+        known = (f"{one:.0f}" for one in rates)
+        return f"{' to '.join(dict.fromkeys(known))}: {' to '.join(dict.fromkeys(said))}x"
+
+
+def local(alike: Plan, hits: float) -> Plan:
+    """The same request where policies have that share of the selected experts on the GPU."""
+    request = alike.request
+    config = request.model.config
+    n, top_k = config.experts[0].n_experts, config.experts[0].router.top_k
+    known = skewed(n, top_k, sum(alike.claims.slots or ()) / sum(request.model.n_experts), hits)
+    return make_plan(replace(request, frequencies=dict.fromkeys(config.experts, known)))
+
+
+def sparse(shape: str, dtype: str, hardware: Hardware, vram: int) -> Plan:
+    """The plan of a model whose neurons are predicted, in so many bytes of a GPU's memory."""
+    return make_plan(replace(sparse_request(shape, dtype, hardware, 2048, {}), vram=vram))
+
+
+def whole_plans() -> Iterator[Whole]:
     """Of whole models on that machine, in the memory of smaller cards."""
     for card, hits in HITS.items():
-        alike = replace(estimate_request(EXPERTS, "q4_0", measured()), vram=card * GIB)
-        plan = make_plan(alike)
-        yield f"Qwen3-30B-A3B, Q4_0, {card} GB", plan
-        config = alike.model.config
-        n, top_k = config.experts[0].n_experts, config.experts[0].router.top_k
-        known = skewed(n, top_k, sum(plan.claims.slots or ()) / sum(alike.model.n_experts), hits)
-        local = make_plan(replace(alike, frequencies=dict.fromkeys(config.experts, known)))
-        yield f"the same, {100 * hits:.0f} % of the selected experts on the GPU", local
-    for title, shape, dtype in (
-        ("7B dReLU, F16, 24 GB", "bamboo-7b", "f16"), ("Falcon-40B, F16, 24 GB", "falcon-40b", "f16"),
-        ("ReGLU-70B, Q4_0, 24 GB", "llama-70b", "q4_0"),
-    ):  # fmt: skip
-        yield title, make_plan(replace(sparse_request(shape, dtype, measured(), 2048, {}), vram=24 * GIB))
+        plan = make_plan(with_long_chunks(replace(estimate_request(EXPERTS, "q4_0", measured()), vram=card * GIB)))
+        yield Whole(f"Qwen3-30B-A3B, Q4_0, {card} GB", plan, True, str(card))
+        yield Whole(
+            f"the same, {100 * hits:.0f} % of the selected experts on the GPU", local(plan, hits), peer=str(card)
+        )
+    yield Whole("7B dReLU, F16, 24 GB", sparse("bamboo-7b", "f16", measured(), 24 * GIB), peer="drelu")
+    for title, shape, dtype in (("Falcon-40B, F16", "falcon-40b", "f16"), ("ReGLU-70B, Q4_0", "llama-70b", "q4_0")):
+        yield Whole(f"{title}, 24 GB", sparse(shape, dtype, measured(), 24 * GIB))
+    request = estimate_request(DENSE, "q4_0", measured())
+    half = make_plan(with_long_chunks(replace(request, vram=file_bytes(request.model.config, "q4_0") // 2)))
+    yield Whole("Llama 3.3 70B, Q4_0, half of its weights", half, True)
+
+
+def lost() -> list[float]:
+    """Milliseconds by which steps of one request were longer than the plan's, for a reason that was mended since."""
+    return [one.gap for one in figures() if WHY.get(one.name, {}).get(one.requests) == WAKING]
+
+
+def pcs_rows() -> list[list[str]]:
+    """The same aims on PCs, a column for each of `CARDS`: decode, with locality, prompts; 7B dReLU."""
+    rows = [
+        [f"Qwen3-30B-A3B, Q4_0{part}"] for part in ("", ", with locality", *(f": prompt of {n:,}" for n in PROMPTS))
+    ]
+    rows.append(["7B dReLU, F16"])
+    for card in CARDS:
+        own = machine(card)
+        assert own.gpu is not None
+        one = Whole("", make_plan(with_long_chunks(estimate_request(EXPERTS, "q4_0", own))), True)
+        slots, n = one.plan.claims.slots, sum(one.plan.request.model.n_experts)
+        some = slots is not None and sum(slots) < n
+        hits = HITS[min(HITS, key=lambda gib: abs(gib * GIB - own.gpu.memory_bytes))]  # type: ignore[union-attr]
+        beside = sparse("bamboo-7b", "f16", own, own.gpu.memory_bytes)
+        cells = [
+            number(1 / plan.choice.seconds) for plan in (one.plan, local(one.plan, hits) if some else one.plan, beside)
+        ]
+        for row, cell in zip(rows, (*cells[:2], *one.prompts, cells[2]), strict=True):
+            row.append(cell)
+    return rows
 
 
 def whole_table() -> str:
-    """Tokens a second by the plan, and if a step took as much longer as the measured ones did."""
-    lost = [one.gap for one in figures() if WHY.get(one.name, {}).get(one.requests) == WAKING]
-    body = []
-    for title, plan in whole_plans():
-        slower = (1 / (plan.choice.seconds + 1e-3 * gap) for gap in (max(lost), min(lost)))
-        body.append([title, number(1 / plan.choice.seconds), " to ".join(map(number, slower))])
+    """Tokens a second by the plan, and if a step took as much longer as the measured ones did; of prompts, too."""
+    gaps, fixed, body = lost(), measured(), []
+    assert fixed.gpu is not None
+    for one in whole_plans():
+        seconds = one.plan.choice.seconds
+        slower = (1 / (seconds + 1e-3 * gap) for gap in (max(gaps), min(gaps)))
+        body.append([one.title, number(1 / seconds), " to ".join(map(number, slower)), one.ratio(), *one.prompts])
+    host = fixed.cpu.step_us + fixed.gpu.step_us
     about = (
-        "Simulated for the H200 beside 14 threads (`python -m benchmarks.placement.pcs_table`): whole models, one "
-        "request, by the plan at the rates measured there, and if steps still took the "
-        f"{min(lost):.1f} to {max(lost):.1f} ms more that they took on 27 November "
-        "([hybrid.md](hybrid.md#measured))."
+        "Simulated for the H200 beside 14 threads (`python -m benchmarks.placement.pcs_table`), not measured: whole "
+        "models, one request, by the plan at the rates measured there, and if steps still took the "
+        f"{min(gaps):.1f} to {max(gaps):.1f} ms more that they took on 27 November ([hybrid.md](hybrid.md#measured)). "
+        f"Of each step {1e-3 * host:.2f} ms are a request's fixed cost as it was then, before steps were launched "
+        "ahead of their tokens; the aims are 0.2 and 0.1 ms. llama.cpp's figures are estimates, extrapolated from its "
+        "runs with a sixth of the layers, or half of them, without a cache of experts. Prompts are in the chunks that "
+        f"the engine chooses, experts' products at {percent(EXPERT_SHARE, 0)} of the published peak, which nobody "
+        "measured."
     )
-    return paragraphs(about, table(["decode, tokens/s", "by the plan", "with these"], body))
+    heads = ["tokens/s", "decode", "with these", "llama.cpp, estimated", *(f"prompt of {one:,}" for one in PROMPTS)]
+    pcs = (
+        "The same on PCs with two channels of DDR5-5600, simulated by what [hybrid.md](hybrid.md#assumed) assumes, "
+        f"with locality {percent(HITS[8], 0)} of the selected experts on cards of 8 GB and {percent(HITS[12], 0)} on "
+        "larger ones; llama.cpp was not measured on such. Prompts of a dense 70B and of others: "
+        "[hybrid.md](hybrid.md#simulated)."
+    )
+    return paragraphs(about, table(heads, body), pcs, table(["tokens/s", *CARDS], pcs_rows()))

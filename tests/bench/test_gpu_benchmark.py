@@ -12,7 +12,7 @@ from model_files import experts_gguf
 from sparse_models import give_bundles, give_predictor, tiny_llama
 
 from benchmarks.hybrid import gpu_kernels, launches
-from powerinfer.kernels import gpu
+from powerinfer.kernels import gpu, gpu_experts
 
 
 def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     document = gpu_kernels.main(arguments)
     assert json.loads(out.read_text()) == document
     cases = {(case["kernel"], case["type"], case["tokens"]): case for case in document["kernels"]}
-    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "fused", "predict", "attention"}
+    assert {kernel for kernel, _, _ in cases} == {"linear", "neurons", "fused", "predict", "attention", "experts"}
     assert ("fused", "Q8_0/Q8_0", 1) in cases and ("fused", "Q8_0/Q8_0", 8) not in cases
     for kind in gpu.CUT:
         assert cases["linear", kind, 8]["bytes"] == gpu.weight_bytes(kind, 256, 256)
@@ -53,6 +53,17 @@ def test_neurons_of_each_kind_are_summed(ffn: tuple[str, ...], tmp_path: Path) -
         assert gpu_kernels.off(neurons, x, selected) < 1e-6  # float32 sums of 320 products
         total, fired = gpu.neuron_sum(neurons, x, selected)
         assert torch.equal(fired, selected.sum(0).int()) and total.abs().max() > 1
+
+
+def test_experts_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--device", "cpu", "--d-model", "64", "--tokens", "1", "--kernels", "experts"]
+    (case,) = gpu_kernels.main(given)["kernels"]
+    each = 3 * gpu.weight_bytes("Q4_0", gpu_kernels.EXPERT_SIZE, 64)
+    assert case["bytes"] == gpu_kernels.TOP_K * each and case["tflop_s"] >= 0
+    plain = gpu_experts.expert_sum
+    monkeypatch.setattr(gpu_experts, "expert_sum", lambda *given: 1.1 * plain(*given))
+    with pytest.raises(RuntimeError, match=r"not timed: experts of 1 tokens are off by 0\.1 of"):
+        gpu_kernels.main(given)
 
 
 def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
