@@ -31,7 +31,7 @@ class HostFlags {
   // A step begins: no call of it was asked for, and nothing of the last one is under way.
   void begin();
   // Waits for the GPU to ask for a call, for so many seconds at most. False: it has not, or *stop, which others set. Who
-  // can be stopped waits beside threads that work: each of its looks is the last one, if they need its core.
+  // can be stopped waits beside threads that work, so it gives its core to whoever wants it after each look.
   bool wait(uint32_t number, double seconds, const std::atomic<bool>* stop = nullptr) const;
   // Whether the call is answered: one that was asked for, and that the CPU has not answered, the GPU has.
   bool is_answered(uint32_t number) const;
