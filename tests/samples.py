@@ -5,35 +5,39 @@
 
 `make test` runs the fewest cases, greedily chosen, among which each kind occurs, and each pair of a level and a number
 of rows; without arguments each value of each parameter does. Cases of models count by their kind and activation, so
-that each kind occurs with each of its activations. On each device anew. `make test-rest` runs the other cases, and
-those that are marked as `rest`, of which another test has a part (`--cases rest`). `--cases all` runs all, as does a
-case that the command line names.
+that each kind occurs with each of its activations; "case.name" stands for each case. On each device anew.
+
+`make test-rest` runs the other cases, and those that are marked as `rest`, of which another test has a part
+(`--cases rest`). `--cases all` runs all, as does a case that the command line names.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 import pytest
 
 CHOICES = ("sample", "rest", "all")
 
 
-def counted(value: Any) -> Any:
+def counted(item: pytest.Function, name: str) -> str:
     """What a parameter counts by: a case of a model by what its operators are."""
-    return (value.kind, value.settings.get("hidden_act")) if hasattr(value, "kind") else value
+    parameter, _, attribute = name.partition(".")
+    value = item.callspec.params[parameter]
+    if attribute:
+        value = getattr(value, attribute)
+    elif hasattr(value, "kind"):
+        value = value.kind, value.settings.get("hidden_act")
+    return repr(value)
 
 
 def features(item: pytest.Function) -> frozenset[Hashable]:
     """What a case has that must occur in the sample."""
-    values = {name: counted(value) for name, value in item.callspec.params.items()}
-    device = values.pop("device", None)
-    marker = item.get_closest_marker("sampled")
+    marker, every = item.get_closest_marker("sampled"), item.callspec.params
     assert marker is not None
-    names = [(one,) if isinstance(one, str) else tuple(one) for one in marker.args] or [(name,) for name in values]
-    return frozenset((device, of, *(repr(values[name]) for name in of)) for of in names)
+    names = [(one,) if isinstance(one, str) else tuple(one) for one in marker.args or every if one != "device"]
+    return frozenset((every.get("device"), of, *(counted(item, name) for name in of)) for of in names)
 
 
 def sample(cases: Iterable[pytest.Function]) -> set[str]:

@@ -68,6 +68,7 @@ def test_folders_of_models_with_pictures_are_listed_as_they_are_published() -> N
         assert published[kind] == family.vision_class, family.model_type
 
 
+@pytest.mark.sampled("case.name", ("case", "layout"))
 @pytest.mark.parametrize(("case", "layout"), case_layouts())
 def test_logits(case: Case, layout: str, tmp_path: Path) -> None:
     check_logits(case, layout, tmp_path)
@@ -119,6 +120,7 @@ def check_level(name: str, isa: str, tmp_path: Path) -> None:
     check_logits(case_named(name), "folder", tmp_path, isa=isa)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_wrong_configuration_would_be_seen(case: Case) -> None:
     truth = Truth(case)

@@ -51,6 +51,18 @@ def test_each_kind_of_model_is_in_a_sample_with_each_activation() -> None:
     assert len({kind for kind, _ in kinds}) < len(kinds) < 0.6 * len(CASES)
 
 
+def test_a_mark_may_name_every_case() -> None:
+    marks = "case.name", ("case", "layout")
+    cases = [make("a", marks, case=case, layout=layout) for case in CASES for layout in case.layouts]
+    names = sample(cases)
+    some = [case for case in cases if case.nodeid in names]
+    assert {case.callspec.params["case"].name for case in some} == {case.name for case in CASES}
+    pairs = [
+        {(case.callspec.params["case"].kind, case.callspec.params["layout"]) for case in each} for each in (some, cases)
+    ]
+    assert pairs[0] == pairs[1] and len(some) < 0.8 * len(cases)
+
+
 def test_the_others_run_with_the_rest() -> None:
     """Of each test by itself; tests without a mark do not run again, and a case that is named runs."""
     cases = [
