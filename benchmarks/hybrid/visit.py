@@ -195,7 +195,8 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         few = ("--distinct", 4, "--batches", 1)
         yield Step("drelu", compare("drelu-7b", "make", "decode", scale="1", more=few, keep=peer is not None), 280)
         if peer is not None:
-            dense = compare("drelu-7b", "decode", "peer", with_peer=True, scale="1", more=few, keep=False)
+            sections = ("make", "decode", "peer")  # a model that was made here is removed
+            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=few, keep=False)
             yield Step("drelu, peer", dense, 120, ("drelu",))
         some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
         some += (64,) if trial else (2048, 32768)
