@@ -70,8 +70,9 @@ LAYER_TESTS = (
 )  # fmt: skip
 NEW_TESTS = (
     "test_host_calls", "test_flags", "test_gpu_candidates", "test_stage", "test_streamed", "test_several_gpus",
-    "test_hybrid_experts", "test_gpu_pages",
+    "test_hybrid_experts", "test_gpu_pages", "test_gpu_kernels", "test_gpu_experts",
 )  # fmt: skip
+NEW_ONLY = "cuda and (test_attention or not test_gpu_kernels) and (prompts or not test_gpu_experts)"
 """Of what was never run on a GPU: flags, exchange in place, steps ahead, registered memory, experts and attention of
 prompts, several GPUs."""
 SHAPES = {
@@ -178,7 +179,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             module("benchmarks.hybrid.exchange", "--device", gpu, *layers, "--out", work / "exchange.json"),
             60,
         )
-        yield Step("new tests", tests(NEW_TESTS, "order"), 120)
+        yield Step("new tests", tests(NEW_TESTS, "order") + (() if trial else ("-k", NEW_ONLY)), 120)
         if not trial:
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 150)
         cut: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
