@@ -73,8 +73,10 @@ def profiled(llm: LLM, steps: int) -> list[Kernel]:
 
 
 def gpu_times(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """Of a step. kernels: in order, of several alike; the first of a name that has run once in each step, with the
-    longest time to the next, is a step's last."""
+    """Of a step; nothing where its end cannot be told. kernels: in order, of several alike: of those that have run once
+    in each the one with the longest time to the next is a step's last."""
+    if not kernels:
+        return {}
     behind, ends = defaultdict(list), kernels[0].end
     places: dict[str, list[int]] = defaultdict(list)
     for place, (one, after) in enumerate(pairwise(kernels)):

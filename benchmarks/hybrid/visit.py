@@ -19,10 +19,11 @@ it failed; what failed comes after what was not begun.
 `short` is what to begin with: what was never run on a GPU, whole models, and both engines' prompts, what decides most
 first; what no time is left for is at its end. Seconds as expected: environment 8, exchange 15, tests of what is new 60,
 rates 55, eight layers of experts with a step's profile 65, whole experts 75 and llama.cpp 90 (its cache of experts
-another 90), dReLU 7B whole 120 and llama.cpp 20, kernels 60, a dense prompt at twice the budget 60 and llama.cpp 40,
-experts with locality 80 and llama.cpp 50, chunks of 512 25, other policies 60, an error of the driver 25, a memory
-checker 60, ReGLU-70B 100. Layers of its models repeat (--distinct), but for those of `experts.py` and ReGLU-70B.
-short_table.py makes a table of it.
+another 90), chunks of 512 25, dReLU 7B whole 120 and llama.cpp 20, kernels 60, a dense prompt at twice the budget 60
+and llama.cpp 40, experts with locality 80 and llama.cpp 50, other policies 60, an error of the driver 25, a memory
+checker 60, ReGLU-70B 100. Layers of its models repeat (--distinct), but for ReGLU-70B's, and models are removed behind
+their last step. On another machine the second run goes on where --work has what the first one's --out got.
+short_table.py makes a table of that.
 
 Models are made in --work, by default in memory where that has room, a folder for each call, and kept: Falcon's take 39
 GB there, the 7B model 26 GB, ReGLU-70B's 20 GB, so remove what is not needed any more (--clear removes those of other
@@ -69,8 +70,9 @@ LAYER_TESTS = (
 )  # fmt: skip
 NEW_TESTS = (
     "test_host_calls", "test_flags", "test_gpu_candidates", "test_stage", "test_streamed", "test_several_gpus",
-    "test_hybrid_experts", "test_gpu_pages",
+    "test_hybrid_experts", "test_gpu_pages", "test_gpu_kernels", "test_gpu_experts",
 )  # fmt: skip
+NEW_ONLY = "cuda and (test_attention or not test_gpu_kernels) and (prompts or not test_gpu_experts)"
 """Of what was never run on a GPU: flags, exchange in place, steps ahead, registered memory, experts and attention of
 prompts, several GPUs."""
 SHAPES = {
@@ -140,8 +142,10 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         scale: str = "own",
         out: str = "",
         more: tuple[Any, ...] = (),
+        keep: bool = True,
     ) -> tuple[str, ...]:
-        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--keep", "--quiet", 0, "--retry"]
+        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--quiet", 0, "--retry"]
+        given += ["--keep"] if keep else []
         size = arguments.scale if scale == "own" else scale
         file = "-".join(filter(None, (name, out, size if size != "own" or not out else "")))
         given += ["--scale", "tiny" if trial else size, "--out", work / f"{file}.json", "--rounds", 1]
@@ -175,7 +179,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             module("benchmarks.hybrid.exchange", "--device", gpu, *layers, "--out", work / "exchange.json"),
             60,
         )
-        yield Step("new tests", tests(NEW_TESTS, "order"), 120)
+        yield Step("new tests", tests(NEW_TESTS, "order") + (() if trial else ("-k", NEW_ONLY)), 120)
         if not trial:
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 150)
         cut: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
@@ -183,16 +187,18 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("layers", module("benchmarks.hybrid.experts", *cut, "--cards", 8, 12), 150, makes=models)
         cards = ("--cards", *((8,) if trial else (8, 12)))
         yield Step("whole experts", whole("whole", *cards, *prompts), 240)
+        asked = "whole experts"  # behind it the model is removed: all of them are more than memory holds
         if peer is not None:
-            yield Step("whole experts, peer", whole("whole", *cards, *prompts, *with_peer), 280, ("whole experts",))
-        yield Step(
-            "drelu", compare("drelu-7b", "make", "decode", scale="1", more=("--distinct", 4, "--batches", 1)), 280
-        )
-        dense = compare("drelu-7b", "decode", "peer", with_peer=True, scale="1", more=("--distinct", 4, "--batches", 1))
+            yield Step("whole experts, peer", whole("whole", *cards, *prompts, *with_peer), 280, (asked,))
+            asked = "whole experts, peer"
+        short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512, "--last")
+        yield Step("chunks of 512", short, 90, (asked,))
+        few = ("--distinct", 4, "--batches", 1)
+        yield Step("drelu", compare("drelu-7b", "make", "decode", scale="1", more=few, keep=peer is not None), 280)
         if peer is not None:
+            sections = ("make", "decode", "peer")  # a model that was made here is removed
+            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=few, keep=False)
             yield Step("drelu, peer", dense, 120, ("drelu",))
-        long = ("--shape", "llama-3.3-70b", "--times", TIMES, *prompts[:1], prompts[-1])
-        long += () if trial else ("--layers", 20)
         some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
         some += (64,) if trial else (2048, 32768)
         for name, types in (("reglu-70b", "Q4_0/Q4_0X32"), ("drelu-7b", "F16/F16")):
@@ -202,19 +208,21 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         given = ("--d-model", sizes[0], "--kernels", "experts", "--tokens", *sizes[1:])
         out = ("--device", gpu, "--out", work / "kernels-experts.json")
         yield Step("kernels experts", module("benchmarks.hybrid.gpu_kernels", *given, *out), 60)
-        yield Step("dense prompt", whole("dense", *long), 200)
+        long = ("--shape", "llama-3.3-70b", "--times", TIMES, "--prompts", prompts[-1])
+        long += () if trial else ("--layers", 20)
+        yield Step("dense prompt", whole("dense", *long, *(() if peer else ("--last",))), 200)
         if peer is not None:
-            yield Step("dense prompt, peer", whole("dense", *long, *with_peer), 160, ("dense prompt",))
+            yield Step("dense prompt, peer", whole("dense", *long, *with_peer, "--last"), 160, ("dense prompt",))
         local = ("--locality", 0.6, "--tokens", 256)
         tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
         yield Step("locality", whole("local", *local, *cards, *tried), 200)
+        asked = "locality"
         if peer is not None:
-            yield Step("locality, peer", whole("local", *local, *cards, *with_peer, *tried), 160, ("locality",))
-        yield Step(
-            "chunks of 512", whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512, "--last"), 90
-        )
+            yield Step("locality, peer", whole("local", *local, *cards, *with_peer, *tried), 160, (asked,))
+            asked = "locality, peer"
         policies = ("static", "dynamic") if trial else ("static", "lru", "lfu", "dynamic")
-        yield Step("policies", whole("local", *local, *cards[:2], "--policies", *policies, "--last"), 160)
+        every = whole("local", *local, *cards[:2], "--policies", *policies, "--last")
+        yield Step("policies", every, 160, (asked,))
         made = models / f"qwen3-30b-a3b-{'tiny' if trial else 8}.gguf"
         given = ("--gpu", gpu, *(() if trial else ("--vram", "2GiB")), "--out", work / "driver-error.json")
         yield Step("driver error", module("benchmarks.hybrid.driver_error", made, *given), 70, ("layers",))

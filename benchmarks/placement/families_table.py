@@ -78,7 +78,9 @@ def architectures_table() -> str:
     return paragraphs(lead, table(["", "", "architectures"], body))
 
 
-PAGES: Pages = {ROOT / "docs/models.md": lambda: {"families": families_table(), "architectures": architectures_table()}}
+PAGES: Pages = {
+    ROOT / "docs/models.md": lambda: {"families": families_table(), "architectures": architectures_table()}
+}
 
 if __name__ == "__main__":
     write_tables(__doc__, PAGES)

@@ -27,7 +27,9 @@ MODELS = {
 """Published shape -> its first blocks, in which every kind has about its share; the types."""
 VOCAB = 20_000
 """Tokens in the table: the head of a model of few blocks would be most of its bytes."""
-ENGINES = {"all": ["--selector", "all"]} | {name: ["--selector", name, "--no-trial"] for name in ("exact", "predicted")}
+ENGINES = {"all": ["--selector", "all"]} | {
+    name: ["--selector", name, "--no-trial"] for name in ("exact", "predicted")
+}
 
 
 def parse() -> argparse.Namespace:

@@ -78,16 +78,13 @@ def test_what_tests_know_of_their_own_model_is_not_compared() -> None:
     assert match_regex(re_content, content)
     assert res.status_code == 200
 """
-    assert (
-        llama_server_suite.adapted(source)
-        == """wget = None
+    assert llama_server_suite.adapted(source) == """wget = None
     assert res.body["timings"]["prompt_n"] > 0
     assert res.body["system_fingerprint"].startswith("powerinfer")
     assert match_words("(going|bed)+", res.choices[0].text)
     assert match_words(re_content, content)
     assert res.status_code == 200
 """
-    )
 
 
 def test_the_model_of_the_suite(model: Path, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_the_time_between_steps_is_known() -> None:
     assert found["idle_ms"] == pytest.approx(0.06) and found["profiled_ms"] == pytest.approx(0.1)
     assert found["busy_ms"] == pytest.approx(0.035) and found["launched"] == 3
     assert next(iter(found["kernels"])) == "last" and found["kernels"]["a"] == {"us": pytest.approx(10), "launches": 1}
+    assert step_times.gpu_times([]) == {}
     assert step_times.gpu_times([Kernel("a", number, number + 1) for number in range(50)]) == {}
 
 

@@ -171,6 +171,15 @@ def test_every_row_of_the_aims_has_a_call(tmp_path: Path, monkeypatch: pytest.Mo
     assert "--d-model 4096 --d-ff 14336 --activation drelu --sweep" in given("drelu", "tiles")
     assert "--names reglu-70b" in given("reglu", "ours") and "--peer" in given("reglu", "peer")
     assert "--prompt 2048 --times 2 --peer" in given("falcon", "prompt")
+    short = [step.name for step in seen["short"]]
+    assert short.index("new tests") < short.index("layers"), "checked, then timed"
+    for name in ("whole experts, peer", "dense prompt, peer", "locality, peer", "drelu, peer"):
+        assert "--peer" in given("short", name) and short.index(name) < short.index("driver error")
+    assert "--cards 8 12 --prompts 512 2048 --peer" in given("short", "whole experts, peer")
+    assert "--times 2 --prompts 2048" in given("short", "dense prompt") and "--last" not in given(
+        "short", "dense prompt"
+    )
+    assert "--policies static lru lfu dynamic --last" in given("short", "policies")
     assert {8, 12} < {*experts.CARDS} and experts.BATCHES == (1, 8, 32)
 
 
