@@ -672,6 +672,23 @@ def test_where_flags_are_refused_nothing_is_launched_ahead(folder: Path, monkeyp
             assert executor.choices.texts()["launches"] == f"when the tokens are known ({refused or waits})"
 
 
+def test_a_trial_of_recordings_behind_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is passed in every order, and where the device does not wait, or writes too early, it fails in some."""
+    monkeypatch.setattr(Flags, "trial", lambda *_, **_options: None)
+
+    def told(seed: int, without: str | None = None) -> str | None:
+        with deferred(seed, without=without) as machine:
+            nothing: Any = None
+            return NextStep(machine, nothing, nothing, nothing).trial(DEFERRED)
+
+    assert not any(told(seed) for seed in ORDERS)
+    for line, reason in {
+        "self._streams.wait_value(self._stream, self._answered, self._number)": "does not wait for its turn",
+        "self._streams.write_value(self._stream, self._asked, self._number)": "never happens",
+    }.items():
+        assert any(reason in (told(seed, line) or "") for seed in ORDERS)
+
+
 @pytest.mark.skipif(not CUDA, reason="a GPU is needed")
 def test_an_engine_on_a_gpu(folder: Path) -> None:
     with used("cuda"):
@@ -854,6 +871,7 @@ def is_seen(line: str, name: str, folder: Path, seed: int) -> bool:
             # Trials would see some of them, and do without.
             patch.setattr(Link, "try_call", lambda _: None)
             patch.setattr(Flags, "trial", lambda *_, **_options: None)
+            patch.setattr(NextStep, "trial", lambda *_: None)
             found = SCENES[name](folder)
     except (IndexError, RuntimeError, PowerInferError):  # of numbers that are no indices, and of recordings
         return True

@@ -984,14 +984,10 @@ class GpuLayers:
         except BaseException as error:
             self._break_off(error, len(batch.tokens))
             raise
-        self._note_candidates(batch, next_step.step)
-        return result
-
-    def _note_candidates(self, batch: Batch, step: Step) -> None:
-        """The result of a batch is there; its candidates may not suffice."""
         self._latest_logits = None
-        if step.needs == LogitsNeed.CANDIDATES:
-            batch.logits = partial(self._logits_of, step)
+        if next_step.step.needs == LogitsNeed.CANDIDATES:
+            batch.logits = partial(self._logits_of, next_step.step)
+        return result
 
     def _launch_next(self, batch: Batch, step: Step, recordings: Recordings | None) -> None:
         """Launch the step behind that of a batch, which is under way, where all but its tokens is known."""
@@ -1069,7 +1065,9 @@ class GpuLayers:
         except BaseException as error:
             self._break_off(error, len(batch.tokens))
             raise
-        self._note_candidates(batch, step)
+        self._latest_logits = None
+        if step.needs == LogitsNeed.CANDIDATES:
+            batch.logits = partial(self._logits_of, step)
         self._count(len(batch.tokens))
         return result
 

@@ -18,6 +18,8 @@ stream of the step before, of which all logits may be asked for then, was kept.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,7 +39,10 @@ if TYPE_CHECKING:
     from powerinfer.devices.recording import Run, State
     from powerinfer.devices.step import Step
     from powerinfer.devices.step_buffers import StepBuffers
-    from powerinfer.devices.streams import Stream, Streams
+    from powerinfer.devices.streams import Recorded, Stream, Streams
+
+_TURNS = 4
+"""Times that a recording is launched behind itself in a trial."""
 
 _NO_STATE: State = None, None, None  # with which a step begins
 
@@ -86,7 +91,53 @@ class NextStep:
 
     def trial(self, to: device) -> str | None:
         """The reason why the device cannot wait for rows, between recordings; None: it can, in a trial."""
-        return self._flags.trial(to, recorded=False)
+        reason = self._flags.trial(to, recorded=False)
+        record = self._streams.recorder()
+        if reason is not None or record is None:
+            return reason
+        self._host.set_patience(flags.TRIAL_PATIENCE)
+        try:
+            self._try_recording(record, to)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        finally:
+            self._flags.release()
+            self._streams.finish()
+            self._host.set_patience(flags.PATIENCE)
+            self.begin()
+        return None
+
+    def _try_recording(self, record: Callable[[Callable[[], None]], Recorded], to: device) -> None:
+        """RuntimeError where a recording that is launched behind itself, as a step is, does not wait for its rows and
+        its turn."""
+        import torch
+
+        x = torch.zeros(1, device=to)
+        rows, result = (self._streams.pinned(1, torch.float32) for _ in range(2))
+
+        def run() -> None:
+            for _ in range(flags.OPERATIONS):
+                x.add_(1)
+            result.copy_(x, non_blocking=True)
+
+        again, until = record(run), time.monotonic() + 2 * flags.TRIAL_PATIENCE
+        self.begin()
+        self._stream = self._streams.current()
+        for number in range(1, _TURNS + 1):
+            self._wait_behind(None)
+            x.copy_(rows, non_blocking=True)
+            again()
+            while not self._host.wait(number, flags.LOOK):
+                done = self._stream.query() or time.monotonic() > until
+                if done and not self._host.wait(number, 0.0):
+                    raise RuntimeError("the GPU does not write a number")
+            if self._host.released:
+                raise RuntimeError("the host waits for the GPU when it launches a recording behind itself")
+            if number > 1 and float(result[0]) != float(rows[0]) + flags.OPERATIONS:
+                raise RuntimeError("a recording that is launched behind itself does not wait for its turn")
+            rows[0] = 1000.0 * number
+            self._host.answer(number)
+        self._streams.finish()
 
     def begin(self) -> None:
         """Begin to count; nothing of an earlier step is under way."""
@@ -113,17 +164,22 @@ class NextStep:
         if following is None:
             return False
         self._left -= 1
-        self._number += 1
-        self._streams.write_value(self._stream, self._asked, self._number)
-        if following.draws is not None:
-            self._buffers.keep(self.step)
-            self.restorable = True
-        self._streams.wait_value(self._stream, self._answered, self._number)
+        self.restorable = following.draws is not None
+        self._wait_behind(self.step if self.restorable else None)
         self._rows = self._buffers.upload_ahead(following)
         assert self._run is not None
         self._run(_NO_STATE)
         self.batch = following
         return True
+
+    def _wait_behind(self, step: Step | None) -> None:
+        """Let the GPU say when the step before is done, and wait for the rows of the next one. step: that before, whose
+        residual stream is kept."""
+        self._number += 1
+        self._streams.write_value(self._stream, self._asked, self._number)
+        if step is not None:
+            self._buffers.keep(step)
+        self._streams.wait_value(self._stream, self._answered, self._number)
 
     def forget(self) -> None:
         """No step follows, and nothing is under way: the recording is let go."""
