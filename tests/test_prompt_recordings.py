@@ -252,7 +252,7 @@ def test_a_recording_keeps_no_memory_of_the_library(monkeypatch: pytest.MonkeyPa
     log, parts = list[str](), ("CUDAGraph", "Stream", "current_stream", "graph", "graph_pool_handle", "stream")
     streams, cuda = CudaStreams(torch.device("cuda", 0)), MagicMock(spec_set=parts)
     monkeypatch.setattr(streams, "_cuda", cuda)
-    monkeypatch.setattr("powerinfer.devices.torch_device.free_workspaces", lambda: log.append("freed"))
+    monkeypatch.setattr("powerinfer.devices.streams.free_workspaces", lambda: log.append("freed"))
     cuda.graph.return_value.__exit__.return_value = None  # which else swallows errors
 
     def fails() -> None:

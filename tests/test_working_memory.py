@@ -13,6 +13,7 @@ from gpu_device import torch_device  # noqa: E402
 
 from powerinfer.devices import torch_device as devices  # noqa: E402
 from powerinfer.devices.link import Link, selection_bytes  # noqa: E402
+from powerinfer.devices.streams import free_workspaces  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.kernels.gpu_types import PIECE, PIECE_TOKENS, piece_elements  # noqa: E402
 from powerinfer.placement.shapes import find_shape  # noqa: E402
@@ -85,10 +86,10 @@ def test_torch_holds_more_than_tensors_ask_for(monkeypatch: pytest.MonkeyPatch) 
 def test_cublas_gives_back_what_it_works_in(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[bool] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append(True), raising=False)
-    devices.free_workspaces()
+    free_workspaces()
     assert freed == [True]
     monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
-    devices.free_workspaces()
+    free_workspaces()
 
 
 def test_weights_get_one_piece_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

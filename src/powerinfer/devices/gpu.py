@@ -64,11 +64,10 @@ from powerinfer.devices.replayed_spans import UNRECORDED, ReplayedSpans
 from powerinfer.devices.states import Slots
 from powerinfer.devices.step import Operator, Step
 from powerinfer.devices.step_buffers import PassedRows, StepBuffers
-from powerinfer.devices.streams import streams_of
+from powerinfer.devices.streams import free_workspaces, streams_of
 from powerinfer.devices.torch_device import (
     MemoryShare,
     current,
-    free_workspaces,
     gpu_failures,
     held_beside_tensors,
     import_torch,

@@ -209,8 +209,6 @@ class CudaStreams:
             raise RuntimeError(f"CUDA error {status}: a stream was to wait for a number")
 
     def recorder(self) -> Callable[[Callable[[], None]], Recorded]:
-        from powerinfer.devices.torch_device import free_workspaces
-
         cuda = self._cuda
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         first: list[Any] = []  # kept: a pool ends with the last of its graphs
@@ -234,6 +232,16 @@ class CudaStreams:
             return replay
 
         return record
+
+
+def free_workspaces() -> None:
+    """Free what torch gave cuBLAS to work in. The next product with many tokens takes it again: so it counts as one of
+    the temporaries of the steps that follow."""
+    import torch
+
+    free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if free is not None:
+        free()
 
 
 class _ArrayInterface:

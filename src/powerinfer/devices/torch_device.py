@@ -154,14 +154,6 @@ def held_beside_tensors(device: device, *, most: bool = False) -> int:
     return int(reserved) - int(asked_for)
 
 
-def free_workspaces() -> None:
-    """Free what torch gave cuBLAS to work in. The next product with many tokens takes it again: so it counts as one of
-    the temporaries of the steps that follow."""
-    free = getattr(import_torch()._C, "_cuda_clearCublasWorkspaces", None)
-    if free is not None:
-        free()
-
-
 def import_torch() -> Any:
     """torch, or RequestError where it is not installed."""
     try:
