@@ -154,15 +154,16 @@ def test_every_policy_decodes_the_same_steps(
     before, copiers, policies = policy_trial.decode_one, [], []
     of_ffns, of_policies = policy_trial.measured, {}
 
-    def measured(executor: Any, make: Any, sample: Any, copier: Any, *rest: Any) -> Any:
-        copiers.append(copier)
+    def measured(executor: Any, gpus: Any, *rest: Any) -> Any:
+        (gpu,) = gpus
+        copiers.append(gpu.copier)
 
         def made(name: str) -> Any:
-            of_policies[name] = make(name)
+            of_policies[name] = gpu.make(name)
             policies.append(name)
             return of_policies[name]
 
-        return of_ffns(executor, made, sample, copier, *rest)
+        return of_ffns(executor, [replace(gpu, make=made)], *rest)
 
     def decode(executor: Any, token: Any, at: int) -> None:
         name, ffns = copiers[0].policy.name, list(copiers[0]._ffns.values())

@@ -40,7 +40,7 @@ from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
-from powerinfer.hybrid import vram  # noqa: E402
+from powerinfer.hybrid import policy_trial, vram  # noqa: E402
 from powerinfer.hybrid.copier import Copier  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import NeuronSplit  # noqa: E402
@@ -56,6 +56,7 @@ from powerinfer.placement.request import PlanConfig, shape_subject  # noqa: E402
 from powerinfer.placement.request import described as described_for  # noqa: E402
 from powerinfer.placement.shapes import Model  # noqa: E402
 from powerinfer.sparsity.selection import DENSE, Selection  # noqa: E402
+from powerinfer.system import Disturbance  # noqa: E402
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICES = ["cpu", *(["cuda"] if CUDA else [])]
@@ -448,6 +449,44 @@ def test_answers_on_two_gpus(tmp_path: Path) -> None:
             answer(path, gpu="cpu,cpu", **options)
     with pytest.raises(RequestError, match="has 2 layers: name at most as many GPUs"):
         answer(path, gpu="cpu,cpu,cpu")
+
+
+@pytest.mark.usefixtures("two_described")
+def test_policies_over_experts_are_tried_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest is chosen for both, and kept; its bits are those of that policy where it was asked for."""
+    path, now, seconds = tiny_model(tmp_path), [0.0], {"static": 4, "lru": 3, "lfu": 2, "dynamic": 5}
+    everything = resolve(open_checkpoint(path), EngineConfig(threads=1, context=64, gpu="cpu,cpu", prefill_chunk=48))
+    assert everything.placement.several is not None
+    vram = [
+        sum(part.plan.bytes["gpu"].values()) - 2 * part.plan.request.model.expert_bytes(0)[0]
+        for part in everything.placement.several.parts
+    ]
+    before, tried = policy_trial.decode_one, list[str]()
+
+    def decode(executor: Any, token: Any, at: int) -> None:
+        (name,) = {card.observer.policy.name for card in executor.cards}
+        tried.append(name)
+        now[0] += seconds[name]
+        before(executor, token, at)
+
+    monkeypatch.setattr(policy_trial, "finished", lambda _: now[0])
+    monkeypatch.setattr(policy_trial, "decode_one", decode)
+    monkeypatch.setattr(Disturbance, "cores", 0.0)
+    options = {"gpu": "cpu,cpu", "vram": vram, "max_batch": 1, "trial": True}
+    found, choices = answer(path, **options, expert_policy="auto")
+    assert choices["experts"].startswith("lfu (a step takes") and set(tried) == set(seconds)
+    tried.clear()
+    again, choices = answer(path, **options, expert_policy="auto")
+    assert again == found and "chosen earlier" in choices["experts"] and not tried
+    assert answer(path, **options | {"trial": False, "expert_policy": "lfu"})[0] == found
+    engine = EngineConfig(threads=1, context=64, prefill_chunk=48, gpu="cpu,cpu", vram=tuple(vram), max_batch=1)
+    moving, staying = (
+        resolve(open_checkpoint(path), replace(engine, expert_policy=name)) for name in ("auto", "static")
+    )
+    ram = needs(moving).ram
+    assert ram == needs(resolve(open_checkpoint(path), replace(engine, expert_policy="lfu"))).ram > needs(staying).ram
+    less = resolve(open_checkpoint(path), replace(engine, expert_policy="auto", ram=ram - 1))
+    assert less.policy.name == "static" and "need all experts in RAM too" in less.policy.reason
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ def with_policy(resolved: Resolved) -> Resolved:
     if engine.expert_policy != "auto":
         asked = "the default" if engine.expert_policy == "static" else "asked for: --expert-policy"
         return replace(resolved, policy=UsedPolicy(engine.expert_policy, asked))
-    if resolved.placement.several is not None:
-        return replace(resolved, policy=UsedPolicy("static", "others are tried on one GPU alone"))
     from powerinfer.system import available_memory
 
     tried = replace(resolved, policy=UsedPolicy(None))

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from powerinfer.hybrid.copier import Copier, Pace
     from powerinfer.hybrid.experts import ExpertSplit
     from powerinfer.hybrid.ffn import NeuronSplit
+    from powerinfer.hybrid.policy_trial import TriedGpu
     from powerinfer.models.blocks import SplitFfns
     from powerinfer.placement.experts import Policy
     from powerinfer.placement.plan import Plan
@@ -314,23 +315,16 @@ def _load_beside_gpu(
 
 def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     """The model on several GPUs. GpuMemoryError where one's budget cannot be kept."""
-    from powerinfer.hybrid.several import CardSplits, splits_of, stages_of
-
     plan = resolved.placement.several
     assert plan is not None
-    with ExitStack() as opened:
-        stages, copiers = stages_of(resolved, plan, opened), _copiers(resolved, plan)
-        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages, copiers)
-        for made in splits:
-            opened.callback(made.close)
-        streams = plan.claims.whole or plan.claims.passes
-        parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
-        executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
-        opened.pop_all()  # the executor closes them
+    if resolved.policy.name is None:
+        resolved = replace(resolved, policy=_tried_policies(resolved, loading))
+    copiers: list[Copier | None] = [None] * len(plan.parts)
+    if resolved.placement.experts is not None and resolved.policy.name != "static":
+        copiers = [*_copiers(resolved, plan, resolved.policy.name)]
+    executor, splits = _split_on_cards(resolved, plan, copiers, loading)
     exchanging = [copier for copier in copiers if copier is not None]
     try:
-        for copier in exchanging:
-            copier.on = False  # what is measured is no text
         _settle_cards(executor, resolved, splits, loading)
         sparsity = _sparsity_of_cards(executor, resolved, splits)
         for copier in exchanging:
@@ -342,13 +336,31 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     return executor, sparsity
 
 
-def _copiers(resolved: Resolved, plan: Plan) -> list[Copier | None]:
-    """The copiers of the experts of each GPU, of its layers alone; None where these stay."""
+def _split_on_cards(
+    resolved: Resolved, plan: Plan, copiers: Sequence[Copier | None], loading: Loading
+) -> tuple[SplitExecutor, list[NeuronSplit | ExpertSplit]]:
+    """The model on several GPUs, not yet within their budgets; the copiers, of each GPU's experts, are off."""
+    from powerinfer.hybrid.several import CardSplits, splits_of, stages_of
+
+    with ExitStack() as opened:
+        stages = stages_of(resolved, plan, opened)
+        splits = [] if plan.claims.whole else splits_of(resolved, plan, stages, copiers)
+        for made in splits:
+            opened.callback(made.close)
+        streams = plan.claims.whole or plan.claims.passes
+        parts = CardSplits(splits, [part.last for part in plan.parts]) if splits else None
+        executor = load_split(resolved, parts, loading.progress, stages[-1] if streams else None, loading.say)
+        opened.pop_all()  # the executor closes them
+    for copier in copiers:
+        if copier is not None:
+            copier.on = False  # what is measured is no text
+    return executor, splits
+
+
+def _copiers(resolved: Resolved, plan: Plan, name: str | None) -> list[Copier]:
+    """The copiers of the experts of each GPU, of its layers alone, by a policy of that name."""
     from powerinfer.hybrid.copier import Copier
 
-    name = resolved.policy.name
-    if resolved.placement.experts is None or name in (None, "static"):
-        return [None] * len(plan.parts)
     assert name is not None
     return [
         Copier(_policy(resolved, name, part.first, part.last), _pace(plan, part.plan.request.hardware.copy_gb_s))
@@ -357,9 +369,13 @@ def _copiers(resolved: Resolved, plan: Plan) -> list[Copier | None]:
 
 
 def _settle_cards(
-    executor: SplitExecutor, resolved: Resolved, splits: Sequence[NeuronSplit | ExpertSplit], loading: Loading
+    executor: SplitExecutor,
+    resolved: Resolved,
+    splits: Sequence[NeuronSplit | ExpertSplit],
+    loading: Loading,
+    prompts: bool = True,
 ) -> None:
-    """Hold each GPU's budget, and settle how it computes prompts and steps."""
+    """Hold each GPU's budget, and settle how it computes prompts and steps. prompts: these are measured."""
     from powerinfer.devices.several import OneCard
     from powerinfer.hybrid.step_trial import settle as settle_steps
     from powerinfer.hybrid.vram import hold_card
@@ -371,9 +387,9 @@ def _settle_cards(
         single = replace(resolved, device=replace(resolved.device, gpu=name))
         alone, split = OneCard(executor, card), splits[number] if splits else None
         settle: Callable[[], None] = lambda: None  # noqa: E731
-        if split is not None:
+        if split is not None and prompts:
             settle = partial(_settle_prompts, alone, single, split, loading.sample, loading.progress)
-        elif card is executor.cards[-1]:
+        elif split is None and card is executor.cards[-1]:
             settle = partial(_settle_layers, alone, single, loading.progress)
         hold_card(alone, single, part.plan, split or alone.streamed)
         settle()
@@ -598,21 +614,39 @@ def _split_of_experts(
 
 def _tried_policies(resolved: Resolved, loading: Loading) -> UsedPolicy:
     """The policy that decodes fastest, chosen earlier or now. Nothing of the trial is left in memory."""
-    from powerinfer.hybrid.copier import Copier
     from powerinfer.hybrid.policy_trial import chosen, measured, policy_trial
 
     trial = policy_trial(resolved)
     earlier = trial.find()
     if earlier is not None:
         return UsedPolicy(*chosen(earlier))
-    make = partial(_policy, resolved)
-    copier = Copier(make("static"), _pace_of(resolved))
-    executor, _, _ = _split_of_experts(resolved, copier, replace(loading, say=silent), prompts=False)
+    executor, gpus = _tried_gpus(resolved, replace(loading, say=silent))
     try:
         sample, progress = loading.sample(), loading.progress
-        return UsedPolicy(*chosen(trial.run(lambda: measured(executor, make, sample, copier, progress))))
+        return UsedPolicy(*chosen(trial.run(lambda: measured(executor, gpus, sample, progress))))
     finally:
         executor.close()
+
+
+def _tried_gpus(resolved: Resolved, loading: Loading) -> tuple[SplitExecutor, list[TriedGpu]]:
+    """The model within its budgets, with what exchanges the experts of each GPU."""
+    from powerinfer.hybrid.copier import Copier
+    from powerinfer.hybrid.policy_trial import TriedGpu
+
+    plan, make = resolved.placement.several, partial(_policy, resolved)
+    if plan is None:
+        copier = Copier(make("static"), _pace_of(resolved))
+        executor, _, _ = _split_of_experts(resolved, copier, loading, prompts=False)
+        return executor, [TriedGpu(executor.gpu.device, copier, make)]
+    copiers = _copiers(resolved, plan, "static")
+    executor, splits = _split_on_cards(resolved, plan, copiers, loading)
+    try:
+        _settle_cards(executor, resolved, splits, loading, prompts=False)
+    except BaseException:
+        executor.close()
+        raise
+    makes = [partial(make, first=part.first, last=part.last) for part in plan.parts]
+    return executor, list(map(TriedGpu, (card.device for card in executor.cards), copiers, makes))
 
 
 def _policy(resolved: Resolved, name: str, first: int = 0, last: int | None = None) -> Policy:

@@ -9,7 +9,7 @@ unless another one is clearly faster, and where the trial fails or is interrupte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -18,12 +18,15 @@ import numpy as np
 
 from powerinfer.devices.torch_device import current, gpu_failures
 from powerinfer.formats.json_file import Between, Length
+from powerinfer.hardware.gpu_rates import gpu_name
 from powerinfer.hybrid.trials import decode_one, finished, split_trial
 from powerinfer.placement.experts import EXPERT_POLICIES, Policy
 from powerinfer.progress import Progress, silent
 from powerinfer.sparsity.trials import Outcome, Trial, TrialSubject, fastest, take_turns
 
 if TYPE_CHECKING:
+    import torch
+
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.hybrid.copier import Copier
     from powerinfer.hybrid.resolved import Resolved
@@ -54,40 +57,54 @@ class TimedPolicies:
 POLICIES = TrialSubject("expert policies", TimedPolicies, fallback=TimedPolicies("static"), forgives=True)
 
 
+@dataclass(frozen=True)
+class TriedGpu:
+    """A GPU that policies are tried on. copier: of its layers; make: a new policy, whose experts it has at first."""
+
+    device: torch.device
+    copier: Copier
+    make: Callable[[str], Policy]
+
+
 def measured(
-    executor: SplitExecutor,
-    make: Callable[[str], Policy],
-    sample: Sequence[int],
-    copier: Copier,
-    progress: Progress = silent,
+    executor: SplitExecutor, gpus: Sequence[TriedGpu], sample: Sequence[int], progress: Progress = silent
 ) -> TimedPolicies:
     """Decode a text under every policy, by turns; `static` if the context holds too little of it.
 
-    make: a new policy, whose experts the GPU has at first; sample: the token ids of a text; copier: of the layers. The
-    KV cache must be empty. PowerInferError if the GPU fails.
+    gpus: of the layers, which all have the same policy; sample: the token ids of a text. The KV cache must be empty.
+    PowerInferError if a GPU fails.
     """
     size = min(BLOCK, executor.n_pages * executor.page_size // ROUNDS)
     if not size:
         return TimedPolicies("static", reason="the context is too short for a trial")
-    policies = {name: make(name) for name in EXPERT_POLICIES}
+    policies = {name: [gpu.make(name) for gpu in gpus] for name in EXPERT_POLICIES}
     tokens = np.resize(np.asarray(sample or [0], np.int32), size * ROUNDS)
-    device = executor.gpu.device
+
+    def settle() -> float:
+        for gpu in gpus:
+            with current(gpu.device):
+                gpu.copier.settle()
+        return max(finished(gpu.device) for gpu in gpus)
 
     def block(name: Name, turn: int) -> float:
         progress("trial of policies", turn, ROUNDS)
-        copier.follow(policies[name])
-        begin = finished(device)
+        for gpu, policy in zip(gpus, policies[name], strict=True):
+            with current(gpu.device):
+                gpu.copier.follow(policy)
+        begin = settle()
         for at in range(turn * size, (turn + 1) * size):
             decode_one(executor, tokens[at], at)
-        copier.settle()
-        return (finished(device) - begin) / size
+        return (settle() - begin) / size
 
-    copier.start()
     try:
-        with gpu_failures("trying policies of experts", "leave out --expert-policy"), current(device):
+        for gpu in gpus:
+            with current(gpu.device):
+                gpu.copier.start()
+        with gpu_failures("trying policies of experts", "leave out --expert-policy"):
             seconds = take_turns(get_args(Name), ROUNDS, block, WARM_UP)
     finally:
-        copier.on = False
+        for gpu in gpus:
+            gpu.copier.on = False
     progress("trial of policies", ROUNDS, ROUNDS)
     return TimedPolicies(fastest(seconds, "static", GAIN), {name: median(own) for name, own in seconds.items()})
 
@@ -107,6 +124,10 @@ def policy_trial(resolved: Resolved) -> Trial[TimedPolicies]:
         "kv_type": resolved.engine.kv_type,
         "steps": f"{ROUNDS} {BLOCK} {placement.pages}",
     }
+    cards = resolved.card_layers
+    if len(cards) > 1:
+        facts["cards"] = "; ".join(f"{gpu_name(name)} from {begin}" for name, begin, _ in cards)
+        resolved = replace(resolved, device=replace(resolved.device, gpu=cards[0][0]))
     return split_trial(POLICIES, resolved, facts)
 
 

@@ -183,6 +183,7 @@ def needs(resolved: Resolved) -> Needs:
         streamed_in_ram,
         streamed_on_gpu,
     )
+    from powerinfer.placement.several import bytes_to_exchange
 
     engine, selection, placement = resolved.engine, resolved.selection, resolved.placement
     disk, layers, staging = placement.disk, placement.layers, placement.staging
@@ -191,7 +192,9 @@ def needs(resolved: Resolved) -> Needs:
     whole_plan = placement.several or placement.neurons
     if whole_plan is not None:
         placed = whole_plan.bytes
-        return Needs(sum(placed["cpu"].values()), 0, sum(placed["gpu"].values()))
+        moves = placement.experts is not None and resolved.policy.name != "static"
+        cached, sent = bytes_to_exchange(whole_plan) if moves else (0, 0)
+        return Needs(sum(placed["cpu"].values()) + cached, 0, sum(placed["gpu"].values()) + sent)
     model = model_of(resolved)
     if not layers:
         return Needs(ram_bytes(model, engine, selection), kv_bytes(model, engine))

@@ -42,7 +42,7 @@ from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
 if TYPE_CHECKING:
-    from powerinfer.placement.plan import PlanRequest
+    from powerinfer.placement.plan import Plan, PlanRequest
 
 PLENTY = 1 << 46
 """Bytes of RAM of a part, whose real limit is that of all parts together."""
@@ -364,6 +364,16 @@ def extra_bytes(request: PlanRequest, parts: Parts) -> int:
             selects, threads = request.selector == "predicted", request.hardware.cpu.threads
             nbytes += resting_in_ram(part.model, own.gpu_layers, threads, own.staging, selects)[1]
     return nbytes
+
+
+def bytes_to_exchange(plan: Plan) -> tuple[int, int]:
+    """Bytes in RAM and on GPUs beyond those of a plan over several whose experts were to stay, once they are exchanged:
+    RAM has those on GPUs, too, and either memory has one of each that is sent."""
+    request, slots = plan.request, plan.claims.slots
+    if request.cached or slots is None:
+        return 0, 0
+    sent = sum(part.plan.request.model.sent_expert(part.plan.claims.gpu_layers) for part in plan.parts)
+    return sum(n * request.model.expert_bytes(layer)[1] for layer, n in enumerate(slots)) + sent, sent
 
 
 def moving_experts(request: PlanRequest) -> int:
