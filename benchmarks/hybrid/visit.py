@@ -228,7 +228,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("driver error", module("benchmarks.hybrid.driver_error", made, *given), 70, ("layers",))
         checker = shutil.which(CHECKER)
         if trial or checker is not None:
-            some = tests(("test_flags", "test_gpu_pages"), "same_bits")
+            some = tests(("test_host_calls", "test_flags", "test_gpu_pages"), "order")
             watched = () if trial else (str(checker), "--error-exitcode", "9", "--target-processes", "all")
             yield Step("memory checker", (*watched, *some, "-n", "0"), 150)
         yield Step("reglu", compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1)), 300)

@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.lib import cells
 from benchmarks.placement import drafts, h200, step_picture
-from benchmarks.placement.assumptions import GIB, for_tokens, machine, tensor_flops
+from benchmarks.placement.assumptions import GIB, H200_FLOPS, for_tokens, machine, measured, tensor_flops
 from benchmarks.placement.prompts import LEAST_GAIN, SIZES, elements, largest_padded, prompt, replayed, with_chunk
 from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, make_plan
@@ -108,6 +109,20 @@ def test_chunks_are_replayed_where_the_host_is_slower() -> None:
     assert largest_padded(experts) and replayed(experts, 64) < LEAST_GAIN * prompt(experts, 33).seconds
     with pytest.raises(AssertionError, match="elsewhere"):
         replayed(make_plan(step_picture.request()), 64)
+
+
+def test_whole_models_beside_estimates(split: Plan) -> None:
+    """Decode by what is extrapolated of the other engine; prompts only where they are simulated."""
+    rate = 1 / split.choice.seconds
+    one = h200.Whole("a model", split, True, "8")
+    assert one.ratio() == f"60 to 90: {rate / 90:.1f} to {rate / 60:.1f}x"
+    assert one.prompts == [cells.number(tokens / prompt(split, tokens).seconds) for tokens in h200.PROMPTS]
+    assert h200.Whole("a model", split).ratio() == "" and h200.Whole("a model", split).prompts == ["", ""]
+    local = h200.local(split, 0.9)
+    slots = [sum(plan.claims.slots or ()) for plan in (local, split)]
+    assert local.choice.seconds < split.choice.seconds and slots[0] == slots[1] > 0
+    gpu = measured().gpu
+    assert gpu is not None and tensor_flops(gpu) == H200_FLOPS
 
 
 def test_rates_of_several_tokens() -> None:
