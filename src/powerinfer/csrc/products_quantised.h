@@ -128,7 +128,7 @@ struct Quantised {
       else return half_sum(d[t], s[t], 2 * b + h);
     };
     for (int64_t b0 = 0; b0 < nb; b0 += W::UNROLL) {
-      unroll<0, W::UNROLL>([&](auto i) __attribute__((always_inline)) {
+      const auto add_block = [&](auto i) __attribute__((always_inline)) {
         const int64_t b = b0 + i.value;
         // Prefetch the block that is 4 KB of codes later, here or in the panels after these.
         constexpr int64_t SOON = 4096 / W::BLOCK_BYTES, LINES = W::WIDE ? 0 : (W::BLOCK_BYTES + 63) / 64;
@@ -141,7 +141,7 @@ struct Quantised {
           for (int p = 0; p < P; p++) ask(w.ahead[p], b);
         }
         f32x16 value[P][T];
-        unroll<0, W::HALVES>([&](auto h) __attribute__((always_inline)) {
+        const auto add_half = [&](auto h) __attribute__((always_inline)) {
           i32x16 acc[P][T];
           [[maybe_unused]] u8x64 pairs[P][T];
 #pragma GCC unroll 16
@@ -173,7 +173,7 @@ struct Quantised {
               } else {
                 take<W, upper.value, i.value>(w.codes + p * w.codes_stride, b, j, c);
               }
-              unroll<0, N>([&](auto s) __attribute__((always_inline)) {
+              const auto add_group = [&](auto s) __attribute__((always_inline)) {
                 if (line + s.value < LINES)
                   fetch_line(w.codes + p * w.codes_stride + soon * W::BLOCK_BYTES + (line + s.value) * 64 + jump);
 #if defined(PI_PAIRS)
@@ -202,7 +202,8 @@ struct Quantised {
                   acc[p][t] = W::SIGNED ? dot_s(acc[p][t], c[s.value], a[s.value][t])
                                         : dot_u(acc[p][t], c[s.value], a[s.value][t]);
                 }
-              });
+              };
+              PI_UNROLL(N, add_group);
             }
           };
           if constexpr (UNROLLED<P, T>) {
@@ -236,7 +237,8 @@ struct Quantised {
               for (int t = 0; t < T; t++) value[p][t] = i_float(acc[p][t]);
             }
           }
-        });
+        };
+        PI_UNROLL(W::HALVES, add_half);
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) {
           Scales f = W::scales(w.scales + p * w.scales_stride, b);
@@ -252,7 +254,8 @@ struct Quantised {
               for (int t = 0; t < T; t++) sum[p][t] = f_fma(m, f_set(activation_sum(t, b, h.value)), sum[p][t]);
             });
         }
-      });
+      };
+      PI_UNROLL(W::UNROLL, add_block);
     }
   }
 };

@@ -31,6 +31,11 @@ PI_INLINE void unroll(F&& f) {
 #undef PI_STEP
 }
 
+// The same of [0, n) where n may be 1, which needs no function around f.
+#define PI_UNROLL(n, f)                  \
+  if constexpr ((n) == 1) f(Index<0>{}); \
+  else unroll<0, n>(f)
+
 // ---- Quantised weights -------------------------------------------------------------------------------------------
 // A weight trait reads one 32-k block of BLOCK_BYTES, and of SCALE_BYTES (in the mean) behind all codes: group<upper, i>(j)
 // gives the codes of four k of 16 rows, group 4 upper + j of the eight of a block, j an Index or a number; i is the
