@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from powerinfer.devices.batch import NOT_FINITE, Batch, LogitsNeed
+from powerinfer.devices.flags import FLAG_BYTES
 from powerinfer.devices.states import Slots, input_places, replayed_runs, runs_with_slots
 from powerinfer.devices.step import Step
 from powerinfer.devices.streams import Event, Streams, streams_of
@@ -31,6 +32,12 @@ class PassedRows(NamedTuple):
     x: Tensor
     ready: Event
     streams: Sequence[Tensor] = ()
+
+
+def description_bytes(max_tokens: int, d_model: int, ahead: bool) -> int:
+    """Bytes of RAM of the description of a step, but for long page tables; ahead: of two, with the flags of steps that
+    are launched ahead."""
+    return (1 + ahead) * (4 * min(max_tokens, FEW) * d_model + _NUMBERS_ROOM) + ahead * FLAG_BYTES
 
 
 class StepBuffers:
@@ -263,6 +270,9 @@ _NUMBERS = {value: number for number, value in NOT_FINITE.items()}  # not of NaN
 _MOST_SHAPES = 64
 """Shapes whose places are kept."""
 
+_NUMBERS_ROOM = 1 << 12
+"""Bytes of the numbers of a description, but where it is longer than all before."""
+
 _ALIGNED = 64
 """Numbers in whose multiples a residual stream ends."""
 
@@ -321,7 +331,7 @@ class _Description:
         self._most = -(-most // _ALIGNED) * _ALIGNED
         self._d_model = d_model
         self._copies, self._turn = 1, 0
-        self._allocate(1 << 12)
+        self._allocate(_NUMBERS_ROOM)
 
     def pair(self) -> None:
         """Have two copies in memory of the host, which are written in turn."""

@@ -36,6 +36,7 @@ from powerinfer.devices.stage import (
     return_buffer,
 )
 from powerinfer.devices.states import UNDO_TOKENS
+from powerinfer.devices.step_buffers import description_bytes
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
@@ -288,6 +289,7 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     scratch = model.scratch_bytes(work.tokens, _logit_rows(model, work))
     if layers:  # buffers between the devices, x in and out, counters of neurons
         scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
+        scratch += description_bytes(work.tokens, config.d_model, head)
         scratch += 2 * 8 * sum(config.ffn_sizes[:layers]) + division.cached * model.sent_expert(layers)
         scratch += division.draft * model.draft_link_bytes(work.tokens)
     held = {
