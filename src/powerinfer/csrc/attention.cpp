@@ -220,14 +220,10 @@ PI_INLINE void mask(const QueryRow& row, int64_t base, f32x16* s) {
   }
 }
 
-// Online softmax of R rows: their weights of a page, whose first position is `base`, from its scores. largest, total: of a
-// row's scores and weights so far; shrink: the factor of what was added up before, whose weights were relative to a smaller
-// score. Out of line, once for all types: it takes little of a page's time, and much of the compiler's.
+// Online softmax of R rows: their weights of a page from its scores. largest, total: of a row's scores and weights so
+// far; shrink: the factor of what was added up before, whose weights were relative to a smaller score.
 template <int R>
-__attribute__((noinline)) void weigh(const QueryRow* rows, int64_t base, f32x16 (*s)[2], float* largest, float* total,
-                                     float* shrink, float* weights) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) mask(rows[r], base, s[r]);
+PI_INLINE void weigh(f32x16 (*s)[2], float* largest, float* total, float* shrink, float* weights) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     float top = f_hmax(f_max(s[r][0], s[r][1]));
@@ -311,8 +307,10 @@ void attend(const PiAttention* a, int g, int64_t r0, float* scratch) {
     if constexpr (Kv::by_slot) score_rows<Kv, R>(kv, n, slots, q, weights, s);
     else score<Kv, R>(kv, n, q, head_of(page < last / PI_PAGE ? page + 1 : page), a->head_bytes / n, s);
     if (a->settings.score_cap) cap_scores<R>(a->settings.score_cap, weights, s);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) mask(rows[r], base, s[r]);
     float shrink[16] = {0};
-    weigh<R>(rows, base, s, largest, total, shrink, weights);
+    weigh<R>(s, largest, total, shrink, weights);
     int i = 0;
     for (; i + 16 < wide; i += 32) add_values<Kv, R, 2>(kv, wide, i, slots, weights, shrink, acc);
     if (i < wide) add_values<Kv, R, 1>(kv, wide, i, slots, weights, shrink, acc);
