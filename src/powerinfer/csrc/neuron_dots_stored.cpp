@@ -295,23 +295,10 @@ PI_INLINE void open(Type<PI_IQ1_M>, const uint8_t* p, Opened& to) {
   for (int j = 0; j < HALVES; j++) to.factor[j] = d * (float)(2 * (pair(p + 48 + j / 4 * 2) >> j % 4 * 3 & 7) + 1);
 }
 
-// What opens a block of a type. One table, looked up by number: what follows is compiled once for all types whose blocks
-// are as long, and the compiler's time is that of `open` for each.
-using Open = void (*)(const uint8_t*, Opened&);
+// Adds block b of token t.
 template <int TYPE>
-constexpr bool HAS_ROWS = (PI_TYPES[TYPE].rows & PI_ROWS_DOT) != 0 && pi_as_stored(TYPE);
-template <int TYPE>
-constexpr Open opening() {
-  if constexpr (HAS_ROWS<TYPE>) return [](const uint8_t* p, Opened& to) { open(Type<TYPE>{}, p, to); };
-  else return nullptr;
-}
-#define PI_OPENING(name, ...) opening<PI_##name>(),
-constexpr Open OPENINGS[PI_N_TYPES] = {POWERINFER_TYPES(PI_OPENING)};
-#undef PI_OPENING
-
-// Adds block b, of SIZE elements, of token t.
-template <int SIZE, bool MINIMA>
 PI_INLINE f32x16 add(const Opened& w, const float* factors, const PiActs* x, int64_t t, int64_t b, f32x16 sum) {
+  constexpr int SIZE = PI_TYPES[TYPE].block;
   const int8_t* const q = x->q + t * x->k + b * SIZE;
   const float* const d = x->d + (t * x->k + b * SIZE) / 32;
 #pragma GCC unroll 4
@@ -322,7 +309,7 @@ PI_INLINE f32x16 add(const Opened& w, const float* factors, const PiActs* x, int
     const f32x16 products = f_mul(i_float(dot_vs(start, b_load(w.q + 64 * v), of_x)), scale);
     sum = f_fma(products, f_load(factors + 16 * v), sum);
   }
-  if constexpr (MINIMA) {
+  if constexpr (PI_TYPES[TYPE].m >= 0) {
     const int16_t* const s = x->s + (t * x->k + b * SIZE) / 16;
     float sums[HALVES];
     for (int j = 0; j < HALVES; j++) sums[j] = d[j / 2] * (float)s[j];
@@ -331,25 +318,24 @@ PI_INLINE f32x16 add(const Opened& w, const float* factors, const PiActs* x, int
   return sum;
 }
 
-// A row of a type against n tokens: out[i * ldo].
-template <int SIZE, bool MINIMA, class TokenOf>
-PI_INLINE void multiply(int type, const Rows<1>& w, const PiActs* x, int64_t n, const TokenOf& token_of, float* out,
+// A row against n tokens: out[i * ldo].
+template <int TYPE, class TokenOf>
+PI_INLINE void multiply(const Rows<1>& w, const PiActs* x, int64_t n, const TokenOf& token_of, float* out,
                         int64_t ldo) {
-  const int64_t bytes = PI_TYPES[type].bytes;
-  const Open open = OPENINGS[type];
+  constexpr int BYTES = PI_TYPES[TYPE].bytes, SIZE = PI_TYPES[TYPE].block;
   f32x16 sums[PI_NEURON_TOKENS], sum = f_zero();
   for (int64_t i = 0; i < n && n > 1; i++) sums[i] = sum;
   int64_t asked = 0;
   for (int64_t b = 0; b < x->k / SIZE; b++) {
-    for (; asked < (b + 1) * bytes; asked += 64) w.ask(asked);
+    for (; asked < (b + 1) * BYTES; asked += 64) w.ask(asked);
     Opened opened;
-    open(w.now[0] + b * bytes, opened);
+    open(Type<TYPE>{}, w.now[0] + b * BYTES, opened);
     float factors[SIZE / 4];
     for (int j = 0; j < SIZE / 16; j++)
       for (int l = 0; l < 4; l++) factors[4 * j + l] = opened.factor[j];
-    if (n == 1) sum = add<SIZE, MINIMA>(opened, factors, x, token_of(0), b, sum);
+    if (n == 1) sum = add<TYPE>(opened, factors, x, token_of(0), b, sum);
     else
-      for (int64_t i = 0; i < n; i++) sums[i] = add<SIZE, MINIMA>(opened, factors, x, token_of(i), b, sums[i]);
+      for (int64_t i = 0; i < n; i++) sums[i] = add<TYPE>(opened, factors, x, token_of(i), b, sums[i]);
   }
   if (n == 1) out[0] = f_sum(sum);
   else
@@ -358,30 +344,28 @@ PI_INLINE void multiply(int type, const Rows<1>& w, const PiActs* x, int64_t n, 
 
 enum { AHEAD = 2 };  // rows that are requested before they are read
 
-template <int SIZE, bool MINIMA>
+template <int TYPE>
 void dots(const PiRows* all, const int32_t* index, int64_t n, const PiActs* x, int64_t tokens, float* out,
           int64_t ldo) {
   const auto token_of = [](int64_t i) __attribute__((always_inline)) { return i; };
   for (int64_t j = 0; j < n; j++)
-    multiply<SIZE, MINIMA>(all->type, Rows<1>(all, index + j, n - j, AHEAD), x, tokens, token_of, out + j, ldo);
+    multiply<TYPE>(Rows<1>(all, index + j, n - j, AHEAD), x, tokens, token_of, out + j, ldo);
 }
 
-template <int SIZE, bool MINIMA>
+template <int TYPE>
 void dot_pairs(const PiRows* all, const PiPair* pairs, int64_t n, const PiActs* x, float* out) {
   for (int64_t j = 0, end; j < n; j = end) {
     for (end = j + 1; end < n && pairs[end].neuron == pairs[j].neuron && end - j < PI_NEURON_TOKENS;) end++;
     const auto token_of = [&](int64_t i) __attribute__((always_inline)) { return (int64_t)pairs[j + i].token; };
-    multiply<SIZE, MINIMA>(all->type, Rows<1>(all, pairs + j, n - j, end - j), x, end - j, token_of, out + j, 1);
+    multiply<TYPE>(Rows<1>(all, pairs + j, n - j, end - j), x, end - j, token_of, out + j, 1);
   }
 }
 
 template <int TYPE>
 void use(PiKernels* to) {
-  if constexpr (HAS_ROWS<TYPE>) {
-    constexpr int SIZE = PI_TYPES[TYPE].block;
-    constexpr bool MINIMA = PI_TYPES[TYPE].m >= 0;
-    to->neurons.dots[TYPE] = dots<SIZE, MINIMA>;
-    to->neurons.dot_pairs[TYPE] = dot_pairs<SIZE, MINIMA>;
+  if constexpr ((PI_TYPES[TYPE].rows & PI_ROWS_DOT) != 0 && pi_as_stored(TYPE)) {
+    to->neurons.dots[TYPE] = dots<TYPE>;
+    to->neurons.dot_pairs[TYPE] = dot_pairs<TYPE>;
   }
 }
 
