@@ -171,6 +171,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "resolved.engine.gpu != 'auto'",
         "resolved.engine.selector == 'auto'",  # for people
     ],
+    "hybrid/several.py": ["engine.selector == 'auto'"],  # where the disk is faster so: whole layers
     "hybrid/resolve.py": ["('static', 'auto')", "engine.gpu != 'auto'", "engine.gpu == 'auto'"],
     "placement/draft_gain.py": ["engine.speculate != 'auto'", "speculate != 'auto'"],  # a head that nobody asked for
     "placement/request.py": [
