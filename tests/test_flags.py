@@ -527,6 +527,25 @@ def test_the_host_computes_nothing_beside_a_step_ahead(model: Path, monkeypatch:
     assert any(under_way)
 
 
+@pytest.mark.parametrize("kind", ["neurons", "experts"])
+def test_counters_that_are_cleared_take_calls_back(kind: str, model: Path, tmp_path: Path) -> None:
+    """Nothing of a step that was launched ahead counts afterwards."""
+    path = model if kind == "neurons" else Truth(case_named("mixtral")).save("gguf", tmp_path)
+    made = split(path, 0.5) if kind == "neurons" else experts.split(path, 0.25)
+    under_way = []
+    with deferred(3) as machine, made as (executor, ffns), working_by_itself(machine):
+        executor.gpu.record(recorder_of(executor.gpu.device))
+
+        def clear(_: int) -> None:
+            under_way.append(executor.gpu.launched_ahead)
+            for ffn in ffns:
+                ffn.clear()
+            assert not executor.gpu.launched_ahead and not any(ffn.collect()["tokens"] for ffn in ffns)
+
+        tokens_of_steps(executor, 8, clear)
+    assert any(under_way)
+
+
 def test_a_model_is_closed_while_a_step_ahead_is_under_way(model: Path) -> None:
     """Its GPU does not go on, so that the thread waits to be asked; it ends, and so do both watchdogs."""
     with deferred(1), split(model, 0.5) as (executor, _):

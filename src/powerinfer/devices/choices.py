@@ -104,6 +104,11 @@ class Choices:
         return {name: str(choice) for name, choice in choices if choice is not None}
 
 
+def launched_afterwards(reason: str) -> Choice[str]:
+    """The choice of `launches` where a step waits for the tokens of the last one."""
+    return Choice("when the tokens are known", reason)
+
+
 def machine_choices(engine: EngineConfig) -> Choices:
     """The choices for this machine's CPU. RequestError for options that it cannot meet."""
     return Choices(isa=Choice(*cpu.choose_isa(engine.isa)), threads=Choice(*cpu.choose_threads(engine.threads)))

@@ -245,7 +245,7 @@ class Flags:
             again()
             value = float(turn)
             for number in range(1, exchanges + 1):
-                self._wait_until_asked(number)
+                self.look_for(number)
                 if number == 1:
                     time.sleep(0.001)
                     if streams.current().query():
@@ -255,14 +255,15 @@ class Flags:
                 value = back[0] = float(1000 * turn + number)
                 self._host.answer(number)
             if in_place:
-                self._wait_until_asked(exchanges + 1)
+                self.look_for(exchanges + 1)
                 if not self._host.answered(exchanges + 1):
                     raise RuntimeError("the GPU writes a number before its turn")
             streams.finish()
             if float(x.cpu()[0]) != value:
                 raise RuntimeError("the GPU does not wait for a number")
 
-    def _wait_until_asked(self, number: int) -> None:
+    def look_for(self, number: int) -> None:
+        """Look for a number, in a trial, until the GPU has written it. RuntimeError if it does not."""
         until = time.monotonic() + 2 * TRIAL_PATIENCE
         while not self._host.wait(number, LOOK):
             done = self._streams.current().query() or time.monotonic() > until

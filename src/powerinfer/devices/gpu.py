@@ -934,15 +934,17 @@ class GpuLayers:
 
     def _run_again(self, run: Callable[[], R]) -> R:
         """Run, and again where that may help."""
-        try:
-            return run()
-        except LateAnswerError:
-            if self._states:
-                raise
-        except GpuMemoryError:
-            if not (self.prompts.give_way() | self.share.lift()):
-                raise
-        return run()
+        late = False
+        while True:
+            try:
+                return run()
+            except LateAnswerError:
+                if late or self._states:
+                    raise
+                late = True
+            except GpuMemoryError:
+                if not (self.prompts.give_way() or self.share.lift()):
+                    raise
 
     def launch_ahead(self, embedding: Embedding) -> str | None:
         """Launch steps ahead of their tokens, where a batch has a successor, and the step is one recording; of layers
@@ -1275,6 +1277,8 @@ class GpuLayers:
         largest, recorder = self.prompts.sizes[-1], recorder_of(self.device) or self._recorder
         self.prompts.give_way()
         self._rehearse(largest, 1)  # what a launched one takes is there
+        if self._cuda:  # recording frees what torch keeps, and that would count against what it takes
+            import_torch().cuda.empty_cache()
         before = self._memory_taken()
         self.prompts.use(recorder)
         for _ in range(UNRECORDED):

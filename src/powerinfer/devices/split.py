@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from powerinfer.devices.batch import Batch
-from powerinfer.devices.choices import Choice, GpuPart
+from powerinfer.devices.choices import Choice, GpuPart, launched_afterwards
 from powerinfer.devices.cpu import CpuExecutor
 from powerinfer.devices.drafter import GpuDraftHead, SplitDraftHead
 from powerinfer.devices.flags import LateAnswerError
@@ -82,13 +82,26 @@ class SplitExecutor:
             self.tell(f"the draft head on the {'CPU' if draft is None else 'GPU'}")
 
     def _launch_ahead(self) -> str | None:
-        """Let steps be launched ahead of their tokens where the GPU has the head, and no layer has states; the reason
-        why it cannot, by a trial, empty: it can, None: there is nothing to choose."""
-        gpu, cpu = self.gpu, self.cpu
-        if len(self.cards) > 1 or not gpu.has_head or not cpu.looks_up or cpu.n_states:
-            return None
-        reason = gpu.launch_ahead(cpu)
-        return (reason or "") if gpu.records else None
+        """Let steps be launched ahead of their tokens, where they can be; the reason why they cannot, empty: they can,
+        None: none is recorded."""
+        reason = self._launch_problem()
+        if reason is None:
+            reason = self.gpu.launch_ahead(self.cpu) or ""
+        return reason if self.gpu.records else None
+
+    def _launch_problem(self) -> str | None:
+        """The reason why no step of this model can be launched ahead, whatever the device can do; None: there is
+        none."""
+        cpu = self.cpu
+        if len(self.cards) > 1:
+            return "a step goes through several GPUs"
+        if not self.gpu.has_head:
+            return "the CPU has the output head"
+        if cpu.n_states:
+            return "layers have states"
+        if cpu.disk is not None:
+            return "a part of the model stays on disk"
+        return None if cpu.looks_up else "embeddings are not rows of a table alone"
 
     def tell_launches(self) -> None:
         """Note in the choices whether steps are launched ahead of their tokens, which depends on how both devices
@@ -98,8 +111,7 @@ class SplitExecutor:
             return
         reason = reason or self.gpu.launched_afterwards
         drawn = "where these are the most likely ones, or drawn among them"
-        ahead, afterwards = Choice("ahead of the tokens", drawn), Choice("when the tokens are known", reason)
-        self.choices.launches = afterwards if reason else ahead
+        self.choices.launches = launched_afterwards(reason) if reason else Choice("ahead of the tokens", drawn)
 
     def tell(self, more: str) -> None:
         """Add to the text on the GPU's part."""

@@ -777,6 +777,7 @@ class HybridExperts(HybridTerms):
         return Counter(self._sums | {"hot": hot, "cold": self._sums["cold"] - hot})
 
     def clear(self) -> None:
+        self._layers.drop_next()  # as in `collect`
         for _ in self._taken_calls():
             pass
         self._collected[:] = self.tally
