@@ -266,6 +266,17 @@ def test_the_context_of_a_plan_without_one(capsys: pytest.CaptureFixture[str]) -
     assert "counts with" not in text
 
 
+def test_a_plan_says_what_a_long_context_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one that nobody has asked for, whose cache takes the place of layers."""
+    planned = []
+    for more in ((), ("-c", "4096")):
+        planned.append(plan(capsys, "--shape", "qwen3-8b", "--card", "RTX 4060", *more)[0])
+    (told,) = (line for line in planned[0]["reasons"] if line.startswith("with -c 4096 "))
+    rates = [each["predicted"]["decode_tok_s"] for each in planned]
+    assert told.endswith(f": {rates[1]:.2f} tokens/s, not {rates[0]:.2f}") and rates[1] > rates[0]
+    assert not any("with -c" in line for line in planned[1]["reasons"])
+
+
 def test_a_plan_without_a_context_takes_one_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for model, ram, context in (("qwen3-8b", "8GiB", 20480), ("llama-4-scout", "96GiB", 327680)):
         pc = ("-m", model, "--card", "none", "--ram", ram)

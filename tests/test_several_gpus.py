@@ -442,7 +442,7 @@ def test_answers_on_two_gpus(tmp_path: Path) -> None:
     assert exchanged == alone and choices["experts"] == "lru (asked for: --expert-policy)"
     refused = {
         "hold no layer .* give --vram": {"vram": (2 * GIB, MIB)},
-        "of RAM, .* beside several GPUs give --ram": {"ram": 64 * MIB},
+        "of RAM, .* beside several GPUs: give --ram": {"ram": 64 * MIB},
     }
     for message, options in refused.items():
         with pytest.raises(RequestError, match=message):

@@ -60,6 +60,8 @@ HEAD = (
     "bytes that steps read"
 )
 """The assumption of plans of models with a draft head."""
+WEIGHTS = ("attention", "ffn", "panels", "experts", "head", "predictors")
+"""Parts of a plan's bytes that are weights."""
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
@@ -133,12 +135,37 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     machine = request.hardware.assumed if planning.hardware is None else ""
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
-    document = replace(plan.document(saved), assumed=assumed)
+    document = plan.document(saved)
+    document = replace(document, assumed=assumed, reasons=[*document.reasons, *_cost_of_context(plan, engine)])
     if smaller is not None:
         document = replace(document, helps=smaller.add_share(document.helps))
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _cost_of_context(plan: Plan, engine: EngineConfig) -> list[str]:
+    """A line on the speed with the context of the table of all models, where nobody has asked for the longer one, and
+    its cache takes the place of weights on the GPU."""
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.estimates import CONTEXT
+    from powerinfer.placement.plan import place
+
+    if engine.context or plan.request.context <= CONTEXT or not plan.request.vrams and not plan.claims.gpu:
+        return []
+    shorter = place(replace(plan.request, context=CONTEXT))
+    if isinstance(shorter, RequestError):
+        return []
+    held, more = (
+        sum(nbytes for part, nbytes in made.bytes["gpu"].items() if part in WEIGHTS) for made in (plan, shorter)
+    )
+    if more <= held:
+        return []
+    rate, before = (plan.request.batch / made.choice.seconds for made in (shorter, plan))
+    return [
+        f"with -c {CONTEXT} the GPU would hold {gib(more)} of weights, not {gib(held)}: {rate:.2f} tokens/s, not "
+        f"{before:.2f}"
+    ]
 
 
 def _refuse_drafts(speculate: str) -> None:

@@ -225,7 +225,8 @@ class PlanRequest:
             disk = plan_disk(model, work, ram, threads, bundled=bundled, whole=whole, profile=profile)
         if isinstance(disk, RamError) and beside:
             needed = gib(self.ram_flag(disk.least + beside if self.ram is not None else free_for(disk.least + beside)))
-            return RamError(disk.needs, f"beside several GPUs give --ram {needed}", disk.least + beside, disk.lower)
+            more = f"{gib(ram)} are left for it beside several GPUs: give --ram {needed}"
+            return RamError(disk.needs, more, disk.least + beside, disk.lower)
         if isinstance(disk, RamError) and self.ram is None:
             more = f"{self.hardware.name} has {gib(ram)} for it: give --ram {gib(self.ram_flag(free_for(disk.least)))}"
             return RamError(disk.needs, more, disk.least, disk.lower)
