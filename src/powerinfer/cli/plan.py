@@ -151,19 +151,19 @@ def _cost_of_context(plan: Plan, engine: EngineConfig) -> list[str]:
     from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import place
 
-    if engine.context or plan.request.context <= CONTEXT or not plan.request.vrams and not plan.claims.gpu:
+    if engine.context or plan.request.context <= CONTEXT or (not plan.request.vrams and not plan.claims.gpu):
         return []
     shorter = place(replace(plan.request, context=CONTEXT))
     if isinstance(shorter, RequestError):
         return []
-    held, more = (
+    now, more = (
         sum(nbytes for part, nbytes in made.bytes["gpu"].items() if part in WEIGHTS) for made in (plan, shorter)
     )
-    if more <= held:
+    if more <= now:
         return []
     rate, before = (plan.request.batch / made.choice.seconds for made in (shorter, plan))
     return [
-        f"with -c {CONTEXT} the GPU would hold {gib(more)} of weights, not {gib(held)}: {rate:.2f} tokens/s, not "
+        f"with -c {CONTEXT} the GPU would hold {gib(more)} of weights, not {gib(now)}: {rate:.2f} tokens/s, not "
         f"{before:.2f}"
     ]
 
