@@ -158,7 +158,11 @@ def loaded_as_planned(resolved: Resolved) -> Any:
     closed."""
     executor, sparsity = load_resolved(resolved, list)
     try:
-        found, read = answers(executor), executor.disk.report()["bytes"]  # type: ignore[union-attr]
+        found, disk = answers(executor), executor.disk
+        assert disk is not None and set(disk.slots) == set(disk.about.neurons)
+        counts = disk.counts()
+        read = counts["bytes"]
+        assert 0 < counts["hits"] < counts["wanted"]
         held = sum(ffn.cold_bytes for ffn in sparsity.ffns) if hasattr(sparsity, "ffns") else 0
     finally:
         executor.close()

@@ -315,6 +315,8 @@ def _load_beside_gpu(
 
 def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     """The model on several GPUs. GpuMemoryError where one's budget cannot be kept."""
+    from powerinfer.hybrid.ffn import NeuronSplit
+
     plan = resolved.placement.several
     assert plan is not None
     if resolved.policy.name is None:
@@ -326,6 +328,8 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     exchanging = [copier for copier in copiers if copier is not None]
     try:
         _settle_cards(executor, resolved, splits, loading)
+        for ffn in (ffn for split in splits if isinstance(split, NeuronSplit) for ffn in split.ffns):
+            ffn.fill()
         sparsity = _sparsity_of_cards(executor, resolved, splits)
         for copier in exchanging:
             copier.start()
