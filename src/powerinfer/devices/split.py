@@ -90,6 +90,10 @@ class SplitExecutor:
         reason = gpu.launch_ahead(cpu)
         return (reason or "") if gpu.records else None
 
+    def tell_steps(self) -> None:
+        """Note in the choices who acts in steps on both devices, of all GPUs."""
+        self.choices.steps = self._gpu.caller
+
     def tell_launches(self) -> None:
         """Note in the choices whether steps are launched ahead of their tokens, which depends on how both devices
         exchange."""

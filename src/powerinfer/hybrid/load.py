@@ -330,6 +330,10 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
         _settle_cards(executor, resolved, splits, loading)
         for ffn in (ffn for split in splits if isinstance(split, NeuronSplit) for ffn in split.ffns):
             ffn.fill()
+        streamed = executor.streamed
+        for stage in {split.stage for split in splits} | {None if streamed is None else streamed.stage}:
+            if stage is not None:
+                stage.settle()
         sparsity = _sparsity_of_cards(executor, resolved, splits)
         for copier in exchanging:
             copier.start()
