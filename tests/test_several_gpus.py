@@ -377,6 +377,13 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
                 assert ours[use] == planned.get(use, 0), (number, use)
             places = (4 + 1) * 4 * (last - first) * (kind == "experts")  # where each expert is, and a counter, int32
             assert ours["ffn"] + inside == planned.get("ffn", 0) + planned.get("experts", 0) + places
+        request, pinned = plan.request, 0
+        for card in executor.cards if less else ():
+            buffers = card.buffers
+            described = sum(one.nbytes for one in buffers._description._pinned)
+            pinned += card.link.nbytes + buffers._host_x.nbytes + described
+        beside = budget.in_ram(request.model, request.workload)["scratch"] + 2 * 8 * sum(request.model.config.ffn_sizes)
+        assert not less or plan.bytes["cpu"]["scratch"] == beside + pinned
     finally:
         executor.close()
     placement = replace(resolved.placement, firsts=(), several=None)
