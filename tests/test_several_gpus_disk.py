@@ -158,6 +158,7 @@ def loaded_as_planned(resolved: Resolved) -> Any:
     closed."""
     executor, sparsity = load_resolved(resolved, list)
     try:
+        assert executor.disk is not None and executor.disk._side.memory is None, "the load holds what it read to"
         found, disk = answers(executor), executor.disk
         assert disk is not None and set(disk.slots) == set(disk.about.neurons)
         counts = disk.counts()

@@ -112,6 +112,8 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say, ag
             failures += 1
         else:
             if not isinstance(outcome, Resolved):
+                if (disk := outcome[0].disk) is not None:
+                    disk.end_reads()
                 return outcome
             resolved = outcome
     _leave_draft_from_disk(resolved, loading.say)
