@@ -249,6 +249,11 @@ def test_neurons_that_neither_gpus_nor_ram_hold(
         resolve(open_checkpoint(path), replace(engine, vram=vrams, ram=ram - (9 << 18)))
     stated = read_size(str(caught.value).partition("give --ram ")[2].split(",")[0])
     assert resolve(open_checkpoint(path), replace(engine, vram=vrams, ram=stated)).placement.disk is not None
+    monkeypatch.setattr("powerinfer.hybrid.several.available_memory", lambda: ram)
+    monkeypatch.setattr("powerinfer.hybrid.several.within", lambda free: free - (9 << 18))
+    with pytest.raises(RequestError, match="reading them from disk takes") as free:
+        resolve(open_checkpoint(path), replace(engine, vram=vrams))
+    assert str(free.value) == str(caught.value)
 
 
 @pytest.mark.usefixtures("two_described")
