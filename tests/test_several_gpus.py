@@ -33,14 +33,17 @@ from benchmarks.models import expert_models  # noqa: E402
 from powerinfer import LLM, RequestError, SamplingParams  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
-from powerinfer.devices import streams  # noqa: E402
+from powerinfer.devices import registered, streams  # noqa: E402
+from powerinfer.devices.choices import Choice  # noqa: E402
+from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
+from powerinfer.devices.several import OneCard  # noqa: E402
 from powerinfer.devices.wanted import wanted_gpu  # noqa: E402
 from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
-from powerinfer.hybrid import policy_trial, vram  # noqa: E402
+from powerinfer.hybrid import crossing, policy_trial, step_trial, vram  # noqa: E402
 from powerinfer.hybrid.copier import Copier  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
 from powerinfer.hybrid.ffn import NeuronSplit  # noqa: E402
@@ -56,6 +59,7 @@ from powerinfer.placement.request import PlanConfig, shape_subject  # noqa: E402
 from powerinfer.placement.request import described as described_for  # noqa: E402
 from powerinfer.placement.shapes import Model  # noqa: E402
 from powerinfer.sparsity.selection import DENSE, Selection  # noqa: E402
+from powerinfer.sparsity.trials import Outcome  # noqa: E402
 from powerinfer.system import Disturbance  # noqa: E402
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -373,6 +377,13 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
                 assert ours[use] == planned.get(use, 0), (number, use)
             places = (4 + 1) * 4 * (last - first) * (kind == "experts")  # where each expert is, and a counter, int32
             assert ours["ffn"] + inside == planned.get("ffn", 0) + planned.get("experts", 0) + places
+        request, pinned = plan.request, 0
+        for card in executor.cards if less else ():
+            buffers = card.buffers
+            described = sum(one.nbytes for one in buffers._description._pinned)
+            pinned += card.link.nbytes + buffers._host_x.nbytes + described
+        beside = budget.in_ram(request.model, request.workload)["scratch"] + 2 * 8 * sum(request.model.config.ffn_sizes)
+        assert not less or plan.bytes["cpu"]["scratch"] == beside + pinned
     finally:
         executor.close()
     placement = replace(resolved.placement, firsts=(), several=None)
@@ -386,7 +397,7 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("two_described")
 def test_prompts_on_two_gpus_have_the_chunks_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose working memory it counts."""
+    """Whose working memory it counts; what streams is registered, once that is known."""
     monkeypatch.setattr(budget, "EXPERT_STAGED", 1)
     monkeypatch.setattr(Model, "gpu_scratch", lambda _, tokens, *__: tokens)
     path = tmp_path / "m.gguf"
@@ -398,6 +409,27 @@ def test_prompts_on_two_gpus_have_the_chunks_of_the_plan(tmp_path: Path, monkeyp
     resolved = resolve(open_checkpoint(path), replace(engine, vram=less))
     assert resolved.placement.several is not None and resolved.placement.several.staging
     assert resolved.engine.chunk == resolved.device.chunk == resolved.placement.several.request.chunk == 2048
+    monkeypatch.setattr(registered, "LEAST_BYTES", 1 << 12)
+    for least in (33, None):
+        outcome = Outcome(crossing.Crossing(least, ()), tmp_path)
+        monkeypatch.setattr(crossing, "settled", lambda *_, outcome=outcome: outcome)
+        executor, sparsity = load_resolved(replace(resolved, checkpoint=open_checkpoint(path)), list)
+        try:
+            stage = sparsity.ffns[0].stage  # type: ignore[attr-defined]
+            assert stage.least == least
+            assert bool(stage.registered.nbytes) == stage.registered.active == (least is not None)
+        finally:
+            executor.close()
+
+
+def test_each_of_two_gpus_says_who_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = property(lambda card: Choice(card.way, card._way_reason, card._way_origin))  # though nothing is recorded
+    monkeypatch.setattr(GpuLayers, "caller", caller)
+    with loaded(Truth(case_named("llama-gqa"), folder=tmp_path).path, (0, 1)) as two:
+        for card, seconds in zip(two.cards, (1e-3, 2e-3), strict=True):
+            step_trial.use(OneCard(two, card), step_trial.StepExchange("waits", (("waits", seconds),)), "a test")
+        times = (f"cpu: waits (ms a step: {ms} if the host waits), a test" for ms in (1, 2))
+        assert two.choices.texts()["steps"] == "; ".join(times)
 
 
 @pytest.mark.usefixtures("two_described")

@@ -158,7 +158,12 @@ def loaded_as_planned(resolved: Resolved) -> Any:
     closed."""
     executor, sparsity = load_resolved(resolved, list)
     try:
-        found, read = answers(executor), executor.disk.report()["bytes"]  # type: ignore[union-attr]
+        assert executor.disk is not None and executor.disk._side.memory is None, "the load holds what it read to"
+        found, disk = answers(executor), executor.disk
+        assert disk is not None and set(disk.slots) == set(disk.about.neurons)
+        counts = disk.counts()
+        read = counts["bytes"]
+        assert 0 < counts["hits"] < counts["wanted"]
         held = sum(ffn.cold_bytes for ffn in sparsity.ffns) if hasattr(sparsity, "ffns") else 0
     finally:
         executor.close()
@@ -244,6 +249,11 @@ def test_neurons_that_neither_gpus_nor_ram_hold(
         resolve(open_checkpoint(path), replace(engine, vram=vrams, ram=ram - (9 << 18)))
     stated = read_size(str(caught.value).partition("give --ram ")[2].split(",")[0])
     assert resolve(open_checkpoint(path), replace(engine, vram=vrams, ram=stated)).placement.disk is not None
+    monkeypatch.setattr("powerinfer.hybrid.several.available_memory", lambda: ram)
+    monkeypatch.setattr("powerinfer.hybrid.several.within", lambda free: free - (9 << 18))
+    with pytest.raises(RequestError, match="reading them from disk takes") as free:
+        resolve(open_checkpoint(path), replace(engine, vram=vrams))
+    assert str(free.value) == str(caught.value)
 
 
 @pytest.mark.usefixtures("two_described")

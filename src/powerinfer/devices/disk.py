@@ -163,6 +163,10 @@ class DiskTier:
         self._read_side_reads[3] += self._read_side_reads[2] - before
         return read.reshape(rows.shape)
 
+    def end_reads(self) -> None:
+        """Free what this thread reads with and to, until it reads again: steps and copies have threads of their own."""
+        self._side.reads = self._side.memory = None
+
     def gathering(self, nbytes: int) -> Bytes:
         """Memory for what is gathered from `read_rows`, uint8 [nbytes]: one for all, until the next call."""
         if self._gathered is None or len(self._gathered) < nbytes:

@@ -227,7 +227,7 @@ class GpuLayers:
         if self.link is not None:
             with current(device):
                 self.ways, self._no_way = self.link.try_ways()
-        self._way, self._way_reason = self.ways[0], ""
+        self._way, self._way_reason, self._way_origin = self.ways[0], "", ""
         vectors = max_tokens, config.d_model, config.vocab_size
         self.buffers = StepBuffers(
             device,
@@ -1220,7 +1220,7 @@ class GpuLayers:
         recorded."""
         if self._recorder is None or not self.shares:
             return None
-        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))))
+        return Choice(_CALLERS[self.way], "; ".join(filter(None, (self._way_reason, self._no_way))), self._way_origin)
 
     @property
     def way(self) -> Way:
@@ -1241,11 +1241,12 @@ class GpuLayers:
             times.append(time.perf_counter() - begin)
         return median(times[UNRECORDED:])
 
-    def exchange(self, way: Way, reason: str) -> None:
-        """Exchange in one of `ways` from now on, or in one behind it."""
+    def exchange(self, way: Way, reason: str, origin: str = "") -> None:
+        """Exchange in one of `ways` from now on, or in one behind it. origin: of the reason, for people, with what
+        separates it."""
         self.drop_next()
         self.ways = self.ways[self.ways.index(way) :]
-        self._way, self._recordings, self._way_reason = way, None, reason
+        self._way, self._recordings, self._way_reason, self._way_origin = way, None, reason, origin
 
     def record(self, recorder: Recorder | None, way: Way = WAYS[0]) -> None:
         """Record steps of few tokens with `recorder` and replay them; None: launch every time. way: in which both

@@ -103,6 +103,10 @@ class SplitExecutor:
             return "a part of the model stays on disk"
         return None if cpu.looks_up else "embeddings are not rows of a table alone"
 
+    def tell_steps(self) -> None:
+        """Note in the choices who acts in steps on both devices, of all GPUs."""
+        self.choices.steps = self._gpu.caller
+
     def tell_launches(self) -> None:
         """Note in the choices whether steps are launched ahead of their tokens, which depends on how both devices
         exchange."""

@@ -112,6 +112,8 @@ def _loaded(resolved: Resolved, sample: Sample, progress: Progress, say: Say, ag
             failures += 1
         else:
             if not isinstance(outcome, Resolved):
+                if (disk := outcome[0].disk) is not None:
+                    disk.end_reads()
                 return outcome
             resolved = outcome
     _leave_draft_from_disk(resolved, loading.say)
@@ -315,6 +317,8 @@ def _load_beside_gpu(
 
 def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     """The model on several GPUs. GpuMemoryError where one's budget cannot be kept."""
+    from powerinfer.hybrid.ffn import NeuronSplit
+
     plan = resolved.placement.several
     assert plan is not None
     if resolved.policy.name is None:
@@ -326,6 +330,12 @@ def _load_on_cards(resolved: Resolved, loading: Loading) -> Loaded:
     exchanging = [copier for copier in copiers if copier is not None]
     try:
         _settle_cards(executor, resolved, splits, loading)
+        for ffn in (ffn for split in splits if isinstance(split, NeuronSplit) for ffn in split.ffns):
+            ffn.fill()
+        streamed = executor.streamed
+        for stage in {split.stage for split in splits} | {None if streamed is None else streamed.stage}:
+            if stage is not None:
+                stage.settle()
         sparsity = _sparsity_of_cards(executor, resolved, splits)
         for copier in exchanging:
             copier.start()

@@ -76,6 +76,8 @@ def _place_in_memory(resolved: Resolved, request: PlanRequest) -> Resolved | Req
         placed = _placed(resolved, replace(request, ram=within(request.ram)))
         if not isinstance(placed, Resolved):
             return placed
+        plan = placed.placement.several
+        assert plan is not None
     disk = placed.placement.disk
     if plan.claims.bundles and engine.selector == "auto":
         selection = select(resolved.checkpoint, engine, "--vram and --ram do not hold all neurons")

@@ -67,7 +67,6 @@ def measured(executor: SplitExecutor) -> StepExchange:
 def use(executor: SplitExecutor, exchange: StepExchange, origin: str) -> None:
     """Let steps be run so from now on, and note it in the executor's choices. origin: of that result."""
     times = [f"{1e3 * seconds:.3g} {_NAMES[way]}" for way, seconds in exchange.seconds]
-    executor.gpu.exchange(exchange.way, f"ms a step: {', '.join(times)}")
-    steps = executor.gpu.caller
-    executor.choices.steps = None if steps is None else steps.add(f", {origin}")
+    executor.gpu.exchange(exchange.way, f"ms a step: {', '.join(times)}", f", {origin}")
+    executor.tell_steps()
     executor.tell_launches()

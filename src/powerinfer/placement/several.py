@@ -21,6 +21,7 @@ import numpy as np
 
 from powerinfer.config import AttentionConfig, LayerConfig
 from powerinfer.devices.link import link_bytes
+from powerinfer.devices.step_buffers import description_bytes
 from powerinfer.errors import RequestError, VramError, demand
 from powerinfer.hardware.description import Gpu
 from powerinfer.models.inventory import Inventory
@@ -353,8 +354,11 @@ def joined(request: PlanRequest, parts: Parts) -> Claims:
 
 def extra_bytes(request: PlanRequest, parts: Parts) -> int:
     """Bytes of working memory in RAM that several GPUs take, and one with all of their layers would not."""
-    model, claims = request.model, parts.claims
-    nbytes = (len(claims) - 1) * link_bytes(request.workload.tokens, model.config)
+    model, claims, tokens = request.model, parts.claims, request.workload.tokens
+    d_model, head = model.config.d_model, claims[-1].gpu_head
+    described = [description_bytes(tokens, d_model, ahead) for ahead in (False, head)]
+    each = link_bytes(tokens, model.config) + 4 * tokens * d_model + described[0]
+    nbytes = (len(claims) - 1) * each + described[0] - described[1]  # no step is launched ahead
     if request.cached:  # each sends experts through a buffer of its own, the first one is counted
         pairs = zip(parts.requests, claims, strict=True)
         nbytes += sum(part.model.sent_expert(claim.gpu_layers) for part, claim in pairs)
