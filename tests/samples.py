@@ -7,6 +7,9 @@
 of rows; without arguments each value of each parameter does. Cases of models count by their kind and activation, so
 that each kind occurs with each of its activations; "case.name" stands for each case. On each device anew.
 
+Where only each value occurs, most levels meet few types: tests of kernels name pairs with levels. A machine with other
+levels runs another sample; sample and rest together are all cases that it has, so nothing is lost on it.
+
 `make test-rest` runs the other cases, and those that are marked as `rest`, of which another test has a part
 (`--cases rest`). `--cases all` runs all, as does a case that the command line names.
 """
@@ -19,6 +22,8 @@ from collections.abc import Hashable, Iterable
 import pytest
 
 CHOICES = ("sample", "rest", "all")
+ACTIVATIONS = ("hidden_act", "activation_fn_name")
+"""Settings of cases of models that name one."""
 
 
 def counted(item: pytest.Function, name: str) -> str:
@@ -28,7 +33,7 @@ def counted(item: pytest.Function, name: str) -> str:
     if attribute:
         value = getattr(value, attribute)
     elif hasattr(value, "kind"):
-        value = value.kind, value.settings.get("hidden_act")
+        value = value.kind, *(value.settings.get(key) for key in ACTIVATIONS)
     return repr(value)
 
 

@@ -46,9 +46,13 @@ def test_each_kind_of_model_is_in_a_sample_with_each_activation() -> None:
     cases = [make("a", (), case=case) for case in CASES]
     names = sample(cases)
     some = [case.callspec.params["case"] for case in cases if case.nodeid in names]
-    kinds = [(case.kind, case.settings.get("hidden_act")) for case in some]
-    assert kinds == list(dict.fromkeys((case.kind, case.settings.get("hidden_act")) for case in CASES))
-    assert len({kind for kind, _ in kinds}) < len(kinds) < 0.6 * len(CASES)
+    of_sample, of_all = (
+        [(case.kind, case.settings.get("hidden_act"), case.settings.get("activation_fn_name")) for case in cases]
+        for cases in (some, CASES)
+    )
+    assert of_sample == list(dict.fromkeys(of_all))
+    assert len({kind for kind, *_ in of_sample}) < len(of_sample) < 0.6 * len(CASES)
+    assert "openelm-relu" in {case.name for case in some}, "its activation has a name of its own"
 
 
 def test_a_mark_may_name_every_case() -> None:
