@@ -69,7 +69,6 @@ def far(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.quantile(errors, 0.9))
 
 
-@pytest.mark.sampled
 @each_level("kind", [*ALLOWED])
 def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
     """The bundles become the panels that the file's matrices would."""
@@ -85,7 +84,7 @@ def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path:
         one.close()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(("kind", "level"), ("kind", "step"), ("level", "step"))
 @pytest.mark.parametrize("step", [1, 25])
 @each_level("kind", [*ALLOWED], prompts=False)
 def test_small_steps_compute_what_fires(kind: str, level: str, step: int, tmp_path: Path) -> None:
@@ -234,7 +233,6 @@ def plain_model(folder: Path, kind: str, shared: str | None = None, latents: int
     return builder.write(folder / f"{kind}-{shared}-{latents}.gguf")
 
 
-@pytest.mark.sampled
 @each_level("kind", [*PLAIN])
 def test_prompts_of_experts_without_gates_have_the_bits_of_whole_ones(kind: str, level: str, tmp_path: Path) -> None:
     """Rows of down, whose blocks lie across neurons, become the panels that the file's matrices would."""
@@ -249,7 +247,6 @@ def test_prompts_of_experts_without_gates_have_the_bits_of_whole_ones(kind: str,
 WIDE = 672  # columns of a row: more than a line of 128, and of 512 with fifth bits
 
 
-@pytest.mark.sampled
 @each_level("kind", [*PLAIN])
 def test_wide_rows_become_the_panels_of_the_matrix(kind: str, level: str, tmp_path: Path) -> None:
     """Line by line, the next one asked for meanwhile; of experts with many and with few rows."""
@@ -301,7 +298,6 @@ def test_small_steps_skip_rows_of_down(kind: str, shared: str | None, latents: i
         one.close()
 
 
-@pytest.mark.sampled
 @each_level("kind", ["F16", "Q5_0"])
 def test_experts_of_latents_at_every_level(kind: str, level: str, tmp_path: Path) -> None:
     """Prompts have the bits of whole experts; so has a suspended selector."""

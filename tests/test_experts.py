@@ -14,6 +14,7 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
+from levels import LEVELS, each_level
 from model_files import FF, LAYERS, D, experts_gguf, tiny_gguf
 from safetensors.numpy import save_file
 from stored_weights import stored_evenly
@@ -27,7 +28,6 @@ from powerinfer.formats.folder_config import read_config
 from powerinfer.formats.quant import dequantize
 
 EXPERTS, TOP = 6, 3
-LEVELS = _native.levels()
 
 # ---- the router
 
@@ -247,8 +247,7 @@ def rms(x: np.ndarray) -> float:
 
 @pytest.mark.sampled(("level", "kind"), ("kind", "tokens"), ("level", "tokens"))
 @pytest.mark.parametrize("tokens", [1, 5, 70])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
+@each_level("kind", [*KINDS])
 def test_the_operator_sums_what_the_router_selects(level: str, kind: str, tokens: int) -> None:
     """Sizes that are no whole panels, with and without gate and shared expert; as many experts a token as there are."""
     d, size = KINDS[kind]
@@ -263,9 +262,7 @@ def test_the_operator_sums_what_the_router_selects(level: str, kind: str, tokens
     )
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("level", LEVELS)
+@each_level("kind", [*KINDS])
 def test_bits_depend_on_neither_the_batch_nor_the_threads(level: str, kind: str) -> None:
     """With so many tokens that experts get enough rows for every kernel, AMX's tiles included."""
     d, size = KINDS[kind]

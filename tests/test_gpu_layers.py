@@ -93,7 +93,7 @@ def all_of(truth: Truth) -> dict[str, Any]:
     return on_gpu(truth.config.num_hidden_layers, head=True)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("case.name")
 @pytest.mark.parametrize(("case", "layout"), families.device_cases())
 @pytest.mark.usefixtures("device")
 def test_logits(case: families.Case, layout: str, tmp_path: Path) -> None:

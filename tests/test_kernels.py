@@ -146,20 +146,19 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(("type_name", "level"), ("type_name", "threads"), ("level", "threads"))
+@pytest.mark.parametrize("threads", POOLS)
 @every_kernel
-def test_bits_of_a_token_do_not_depend_on_company_or_threads(type_name: str, level: str) -> None:
+def test_bits_of_a_token_do_not_depend_on_company_or_threads(type_name: str, level: str, threads: int) -> None:
     k = 67 if type_name in FLOATS else 256 if block_type(type_name).block > 32 else 96
     case = random_case(type_name, k, 70, 70)
     alone = np.concatenate([case.run(level, tokens=slice(t, t + 1)) for t in range(70)])
     case.check(alone)
-    for threads in POOLS:
-        for i, tokens in enumerate(TOKENS):  # the first ones and the last ones in turn
-            some = slice(0, tokens) if (i + threads) % 2 else slice(70 - tokens, 70)
-            assert same_bits(case.run(level, threads, some), alone[some]), (tokens, threads)
+    for i, tokens in enumerate(TOKENS):  # the first ones and the last ones in turn
+        some = slice(0, tokens) if (i + threads) % 2 else slice(70 - tokens, 70)
+        assert same_bits(case.run(level, threads, some), alone[some]), tokens
 
 
-@pytest.mark.sampled
 @every_kernel
 def test_bits_where_the_activations_outgrow_the_cache(type_name: str, level: str) -> None:
     """Kernels take as many tokens at a time as their cache holds: here fewer than there are."""
@@ -205,28 +204,32 @@ def hard_activations(k: int) -> np.ndarray:
         return np.asarray(rows, np.float32)
 
 
+EXTREME_SCALES = (1.0, -1.0, 0.0, 2.0**-24, 1000.0)  # the fourth: the smallest of float16
+
+
 @cache
-def extreme_case(type_name: str, k: int, code: int, scale: float) -> Case:
-    return make_case(type_name, hard_activations(k), filled(type_name, 17, k, code, scale), 17)
+def extreme_case(type_name: str) -> tuple[Case, np.ndarray]:
+    """Rows of every code with every scale, more than one panel and part of another; which rows have scale 0."""
+    k = 256 if block_type(type_name).block > 32 else 96
+    codes = (0,) if type_name in FLOATS else (0x00, 0x01, 0x7F, 0x80, 0x88, 0xF0, 0xFF)
+    of_rows = [(code, scale) for code in codes for scale in EXTREME_SCALES]
+    of_rows *= 1 + cpu.LANES // len(of_rows)
+    data = np.concatenate([filled(type_name, 1, k, code, scale) for code, scale in of_rows])
+    case = make_case(type_name, hard_activations(k), data, len(of_rows))
+    return case, np.array([scale == 0 for _, scale in of_rows])
 
 
-@pytest.mark.sampled
 @every_kernel
 def test_extremes(type_name: str, level: str) -> None:
     """Saturation, zeros, subnormals, sums of 1e30: the same bound, and the same bits for one token and for many."""
-    k = 256 if block_type(type_name).block > 32 else 96
-    codes = (0,) if type_name in FLOATS else (0x00, 0x01, 0x7F, 0x80, 0x88, 0xF0, 0xFF)
-    smallest_half = 2.0**-24
-    for code in codes:
-        for scale in (1.0, -1.0, 0.0, smallest_half, 1000.0):
-            case = extreme_case(type_name, k, code, scale)
-            together = case.run(level)
-            case.check(together)
-            if scale == 0 and type_name != "MXFP4":  # whose least scale is 2**-127
-                assert not together.any()
-            assert not together[4].any(), "zeros give zeros"
-            for t in range(len(case.x)):
-                assert same_bits(case.run(level, tokens=slice(t, t + 1)), together[t : t + 1]), (code, scale, t)
+    case, without_scale = extreme_case(type_name)
+    together = case.run(level)
+    case.check(together)
+    if type_name != "MXFP4":  # whose least scale is 2**-127
+        assert not together[:, without_scale].any()
+    assert not together[4].any(), "zeros give zeros"
+    for t in range(len(case.x)):
+        assert same_bits(case.run(level, tokens=slice(t, t + 1)), together[t : t + 1]), t
 
 
 @every_level

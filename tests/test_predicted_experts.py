@@ -174,7 +174,6 @@ def test_candidates_of_every_type(kind: str, tmp_path: Path) -> None:
     executor.close()
 
 
-@pytest.mark.sampled
 @each_level("kind", [*ALLOWED])
 def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path: Path) -> None:
     """Gates, too, become the panels that the file's matrices would."""
@@ -190,7 +189,7 @@ def test_prompts_have_the_bits_of_whole_experts(kind: str, level: str, tmp_path:
         one.close()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(("kind", "level"), ("kind", "step"), ("level", "step"))
 @pytest.mark.parametrize("step", [1, 25])
 @each_level("kind", [*ALLOWED], prompts=False)
 def test_where_all_are_candidates_it_is_exact(kind: str, level: str, step: int, tmp_path: Path) -> None:

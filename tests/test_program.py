@@ -499,7 +499,6 @@ def test_the_bound_notices_every_setting(name: str) -> None:
         assert missed > bound, changed
 
 
-@pytest.mark.sampled
 @every_level
 @every_setting
 def test_chunks_and_threads_give_the_same_bits(name: str, level: str) -> None:
@@ -514,7 +513,6 @@ def test_chunks_and_threads_give_the_same_bits(name: str, level: str) -> None:
         assert same_bits(np.concatenate(out), expected_logits), (threads, sizes)
 
 
-@pytest.mark.sampled
 @every_level
 @every_setting
 def test_batches_give_the_same_bits(name: str, level: str) -> None:
@@ -529,7 +527,7 @@ def test_batches_give_the_same_bits(name: str, level: str) -> None:
                 assert same_bits(logits, alone[row][first : first + n]), (threads, row, first)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(("activation", "level"), ("activation", "limits", "gated"))
 @every_level
 @pytest.mark.parametrize(
     ("activation", "limits", "gated"),

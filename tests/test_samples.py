@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,13 +43,24 @@ def test_nothing_that_a_mark_names_is_lost(marks: tuple[Any, ...]) -> None:
     assert fewest <= len(some) <= 1.2 * fewest
 
 
+def test_values_of_the_shorter_parameter_occur_equally_often() -> None:
+    cases = grid("a", kind="pqrstuvwxyz", level=[1, 2, 3])
+    names = sample(cases)
+    levels = Counter(case.callspec.params["level"] for case in cases if case.nodeid in names)
+    assert sorted(levels.values()) == [3, 4, 4]
+
+
 def test_each_kind_of_model_is_in_a_sample_with_each_activation() -> None:
     cases = [make("a", (), case=case) for case in CASES]
     names = sample(cases)
     some = [case.callspec.params["case"] for case in cases if case.nodeid in names]
-    kinds = [(case.kind, case.settings.get("hidden_act")) for case in some]
-    assert kinds == list(dict.fromkeys((case.kind, case.settings.get("hidden_act")) for case in CASES))
-    assert len({kind for kind, _ in kinds}) < len(kinds) < 0.6 * len(CASES)
+    of_sample, of_all = (
+        [(case.kind, case.settings.get("hidden_act"), case.settings.get("activation_fn_name")) for case in cases]
+        for cases in (some, CASES)
+    )
+    assert of_sample == list(dict.fromkeys(of_all))
+    assert len({kind for kind, *_ in of_sample}) < len(of_sample) < 0.6 * len(CASES)
+    assert "openelm-relu" in {case.name for case in some}, "its activation has a name of its own"
 
 
 def test_a_mark_may_name_every_case() -> None:
