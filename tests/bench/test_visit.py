@@ -97,6 +97,35 @@ def test_a_call_keeps_what_it_has(
     assert (told["falcon/slow"]["rc"], told["falcon/after"]["rc"]) == (None, 0)
 
 
+def test_a_step_that_the_calls_end_cuts_keeps_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next call begins with it; none is begun that would be cut in its first half."""
+    seconds, expected = 100, 60
+
+    def steps(_: Any) -> list[Step]:
+        slow = python(f"print('begun', flush=True); import time; time.sleep({seconds})")
+        return [
+            Step("slow", slow, 60),
+            Step("long", python("print('long')"), 60, expected=expected),
+            Step("quick", python("print('quick')"), 60),
+        ]
+
+    monkeypatch.setattr(visit, "steps", steps)
+    monkeypatch.setattr(visit, "LEFT", 0.0)
+    assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.05"]) == 1
+    told = json.loads((tmp_path / "visit.json").read_text())
+    assert told["falcon/slow"]["cut"] and told["falcon/slow"]["why"].startswith("cut by the call's end after 3")
+    assert told["falcon/quick"]["why"] == "no time left"
+    capsys.readouterr()
+    seconds = 0
+    assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.3"]) == 1
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("---")] == ["--- slow", "--- quick"]
+    expected = 20
+    assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.3"]) == 0
+
+
 def test_models_of_other_calls_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +311,7 @@ def test_some_steps_of_a_call(
 def test_models_of_another_scale_are_made_and_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done with a tenth of the layers is not taken for the whole model, and lies in other files."""
     run: list[tuple[str, ...]] = []
-    monkeypatch.setattr(visit.Visit, "one", lambda self, step, limit: run.append(step.command) or {"rc": 0, "why": ""})
+    monkeypatch.setattr(visit.Visit, "one", lambda self, step, *_: run.append(step.command) or {"rc": 0, "why": ""})
     (tmp_path / "peer").mkdir()
     where = ["falcon", "--work", str(tmp_path), "--peer", str(tmp_path / "peer")]
     assert visit.main([*where, "--scale", "0.1"]) == visit.main([*where, "--scale", "0.1"]) == 0
