@@ -103,7 +103,8 @@ print(json.dumps(told))
 @dataclass(frozen=True)
 class Step:
     """A program. seconds: that it may take; needs: steps without which its figures mean nothing; makes: a folder that
-    it fills; expected: seconds that it is expected to take, 0: unknown."""
+    it fills; expected: seconds that it is expected to take, 0: unknown; after: steps behind which it comes, whatever
+    became of them; models: a folder that is removed when all steps that have it ended, well or not."""
 
     name: str
     command: tuple[str, ...]
@@ -111,6 +112,8 @@ class Step:
     needs: tuple[str, ...] = ()
     makes: Path | None = None
     expected: int = 0
+    after: tuple[str, ...] = ()
+    models: Path | None = None
 
 
 def module(name: str, *arguments: object) -> tuple[str, ...]:
@@ -141,10 +144,9 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         scale: str = "own",
         out: str = "",
         more: tuple[Any, ...] = (),
-        keep: bool = True,
+        models: Path = models,
     ) -> tuple[str, ...]:
-        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--quiet", 0, "--retry"]
-        given += ["--keep"] if keep else []
+        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--quiet", 0, "--retry", "--keep"]
         size = arguments.scale if scale == "own" else scale
         file = "-".join(filter(None, (name, out, size if size != "own" or not out else "")))
         given += ["--scale", "tiny" if trial else size, "--out", work / f"{file}.json", "--rounds", 1]
@@ -162,13 +164,13 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         return module("benchmarks.hybrid.gpu_kernels", "--device", gpu, *sizes, *ffn, *more)
 
     def whole(file: str, *more: object) -> tuple[str, ...]:
-        """Whole models, in a document of that name."""
-        given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / f"{file}.json", *ram, *more]
+        """Whole models, in a folder and a document of that name."""
+        given: list[object] = ["--models", models / file, "--gpu", gpu, "--out", work / f"{file}.json", *ram, *more]
         if trial:
             given += ["--tiny", "--tokens", 4, "--threads", 1]
         return module("benchmarks.hybrid.whole", *given)
 
-    with_peer = () if peer is None else ("--peer", peer)
+    with_peer = () if peer is None else ("--peer", peer, "--peer-only")
     prompts = ("--prompts", *((40,) if trial else (512, PROMPT)))
     if arguments.call == "short":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 60, expected=8)
@@ -178,44 +180,44 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("new tests", tests(NEW_TESTS, "order") + (() if trial else ("-k", NEW_ONLY)), 120, expected=60)
         if not trial:
             yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 150, expected=55)
-        cut: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
+        few = models / "layers"
+        cut: list[object] = ["--models", few, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
         cut += ["--tiny"] if trial else ["--layers", 8]
         layers = module("benchmarks.hybrid.experts", *cut, "--cards", 8, 12)
-        yield Step("layers", layers, 150, makes=models, expected=65)
+        yield Step("layers", layers, 150, makes=few, expected=65, models=few)
         cards = ("--cards", *((8,) if trial else (8, 12)))
-        yield Step("whole experts", whole("whole", *cards, *prompts), 240, expected=75)
-        asked = "whole experts"  # behind it the model is removed: all of them are more than memory holds
+        own = models / "whole"
+        yield Step("whole experts", whole("whole", *cards, *prompts), 240, expected=75, models=own)
         if peer is not None:
             theirs = whole("whole", *cards, *prompts, *with_peer)
-            yield Step("whole experts, peer", theirs, 280, (asked,), expected=150)
-            asked = "whole experts, peer"
-        short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512, "--last")
-        yield Step("chunks of 512", short, 90, (asked,), expected=25)
-        few = ("--distinct", 4, "--batches", 1)
-        dense = compare("drelu-7b", "make", "decode", scale="1", more=few, keep=peer is not None)
-        yield Step("drelu", dense, 280, expected=120)
+            yield Step("whole experts, peer", theirs, 280, expected=150, models=own)
+        short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512)
+        yield Step("chunks of 512", short, 90, expected=25, models=own)
+        more, own = ("--distinct", 4, "--batches", 1), models / "drelu"
+        dense = compare("drelu-7b", "make", "decode", scale="1", more=more, models=own)
+        yield Step("drelu", dense, 280, expected=120, models=own)
         if peer is not None:
-            sections = ("make", "decode", "peer")  # a model that was made here is removed
-            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=few, keep=False)
-            yield Step("drelu, peer", dense, 120, ("drelu",), expected=20)
+            sections = ("make", "decode", "peer")
+            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=more, models=own)
+            yield Step("drelu, peer", dense, 120, expected=20, models=own)
         local = ("--locality", 0.6, "--tokens", 256)
-        tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
-        yield Step("locality", whole("local", *local, *cards, *tried), 200, expected=80)
-        asked = "locality"
+        tried, own = (
+            ("--policies", "lru" if trial else "auto"),
+            models / "local",
+        )  # by torch's CPU a trial takes minutes
+        yield Step("locality", whole("local", *local, *cards, *tried), 200, expected=80, models=own)
         if peer is not None:
-            theirs = whole("local", *local, *cards, *with_peer, *tried)
-            yield Step("locality, peer", theirs, 160, (asked,), expected=50)
-            asked = "locality, peer"
+            theirs = whole("local", *local, *cards, *with_peer)
+            yield Step("locality, peer", theirs, 160, expected=50, models=own)
         policies = ("static", "dynamic") if trial else ("static", "lru", "lfu", "dynamic")
-        every = whole("local", *local, *cards[:2], "--policies", *policies, "--last")
+        every = whole("local", *local, *cards[:2], "--policies", *policies)
         long = ("--shape", "llama-3.3-70b", "--times", TIMES, "--prompts", prompts[-1])
         long += () if trial else ("--layers", 20)
-        prompt = whole("dense", *long, *(() if peer else ("--last",)))
-        yield Step("dense prompt", prompt, 200, expected=60)
+        yield Step("dense prompt", whole("dense", *long), 200, expected=60, models=models / "dense")
         if peer is not None:
-            theirs = whole("dense", *long, *with_peer, "--last")
-            yield Step("dense prompt, peer", theirs, 160, ("dense prompt",), expected=40)
-        yield Step("policies", every, 160, (asked,), expected=60)
+            theirs = whole("dense", *long, *with_peer)
+            yield Step("dense prompt, peer", theirs, 160, expected=40, models=models / "dense")
+        yield Step("policies", every, 160, expected=60, models=own)
         some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
         some += (64,) if trial else (2048, 32768)
         for name, types in (("reglu-70b", "Q4_0/Q4_0X32"), ("drelu-7b", "F16/F16")):
@@ -225,17 +227,18 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         given = ("--d-model", sizes[0], "--kernels", "experts", "--tokens", *sizes[1:])
         out = ("--device", gpu, "--out", work / "kernels-experts.json")
         yield Step("kernels experts", module("benchmarks.hybrid.gpu_kernels", *given, *out), 60, expected=20)
-        made = models / f"qwen3-30b-a3b-{'tiny' if trial else 8}.gguf"
+        made = few / f"qwen3-30b-a3b-{'tiny' if trial else 8}.gguf"
         given = ("--gpu", gpu, *(() if trial else ("--vram", "2GiB")), "--out", work / "driver-error.json")
         failing = module("benchmarks.hybrid.driver_error", made, *given)
-        yield Step("driver error", failing, 70, ("layers",), expected=25)
+        yield Step("driver error", failing, 70, expected=25, after=("layers",), models=few)
         checker = shutil.which(CHECKER)
         if trial or checker is not None:
             some = tests(("test_host_calls", "test_flags", "test_gpu_pages"), "order")
             watched = () if trial else (str(checker), "--error-exitcode", "9", "--target-processes", "all")
             yield Step("memory checker", (*watched, *some, "-n", "0"), 150, expected=60)
-        reglu = compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1))
-        yield Step("reglu", reglu, 300, expected=100)
+        own = models / "reglu"
+        reglu = compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1), models=own)
+        yield Step("reglu", reglu, 300, expected=100, models=own)
     elif arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
         yield Step("host calls", tests(("test_host_calls", "test_flags"), "order"), 90)
@@ -341,6 +344,7 @@ class Visit:
                 longest = step.seconds * (SLOWER if self.arguments.trial else 1)
                 self.done[key] = self.one(step, min(longest, left), left < longest)
             self.written()
+            self.remove_models()
         self.told()
         return all(self.succeeded(step.name) for step in self.chosen())
 
@@ -362,18 +366,30 @@ class Visit:
     def succeeded(self, name: str) -> bool:
         return self.done.get(self.key(name), {}).get("rc") == 0
 
+    def ended(self, name: str) -> bool:
+        """Whether a step came to its end, well or not: the end of a call did not cut it."""
+        found = self.done.get(self.key(name), {})
+        return "seconds" in found and not found.get("cut")
+
+    def remove_models(self) -> None:
+        """Remove the models of which every step of the call ended; one that is done again makes its own again."""
+        every = [*steps(self.arguments)]
+        waiting = {step.models for step in every if not self.ended(step.name)}
+        for folder in {step.models for step in every} - waiting - {None}:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def left(self) -> list[Step]:
-        """The steps to do: those that failed, and those that need them, after those that were not begun, or cut."""
+        """The steps to do: those that failed, and those behind them, after those that were not begun, or cut."""
         left: list[Step] = []
         for step in reversed(self.chosen()):
             gone = step.makes is not None and not step.makes.exists()
-            if not self.succeeded(step.name) or (gone and any(step.name in other.needs for other in left)):
+            used = any(step.name in (*other.needs, *other.after) for other in left)
+            if not self.succeeded(step.name) or (gone and used):
                 left.insert(0, step)
         last: list[str] = []
         for step in left:
-            before = self.done.get(self.key(step.name), {})
-            failed = "seconds" in before and not before.get("cut") and not self.succeeded(step.name)
-            if failed or set(step.needs) & set(last):
+            failed = self.ended(step.name) and not self.succeeded(step.name)
+            if failed or {*step.needs, *step.after} & set(last):
                 last.append(step.name)
         return sorted(left, key=lambda step: step.name in last)
 

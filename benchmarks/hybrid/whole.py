@@ -194,7 +194,7 @@ def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]
     """(key, work): this engine with every card, policy and chunk; then the peer in each of its ways."""
     given, peer = measurement.arguments, measurement.peer
     names = budgets(measurement)
-    for policy, chunk, name in itertools.product(given.policies, given.chunks, names):
+    for policy, chunk, name in itertools.product(given.policies, given.chunks, () if given.peer_only else names):
         work = lambda name=name, policy=policy, chunk=chunk: ours(measurement, names[name], policy, chunk)  # noqa: E731
         yield f"ours/{name}/{policy}/{chunk or 'auto'}", work
     if peer is None:
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peer", type=Path, metavar="FOLDER", help="of llama.cpp's binaries, built with CUDA")
     parser.add_argument("--ram", type=read_size, metavar="SIZE", help="RAM that there is, where it grows with use")
     parser.add_argument("--threads", type=int, default=0, help="of both; 0: ours by itself, the peer's every core")
-    parser.add_argument("--last", action="store_true", help="remove the model, which was used for the last time")
+    parser.add_argument("--peer-only", action="store_true", help="of the jobs those of llama.cpp")
     parser.add_argument("--make", action="store_true", help="make the model, nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-whole.json")
@@ -246,15 +246,15 @@ def main(argv: list[str] | None = None) -> int:
             measurement.do("make", lambda: make(measurement))
         if arguments.make or "error" in measurement.done["make"]:
             return int("error" in measurement.done["make"])
-        if measurement.wanted("reference") or not reference_of(measurement.model).exists():
+        todo = dict(jobs(measurement))
+        if not arguments.peer_only and (
+            measurement.wanted("reference") or not reference_of(measurement.model).exists()
+        ):
             measurement.do("reference", lambda: reference(measurement))
-        for key, work in jobs(measurement):
+        for key, work in todo.items():
             if measurement.wanted(key):
                 measurement.do(key, work)
-    if arguments.last:
-        for path in (measurement.model, reference_of(measurement.model)):
-            path.unlink(missing_ok=True)
-    return int(any("error" in job for job in measurement.done.values()))
+    return int(any("error" in measurement.done[key] for key in todo))
 
 
 if __name__ == "__main__":

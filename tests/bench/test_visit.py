@@ -126,6 +126,30 @@ def test_a_step_that_the_calls_end_cuts_keeps_its_place(
     assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.3"]) == 0
 
 
+def test_models_are_removed_when_their_steps_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever became of them; of a step that was cut they are kept. One that is done again finds them gone."""
+    seconds, one, other = 100, tmp_path / "one", tmp_path / "other"
+
+    def steps(_: Any) -> list[Step]:
+        make = (
+            f"import pathlib; [pathlib.Path(path).mkdir(exist_ok=True) for path in {[str(one), str(other)]}]; print(1)"
+        )
+        slow = f"print('begun', flush=True); import time; time.sleep({seconds})"
+        return [
+            Step("ours", python(make), 60, models=one),
+            Step("peer", python("print('no'); raise SystemExit(3)"), 60, models=one),
+            Step("slow", python(slow), 60, models=other, after=("peer",)),
+        ]
+
+    monkeypatch.setattr(visit, "steps", steps)
+    monkeypatch.setattr(visit, "LEFT", 0.0)
+    assert visit.main(["short", "--work", str(tmp_path), "--minutes", "0.05"]) == 1
+    told = json.loads((tmp_path / "visit.json").read_text())
+    assert not one.exists() and other.exists() and told["short/slow"]["cut"]
+    seconds = 0
+    assert visit.main(["short", "--work", str(tmp_path)]) == 1 and not other.exists()
+
+
 def test_models_of_other_calls_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,10 +229,9 @@ def test_every_row_of_the_aims_has_a_call(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("whole experts, peer", "dense prompt, peer", "locality, peer", "drelu, peer"):
         assert "--peer" in given("short", name) and short.index(name) < short.index("driver error")
     assert "--cards 8 12 --prompts 512 2048 --peer" in given("short", "whole experts, peer")
-    assert "--times 2 --prompts 2048" in given("short", "dense prompt") and "--last" not in given(
-        "short", "dense prompt"
-    )
-    assert "--policies static lru lfu dynamic --last" in given("short", "policies")
+    assert "--times 2 --prompts 2048" in given("short", "dense prompt")
+    assert given("short", "policies").endswith("--policies static lru lfu dynamic")
+    assert not any(step.needs for step in seen["short"]), "a peer that fails cancels nothing of ours"
     assert {8, 12} < {*experts.CARDS} and experts.BATCHES == (1, 8, 32)
 
 
