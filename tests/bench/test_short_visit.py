@@ -176,8 +176,9 @@ def test_an_error_of_the_driver_that_is_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"powerinfer: {driver_error.SAID} computing 1 tokens: CUDA error"
-    for status, lines, good in ((1, [line], True), (1, ["Traceback", line], False), (139, [line], False)):
-        done = subprocess.CompletedProcess([], status, "", "\n".join(["loading weights: 20%", *lines]))
+    told = [(1, [line], "a b", True), (1, ["Traceback", line], "a b", False), (139, [line], "a b", False)]
+    for status, lines, answer, good in (*told, (1, [line], "", False)):  # the last: while the model was loaded
+        done = subprocess.CompletedProcess([], status, answer, "\n".join(["loading weights: 20%", *lines]))
         monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **__: done)
         monkeypatch.setattr(driver_error, "gpu_name", lambda _: "")
         monkeypatch.setattr(driver_error.machine, "description", dict)
