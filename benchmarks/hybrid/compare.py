@@ -42,6 +42,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,14 +116,22 @@ class Vram:
 
 
 def run(task: Result) -> Result:
-    """A task of worker.py in its own process; RuntimeError with its last line when it fails.
+    """A task of worker.py in its own process; RuntimeError with its last line when it fails. One that noted a result
+    before it did (`worker.decode`) has that, and the reason as `lacks`.
 
     With a stand-in for a GPU in this one: there is no memory of a device to be given back.
     """
     if task.get("gpu") == "cpu":
         return worker.perform(task)
-    command = [sys.executable, "-m", "benchmarks.hybrid.worker", json.dumps(task)]
-    return dict(json.loads(programs.output(command, LIMITS.get(task["what"], HANGS)).splitlines()[-1]))
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "note.json"
+        command = [sys.executable, "-m", "benchmarks.hybrid.worker", json.dumps(task | {"note": str(note)})]
+        try:
+            return dict(json.loads(programs.output(command, LIMITS.get(task["what"], HANGS)).splitlines()[-1]))
+        except RuntimeError as error:
+            if not note.exists():
+                raise
+            return json.loads(note.read_text()) | {"step": {"lacks": programs.reason(error)}}
 
 
 @dataclass

@@ -12,6 +12,7 @@ Of a model that is loaded, with one request:
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from powerinfer import LLM, SamplingParams
 
 PROFILED = 8  # steps, of more that are decoded
 LONGEST = 25  # kernels
+GRAPHS = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+"""Of the environment: else the profiler may crash where CUDA graphs are replayed once it has ended."""
 
 
 class Kernel(NamedTuple):
@@ -64,6 +67,7 @@ def profiled(llm: LLM, steps: int) -> list[Kernel]:
     """The kernels of so many steps, in order, those of the prompt among them."""
     import torch
 
+    os.environ |= GRAPHS
     told = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[told.CUDA]) as profile:
         decoded(llm, steps)
@@ -113,6 +117,6 @@ def times(llm: LLM, gpu: str, tokens: int) -> dict[str, Any]:
     if gpu.startswith("cuda"):
         try:
             found |= gpu_times(profiled(llm, PROFILED))
-        except RuntimeError as error:  # there is no profiler; what was timed stays
-            found["lacks"] = str(error).partition("\n")[0]
+        except Exception as error:  # there is no profiler, or it is not for this GPU; what was timed stays
+            found["lacks"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return found

@@ -128,8 +128,9 @@ def budgets(measurement: Measurement) -> dict[str, int]:
     return dict.fromkeys(names, whole - left)
 
 
-def ours(measurement: Measurement, budget: int, policy: str, chunk: int) -> Result:
-    """Tokens per second of decode and of each prompt, of one request."""
+def ours(measurement: Measurement, key: str, budget: int, policy: str, chunk: int) -> Result:
+    """Tokens per second of decode and of each prompt, of one request. key: of the job, written down before a profiler
+    runs."""
     given = measurement.arguments
     begin = time.perf_counter()
     with (
@@ -143,6 +144,7 @@ def ours(measurement: Measurement, budget: int, policy: str, chunk: int) -> Resu
         result["prompt_tok_s"] = {str(tokens): read(llm, tokens) for tokens in given.prompts}
         told = llm.sparsity or {}
         result |= {"gpu_share": told.get("gpu_share"), "choices": dict(llm.choices)}
+        measurement.note(key, result)
         result["step"] = step_times.times(llm, given.gpu, given.tokens)
     return result | {"vram_used": used.peak}
 
@@ -195,8 +197,9 @@ def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]
     given, peer = measurement.arguments, measurement.peer
     names = budgets(measurement)
     for policy, chunk, name in itertools.product(given.policies, given.chunks, () if given.peer_only else names):
-        work = lambda name=name, policy=policy, chunk=chunk: ours(measurement, names[name], policy, chunk)  # noqa: E731
-        yield f"ours/{name}/{policy}/{chunk or 'auto'}", work
+        key = f"ours/{name}/{policy}/{chunk or 'auto'}"
+        given_to = measurement, key, names[name], policy, chunk
+        yield key, lambda given_to=given_to: ours(*given_to)
     if peer is None:
         return
     ways = ["ncmoe"] if config_of(given).experts else ["ngl"]

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import compare, driver_error, exchange, short_table, step_times, whole  # noqa: E402
 from benchmarks.hybrid.step_times import Kernel  # noqa: E402
+from benchmarks.lib.jobs import Jobs  # noqa: E402
 from benchmarks.models import expert_models, make_model, writers  # noqa: E402
 from benchmarks.models.weights import Plan, Weights, repeated  # noqa: E402
 from powerinfer import LLM  # noqa: E402
@@ -184,3 +185,24 @@ def test_an_error_of_the_driver_that_is_told_otherwise(
         monkeypatch.setattr(driver_error.machine, "description", dict)
         assert driver_error.main([str(tmp_path)]) == int(not good)
         assert json.loads(capsys.readouterr().out)["as_it_should"] == good
+
+
+def test_figures_are_written_before_a_profiler_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails says so; a process that it ends has its result all the same."""
+    monkeypatch.setattr(step_times, "decoded", lambda *_: 1.0)
+    monkeypatch.setattr(step_times, "engine_times", lambda *_: {"step_ms": 1.0})
+    monkeypatch.setattr(step_times, "profiled", lambda *_: [][0])
+    found = step_times.times(None, "cuda", 4)  # type: ignore[arg-type]
+    assert found == {"step_ms": 1.0, "lacks": "IndexError: list index out of range"}
+    out = tmp_path / "jobs.json"
+    measurement = Jobs(document={"jobs": {}}, out=out, quiet=0)
+    measurement.note("ours/8", {"decode_tok_s": {"1": 2.0}})
+    assert json.loads(out.read_text())["jobs"]["ours/8"]["decode_tok_s"] == {"1": 2.0}
+
+    def crashes(command: list[str], _: float) -> str:
+        Path(json.loads(command[-1])["note"]).write_text('{"vram": 7}')
+        raise RuntimeError("python ended with status -11")
+
+    monkeypatch.setattr(compare.programs, "output", crashes)
+    found = compare.run({"what": "decode", "gpu": "cuda"})
+    assert found == {"vram": 7, "step": {"lacks": "python ended with status -11"}}
