@@ -149,6 +149,10 @@ class Peer:
         """Whether this build of its benchmark has the flag."""
         return flag in programs.output([str(self.folder / "llama-bench"), "--help"], HANGS)
 
+    def not_mapped(self) -> list[str]:
+        """Flags of its benchmark by which weights lie in memory of its own: what the CPU has is pinned."""
+        return ["-lm", "none"] if self.knows("--load-mode") else ["-mmp", "0"]
+
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         """Tokens per second of one request, and the peak of VRAM in bytes."""
         with Vram(self.gpu) as vram:
@@ -245,12 +249,18 @@ def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int
     if fits < 0:
         raise RuntimeError(f"nothing fits into {budget} bytes: {tries}")
     found: Result = {"count": fits, "flags": flags(fits, layers), "tries": tries}
-    rates = {n: peer.alone(model, n, found["flags"], 16)[0] for n in sorted({threads, max(1, threads // 2)})}
-    return found | {"threads": max(rates, key=lambda n: rates[n]), "tok_s_by_threads": rates}
+    return found | best_threads(peer, model, found["flags"], threads)
+
+
+def best_threads(peer: Peer, model: Path, flags: list[str], threads: int) -> Result:
+    """All of them, or half of them where that is faster."""
+    rates = {n: peer.alone(model, n, flags, 16)[0] for n in sorted({threads, max(1, threads // 2)})}
+    return {"threads": max(rates, key=lambda n: rates[n]), "tok_s_by_threads": rates}
 
 
 def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int) -> Result:
-    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells."""
+    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells, and the
+    better of two numbers of threads."""
     flags = ncmoe_flags(0, layers)
     _, beside = peer.alone(model, threads, flags, 8)
     room = None if beside is None else (budget - beside) >> 20
@@ -263,7 +273,7 @@ def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int
         assert used is not None
         tries.append({"count": room, "tok_s": rate, "vram_used": used})
         if used <= budget:
-            return {"count": room, "flags": own, "tries": tries, "threads": threads}
+            return {"count": room, "flags": own, "tries": tries} | best_threads(peer, model, own, threads)
         room += (budget - used) >> 20
     raise RuntimeError(f"no cache fits into {budget} bytes: {tries}")
 

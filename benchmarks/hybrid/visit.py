@@ -190,7 +190,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("whole experts", whole("whole", *cards, *prompts), 240, expected=75, models=own)
         if peer is not None:
             theirs = whole("whole", *cards, *prompts, *with_peer)
-            yield Step("whole experts, peer", theirs, 280, expected=150, models=own)
+            yield Step("whole experts, peer", theirs, 340, expected=180, models=own)
         short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512)
         yield Step("chunks of 512", short, 90, expected=25, models=own)
         more, own = ("--distinct", 4, "--batches", 1), models / "drelu"
@@ -216,7 +216,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         yield Step("dense prompt", whole("dense", *long), 200, expected=60, models=models / "dense")
         if peer is not None:
             theirs = whole("dense", *long, *with_peer)
-            yield Step("dense prompt, peer", theirs, 160, expected=40, models=models / "dense")
+            yield Step("dense prompt, peer", theirs, 200, expected=60, models=models / "dense")
         yield Step("policies", every, 160, expected=60, models=own)
         some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
         some += (64,) if trial else (2048, 32768)

@@ -11,8 +11,9 @@ taken. --times N has a card with the N-th part of the model's bytes instead of -
 
 Each load decodes and computes all prompts, once its logits of a text have been compared with the CPU's. llama.cpp gets
 the most experts, or layers, on the GPU that fit into the same budget at its default -ub, for decode; its prompts are
-computed with the same flags at -ub 512 and 2048, what these take beyond the budget notwithstanding. Every job is
-written down when it is done, and started again with the same --out, what is done is not done again.
+computed with the same flags at -ub 512 and 2048, what these take beyond the budget notwithstanding, with weights that
+are mapped, and that are not, which copies those of the CPU faster to the GPU. Every job is written down when it is
+done, and started again with the same --out, what is done is not done again.
 """
 
 from __future__ import annotations
@@ -177,10 +178,16 @@ def theirs(measurement: Measurement, name: str, way: str) -> Result:
     else:
         each = model.stat().st_size // (layers + 1)
         found = compare.limit(peer, model, way, layers, budget, each, threads)
-    sizes = ["-p", ",".join(map(str, given.prompts)) or "0", "-n", str(given.tokens)]
-    return found | peer_rates(
-        peer, model, found, [*sizes, "-b", str(max(UBATCHES)), "-ub", ",".join(map(str, UBATCHES))]
-    )
+    prompts = ["-p", ",".join(map(str, given.prompts)) or "0"]
+    batches = ["-b", str(max(UBATCHES)), "-ub", ",".join(map(str, UBATCHES))]
+    result = found | peer_rates(peer, model, found, [*prompts, "-n", str(given.tokens), *batches])
+    if given.prompts and way != "cache":
+        try:
+            more = peer_rates(peer, model, found, [*prompts, "-n", "0", *batches, *peer.not_mapped()])
+            result["prompt_tok_s"] |= {f"{of}, not mapped": rate for of, rate in more["prompt_tok_s"].items()}
+        except RuntimeError as error:
+            result["not_mapped_error"] = programs.reason(error)
+    return result
 
 
 def peer_rates(peer: compare.Peer, model: Path, limit: Result, sizes: list[str]) -> Result:

@@ -121,8 +121,11 @@ class FakePeer(compare.Peer):
         return 50.0, (1 << 30) + (48 - int(flags[-1])) * (300 << 20)
 
     def bench(self, model: Path, threads: int, flags: list[str], sizes: list[str]) -> list[dict[str, Any]]:
-        assert sizes[:6] == ["-p", "512,2048", "-n", "64", "-b", "2048"] and sizes[7] == "512,2048"
-        rates = [(tokens, 0, batch, tokens + batch) for batch in (512, 2048) for tokens in (512, 2048)]
+        pinned = "-mmp" in sizes
+        tokens = ["-n", "0" if pinned else "64"]
+        assert sizes[:8] == ["-p", "512,2048", *tokens, "-b", "2048", "-ub", "512,2048"]
+        more = 9 if pinned else 0
+        rates = [(tokens, 0, batch, tokens + batch + more) for batch in (512, 2048) for tokens in (512, 2048)]
         return [
             {"n_prompt": prompt, "n_gen": gen, "n_ubatch": batch, "avg_ts": rate}
             for prompt, gen, batch, rate in (*rates, (0, 64, 512, 60.0), (0, 64, 2048, 62.0))
@@ -141,7 +144,8 @@ def test_the_peer_gets_what_fits_and_its_best_flags(tmp_path: Path) -> None:
     assert whole.budgets(half) == {"a-2-th": 17 << 29}
     found = whole.theirs(measurement, "8", "ncmoe")
     assert found["count"] == 23 and found["decode_tok_s"] == {"1": 62.0}
-    assert found["prompt_tok_s"]["2048, -ub 2048"] == 4096 and len(found["prompt_tok_s"]) == 4
+    assert found["prompt_tok_s"]["2048, -ub 2048"] == 4096 and len(found["prompt_tok_s"]) == 8
+    assert found["prompt_tok_s"]["2048, -ub 2048, not mapped"] == 4105
 
 
 def document(**jobs: Any) -> str:

@@ -283,14 +283,14 @@ class CachingPeer(compare.Peer):
 
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         cache = int(flags[-1]) + 1 if compare.CACHE_FLAG in flags else 0
-        return 8.0, (1 << 30) + (cache << 20)
+        return 8.0 / threads, (1 << 30) + (cache << 20)
 
 
 def test_a_cache_of_experts_fills_what_is_left() -> None:
     peer = CachingPeer(Path(), "cuda", [])
     found = compare.cached_limit(peer, Path("m"), 16, 3 << 30, 4)
     assert found["flags"] == ["-ngl", "999", "-ncmoe", "16", compare.CACHE_FLAG, "2047"]
-    assert [one["count"] for one in found["tries"]] == [2048, 2047]
+    assert [one["count"] for one in found["tries"]] == [2048, 2047] and found["threads"] == 2
     with pytest.raises(RuntimeError, match="no room"):
         compare.cached_limit(peer, Path("m"), 16, 1 << 30, 4)
     every = SimpleNamespace(cards=experts.CARDS)
