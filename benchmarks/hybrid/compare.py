@@ -259,8 +259,8 @@ def best_threads(peer: Peer, model: Path, flags: list[str], threads: int) -> Res
 
 
 def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int) -> Result:
-    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells, and the
-    better of two numbers of threads."""
+    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells, and
+    the better of two numbers of threads."""
     flags = ncmoe_flags(0, layers)
     _, beside = peer.alone(model, threads, flags, 8)
     room = None if beside is None else (budget - beside) >> 20

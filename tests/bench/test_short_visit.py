@@ -157,8 +157,9 @@ def test_rows_of_the_aims(tmp_path: Path) -> None:
         return {"decode_tok_s": {"1": decode}, "prompt_tok_s": {name[1:]: one for name, one in prompts.items()}}
 
     theirs = job(40.0) | {"prompt_tok_s": {"512, -ub 512": 90.0, "2048, -ub 2048": 300.0, "2048, -ub 512": 200.0}}
+    ours = job(110.0, _512=100.0, _2048=500.0) | {"vram": 8 << 30, "vram_used": 9 << 30}
     text = document(
-        ours__8__static__auto=job(110.0, _512=100.0, _2048=500.0), ours__8__static__512=job(999.0),
+        ours__8__static__auto=ours, ours__8__static__512=job(999.0),
         ours__12__static__auto={"error": "no room"}, theirs__8__ncmoe=theirs, theirs__8__cache=job(50.0),
     )  # fmt: skip
     (tmp_path / "whole.json").write_text(text)
@@ -167,14 +168,14 @@ def test_rows_of_the_aims(tmp_path: Path) -> None:
     (tmp_path / "drelu-7b-1.json").write_text(document(**keys))
     (tmp_path / "visit.json").write_text(json.dumps({"short/new tests": {"rc": 1, "why": ""}}))
     said = short_table.report(tmp_path)
-    assert "8 GB: decode | 1.5x | 2.5x | 2.20x: 110 by 50.0 tokens/s | at least |" in said
+    assert "8 GB: decode | 1.5x | 2.5x | 2.20x: 110 by 50.0 tokens/s | at least | 9.0, over the budget of 8.0;" in said
     assert "12 GB: decode | 1.5x | 2.5x | not measured |" in said
     assert "8 GB: prompt of 512 | 1x | 2x | 1.11x: 100 by 90.0 tokens/s | at least |" in said
     assert "8 GB: prompt of 2,048 | 1.5x | 3x | 1.67x: 500 by 300 tokens/s | at least |" in said
     assert "7B dReLU, F16, whole: decode | 1.5x | 2.2x | 2.00x: 400 by 200 tokens/s | at least |" in said
     assert "fixed host cost (7B dReLU) | 0.2 ms | 0.1 ms | 0.15 ms | at least |" in said
     assert "ours/12/static/auto failed: no room" in said and "short/new tests: status 1" in said
-    assert short_table.Row("", 1, 2, 3.0, 4.0).cells()[-1] == "no"
+    assert short_table.Row("", 1, 2, 3.0, 4.0).cells()[-2] == "no"
 
 
 def test_an_error_of_the_driver_that_is_told_otherwise(
