@@ -146,7 +146,7 @@ def ours(measurement: Measurement, key: str, budget: int, policy: str, chunk: in
         told = llm.sparsity or {}
         result |= {"gpu_share": told.get("gpu_share"), "choices": dict(llm.choices)}
         measurement.note(key, result)
-        result["step"] = step_times.times(llm, given.gpu, given.tokens)
+        result["step"] = step_times.times(llm, given.gpu, given.tokens, given.locality > 0)
     return result | {"vram_used": used.peak}
 
 
