@@ -93,6 +93,20 @@ def test_exchanges_of_a_device_that_works_by_itself() -> None:
     assert ways < set(found) and not steps.reasons
 
 
+def test_exchanges_that_were_not_made_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from powerinfer.devices.torch_device import choose_device
+
+    steps = exchange.Steps(choose_device("cpu"), 2)
+    link = steps.link(False)
+    with steps.streams.active():
+        run, calls = steps.exchanging(link, True)
+        assert steps.seconds(run, link, calls) > 0
+        monkeypatch.setattr(link, "begin", lambda *_: None)
+        monkeypatch.setattr(link, "join", lambda _: None)
+        with pytest.raises(RuntimeError, match="call was made 0 to 0 times in 21 replays"):
+            steps.seconds(run, link, calls)
+
+
 def kernels(steps: int, idle: float) -> list[Kernel]:
     """Steps of three kernels, microseconds: 10, another behind a wait of 5, and 20 that begin before it ends."""
     found, at = [], 0.0
