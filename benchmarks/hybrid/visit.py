@@ -19,8 +19,9 @@ begun with less than half of the time that it is expected to take (`Step`).
 
 `short` is what to begin with: what was never run on a GPU, whole models, and both engines' prompts, what decides most
 first; what no time is left for is at its end. Layers of its models repeat (--distinct), but for ReGLU-70B's, and models
-are removed behind their last step. On another machine the second run goes on where --work has what the first one's
---out got. short_table.py makes a table of that.
+are removed behind their last step. On another machine of the same kind the second run goes on where --work has a copy
+of what the first one's --out got, and --rates has its cache/*.json; models are made again before the first step that
+needs them. short_table.py makes a table of that.
 
 Models are made in --work, by default in memory where that has room, a folder for each call, and kept: Falcon's take 39
 GB there, the 7B model 26 GB, ReGLU-70B's 20 GB, so remove what is not needed any more (--clear removes those of other
@@ -379,19 +380,19 @@ class Visit:
             shutil.rmtree(folder, ignore_errors=True)
 
     def left(self) -> list[Step]:
-        """The steps to do: those that failed, and those behind them, after those that were not begun, or cut."""
-        left: list[Step] = []
-        for step in reversed(self.chosen()):
-            gone = step.makes is not None and not step.makes.exists()
-            used = any(step.name in (*other.needs, *other.after) for other in left)
-            if not self.succeeded(step.name) or (gone and used):
-                left.insert(0, step)
-        last: list[str] = []
+        """The steps to do: those that failed, and those behind them, after those that were not begun, or cut; and those
+        that make what is gone, before the first that needs it."""
+        left, last = [step for step in self.chosen() if not self.succeeded(step.name)], list[str]()
         for step in left:
-            failed = self.ended(step.name) and not self.succeeded(step.name)
-            if failed or {*step.needs, *step.after} & set(last):
+            if self.ended(step.name) or {*step.needs, *step.after} & set(last):
                 last.append(step.name)
-        return sorted(left, key=lambda step: step.name in last)
+        left.sort(key=lambda step: step.name in last)
+        for step in self.chosen():
+            if self.succeeded(step.name) and step.makes is not None and not step.makes.exists():
+                behind = (at for at, other in enumerate(left) if step.name in (*other.needs, *other.after))
+                if (at := next(behind, None)) is not None:
+                    left.insert(at, step)
+        return left
 
     def one(self, step: Step, limit: float, short: bool) -> dict[str, Any]:
         """A step's exit status and seconds; its output goes to the log as it comes. short: the limit is the call's end,
@@ -427,9 +428,12 @@ class Visit:
         results.write_json(self.file, self.done)
         if self.arguments.out is not None:
             self.arguments.out.mkdir(parents=True, exist_ok=True)
-            for path in (*self.arguments.work.glob("*.json"), *self.arguments.work.glob("*.log")):
-                if path.stat().st_mtime >= self.begun:
-                    shutil.copyfile(path, self.arguments.out / path.name)
+            for pattern in ("*.json", "*.log", "cache/*.json"):
+                for path in self.arguments.work.glob(pattern):
+                    if path.stat().st_mtime >= self.begun:
+                        copy = self.arguments.out / path.relative_to(self.arguments.work)
+                        copy.parent.mkdir(exist_ok=True)
+                        shutil.copyfile(path, copy)
 
     def told(self) -> None:
         """A line for each step of the call."""

@@ -150,6 +150,27 @@ def test_models_are_removed_when_their_steps_have_ended(tmp_path: Path, monkeypa
     assert visit.main(["short", "--work", str(tmp_path)]) == 1 and not other.exists()
 
 
+def test_a_call_goes_on_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rates are copied; what is gone is made again before the step that needs it, not first."""
+    work, made = tmp_path / "work", tmp_path / "made"
+    rates = f"import pathlib; pathlib.Path({str(work / 'cache/rates.json')!r}).write_text('7'); print(7)"
+    make = f"import pathlib; pathlib.Path({str(made)!r}).mkdir(); print(1)"
+    first = [Step("rates", python(rates), 60), Step("model", python(make), 60, makes=made)]
+    more = [Step("other", python("print(2)"), 60), Step("late", python("print(3)"), 60, after=("model",))]
+    monkeypatch.setattr(visit, "steps", lambda _: first)
+    (work / "cache").mkdir(parents=True)
+    assert visit.main(["short", "--work", str(work), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/cache/rates.json").read_text() == "7"
+    made.rmdir()
+    monkeypatch.setattr(visit, "steps", lambda _: [*first, *more])
+    capsys.readouterr()
+    assert visit.main(["short", "--work", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("---")] == ["--- other", "--- model", "--- late"]
+
+
 def test_models_of_other_calls_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
