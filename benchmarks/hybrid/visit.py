@@ -13,8 +13,8 @@
 A call's steps check first, then time (but for the machine's rates, which plans need): what is timed after a check that
 failed is left out (but for --regardless), and no job times a model whose logits are not the CPU's. A step has a time
 limit, the call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and
-copied to --out after each step, so that little is lost when the call is killed. What is done is not done again, unless
-it failed; what failed comes after what was not begun. A step that the end of the call cuts keeps its place, and none is
+copied to --out every ten seconds, so that little is lost when the call is killed. What is done is not done again,
+unless it failed; what failed comes after what was not begun. A step that the end of the call cuts keeps its place, and none is
 begun with less than half of the time that it is expected to take (`Step`).
 
 `short` is what to begin with: what was never run on a GPU, whole models, and both engines' prompts, what decides most
@@ -55,6 +55,7 @@ CALLS = ("short", "kernels", "llama.cpp", "falcon", "drelu", "reglu", "experts")
 ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
 SLOWER = 5  # on torch's CPU device, and beside other programs
 LEFT = 5.0  # seconds of a call that remain for writing down
+SLICE = 10.0  # seconds after which what a step has written is copied
 KERNEL_TESTS = (
     "test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta", "test_gpu_mamba",
     "test_gpu_short_conv", "test_gpu_panels", "test_gpu_pages", "test_gpu_words", "test_gpu_undone_states",
@@ -409,7 +410,13 @@ class Visit:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                rc: int | None = process.wait(limit)
+                while (left := begin + limit - time.monotonic()) > SLICE:
+                    try:
+                        process.wait(SLICE)
+                        break
+                    except subprocess.TimeoutExpired:
+                        self.copied()
+                rc: int | None = process.wait(max(0.0, left))
                 why = ""
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
@@ -426,6 +433,10 @@ class Visit:
     def written(self) -> None:
         """What is known so far, here and where copies go."""
         results.write_json(self.file, self.done)
+        self.copied()
+
+    def copied(self) -> None:
+        """What this call has written, where copies go."""
         if self.arguments.out is not None:
             self.arguments.out.mkdir(parents=True, exist_ok=True)
             for pattern in ("*.json", "*.log", "cache/*.json"):
@@ -471,8 +482,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=CALLS)
     parser.add_argument("--work", type=Path, default=default_work(), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied after each step")
-    parser.add_argument("--minutes", type=float, default=9.7, help="that the call may take; default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied")
+    parser.add_argument("--minutes", type=float, default=9.0, help="that the call may take; default: %(default)s")
     parser.add_argument("--ram", metavar="SIZE", help="such as 100GiB; default: what the machine says")
     parser.add_argument("--source", type=Path, metavar="FILE.tgz", help="of llama.cpp (lib/llama_cpp.py --archive)")
     parser.add_argument("--capability", default="90", help="of the GPU, for llama.cpp; default: %(default)s")

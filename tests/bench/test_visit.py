@@ -150,6 +150,15 @@ def test_models_are_removed_when_their_steps_have_ended(tmp_path: Path, monkeypa
     assert visit.main(["short", "--work", str(tmp_path)]) == 1 and not other.exists()
 
 
+def test_what_a_step_writes_is_copied_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, out = tmp_path / "work", tmp_path / "out"
+    seen = f"while not p.Path({str(out / 'own.json')!r}).exists(): time.sleep(0.02)"
+    code = f"import pathlib as p, time\np.Path({str(work / 'own.json')!r}).write_text('7')\n{seen}\nprint('seen')"
+    monkeypatch.setattr(visit, "steps", lambda _: [Step("own", python(code), 30)])
+    monkeypatch.setattr(visit, "SLICE", 0.1)
+    assert visit.main(["short", "--work", str(work), "--out", str(out)]) == 0
+
+
 def test_a_call_goes_on_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
