@@ -14,8 +14,8 @@ A call's steps check first, then time (but for the machine's rates, which plans 
 failed is left out (but for --regardless), and no job times a model whose logits are not the CPU's. A step has a time
 limit, the call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and
 copied to --out every ten seconds, so that little is lost when the call is killed. What is done is not done again,
-unless it failed; what failed comes after what was not begun. A step that the end of the call cuts keeps its place, and none is
-begun with less than half of the time that it is expected to take (`Step`).
+unless it failed; what failed comes after what was not begun. A step that the end of the call cuts keeps its place, and
+none is begun with less than half of the time that it is expected to take (`Step`).
 
 `short` is what to begin with: what was never run on a GPU, whole models, and both engines' prompts, what decides most
 first; what no time is left for is at its end. Layers of its models repeat (--distinct), but for ReGLU-70B's, and models

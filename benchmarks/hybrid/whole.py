@@ -5,9 +5,9 @@
     python -m benchmarks.hybrid.whole --models FOLDER --gpu cpu --tiny                  tries it without a GPU
 
 A model has random weights of Q4_0 in a published shape. Only some layers differ (--distinct), the others have the bytes
-of one of them, at places of their own: they are made sooner, and read like any. With --locality
-tokens tend to select the experts that the tokens before them did, and tokens are drawn; else the most likely ones are
-taken. --times N has a card with the N-th part of the model's bytes instead of --cards.
+of one of them, at places of their own: they are made sooner, and read like any. With --locality tokens tend to select
+the experts that the tokens before them did, and tokens are drawn; else the most likely ones are taken. --times N has a
+card with the N-th part of the model's bytes instead of --cards.
 
 Each load decodes and computes all prompts, once its logits of a text have been compared with the CPU's. llama.cpp gets
 the most experts, or layers, on the GPU that fit into the same budget at its default -ub, for decode; its prompts are
