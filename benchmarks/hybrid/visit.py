@@ -203,10 +203,8 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=more, models=own)
             yield Step("drelu, peer", dense, 120, expected=20, models=own)
         local = ("--locality", 0.6, "--tokens", 256)
-        tried, own = (
-            ("--policies", "lru" if trial else "auto"),
-            models / "local",
-        )  # by torch's CPU a trial takes minutes
+        own = models / "local"
+        tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
         yield Step("locality", whole("local", *local, *cards, *tried), 200, expected=80, models=own)
         if peer is not None:
             theirs = whole("local", *local, *cards, *with_peer)
