@@ -42,6 +42,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,14 +116,22 @@ class Vram:
 
 
 def run(task: Result) -> Result:
-    """A task of worker.py in its own process; RuntimeError with its last line when it fails.
+    """A task of worker.py in its own process; RuntimeError with its last line when it fails. One that noted a result
+    before it did (`worker.decode`) has that, and the reason as `lacks`.
 
     With a stand-in for a GPU in this one: there is no memory of a device to be given back.
     """
     if task.get("gpu") == "cpu":
         return worker.perform(task)
-    command = [sys.executable, "-m", "benchmarks.hybrid.worker", json.dumps(task)]
-    return dict(json.loads(programs.output(command, LIMITS.get(task["what"], HANGS)).splitlines()[-1]))
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "note.json"
+        command = [sys.executable, "-m", "benchmarks.hybrid.worker", json.dumps(task | {"note": str(note)})]
+        try:
+            return dict(json.loads(programs.output(command, LIMITS.get(task["what"], HANGS)).splitlines()[-1]))
+        except RuntimeError as error:
+            if not note.exists():
+                raise
+            return json.loads(note.read_text()) | {"step": {"lacks": programs.reason(error)}}
 
 
 @dataclass
@@ -139,6 +148,10 @@ class Peer:
     def knows(self, flag: str) -> bool:
         """Whether this build of its benchmark has the flag."""
         return flag in programs.output([str(self.folder / "llama-bench"), "--help"], HANGS)
+
+    def not_mapped(self) -> list[str]:
+        """Flags of its benchmark by which weights lie in memory of its own: what the CPU has is pinned."""
+        return ["-lm", "none"] if self.knows("--load-mode") else ["-mmp", "0"]
 
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         """Tokens per second of one request, and the peak of VRAM in bytes."""
@@ -236,12 +249,18 @@ def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int
     if fits < 0:
         raise RuntimeError(f"nothing fits into {budget} bytes: {tries}")
     found: Result = {"count": fits, "flags": flags(fits, layers), "tries": tries}
-    rates = {n: peer.alone(model, n, found["flags"], 16)[0] for n in sorted({threads, max(1, threads // 2)})}
-    return found | {"threads": max(rates, key=lambda n: rates[n]), "tok_s_by_threads": rates}
+    return found | best_threads(peer, model, found["flags"], threads)
+
+
+def best_threads(peer: Peer, model: Path, flags: list[str], threads: int) -> Result:
+    """All of them, or half of them where that is faster."""
+    rates = {n: peer.alone(model, n, flags, 16)[0] for n in sorted({threads, max(1, threads // 2)})}
+    return {"threads": max(rates, key=lambda n: rates[n]), "tok_s_by_threads": rates}
 
 
 def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int) -> Result:
-    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells."""
+    """A cache of experts on the GPU that fills what all but experts leaves of the budget, as far as a try tells, and
+    the better of two numbers of threads."""
     flags = ncmoe_flags(0, layers)
     _, beside = peer.alone(model, threads, flags, 8)
     room = None if beside is None else (budget - beside) >> 20
@@ -254,7 +273,7 @@ def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int
         assert used is not None
         tries.append({"count": room, "tok_s": rate, "vram_used": used})
         if used <= budget:
-            return {"count": room, "flags": own, "tries": tries, "threads": threads}
+            return {"count": room, "flags": own, "tries": tries} | best_threads(peer, model, own, threads)
         room += (budget - used) >> 20
     raise RuntimeError(f"no cache fits into {budget} bytes: {tries}")
 

@@ -11,6 +11,8 @@ each layer or without; the CPU's part is empty. What the exchange adds to a laye
 - by functions, in place, and copied    the driver calls a function of the host
 - copies alone, and kernels in place alone: without asking for anything
 
+A replay in which a call failed, or that made more or fewer calls than it has layers, is an error.
+
 Kernels are timed launched early, as the engine does where the GPU can, and not. A way that the device lacks is left
 out, with the reason. Prints one JSON document.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -32,6 +34,7 @@ import torch
 from benchmarks.hybrid.compare import gpu_name
 from benchmarks.lib import machine, results
 from benchmarks.models.expert_models import CONFIGS
+from powerinfer._native import HostCall
 from powerinfer.devices.link import Link
 from powerinfer.devices.recording import State, recorder_of
 from powerinfer.devices.streams import streams_of
@@ -69,8 +72,9 @@ class Steps:
         for _ in range(KERNELS):
             gpu_host.put(self.rows[0, :32], self.rows[1, :32])
 
-    def seconds(self, run: Run, link: Link | None = None, flags: bool = False) -> float:
-        """Of a replay, the median."""
+    def seconds(self, run: Run, link: Link | None = None, calls: Sequence[HostCall] = (), flags: bool = False) -> float:
+        """Of a replay, the median. calls: that each replay makes. RuntimeError where it does not, PowerInferError where
+        one failed."""
         recorder = recorder_of(self.device)
         run()  # loads the kernels, and calls by functions
         self.streams.finish()
@@ -86,6 +90,8 @@ class Steps:
 
             recorded = recorder(through, NOTHING)
             again = lambda: (recorded(NOTHING), None)[1]  # noqa: E731
+        for call in calls:
+            call.take()  # of those before
         times = []
         for _ in range(REPEATS):
             if link is not None:
@@ -94,10 +100,15 @@ class Steps:
             again()
             self.streams.finish()
             times.append(time.perf_counter() - begin)
+            if link is not None:
+                link.check()
+        made = [call.take()[0] for call in calls]
+        if made != [REPEATS] * len(calls):
+            raise RuntimeError(f"a layer's call was made {min(made)} to {max(made)} times in {REPEATS} replays")
         return median(times[1:])
 
-    def exchanging(self, link: Link, asks: bool) -> Run:
-        """A step with an exchange in each layer."""
+    def exchanging(self, link: Link, asks: bool) -> tuple[Run, list[HostCall]]:
+        """A step with an exchange in each layer, and its calls."""
         x, calls = self.rows[:1], [link.empty_call() for _ in range(self.layers)]
 
         def run() -> None:
@@ -109,7 +120,7 @@ class Steps:
                     link.join(number)
                 link.add_back(x)
 
-        return run
+        return run, calls if asks else []
 
     def alone(self) -> None:
         for _ in range(self.layers):
@@ -133,11 +144,11 @@ def cases(steps: Steps) -> Iterator[tuple[str, float]]:
             yield "kernels" if early else "kernels, none early", steps.seconds(steps.alone)
     for in_place in (True, False):
         link, where = steps.link(in_place), "in place" if in_place else "copied"
-        yield f"asking for nothing, {where}", steps.seconds(steps.exchanging(link, False), link)
-        run = steps.exchanging(link, True)
-        yield f"by functions, {where}", steps.seconds(run, link)
+        yield f"asking for nothing, {where}", steps.seconds(steps.exchanging(link, False)[0], link)
+        run, calls = steps.exchanging(link, True)
+        yield f"by functions, {where}", steps.seconds(run, link, calls)
         if link.flags is not None:
-            yield f"by flags, {where}", steps.seconds(run, link, flags=True)
+            yield f"by flags, {where}", steps.seconds(run, link, calls, flags=True)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -121,6 +121,11 @@ def budget_of(measurement: Measurement, card: int) -> int:
     return min(whole, worker.part_of(card << 30, fixed, part))
 
 
+def key_of(card: int) -> str:
+    """Of the job of `ours`."""
+    return f"experts/{card}/powerinfer"
+
+
 def ours(measurement: Measurement, card: int) -> Result:
     """Tokens per second by the number of requests, with as many experts on the GPU as the card holds."""
     arguments, vram = measurement.arguments, budget_of(measurement, card)
@@ -131,12 +136,11 @@ def ours(measurement: Measurement, card: int) -> Result:
         with np.load(reference_of(measurement.model)) as wanted:
             off = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm, max(BATCHES)).items()}
         rates = {str(batch): worker.decoded(llm, batch, worker.tokens_of(batch, arguments.tokens)) for batch in BATCHES}
-        told, step = llm.sparsity or {}, step_times.times(llm, arguments.gpu, arguments.tokens)
+        told = llm.sparsity or {}
         result: Result = {"vram": vram, "off": off, "decode_tok_s": {batch: rate for batch, (rate, _) in rates.items()}}
-        result |= {name: told.get(name) for name in ("gpu_share", "jobs")} | {
-            "choices": dict(llm.choices),
-            "step": step,
-        }
+        result |= {name: told.get(name) for name in ("gpu_share", "jobs")} | {"choices": dict(llm.choices)}
+        measurement.note(key_of(card), result)  # before a profiler runs
+        result["step"] = step_times.times(llm, arguments.gpu, arguments.tokens)
     return result | {"vram_used": used.peak}
 
 
@@ -153,7 +157,7 @@ def theirs(measurement: Measurement, card: int, way: str) -> Result:
     """llama.cpp with as many experts on the GPU as the budget of `ours` holds. way: ncmoe or cache."""
     peer, model = measurement.peer, measurement.model
     threads, _ = cpu.choose_threads(measurement.arguments.threads)
-    budget = measurement.done[f"experts/{card}/powerinfer"].get("vram")
+    budget = measurement.done[key_of(card)].get("vram")
     if peer is None or budget is None:
         raise RuntimeError("there is no budget of ours to compare with")
     layers = int(measurement.done["make"]["layers"])
@@ -168,7 +172,7 @@ def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]
     """(key, work): this engine with every card, then the peer in each of its ways."""
     cards = measurement.arguments.cards
     for card in cards:
-        yield f"experts/{card}/powerinfer", lambda card=card: ours(measurement, card)
+        yield key_of(card), lambda card=card: ours(measurement, card)
     if measurement.peer is None:
         return
     ways = ("ncmoe", "cache") if measurement.peer.knows(compare.CACHE_FLAG) else ("ncmoe",)

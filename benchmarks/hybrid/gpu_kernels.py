@@ -10,7 +10,7 @@ selected, all of which fire, gated (ReGLU or dReLU) or --plain, of one token als
 predictor, attention over long contexts, and the sum of a layer's experts, 8 a token of 128 as Qwen3-30B-A3B has them.
 A kernel's reads are counted once, the neurons that any token selects for all tokens together. Weights are taken in turn
 from copies that are larger in all than any cache, in steps that are recorded as CUDA graphs, so that neither caches nor
-Python help or hinder; experts are there once, 350 MB of them.
+Python help or hinder; experts are there once, 350 MB of them, and calls of one token take others of them in turn.
 
 --sweep tries other tiles for each of these and says which were fastest; it compiles dozens of kernels for each, so
 choose what is swept where time is short. What is timed is written to --out as it comes. Without a GPU (--device cpu)
@@ -268,14 +268,17 @@ def expert_cases(device: str, d_model: int, sizes: Sequence[int]) -> Iterator[tu
     each = sum(one.nbytes for one in (*kinds, down)) // n
     for tokens in sizes:
         x = torch.randn(tokens, d_model, device=device)
-        slots = torch.rand(tokens, n, device=device).topk(TOP_K).indices.int()
+        if tokens == 1:  # the experts of one selection fit into a cache
+            slots = torch.randperm(n, device=device).int().view(-1, 1, TOP_K)
+        else:
+            slots = torch.rand(1, tokens, n, device=device).topk(TOP_K).indices.int()
         weights = torch.full((tokens, TOP_K), 1 / TOP_K, device=device)
-        given = experts, x, slots, weights
-        apart = experts_off(*given)
+        apart = experts_off(experts, x, slots[0], weights)
         if not apart <= EXPERTS_SAME:
             raise RuntimeError(f"not timed: experts of {tokens} tokens are off by {apart:.3g} of their sum's size")
-        call = lambda i, given=given: gpu_experts.expert_sum(*given)  # noqa: E731
-        yield "experts", "Q4_0", tokens, each * len(slots.unique()), 1, call
+        given = x, slots, weights
+        call = lambda i, given=given: gpu_experts.expert_sum(experts, given[0], given[1][i], given[2])  # noqa: E731
+        yield "experts", "Q4_0", tokens, each * len(slots[0].unique()), len(slots), call
 
 
 def attention_cases(

@@ -12,6 +12,7 @@ Of a model that is loaded, with one request:
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from powerinfer import LLM, SamplingParams
 
 PROFILED = 8  # steps, of more that are decoded
 LONGEST = 25  # kernels
+GRAPHS = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+"""Of the environment: else the profiler may crash where CUDA graphs are replayed once it has ended."""
 
 
 class Kernel(NamedTuple):
@@ -34,15 +37,15 @@ class Kernel(NamedTuple):
     end: float
 
 
-def decoded(llm: LLM, tokens: int) -> float:
-    """Seconds of a step of one request."""
-    params = SamplingParams(max_tokens=1 + tokens, temperature=0.0, ignore_eos=True)
+def decoded(llm: LLM, tokens: int, drawn: bool) -> float:
+    """Seconds of a step of one request. drawn: not of the most likely tokens, but of random ones."""
+    params = SamplingParams(max_tokens=1 + tokens, temperature=float(drawn), seed=1, ignore_eos=True)
     rate = llm.generate([[1]], params)[0].timings.decode_tok_s
     assert rate is not None
     return 1 / rate
 
 
-def engine_times(llm: LLM, tokens: int) -> dict[str, float]:
+def engine_times(llm: LLM, tokens: int, drawn: bool) -> dict[str, float]:
     """Of the engine's thread, medians."""
     executor, calls = llm._executor, list[tuple[float, float]]()
     forward = executor.forward
@@ -54,19 +57,20 @@ def engine_times(llm: LLM, tokens: int) -> dict[str, float]:
         return result
 
     with mock.patch.object(executor, "forward", timed):
-        step = decoded(llm, tokens)
+        step = decoded(llm, tokens, drawn)
     inside = median(end - begin for begin, end in calls[1:])
     between = median(after[0] - before[1] for before, after in pairwise(calls[1:]))
     return {"step_ms": 1e3 * step, "forward_ms": 1e3 * inside, "between_ms": 1e3 * between}
 
 
-def profiled(llm: LLM, steps: int) -> list[Kernel]:
+def profiled(llm: LLM, steps: int, drawn: bool) -> list[Kernel]:
     """The kernels of so many steps, in order, those of the prompt among them."""
     import torch
 
+    os.environ |= GRAPHS
     told = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[told.CUDA]) as profile:
-        decoded(llm, steps)
+        decoded(llm, steps, drawn)
     cuda = torch.autograd.DeviceType.CUDA
     found = (event for event in profile.events() if event.device_type == cuda)
     return sorted((Kernel(one.name, one.time_range.start, one.time_range.end) for one in found), key=lambda one: one[1])
@@ -106,13 +110,13 @@ def gpu_times(kernels: Sequence[Kernel]) -> dict[str, Any]:
     }
 
 
-def times(llm: LLM, gpu: str, tokens: int) -> dict[str, Any]:
-    """Where the time of a step goes, in milliseconds, of so many tokens, three at least."""
-    decoded(llm, tokens)  # steps are recorded
-    found: dict[str, Any] = engine_times(llm, tokens)
+def times(llm: LLM, gpu: str, tokens: int, drawn: bool = False) -> dict[str, Any]:
+    """Where the time of a step goes, in milliseconds, of so many tokens, three at least. drawn: as of `decoded`."""
+    decoded(llm, tokens, drawn)  # steps are recorded
+    found: dict[str, Any] = engine_times(llm, tokens, drawn)
     if gpu.startswith("cuda"):
         try:
-            found |= gpu_times(profiled(llm, PROFILED))
-        except RuntimeError as error:  # there is no profiler; what was timed stays
-            found["lacks"] = str(error).partition("\n")[0]
+            found |= gpu_times(profiled(llm, PROFILED, drawn))
+        except Exception as error:  # there is no profiler, or it is not for this GPU; what was timed stays
+            found["lacks"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return found

@@ -13,17 +13,15 @@
 A call's steps check first, then time (but for the machine's rates, which plans need): what is timed after a check that
 failed is left out (but for --regardless), and no job times a model whose logits are not the CPU's. A step has a time
 limit, the call --minutes. Every step writes what it has as it goes: into --work, where the next call goes on, and
-copied to --out after each step, so that little is lost when the call is killed. What is done is not done again, unless
-it failed; what failed comes after what was not begun.
+copied to --out every ten seconds, so that little is lost when the call is killed. What is done is not done again,
+unless it failed; what failed comes after what was not begun. A step that the end of the call cuts keeps its place, and
+none is begun with less than half of the time that it is expected to take (`Step`).
 
 `short` is what to begin with: what was never run on a GPU, whole models, and both engines' prompts, what decides most
-first; what no time is left for is at its end. Seconds as expected: environment 8, exchange 15, tests of what is new 60,
-rates 55, eight layers of experts with a step's profile 65, whole experts 75 and llama.cpp 90 (its cache of experts
-another 90), chunks of 512 25, dReLU 7B whole 120 and llama.cpp 20, kernels 60, a dense prompt at twice the budget 60
-and llama.cpp 40, experts with locality 80 and llama.cpp 50, other policies 60, an error of the driver 25, a memory
-checker 60, ReGLU-70B 100. Layers of its models repeat (--distinct), but for ReGLU-70B's, and models are removed behind
-their last step. On another machine the second run goes on where --work has what the first one's --out got.
-short_table.py makes a table of that.
+first; what no time is left for is at its end. Layers of its models repeat (--distinct), but for ReGLU-70B's, and models
+are removed behind their last step. On another machine of the same kind the second run goes on where --work has a copy
+of what the first one's --out got, and --rates has its cache/*.json; models are made again before the first step that
+needs them. short_table.py makes a table of that.
 
 Models are made in --work, by default in memory where that has room, a folder for each call, and kept: Falcon's take 39
 GB there, the 7B model 26 GB, ReGLU-70B's 20 GB, so remove what is not needed any more (--clear removes those of other
@@ -57,6 +55,7 @@ CALLS = ("short", "kernels", "llama.cpp", "falcon", "drelu", "reglu", "experts")
 ROOM = 42 << 30  # bytes of the largest model, with what is prepared for it
 SLOWER = 5  # on torch's CPU device, and beside other programs
 LEFT = 5.0  # seconds of a call that remain for writing down
+SLICE = 10.0  # seconds after which what a step has written is copied
 KERNEL_TESTS = (
     "test_gpu_kernels", "test_gpu_latent", "test_gpu_experts", "test_gpu_delta", "test_gpu_mamba",
     "test_gpu_short_conv", "test_gpu_panels", "test_gpu_pages", "test_gpu_words", "test_gpu_undone_states",
@@ -67,6 +66,7 @@ LAYER_TESTS = (
     "test_split_experts_on_disk", "test_split_neurons_on_disk", "test_gpu_bytes", "test_gpu_rates",
     "test_unlike_layers", "test_topk", "test_embeddings", "test_dense_hybrids", "test_column_order", "test_gemma3n",
     "test_gpu_drafts", "test_gpu_draft_model", "test_eagle", "test_several_gpus", "test_working_memory",
+    "test_prompt_recordings",
 )  # fmt: skip
 NEW_TESTS = (
     "test_host_calls", "test_flags", "test_gpu_candidates", "test_stage", "test_streamed", "test_several_gpus",
@@ -105,13 +105,17 @@ print(json.dumps(told))
 @dataclass(frozen=True)
 class Step:
     """A program. seconds: that it may take; needs: steps without which its figures mean nothing; makes: a folder that
-    it fills."""
+    it fills; expected: seconds that it is expected to take, 0: unknown; after: steps behind which it comes, whatever
+    became of them; models: a folder that is removed when all steps that have it ended, well or not."""
 
     name: str
     command: tuple[str, ...]
     seconds: int
     needs: tuple[str, ...] = ()
     makes: Path | None = None
+    expected: int = 0
+    after: tuple[str, ...] = ()
+    models: Path | None = None
 
 
 def module(name: str, *arguments: object) -> tuple[str, ...]:
@@ -142,10 +146,9 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         scale: str = "own",
         out: str = "",
         more: tuple[Any, ...] = (),
-        keep: bool = True,
+        models: Path = models,
     ) -> tuple[str, ...]:
-        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--quiet", 0, "--retry"]
-        given += ["--keep"] if keep else []
+        given: list[object] = ["--models", models, "--names", name, "--gpu", gpu, "--quiet", 0, "--retry", "--keep"]
         size = arguments.scale if scale == "own" else scale
         file = "-".join(filter(None, (name, out, size if size != "own" or not out else "")))
         given += ["--scale", "tiny" if trial else size, "--out", work / f"{file}.json", "--rounds", 1]
@@ -163,75 +166,79 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         return module("benchmarks.hybrid.gpu_kernels", "--device", gpu, *sizes, *ffn, *more)
 
     def whole(file: str, *more: object) -> tuple[str, ...]:
-        """Whole models, in a document of that name."""
-        given: list[object] = ["--models", models, "--gpu", gpu, "--out", work / f"{file}.json", *ram, *more]
+        """Whole models, in a folder and a document of that name."""
+        given: list[object] = ["--models", models / file, "--gpu", gpu, "--out", work / f"{file}.json", *ram, *more]
         if trial:
             given += ["--tiny", "--tokens", 4, "--threads", 1]
         return module("benchmarks.hybrid.whole", *given)
 
-    with_peer = () if peer is None else ("--peer", peer)
+    with_peer = () if peer is None else ("--peer", peer, "--peer-only")
     prompts = ("--prompts", *((40,) if trial else (512, PROMPT)))
     if arguments.call == "short":
-        yield Step("probe", (sys.executable, "-c", PROBE, gpu), 60)
+        yield Step("probe", (sys.executable, "-c", PROBE, gpu), 60, expected=8)
         layers = ("--layers", 3 if trial else 48)
-        yield Step(
-            "exchange",
-            module("benchmarks.hybrid.exchange", "--device", gpu, *layers, "--out", work / "exchange.json"),
-            60,
-        )
-        yield Step("new tests", tests(NEW_TESTS, "order") + (() if trial else ("-k", NEW_ONLY)), 120)
+        exchange = module("benchmarks.hybrid.exchange", "--device", gpu, *layers, "--out", work / "exchange.json")
+        yield Step("exchange", exchange, 60, expected=15)
+        yield Step("new tests", tests(NEW_TESTS, "order") + (() if trial else ("-k", NEW_ONLY)), 120, expected=60)
         if not trial:
-            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 150)
-        cut: list[object] = ["--models", models, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
+            yield Step("hardware", module("powerinfer", "measure", "--gpu", gpu), 150, expected=55)
+        few = models / "layers"
+        cut: list[object] = ["--models", few, "--gpu", gpu, "--out", work / "experts.json", *ram, "--distinct", 4]
         cut += ["--tiny"] if trial else ["--layers", 8]
-        yield Step("layers", module("benchmarks.hybrid.experts", *cut, "--cards", 8, 12), 150, makes=models)
+        layers = module("benchmarks.hybrid.experts", *cut, "--cards", 8, 12)
+        yield Step("layers", layers, 150, makes=few, expected=65, models=few)
         cards = ("--cards", *((8,) if trial else (8, 12)))
-        yield Step("whole experts", whole("whole", *cards, *prompts), 240)
-        asked = "whole experts"  # behind it the model is removed: all of them are more than memory holds
+        own = models / "whole"
+        yield Step("whole experts", whole("whole", *cards, *prompts), 240, expected=75, models=own)
         if peer is not None:
-            yield Step("whole experts, peer", whole("whole", *cards, *prompts, *with_peer), 280, (asked,))
-            asked = "whole experts, peer"
-        short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512, "--last")
-        yield Step("chunks of 512", short, 90, (asked,))
-        few = ("--distinct", 4, "--batches", 1)
-        yield Step("drelu", compare("drelu-7b", "make", "decode", scale="1", more=few, keep=peer is not None), 280)
+            theirs = whole("whole", *cards, *prompts, *with_peer)
+            yield Step("whole experts, peer", theirs, 340, expected=180, models=own)
+        short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512)
+        yield Step("chunks of 512", short, 90, expected=25, models=own)
+        more, own = ("--distinct", 4, "--batches", 1), models / "drelu"
+        dense = compare("drelu-7b", "make", "decode", scale="1", more=more, models=own)
+        yield Step("drelu", dense, 280, expected=120, models=own)
         if peer is not None:
-            sections = ("make", "decode", "peer")  # a model that was made here is removed
-            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=few, keep=False)
-            yield Step("drelu, peer", dense, 120, ("drelu",))
+            sections = ("make", "decode", "peer")
+            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=more, models=own)
+            yield Step("drelu, peer", dense, 120, expected=20, models=own)
+        local = ("--locality", 0.6, "--tokens", 256)
+        own = models / "local"
+        tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
+        yield Step("locality", whole("local", *local, *cards, *tried), 200, expected=80, models=own)
+        if peer is not None:
+            theirs = whole("local", *local, *cards, *with_peer)
+            yield Step("locality, peer", theirs, 160, expected=50, models=own)
+        policies = ("static", "dynamic") if trial else ("static", "lru", "lfu", "dynamic")
+        every = whole("local", *local, *cards[:2], "--policies", *policies)
+        long = ("--shape", "llama-3.3-70b", "--times", TIMES, "--prompts", prompts[-1])
+        long += () if trial else ("--layers", 20)
+        yield Step("dense prompt", whole("dense", *long), 200, expected=60, models=models / "dense")
+        if peer is not None:
+            theirs = whole("dense", *long, *with_peer)
+            yield Step("dense prompt, peer", theirs, 200, expected=60, models=models / "dense")
+        yield Step("policies", every, 160, expected=60, models=own)
         some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
         some += (64,) if trial else (2048, 32768)
         for name, types in (("reglu-70b", "Q4_0/Q4_0X32"), ("drelu-7b", "F16/F16")):
             given = (*some, "--types", types, "Q8_0", "--out", work / f"kernels-{name}.json")
-            yield Step(f"kernels {name}", kernels(name, *given), 90)
+            yield Step(f"kernels {name}", kernels(name, *given), 90, expected=20)
         sizes = (256, 1, 40) if trial else (2048, 1, 512, PROMPT)
         given = ("--d-model", sizes[0], "--kernels", "experts", "--tokens", *sizes[1:])
         out = ("--device", gpu, "--out", work / "kernels-experts.json")
-        yield Step("kernels experts", module("benchmarks.hybrid.gpu_kernels", *given, *out), 60)
-        long = ("--shape", "llama-3.3-70b", "--times", TIMES, "--prompts", prompts[-1])
-        long += () if trial else ("--layers", 20)
-        yield Step("dense prompt", whole("dense", *long, *(() if peer else ("--last",))), 200)
-        if peer is not None:
-            yield Step("dense prompt, peer", whole("dense", *long, *with_peer, "--last"), 160, ("dense prompt",))
-        local = ("--locality", 0.6, "--tokens", 256)
-        tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
-        yield Step("locality", whole("local", *local, *cards, *tried), 200)
-        asked = "locality"
-        if peer is not None:
-            yield Step("locality, peer", whole("local", *local, *cards, *with_peer, *tried), 160, (asked,))
-            asked = "locality, peer"
-        policies = ("static", "dynamic") if trial else ("static", "lru", "lfu", "dynamic")
-        every = whole("local", *local, *cards[:2], "--policies", *policies, "--last")
-        yield Step("policies", every, 160, (asked,))
-        made = models / f"qwen3-30b-a3b-{'tiny' if trial else 8}.gguf"
+        yield Step("kernels experts", module("benchmarks.hybrid.gpu_kernels", *given, *out), 60, expected=20)
+        made = few / f"qwen3-30b-a3b-{'tiny' if trial else 8}.gguf"
         given = ("--gpu", gpu, *(() if trial else ("--vram", "2GiB")), "--out", work / "driver-error.json")
-        yield Step("driver error", module("benchmarks.hybrid.driver_error", made, *given), 70, ("layers",))
+        failing = module("benchmarks.hybrid.driver_error", made, *given)
+        yield Step("driver error", failing, 70, expected=25, after=("layers",), models=few)
         checker = shutil.which(CHECKER)
         if trial or checker is not None:
             some = tests(("test_host_calls", "test_flags", "test_gpu_pages"), "order")
             watched = () if trial else (str(checker), "--error-exitcode", "9", "--target-processes", "all")
-            yield Step("memory checker", (*watched, *some, "-n", "0"), 150)
-        yield Step("reglu", compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1)), 300)
+            yield Step("memory checker", (*watched, *some, "-n", "0"), 150, expected=60)
+        own = models / "reglu"
+        reglu = compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1), models=own)
+        yield Step("reglu", reglu, 300, expected=100, models=own)
     elif arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
         yield Step("host calls", tests(("test_host_calls", "test_flags"), "order"), 90)
@@ -328,14 +335,16 @@ class Visit:
             left = self.ends - time.monotonic()
             needs = () if self.arguments.regardless else step.needs
             missing = [one for one in needs if not self.succeeded(one)]
-            if missing or left < 1:
+            least = 1 if self.arguments.trial else max(1, step.expected / 2)
+            if missing or left < least:
                 state = "failed" if all(self.key(one) in self.done for one in missing) else "was not run"
                 why = f"{', '.join(missing)} {state}" if missing else "no time left"
                 self.done[key] = self.done.get(key, {}) | {"rc": None, "why": why}  # it still was begun, if it was
             else:
                 longest = step.seconds * (SLOWER if self.arguments.trial else 1)
-                self.done[key] = self.one(step, min(longest, left))
+                self.done[key] = self.one(step, min(longest, left), left < longest)
             self.written()
+            self.remove_models()
         self.told()
         return all(self.succeeded(step.name) for step in self.chosen())
 
@@ -357,22 +366,36 @@ class Visit:
     def succeeded(self, name: str) -> bool:
         return self.done.get(self.key(name), {}).get("rc") == 0
 
-    def left(self) -> list[Step]:
-        """The steps to do: those that failed, and those that need them, after those that were not begun."""
-        left: list[Step] = []
-        for step in reversed(self.chosen()):
-            gone = step.makes is not None and not step.makes.exists()
-            if not self.succeeded(step.name) or (gone and any(step.name in other.needs for other in left)):
-                left.insert(0, step)
-        last: list[str] = []
-        for step in left:
-            begun = "seconds" in self.done.get(self.key(step.name), {}) and not self.succeeded(step.name)
-            if begun or set(step.needs) & set(last):
-                last.append(step.name)
-        return sorted(left, key=lambda step: step.name in last)
+    def ended(self, name: str) -> bool:
+        """Whether a step came to its end, well or not: the end of a call did not cut it."""
+        found = self.done.get(self.key(name), {})
+        return "seconds" in found and not found.get("cut")
 
-    def one(self, step: Step, limit: float) -> dict[str, Any]:
-        """A step's exit status and seconds; its output goes to the log as it comes."""
+    def remove_models(self) -> None:
+        """Remove the models of which every step of the call ended; one that is done again makes its own again."""
+        every = [*steps(self.arguments)]
+        waiting = {step.models for step in every if not self.ended(step.name)}
+        for folder in {step.models for step in every} - waiting - {None}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def left(self) -> list[Step]:
+        """The steps to do: those that failed, and those behind them, after those that were not begun, or cut; and those
+        that make what is gone, before the first that needs it."""
+        left, last = [step for step in self.chosen() if not self.succeeded(step.name)], list[str]()
+        for step in left:
+            if self.ended(step.name) or {*step.needs, *step.after} & set(last):
+                last.append(step.name)
+        left.sort(key=lambda step: step.name in last)
+        for step in self.chosen():
+            if self.succeeded(step.name) and step.makes is not None and not step.makes.exists():
+                behind = (at for at, other in enumerate(left) if step.name in (*other.needs, *other.after))
+                if (at := next(behind, None)) is not None:
+                    left.insert(at, step)
+        return left
+
+    def one(self, step: Step, limit: float, short: bool) -> dict[str, Any]:
+        """A step's exit status and seconds; its output goes to the log as it comes. short: the limit is the call's end,
+        and less than the step may take."""
         print(f"--- {step.name}", flush=True)
         begin, at = time.monotonic(), self.log.stat().st_size if self.log.exists() else 0
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "POWERINFER_CACHE": str(self.arguments.work / "cache")}
@@ -385,26 +408,41 @@ class Visit:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                rc: int | None = process.wait(limit)
+                while (left := begin + limit - time.monotonic()) > SLICE:
+                    try:
+                        process.wait(SLICE)
+                        break
+                    except subprocess.TimeoutExpired:
+                        self.copied()
+                rc: int | None = process.wait(max(0.0, left))
                 why = ""
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
-                rc, why = None, f"took more than {limit:.0f} s"
+                ended = "cut by the call's end after" if short else "took more than"
+                rc, why = None, f"{ended} {limit:.0f} s"
         with self.log.open("rb") as log:
             log.seek(at)
             text = log.read().decode(errors="replace")
         last = [line for line in text.splitlines() if line.strip()][-1][-2000:]
-        return {"rc": rc, "why": why, "seconds": round(time.monotonic() - begin, 1), "last": last}
+        found = {"rc": rc, "why": why, "seconds": round(time.monotonic() - begin, 1), "last": last}
+        return found | ({"cut": True} if rc is None and short else {})
 
     def written(self) -> None:
         """What is known so far, here and where copies go."""
         results.write_json(self.file, self.done)
+        self.copied()
+
+    def copied(self) -> None:
+        """What this call has written, where copies go."""
         if self.arguments.out is not None:
             self.arguments.out.mkdir(parents=True, exist_ok=True)
-            for path in (*self.arguments.work.glob("*.json"), *self.arguments.work.glob("*.log")):
-                if path.stat().st_mtime >= self.begun:
-                    shutil.copyfile(path, self.arguments.out / path.name)
+            for pattern in ("*.json", "*.log", "cache/*.json"):
+                for path in self.arguments.work.glob(pattern):
+                    if path.stat().st_mtime >= self.begun:
+                        copy = self.arguments.out / path.relative_to(self.arguments.work)
+                        copy.parent.mkdir(exist_ok=True)
+                        shutil.copyfile(path, copy)
 
     def told(self) -> None:
         """A line for each step of the call."""
@@ -442,8 +480,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=CALLS)
     parser.add_argument("--work", type=Path, default=default_work(), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied after each step")
-    parser.add_argument("--minutes", type=float, default=9.7, help="that the call may take; default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the results are copied")
+    parser.add_argument("--minutes", type=float, default=9.0, help="that the call may take; default: %(default)s")
     parser.add_argument("--ram", metavar="SIZE", help="such as 100GiB; default: what the machine says")
     parser.add_argument("--source", type=Path, metavar="FILE.tgz", help="of llama.cpp (lib/llama_cpp.py --archive)")
     parser.add_argument("--capability", default="90", help="of the GPU, for llama.cpp; default: %(default)s")

@@ -5,14 +5,15 @@
     python -m benchmarks.hybrid.whole --models FOLDER --gpu cpu --tiny                  tries it without a GPU
 
 A model has random weights of Q4_0 in a published shape. Only some layers differ (--distinct), the others have the bytes
-of one of them, at places of their own: 17 GB are then written in less than a minute, and read like any. With --locality
-tokens tend to select the experts that the tokens before them did, and tokens are drawn; else the most likely ones are
-taken. --times N has a card with the N-th part of the model's bytes instead of --cards.
+of one of them, at places of their own: they are made sooner, and read like any. With --locality tokens tend to select
+the experts that the tokens before them did, and tokens are drawn; else the most likely ones are taken. --times N has a
+card with the N-th part of the model's bytes instead of --cards.
 
 Each load decodes and computes all prompts, once its logits of a text have been compared with the CPU's. llama.cpp gets
 the most experts, or layers, on the GPU that fit into the same budget at its default -ub, for decode; its prompts are
-computed with the same flags at -ub 512 and 2048, what these take beyond the budget notwithstanding. Every job is
-written down when it is done, and started again with the same --out, what is done is not done again.
+computed with the same flags at -ub 512 and 2048, what these take beyond the budget notwithstanding, with weights that
+are mapped, and that are not, which copies those of the CPU faster to the GPU. Every job is written down when it is
+done, and started again with the same --out, what is done is not done again.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def budgets(measurement: Measurement) -> dict[str, int]:
     return dict.fromkeys(names, whole - left)
 
 
-def ours(measurement: Measurement, budget: int, policy: str, chunk: int) -> Result:
-    """Tokens per second of decode and of each prompt, of one request."""
+def ours(measurement: Measurement, key: str, budget: int, policy: str, chunk: int) -> Result:
+    """Tokens per second of decode and of each prompt, of one request. key: of the job, written down before a profiler
+    runs."""
     given = measurement.arguments
     begin = time.perf_counter()
     with (
@@ -143,7 +145,8 @@ def ours(measurement: Measurement, budget: int, policy: str, chunk: int) -> Resu
         result["prompt_tok_s"] = {str(tokens): read(llm, tokens) for tokens in given.prompts}
         told = llm.sparsity or {}
         result |= {"gpu_share": told.get("gpu_share"), "choices": dict(llm.choices)}
-        result["step"] = step_times.times(llm, given.gpu, given.tokens)
+        measurement.note(key, result)
+        result["step"] = step_times.times(llm, given.gpu, given.tokens, given.locality > 0)
     return result | {"vram_used": used.peak}
 
 
@@ -175,10 +178,16 @@ def theirs(measurement: Measurement, name: str, way: str) -> Result:
     else:
         each = model.stat().st_size // (layers + 1)
         found = compare.limit(peer, model, way, layers, budget, each, threads)
-    sizes = ["-p", ",".join(map(str, given.prompts)) or "0", "-n", str(given.tokens)]
-    return found | peer_rates(
-        peer, model, found, [*sizes, "-b", str(max(UBATCHES)), "-ub", ",".join(map(str, UBATCHES))]
-    )
+    prompts = ["-p", ",".join(map(str, given.prompts)) or "0"]
+    batches = ["-b", str(max(UBATCHES)), "-ub", ",".join(map(str, UBATCHES))]
+    result = found | peer_rates(peer, model, found, [*prompts, "-n", str(given.tokens), *batches])
+    if given.prompts and way != "cache":
+        try:
+            more = peer_rates(peer, model, found, [*prompts, "-n", "0", *batches, *peer.not_mapped()])
+            result["prompt_tok_s"] |= {f"{of}, not mapped": rate for of, rate in more["prompt_tok_s"].items()}
+        except RuntimeError as error:
+            result["not_mapped_error"] = programs.reason(error)
+    return result
 
 
 def peer_rates(peer: compare.Peer, model: Path, limit: Result, sizes: list[str]) -> Result:
@@ -194,9 +203,10 @@ def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]
     """(key, work): this engine with every card, policy and chunk; then the peer in each of its ways."""
     given, peer = measurement.arguments, measurement.peer
     names = budgets(measurement)
-    for policy, chunk, name in itertools.product(given.policies, given.chunks, names):
-        work = lambda name=name, policy=policy, chunk=chunk: ours(measurement, names[name], policy, chunk)  # noqa: E731
-        yield f"ours/{name}/{policy}/{chunk or 'auto'}", work
+    for policy, chunk, name in itertools.product(given.policies, given.chunks, () if given.peer_only else names):
+        key = f"ours/{name}/{policy}/{chunk or 'auto'}"
+        given_to = measurement, key, names[name], policy, chunk
+        yield key, lambda given_to=given_to: ours(*given_to)
     if peer is None:
         return
     ways = ["ncmoe"] if config_of(given).experts else ["ngl"]
@@ -223,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peer", type=Path, metavar="FOLDER", help="of llama.cpp's binaries, built with CUDA")
     parser.add_argument("--ram", type=read_size, metavar="SIZE", help="RAM that there is, where it grows with use")
     parser.add_argument("--threads", type=int, default=0, help="of both; 0: ours by itself, the peer's every core")
-    parser.add_argument("--last", action="store_true", help="remove the model, which was used for the last time")
+    parser.add_argument("--peer-only", action="store_true", help="of the jobs those of llama.cpp")
     parser.add_argument("--make", action="store_true", help="make the model, nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-whole.json")
@@ -246,15 +256,15 @@ def main(argv: list[str] | None = None) -> int:
             measurement.do("make", lambda: make(measurement))
         if arguments.make or "error" in measurement.done["make"]:
             return int("error" in measurement.done["make"])
-        if measurement.wanted("reference") or not reference_of(measurement.model).exists():
+        todo = dict(jobs(measurement))
+        if not arguments.peer_only and (
+            measurement.wanted("reference") or not reference_of(measurement.model).exists()
+        ):
             measurement.do("reference", lambda: reference(measurement))
-        for key, work in jobs(measurement):
+        for key, work in todo.items():
             if measurement.wanted(key):
                 measurement.do(key, work)
-    if arguments.last:
-        for path in (measurement.model, reference_of(measurement.model)):
-            path.unlink(missing_ok=True)
-    return int(any("error" in job for job in measurement.done.values()))
+    return int(any("error" in measurement.done[key] for key in todo))
 
 
 if __name__ == "__main__":

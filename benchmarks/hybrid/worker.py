@@ -35,6 +35,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.hybrid import gpu_kernels, recipes, step_times
+from benchmarks.lib import results
 from benchmarks.models import prepared
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import EngineConfig
@@ -77,7 +78,8 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
 
     task: model, gpu, vram (bytes; or a share from 0 to 1, then room for the dense parts and that share of the neurons),
     selector, policy, batches, most (requests that there is a cache for), tokens (of one request alone), threads, trace
-    (a path or None). RuntimeError for a model whose logits are not the CPU's.
+    (a path or None); perhaps note: a file for the result before a profiler runs, which may crash. RuntimeError for a
+    model whose logits are not the CPU's.
     """
     batches, tokens = task["batches"], task["tokens"]
     engine = _engine(task, context_of(task["most"], tokens), task["most"])
@@ -99,12 +101,15 @@ def decode(task: dict[str, Any]) -> dict[str, Any]:
         if task["trace"]:
             result["trace"] = _traced(llm, Path(task["trace"]))
             result["at_once"] = _at_once(llm, result["trace"]["gpu_s"])
-            result["step"] = step_times.times(llm, task["gpu"], tokens)
         result["memory"] = _memory(task["gpu"])
-    if plan is not None:
-        told = plan.document().json()
-        result["plan"] = {name: told[name] for name in ("mass_on_gpu", "work_on_gpu", "gpu_layers", "bytes")}
-        result["plan"] |= {name: told["predicted"][name] for name in ("ms_per_token", "at_position")}
+        if plan is not None:
+            told = plan.document().json()
+            result["plan"] = {name: told[name] for name in ("mass_on_gpu", "work_on_gpu", "gpu_layers", "bytes")}
+            result["plan"] |= {name: told["predicted"][name] for name in ("ms_per_token", "at_position")}
+        if task["trace"]:
+            if "note" in task:
+                results.write_json(Path(task["note"]), result)
+            result["step"] = step_times.times(llm, task["gpu"], tokens)
     return result
 
 

@@ -49,6 +49,11 @@ class Jobs:
         others = [seconds for section, seconds in self.longest.items() if section != MAKE]
         return bool(self.minutes) and left < self.longest.get(_section(key), max(others, default=0.0))
 
+    def note(self, key: str, result: Result) -> None:
+        """Write down what a job has so far: it is done though the process should end before the job does."""
+        self.done[key] = result | {"commit": machine.commit()}
+        results.write_json(self.out, self.document)
+
     def do(self, key: str, work: Callable[[], Result]) -> None:
         """Do a job and write down what came of it."""
         machine.wait_until_quiet(self.quiet)

@@ -224,14 +224,27 @@ def skewed(experts: int, top_k: int, held: float, hits: float) -> NDArray[np.flo
 
 DENSE = "llama-3.3-70b"
 PROMPTS = (512, 2048)
-EXTRAPOLATED: dict[str, tuple[float, float]] = {"8": (60, 90), "12": (85, 116), "drelu": (217, 217)}
-"""Tokens a second of llama.cpp with whole models on the H200, from its runs with 8 of 48 and 16 of 32 layers: by what a
-layer of experts on the CPU takes more (0.2 to 0.39 ms), and what one of 7B does. Estimates, of `-ncmoe` and `-ngl`."""
+
+
+@cache
+def extrapolated() -> dict[str, float]:
+    """Tokens a second of llama.cpp with whole models by card's GB, and "drelu": by `-ncmoe` and `-ngl`, its rate with
+    some of the layers by how many times as many there are. So what a step takes once counts for each of these times.
+    """
+    found: dict[str, float] = {}
+    for document in of_kind("hybrid-experts"):
+        part = document["jobs"]["make"]["layers"] / find_shape(EXPERTS).config.n_layers
+        for card in HITS:
+            found[str(card)] = part * document["jobs"][f"experts/{card}/llama.cpp-ncmoe"]["decode_tok_s"]["1"]
+    for document in of_kind("hybrid"):
+        if run := document["jobs"].get("decode/drelu-7b/0/llama.cpp-ngl"):
+            found["drelu"] = document["models"]["drelu-7b"]["part"] * run["decode_tok_s"]["1"]
+    return found
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A plan of a whole model. reads: whether its prompts are simulated; peer: of `EXTRAPOLATED`, "" for none."""
+    """A plan of a whole model. reads: whether its prompts are simulated; peer: of `extrapolated`, "" for none."""
 
     title: str
     plan: Plan
@@ -247,10 +260,8 @@ class Whole:
         """Decode by what is extrapolated, which is in tokens a second."""
         if not self.peer:
             return ""
-        rate, rates = 1 / self.plan.choice.seconds, sorted(EXTRAPOLATED[self.peer])
-        said = [f"{rate / one:.1f}" for one in reversed(rates)]
-        known = (f"{one:.0f}" for one in rates)
-        return f"{' to '.join(dict.fromkeys(known))}: {' to '.join(dict.fromkeys(said))}x"
+        other = extrapolated()[self.peer]
+        return f"{other:.0f}: {1 / self.plan.choice.seconds / other:.1f}x"
 
 
 def local(alike: Plan, hits: float) -> Plan:
@@ -272,9 +283,7 @@ def whole_plans() -> Iterator[Whole]:
     for card, hits in HITS.items():
         plan = make_plan(with_long_chunks(replace(estimate_request(EXPERTS, "q4_0", measured()), vram=card * GIB)))
         yield Whole(f"Qwen3-30B-A3B, Q4_0, {card} GB", plan, True, str(card))
-        yield Whole(
-            f"the same, {100 * hits:.0f} % of the selected experts on the GPU", local(plan, hits), peer=str(card)
-        )
+        yield Whole(f"the same, {100 * hits:.0f} % of the selected experts on the GPU", local(plan, hits))
     yield Whole("7B dReLU, F16, 24 GB", sparse("bamboo-7b", "f16", measured(), 24 * GIB), peer="drelu")
     for title, shape, dtype in (("Falcon-40B, F16", "falcon-40b", "f16"), ("ReGLU-70B, Q4_0", "llama-70b", "q4_0")):
         yield Whole(f"{title}, 24 GB", sparse(shape, dtype, measured(), 24 * GIB))
@@ -324,8 +333,9 @@ def whole_table() -> str:
         "models, one request, by the plan at the rates measured there, and if steps still took the "
         f"{min(gaps):.1f} to {max(gaps):.1f} ms more that they took on 27 November ([hybrid.md](hybrid.md#measured)). "
         f"Of each step {1e-3 * host:.2f} ms are a request's fixed cost as it was then, before steps were launched "
-        "ahead of their tokens; the aims are 0.2 and 0.1 ms. llama.cpp's figures are estimates, extrapolated from its "
-        "runs with a sixth of the layers, or half of them, without a cache of experts. Prompts are in the chunks that "
+        "ahead of their tokens; the aims are 0.2 and 0.1 ms. llama.cpp's figures are its rates with a "
+        "sixth of the layers, or half of them, divided by six or two, so what a step takes once counts as many times; "
+        "without a cache of experts. Prompts are in the chunks that "
         f"the engine chooses, experts' products at {percent(EXPERT_SHARE, 0)} of the published peak, which nobody "
         "measured."
     )

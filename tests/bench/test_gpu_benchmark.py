@@ -61,6 +61,12 @@ def test_experts_are_checked_and_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     each = 3 * gpu.weight_bytes("Q4_0", gpu_kernels.EXPERT_SIZE, 64)
     assert case["bytes"] == gpu_kernels.TOP_K * each and case["tflop_s"] >= 0
     plain = gpu_experts.expert_sum
+    *_, copies, call = next(gpu_kernels.expert_cases("cpu", 64, [1]))
+    seen = list[int]()
+    monkeypatch.setattr(gpu_experts, "expert_sum", lambda *given: seen.extend(given[2].flatten().tolist()))
+    for copy in range(copies):
+        call(copy)
+    assert copies == 2 and sorted(seen) == [*range(16)], "no call finds its experts in a cache"
     monkeypatch.setattr(gpu_experts, "expert_sum", lambda *given: 1.1 * plain(*given))
     with pytest.raises(RuntimeError, match=r"not timed: experts of 1 tokens are off by 0\.1 of"):
         gpu_kernels.main(given)

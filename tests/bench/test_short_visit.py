@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.hybrid import compare, driver_error, exchange, short_table, step_times, whole  # noqa: E402
 from benchmarks.hybrid.step_times import Kernel  # noqa: E402
+from benchmarks.lib.jobs import Jobs  # noqa: E402
 from benchmarks.models import expert_models, make_model, writers  # noqa: E402
 from benchmarks.models.weights import Plan, Weights, repeated  # noqa: E402
 from powerinfer import LLM  # noqa: E402
@@ -92,6 +93,20 @@ def test_exchanges_of_a_device_that_works_by_itself() -> None:
     assert ways < set(found) and not steps.reasons
 
 
+def test_exchanges_that_were_not_made_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from powerinfer.devices.torch_device import choose_device
+
+    steps = exchange.Steps(choose_device("cpu"), 2)
+    link = steps.link(False)
+    with steps.streams.active():
+        run, calls = steps.exchanging(link, True)
+        assert steps.seconds(run, link, calls) > 0
+        monkeypatch.setattr(link, "begin", lambda *_: None)
+        monkeypatch.setattr(link, "join", lambda _: None)
+        with pytest.raises(RuntimeError, match="call was made 0 to 0 times in 21 replays"):
+            steps.seconds(run, link, calls)
+
+
 def kernels(steps: int, idle: float) -> list[Kernel]:
     """Steps of three kernels, microseconds: 10, another behind a wait of 5, and 20 that begin before it ends."""
     found, at = [], 0.0
@@ -120,8 +135,11 @@ class FakePeer(compare.Peer):
         return 50.0, (1 << 30) + (48 - int(flags[-1])) * (300 << 20)
 
     def bench(self, model: Path, threads: int, flags: list[str], sizes: list[str]) -> list[dict[str, Any]]:
-        assert sizes[:6] == ["-p", "512,2048", "-n", "64", "-b", "2048"] and sizes[7] == "512,2048"
-        rates = [(tokens, 0, batch, tokens + batch) for batch in (512, 2048) for tokens in (512, 2048)]
+        pinned = "-mmp" in sizes
+        tokens = ["-n", "0" if pinned else "64"]
+        assert sizes[:8] == ["-p", "512,2048", *tokens, "-b", "2048", "-ub", "512,2048"]
+        more = 9 if pinned else 0
+        rates = [(tokens, 0, batch, tokens + batch + more) for batch in (512, 2048) for tokens in (512, 2048)]
         return [
             {"n_prompt": prompt, "n_gen": gen, "n_ubatch": batch, "avg_ts": rate}
             for prompt, gen, batch, rate in (*rates, (0, 64, 512, 60.0), (0, 64, 2048, 62.0))
@@ -140,7 +158,8 @@ def test_the_peer_gets_what_fits_and_its_best_flags(tmp_path: Path) -> None:
     assert whole.budgets(half) == {"a-2-th": 17 << 29}
     found = whole.theirs(measurement, "8", "ncmoe")
     assert found["count"] == 23 and found["decode_tok_s"] == {"1": 62.0}
-    assert found["prompt_tok_s"]["2048, -ub 2048"] == 4096 and len(found["prompt_tok_s"]) == 4
+    assert found["prompt_tok_s"]["2048, -ub 2048"] == 4096 and len(found["prompt_tok_s"]) == 8
+    assert found["prompt_tok_s"]["2048, -ub 2048, not mapped"] == 4105
 
 
 def document(**jobs: Any) -> str:
@@ -152,8 +171,9 @@ def test_rows_of_the_aims(tmp_path: Path) -> None:
         return {"decode_tok_s": {"1": decode}, "prompt_tok_s": {name[1:]: one for name, one in prompts.items()}}
 
     theirs = job(40.0) | {"prompt_tok_s": {"512, -ub 512": 90.0, "2048, -ub 2048": 300.0, "2048, -ub 512": 200.0}}
+    ours = job(110.0, _512=100.0, _2048=500.0) | {"vram": 8 << 30, "vram_used": 9 << 30}
     text = document(
-        ours__8__static__auto=job(110.0, _512=100.0, _2048=500.0), ours__8__static__512=job(999.0),
+        ours__8__static__auto=ours, ours__8__static__512=job(999.0),
         ours__12__static__auto={"error": "no room"}, theirs__8__ncmoe=theirs, theirs__8__cache=job(50.0),
     )  # fmt: skip
     (tmp_path / "whole.json").write_text(text)
@@ -162,24 +182,46 @@ def test_rows_of_the_aims(tmp_path: Path) -> None:
     (tmp_path / "drelu-7b-1.json").write_text(document(**keys))
     (tmp_path / "visit.json").write_text(json.dumps({"short/new tests": {"rc": 1, "why": ""}}))
     said = short_table.report(tmp_path)
-    assert "8 GB: decode | 1.5x | 2.5x | 2.20x: 110 by 50.0 tokens/s | at least |" in said
+    assert "8 GB: decode | 1.5x | 2.5x | 2.20x: 110 by 50.0 tokens/s | at least | 9.0, over the budget of 8.0;" in said
     assert "12 GB: decode | 1.5x | 2.5x | not measured |" in said
     assert "8 GB: prompt of 512 | 1x | 2x | 1.11x: 100 by 90.0 tokens/s | at least |" in said
     assert "8 GB: prompt of 2,048 | 1.5x | 3x | 1.67x: 500 by 300 tokens/s | at least |" in said
     assert "7B dReLU, F16, whole: decode | 1.5x | 2.2x | 2.00x: 400 by 200 tokens/s | at least |" in said
     assert "fixed host cost (7B dReLU) | 0.2 ms | 0.1 ms | 0.15 ms | at least |" in said
     assert "ours/12/static/auto failed: no room" in said and "short/new tests: status 1" in said
-    assert short_table.Row("", 1, 2, 3.0, 4.0).cells()[-1] == "no"
+    assert short_table.Row("", 1, 2, 3.0, 4.0).cells()[-2] == "no"
 
 
 def test_an_error_of_the_driver_that_is_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"powerinfer: {driver_error.SAID} computing 1 tokens: CUDA error"
-    for status, lines, good in ((1, [line], True), (1, ["Traceback", line], False), (139, [line], False)):
-        done = subprocess.CompletedProcess([], status, "", "\n".join(["loading weights: 20%", *lines]))
+    told = [(1, [line], "a b", True), (1, ["Traceback", line], "a b", False), (139, [line], "a b", False)]
+    for status, lines, answer, good in (*told, (1, [line], "", False)):  # the last: while the model was loaded
+        done = subprocess.CompletedProcess([], status, answer, "\n".join(["loading weights: 20%", *lines]))
         monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **__: done)
         monkeypatch.setattr(driver_error, "gpu_name", lambda _: "")
         monkeypatch.setattr(driver_error.machine, "description", dict)
         assert driver_error.main([str(tmp_path)]) == int(not good)
         assert json.loads(capsys.readouterr().out)["as_it_should"] == good
+
+
+def test_figures_are_written_before_a_profiler_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails says so; a process that it ends has its result all the same."""
+    monkeypatch.setattr(step_times, "decoded", lambda *_: 1.0)
+    monkeypatch.setattr(step_times, "engine_times", lambda *_: {"step_ms": 1.0})
+    monkeypatch.setattr(step_times, "profiled", lambda *_: [][0])
+    found = step_times.times(None, "cuda", 4)  # type: ignore[arg-type]
+    assert found == {"step_ms": 1.0, "lacks": "IndexError: list index out of range"}
+    out = tmp_path / "jobs.json"
+    measurement = Jobs(document={"jobs": {}}, out=out, quiet=0)
+    measurement.note("ours/8", {"decode_tok_s": {"1": 2.0}})
+    assert json.loads(out.read_text())["jobs"]["ours/8"]["decode_tok_s"] == {"1": 2.0}
+
+    def crashes(command: list[str], _: float) -> str:
+        Path(json.loads(command[-1])["note"]).write_text('{"vram": 7}')
+        raise RuntimeError("python ended with status -11")
+
+    monkeypatch.setattr(compare.programs, "output", crashes)
+    found = compare.run({"what": "decode", "gpu": "cuda"})
+    assert found == {"vram": 7, "step": {"lacks": "python ended with status -11"}}

@@ -97,6 +97,89 @@ def test_a_call_keeps_what_it_has(
     assert (told["falcon/slow"]["rc"], told["falcon/after"]["rc"]) == (None, 0)
 
 
+def test_a_step_that_the_calls_end_cuts_keeps_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next call begins with it; none is begun that would be cut in its first half."""
+    seconds, expected = 100, 60
+
+    def steps(_: Any) -> list[Step]:
+        slow = python(f"print('begun', flush=True); import time; time.sleep({seconds})")
+        return [
+            Step("slow", slow, 60),
+            Step("long", python("print('long')"), 60, expected=expected),
+            Step("quick", python("print('quick')"), 60),
+        ]
+
+    monkeypatch.setattr(visit, "steps", steps)
+    monkeypatch.setattr(visit, "LEFT", 0.0)
+    assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.05"]) == 1
+    told = json.loads((tmp_path / "visit.json").read_text())
+    assert told["falcon/slow"]["cut"] and told["falcon/slow"]["why"].startswith("cut by the call's end after 3")
+    assert told["falcon/quick"]["why"] == "no time left"
+    capsys.readouterr()
+    seconds = 0
+    assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.3"]) == 1
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("---")] == ["--- slow", "--- quick"]
+    expected = 20
+    assert visit.main(["falcon", "--work", str(tmp_path), "--minutes", "0.3"]) == 0
+
+
+def test_models_are_removed_when_their_steps_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever became of them; of a step that was cut they are kept. One that is done again finds them gone."""
+    seconds, one, other = 100, tmp_path / "one", tmp_path / "other"
+
+    def steps(_: Any) -> list[Step]:
+        make = (
+            f"import pathlib; [pathlib.Path(path).mkdir(exist_ok=True) for path in {[str(one), str(other)]}]; print(1)"
+        )
+        slow = f"print('begun', flush=True); import time; time.sleep({seconds})"
+        return [
+            Step("ours", python(make), 60, models=one),
+            Step("peer", python("print('no'); raise SystemExit(3)"), 60, models=one),
+            Step("slow", python(slow), 60, models=other, after=("peer",)),
+        ]
+
+    monkeypatch.setattr(visit, "steps", steps)
+    monkeypatch.setattr(visit, "LEFT", 0.0)
+    assert visit.main(["short", "--work", str(tmp_path), "--minutes", "0.05"]) == 1
+    told = json.loads((tmp_path / "visit.json").read_text())
+    assert not one.exists() and other.exists() and told["short/slow"]["cut"]
+    seconds = 0
+    assert visit.main(["short", "--work", str(tmp_path)]) == 1 and not other.exists()
+
+
+def test_what_a_step_writes_is_copied_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, out = tmp_path / "work", tmp_path / "out"
+    seen = f"while not p.Path({str(out / 'own.json')!r}).exists(): time.sleep(0.02)"
+    code = f"import pathlib as p, time\np.Path({str(work / 'own.json')!r}).write_text('7')\n{seen}\nprint('seen')"
+    monkeypatch.setattr(visit, "steps", lambda _: [Step("own", python(code), 30)])
+    monkeypatch.setattr(visit, "SLICE", 0.1)
+    assert visit.main(["short", "--work", str(work), "--out", str(out)]) == 0
+
+
+def test_a_call_goes_on_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rates are copied; what is gone is made again before the step that needs it, not first."""
+    work, made = tmp_path / "work", tmp_path / "made"
+    rates = f"import pathlib; pathlib.Path({str(work / 'cache/rates.json')!r}).write_text('7'); print(7)"
+    make = f"import pathlib; pathlib.Path({str(made)!r}).mkdir(); print(1)"
+    first = [Step("rates", python(rates), 60), Step("model", python(make), 60, makes=made)]
+    more = [Step("other", python("print(2)"), 60), Step("late", python("print(3)"), 60, after=("model",))]
+    monkeypatch.setattr(visit, "steps", lambda _: first)
+    (work / "cache").mkdir(parents=True)
+    assert visit.main(["short", "--work", str(work), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/cache/rates.json").read_text() == "7"
+    made.rmdir()
+    monkeypatch.setattr(visit, "steps", lambda _: [*first, *more])
+    capsys.readouterr()
+    assert visit.main(["short", "--work", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("---")] == ["--- other", "--- model", "--- late"]
+
+
 def test_models_of_other_calls_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,10 +259,9 @@ def test_every_row_of_the_aims_has_a_call(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("whole experts, peer", "dense prompt, peer", "locality, peer", "drelu, peer"):
         assert "--peer" in given("short", name) and short.index(name) < short.index("driver error")
     assert "--cards 8 12 --prompts 512 2048 --peer" in given("short", "whole experts, peer")
-    assert "--times 2 --prompts 2048" in given("short", "dense prompt") and "--last" not in given(
-        "short", "dense prompt"
-    )
-    assert "--policies static lru lfu dynamic --last" in given("short", "policies")
+    assert "--times 2 --prompts 2048" in given("short", "dense prompt")
+    assert given("short", "policies").endswith("--policies static lru lfu dynamic")
+    assert not any(step.needs for step in seen["short"]), "a peer that fails cancels nothing of ours"
     assert {8, 12} < {*experts.CARDS} and experts.BATCHES == (1, 8, 32)
 
 
@@ -231,14 +313,14 @@ class CachingPeer(compare.Peer):
 
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         cache = int(flags[-1]) + 1 if compare.CACHE_FLAG in flags else 0
-        return 8.0, (1 << 30) + (cache << 20)
+        return 8.0 / threads, (1 << 30) + (cache << 20)
 
 
 def test_a_cache_of_experts_fills_what_is_left() -> None:
     peer = CachingPeer(Path(), "cuda", [])
     found = compare.cached_limit(peer, Path("m"), 16, 3 << 30, 4)
     assert found["flags"] == ["-ngl", "999", "-ncmoe", "16", compare.CACHE_FLAG, "2047"]
-    assert [one["count"] for one in found["tries"]] == [2048, 2047]
+    assert [one["count"] for one in found["tries"]] == [2048, 2047] and found["threads"] == 2
     with pytest.raises(RuntimeError, match="no room"):
         compare.cached_limit(peer, Path("m"), 16, 1 << 30, 4)
     every = SimpleNamespace(cards=experts.CARDS)
@@ -282,7 +364,7 @@ def test_some_steps_of_a_call(
 def test_models_of_another_scale_are_made_and_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was done with a tenth of the layers is not taken for the whole model, and lies in other files."""
     run: list[tuple[str, ...]] = []
-    monkeypatch.setattr(visit.Visit, "one", lambda self, step, limit: run.append(step.command) or {"rc": 0, "why": ""})
+    monkeypatch.setattr(visit.Visit, "one", lambda self, step, *_: run.append(step.command) or {"rc": 0, "why": ""})
     (tmp_path / "peer").mkdir()
     where = ["falcon", "--work", str(tmp_path), "--peer", str(tmp_path / "peer")]
     assert visit.main([*where, "--scale", "0.1"]) == visit.main([*where, "--scale", "0.1"]) == 0
