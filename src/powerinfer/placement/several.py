@@ -357,8 +357,8 @@ def extra_bytes(request: PlanRequest, parts: Parts) -> int:
     model, claims, tokens = request.model, parts.claims, request.workload.tokens
     d_model, head = model.config.d_model, claims[-1].gpu_head
     described = [description_bytes(tokens, d_model, ahead) for ahead in (False, head)]
-    each = link_bytes(tokens, model.config) + 4 * tokens * d_model + described[0]
-    nbytes = (len(claims) - 1) * each + described[0] - described[1]  # no step is launched ahead
+    further = link_bytes(tokens, model.config) + 4 * tokens * d_model + described[0]
+    nbytes = (len(claims) - 1) * further + described[0] - described[1]  # no step is launched ahead
     if request.cached:  # each sends experts through a buffer of its own, the first one is counted
         pairs = zip(parts.requests, claims, strict=True)
         nbytes += sum(part.model.sent_expert(claim.gpu_layers) for part, claim in pairs)
