@@ -137,7 +137,9 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         # what other versions of pytest and of libraries warn of says nothing about this engine
         quiet = ("-o", "minversion=0", "-o", "filterwarnings=", "-o", "addopts=", "-p", "no:cacheprovider")
         workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-        return module("pytest", "-v", "-rfE", "--tb=short", *quiet, "-n", 0 if trial else workers, "-k", chosen, *files)
+        cases = "--cases", "sample" if trial else "all"
+        workers = 0 if trial else workers
+        return module("pytest", "-v", "-rfE", "--tb=short", *quiet, *cases, "-n", workers, "-k", chosen, *files)
 
     def compare(
         name: str,
