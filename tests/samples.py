@@ -7,7 +7,7 @@
 of rows; without arguments each value of each parameter does. Cases of models count by their kind and activation, so
 that each kind occurs with each of its activations; "case.name" stands for each case. On each device anew.
 
-Where only each value occurs, most levels meet few types: tests of kernels name pairs with levels. A machine with other
+Where only each value occurs, a level meets few types: tests of kernels name pairs with levels. A machine with other
 levels runs another sample; sample and rest together are all cases that it has, so nothing is lost on it.
 
 `make test-rest` runs the other cases, and those that are marked as `rest`, of which another test has a part
@@ -16,7 +16,7 @@ levels runs another sample; sample and rest together are all cases that it has, 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 
 import pytest
@@ -48,10 +48,11 @@ def features(item: pytest.Function) -> frozenset[Hashable]:
 def sample(cases: Iterable[pytest.Function]) -> set[str]:
     """The ids of the fewest cases, greedily, that have all features of all of them."""
     of = {item.nodeid: features(item) for item in cases}
-    missing, chosen = set().union(*of.values()), set()
-    while missing:
-        best = max(of, key=lambda name: len(of[name] & missing))  # the first of several
+    missing, chosen, times = set().union(*of.values()), set(), Counter[Hashable]()
+    while missing:  # of several as good the rarest, so that each of few values meets some of the many; then the first
+        best = max(of, key=lambda name: (len(of[name] & missing), -sum(times[feature] for feature in of[name])))
         chosen.add(best)
+        times.update(of[best])
         missing -= of.pop(best)
     return chosen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,13 @@ def test_nothing_that_a_mark_names_is_lost(marks: tuple[Any, ...]) -> None:
         assert values_of(some, *of) == values_of(cases, *of), of
     fewest = 2 * (15 if marks else 5)  # on either device
     assert fewest <= len(some) <= 1.2 * fewest
+
+
+def test_values_of_the_shorter_parameter_occur_equally_often() -> None:
+    cases = grid("a", kind="pqrstuvwxyz", level=[1, 2, 3])
+    names = sample(cases)
+    levels = Counter(case.callspec.params["level"] for case in cases if case.nodeid in names)
+    assert sorted(levels.values()) == [3, 4, 4]
 
 
 def test_each_kind_of_model_is_in_a_sample_with_each_activation() -> None:
