@@ -7,13 +7,8 @@
 of rows; without arguments each value of each parameter does. Cases of models count by their kind and activation, so
 that each kind occurs with each of its activations; "case.name" stands for each case. On each device anew.
 
-<<<<<<< ours
-Where only each value occurs, levels meet a few types each: tests of kernels name pairs with levels. A machine with
-other levels runs another sample; sample and rest together are all cases that it has, so nothing is lost on it.
-=======
 Where only each value occurs, a level meets few types: tests of kernels name pairs with levels. A machine with other
 levels runs another sample; sample and rest together are all cases that it has, so nothing is lost on it.
->>>>>>> theirs
 
 `make test-rest` runs the other cases, and those that are marked as `rest`, of which another test has a part
 (`--cases rest`). `--cases all` runs all, as does a case that the command line names.
