@@ -47,6 +47,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
@@ -156,8 +157,8 @@ class Peer:
     def alone(self, model: Path, threads: int, flags: list[str], tokens: int) -> tuple[float, int | None]:
         """Tokens per second of one request, and the peak of VRAM in bytes."""
         with Vram(self.gpu) as vram:
-            found = self.bench(model, threads, flags, ["-p", "0", "-n", str(tokens), "-r", "1"])
-        return float(found[0]["avg_ts"]), vram.peak
+            rates = self.bench(model, threads, flags, ["-p", "0", "-n", str(tokens), "-r", "1"])
+        return float(rates[0]["avg_ts"]), vram.peak
 
     def bench(self, model: Path, threads: int, flags: list[str], sizes: list[str]) -> list[Result]:
         """What its benchmark says of each size."""
@@ -166,8 +167,8 @@ class Peer:
 
     def prompt(self, model: Path, limit: Result, tokens: int) -> Result:
         """As `worker.prefill`, with the flags that were found to fit."""
-        found = self.bench(model, limit["threads"], limit["flags"], ["-p", str(tokens), "-n", "0", "-r", "2"])
-        return {"prefill_tok_s": {"llama.cpp": float(found[0]["avg_ts"])}}
+        rates = self.bench(model, limit["threads"], limit["flags"], ["-p", str(tokens), "-n", "0", "-r", "2"])
+        return {"prefill_tok_s": {"llama.cpp": float(rates[0]["avg_ts"])}}
 
     def together(self, model: Path, threads: int, flags: list[str], batches: list[int], tokens: int) -> Result:
         """Tokens per second by the number of requests, each behind a prompt of one token."""
@@ -430,6 +431,20 @@ def basis(arguments: argparse.Namespace, model: Path) -> Result:
 def bundles_of(model: Path) -> Path:
     """The last file of a model's making."""
     return Path(f"{model}.powerinfer") / "neurons.safetensors"
+
+
+def begin(arguments: argparse.Namespace, kind: str, settings: Result) -> dict[str, Any]:
+    """The document, the peer and the GPU memory in use before, of a measurement with these arguments; makes the folder
+    of models."""
+    document = opened(arguments.out, kind, settings | {"device": gpu_name(arguments.gpu)})
+    peer = None
+    if arguments.peer is not None:
+        peer = Peer(arguments.peer, arguments.gpu, [])
+        document["peer"] = programs.peer_facts(arguments.peer)
+    arguments.models.mkdir(parents=True, exist_ok=True)
+    with Vram(arguments.gpu) as unused:
+        pass
+    return {"document": document, "arguments": arguments, "peer": peer, "before": unused.before}
 
 
 def gpu_name(gpu: str) -> str:

@@ -18,17 +18,15 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from benchmarks.hybrid import compare, step_times, worker
-from benchmarks.lib import programs, results
-from benchmarks.lib.jobs import Jobs, Result, opened
+from benchmarks.lib import results
+from benchmarks.lib.jobs import Jobs, Result
 from benchmarks.models import expert_models
 from powerinfer import LLM
 from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, ModelConfig
@@ -89,8 +87,8 @@ def make(measurement: Measurement) -> Result:
     config = shape(measurement.arguments.tiny, measurement.arguments.layers)
     if not measurement.model.exists():
         threads, _ = cpu.choose_threads(measurement.arguments.threads)
-        about = expert_models.Weights("q4_0", distinct=measurement.arguments.distinct)
-        expert_models.write(measurement.model, config, about, threads)
+        weights = expert_models.Weights("q4_0", distinct=measurement.arguments.distinct)
+        expert_models.write(measurement.model, config, weights, threads)
     return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
 
 
@@ -199,18 +197,9 @@ def main(argv: list[str] | None = None) -> int:
     settings = {
         name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "layers", "distinct", "ram")
     }
-    document = opened(arguments.out, "hybrid-experts", settings | {"device": compare.gpu_name(arguments.gpu)})
-    peer = None
-    if arguments.peer is not None:
-        peer = compare.Peer(arguments.peer, arguments.gpu, [])
-        document["peer"] = programs.peer_facts(arguments.peer)
-    arguments.models.mkdir(parents=True, exist_ok=True)
-    with compare.Vram(arguments.gpu) as unused:
-        pass
-    own = {"arguments": arguments, "peer": peer, "before": unused.before}
-    measurement = Measurement(document=document, out=arguments.out, quiet=0, retry=True, **own)
-    emulated = mock.patch.object(measure, "measured", lambda *_, **__: worker.stand_in())
-    with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram), worker.rates_once():
+    more = compare.begin(arguments, "hybrid-experts", settings)
+    measurement = Measurement(out=arguments.out, quiet=0, retry=True, **more)
+    with worker.hardware_of(arguments.gpu, arguments.ram):
         if measurement.wanted("make") or not measurement.model.exists():
             measurement.do("make", lambda: make(measurement))
         if arguments.make:

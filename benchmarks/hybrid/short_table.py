@@ -161,11 +161,11 @@ def beside(folder: Path) -> Iterator[str]:
 
 def report(folder: Path) -> str:
     whole = loaded(folder, "whole")
-    about = (
+    text = (
         f"{whole['settings']['device']}; {processor(whole)}, commit {whole['commit']}" if "settings" in whole else ""
     )
     heads = ["", "at least", "aim", "measured", "reached", "VRAM in use, GiB: this engine; the other"]
-    return paragraphs(about, table(heads, (row.cells() for row in rows(folder))), items(beside(folder)))
+    return paragraphs(text, table(heads, (row.cells() for row in rows(folder))), items(beside(folder)))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -72,8 +72,9 @@ def profiled(llm: LLM, steps: int, drawn: bool) -> list[Kernel]:
     with torch.profiler.profile(activities=[told.CUDA]) as profile:
         decoded(llm, steps, drawn)
     cuda = torch.autograd.DeviceType.CUDA
-    found = (event for event in profile.events() if event.device_type == cuda)
-    return sorted((Kernel(one.name, one.time_range.start, one.time_range.end) for one in found), key=lambda one: one[1])
+    kernels = (event for event in profile.events() if event.device_type == cuda)
+    spans = (Kernel(one.name, one.time_range.start, one.time_range.end) for one in kernels)
+    return sorted(spans, key=lambda span: span[1])
 
 
 def gpu_times(kernels: Sequence[Kernel]) -> dict[str, Any]:

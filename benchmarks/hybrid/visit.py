@@ -190,27 +190,27 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         layers = module("benchmarks.hybrid.experts", *cut, "--cards", 8, 12)
         yield Step("layers", layers, 150, makes=few, expected=65, models=few)
         cards = ("--cards", *((8,) if trial else (8, 12)))
-        own = models / "whole"
-        yield Step("whole experts", whole("whole", *cards, *prompts), 240, expected=75, models=own)
+        folder = models / "whole"
+        yield Step("whole experts", whole("whole", *cards, *prompts), 240, expected=75, models=folder)
         if peer is not None:
             theirs = whole("whole", *cards, *prompts, *with_peer)
-            yield Step("whole experts, peer", theirs, 340, expected=180, models=own)
+            yield Step("whole experts, peer", theirs, 340, expected=180, models=folder)
         short = whole("whole", *cards[:2], *prompts, "--chunks", 32 if trial else 512)
-        yield Step("chunks of 512", short, 90, expected=25, models=own)
-        more, own = ("--distinct", 4, "--batches", 1), models / "drelu"
-        dense = compare("drelu-7b", "make", "decode", scale="1", more=more, models=own)
-        yield Step("drelu", dense, 280, expected=120, models=own)
+        yield Step("chunks of 512", short, 90, expected=25, models=folder)
+        more, folder = ("--distinct", 4, "--batches", 1), models / "drelu"
+        dense = compare("drelu-7b", "make", "decode", scale="1", more=more, models=folder)
+        yield Step("drelu", dense, 280, expected=120, models=folder)
         if peer is not None:
             sections = ("make", "decode", "peer")
-            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=more, models=own)
-            yield Step("drelu, peer", dense, 120, expected=20, models=own)
+            dense = compare("drelu-7b", *sections, with_peer=True, scale="1", more=more, models=folder)
+            yield Step("drelu, peer", dense, 120, expected=20, models=folder)
         local = ("--locality", 0.6, "--tokens", 256)
-        own = models / "local"
+        folder = models / "local"
         tried = ("--policies", "lru" if trial else "auto")  # on torch's CPU device a trial takes minutes
-        yield Step("locality", whole("local", *local, *cards, *tried), 200, expected=80, models=own)
+        yield Step("locality", whole("local", *local, *cards, *tried), 200, expected=80, models=folder)
         if peer is not None:
             theirs = whole("local", *local, *cards, *with_peer)
-            yield Step("locality, peer", theirs, 160, expected=50, models=own)
+            yield Step("locality, peer", theirs, 160, expected=50, models=folder)
         policies = ("static", "dynamic") if trial else ("static", "lru", "lfu", "dynamic")
         every = whole("local", *local, *cards[:2], "--policies", *policies)
         long = ("--shape", "llama-3.3-70b", "--times", TIMES, "--prompts", prompts[-1])
@@ -219,7 +219,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
         if peer is not None:
             theirs = whole("dense", *long, *with_peer)
             yield Step("dense prompt, peer", theirs, 200, expected=60, models=models / "dense")
-        yield Step("policies", every, 160, expected=60, models=own)
+        yield Step("policies", every, 160, expected=60, models=folder)
         some = ("--tokens", 1, "--kernels", "neurons", "fused", "predict", "attention", "--contexts")
         some += (64,) if trial else (2048, 32768)
         for name, types in (("reglu-70b", "Q4_0/Q4_0X32"), ("drelu-7b", "F16/F16")):
@@ -238,9 +238,9 @@ def steps(arguments: argparse.Namespace) -> Iterator[Step]:
             some = tests(("test_host_calls", "test_flags", "test_gpu_pages"), "order")
             watched = () if trial else (str(checker), "--error-exitcode", "9", "--target-processes", "all")
             yield Step("memory checker", (*watched, *some, "-n", "0"), 150, expected=60)
-        own = models / "reglu"
-        reglu = compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1), models=own)
-        yield Step("reglu", reglu, 300, expected=100, models=own)
+        folder = models / "reglu"
+        reglu = compare("reglu-70b", "make", "decode", scale="0.1", more=("--batches", 1), models=folder)
+        yield Step("reglu", reglu, 300, expected=100, models=folder)
     elif arguments.call == "kernels":
         yield Step("probe", (sys.executable, "-c", PROBE, gpu), 90)
         yield Step("host calls", tests(("test_host_calls", "test_flags"), "order"), 90)

@@ -23,23 +23,20 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from benchmarks.hybrid import compare, step_times, worker
 from benchmarks.hybrid.experts import checked, reference_of
 from benchmarks.lib import programs, results
-from benchmarks.lib.jobs import Jobs, Result, opened
+from benchmarks.lib.jobs import Jobs, Result
 from benchmarks.models import expert_models
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, FfnConfig, ModelConfig
 from powerinfer.formats.checkpoint import open_checkpoint
-from powerinfer.hardware import measure
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import needs
 from powerinfer.kernels import cpu
@@ -101,8 +98,8 @@ def make(measurement: Measurement) -> Result:
     """The model's file."""
     given, config = measurement.arguments, config_of(measurement.arguments)
     if not measurement.model.exists():
-        about = expert_models.Weights("q4_0", locality=given.locality, distinct=given.distinct)
-        expert_models.write(measurement.model, config, about, cpu.choose_threads(given.threads)[0])
+        weights = expert_models.Weights("q4_0", locality=given.locality, distinct=given.distinct)
+        expert_models.write(measurement.model, config, weights, cpu.choose_threads(given.threads)[0])
     return {"file_bytes": measurement.model.stat().st_size, "layers": config.n_layers}
 
 
@@ -240,18 +237,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     kept = ("shape", "layers", "distinct", "locality", "gpu", "times", "prompts", "tokens", "threads", "tiny", "ram")
     settings = {name: getattr(arguments, name) for name in kept}
-    document = opened(arguments.out, "hybrid-whole", settings | {"device": compare.gpu_name(arguments.gpu)})
-    peer = None
-    if arguments.peer is not None:
-        peer = compare.Peer(arguments.peer, arguments.gpu, [])
-        document["peer"] = programs.peer_facts(arguments.peer)
-    arguments.models.mkdir(parents=True, exist_ok=True)
-    with compare.Vram(arguments.gpu) as unused:
-        pass
-    own = {"arguments": arguments, "peer": peer, "before": unused.before}
-    measurement = Measurement(document=document, out=arguments.out, quiet=0, retry=True, **own)
-    emulated = mock.patch.object(measure, "measured", lambda *_, **__: worker.stand_in())
-    with emulated if arguments.gpu == "cpu" else nullcontext(), worker.memory_of(arguments.ram), worker.rates_once():
+    more = compare.begin(arguments, "hybrid-whole", settings)
+    measurement = Measurement(out=arguments.out, quiet=0, retry=True, **more)
+    with worker.hardware_of(arguments.gpu, arguments.ram):
         if measurement.wanted("make") or not measurement.model.exists():
             measurement.do("make", lambda: make(measurement))
         if arguments.make or "error" in measurement.done["make"]:

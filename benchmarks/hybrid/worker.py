@@ -455,6 +455,15 @@ def rates_once() -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def hardware_of(gpu: str, ram: int | None) -> Iterator[None]:
+    """The machine's rates are measured once, or `stand_in`'s where torch's CPU device is the GPU; ram: as of
+    `memory_of`."""
+    emulated = mock.patch.object(measure, "measured", lambda *_, **__: stand_in())
+    with emulated if gpu == "cpu" else nullcontext(), memory_of(ram), rates_once():
+        yield
+
+
+@contextmanager
 def memory_of(ram: int | None) -> Iterator[None]:
     """That many bytes are there and free, whatever the machine says: it may have more once they are used."""
     with ExitStack() as stack:
