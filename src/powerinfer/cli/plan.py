@@ -151,7 +151,7 @@ def _cost_of_context(plan: Plan, engine: EngineConfig) -> list[str]:
     from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import place
 
-    if engine.context or plan.request.context <= CONTEXT or (not plan.request.vrams and not plan.claims.gpu):
+    if engine.context or plan.request.context <= CONTEXT or not plan.bytes["gpu"]:
         return []
     shorter = place(replace(plan.request, context=CONTEXT))
     if isinstance(shorter, RequestError):
@@ -181,7 +181,7 @@ def _demanded(plan: Plan | RequestError, smaller: SmallerModel | None) -> Plan:
     """The plan. RequestError if there is none, which names the share of a smaller model, too."""
     if smaller is None or not isinstance(plan, RequestError):
         return demand(plan)
-    raise RequestError(smaller.with_share(str(plan)))
+    raise smaller.error_with_share(plan)
 
 
 def _smaller(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | None:

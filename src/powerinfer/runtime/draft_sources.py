@@ -116,6 +116,11 @@ class SmallerModel:
             more.append(f"{gib(self.vram_bytes)} of --vram")
         return f"{text}; --speculate {self.name} takes {' and '.join(more)} beside that" if more else text
 
+    def error_with_share(self, error: RequestError) -> RequestError:
+        """The same error, of the budgets that are left, with what this model takes beside them."""
+        kind = RequestError if isinstance(error, RamError) else type(error)
+        return kind(self.with_share(str(error)))
+
     def add_share(self, helps: Iterable[Help]) -> list[Help]:
         """Budgets of the model that answers, as flags for both."""
         shares = {"--ram": self.ram_bytes, "--vram": self.vram_bytes}
@@ -404,5 +409,4 @@ def resolve_beside(
     except RequestError as error:
         if smaller is None:
             raise
-        kind = RequestError if isinstance(error, RamError) else type(error)
-        raise kind(smaller.with_share(str(error))) from None
+        raise smaller.error_with_share(error) from None
