@@ -257,7 +257,8 @@ class Second:
         return self._machine.on(self._stream)
 
     def current(self) -> Stream:
-        return self._stream
+        stream = self._machine.current()
+        return self._stream if stream is self._machine.streams[0] else stream
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from powerinfer.config import (
     ShortConvConfig,
 )
 from powerinfer.devices.batch import Batch, LogitsNeed, StoppedError
+from powerinfer.devices.card_link import CardLink
 from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Rotation
 from powerinfer.devices.draft_rows import ListedRows, listed_rows
@@ -199,6 +200,8 @@ class GpuLayers:
         self.rehearses = False  # a step of no text, whose result nobody reads
         self.observer: StepObserver | None = None
         self.link = Link(device, max_tokens, config) if split else None
+        self.card_links: list[CardLink] = []  # to GPUs that compute some experts of these layers
+        self._helped: list[CardLink] = []  # of GPUs for whose layers this one does
         self.next_step: NextStep | None = None  # None: no step is launched ahead of its tokens
         self.few_tokens = self.few_steps = 0
         self.bytes_per_token = 0
@@ -844,6 +847,15 @@ class GpuLayers:
         """The devices that have layers, each as its own: this one."""
         return (self,)
 
+    def exchange_with(self, helper: GpuLayers, number: int) -> None:
+        """Let another GPU, of that number, compute some experts of these layers, before these are wired. Where both
+        cannot exchange in recordings, nothing of these layers is recorded."""
+        link = CardLink(self.device, helper.device, self.max_tokens, self._config, number)
+        self.card_links.append(link)
+        helper._helped.append(link)
+        if not link.records:
+            self.record(None)
+
     def _add(self, layer: int, kind: str, run: Callable[[Step], None]) -> None:
         self._layers[layer].add(kind, run)
         self._rewired()
@@ -931,6 +943,8 @@ class GpuLayers:
         """PowerInferError if a part of the CPU failed in a step that was passed on."""
         if self.link is not None:
             self.link.check()
+        for link in self.card_links:
+            link.check()
 
     def _run_again(self, run: Callable[[], R]) -> R:
         """Run, and again where that may help."""
@@ -1031,8 +1045,7 @@ class GpuLayers:
         if self.next_step is not None and self.next_step.batch is not None:
             return self.next_step.tokens()
         result = self.buffers.download(step, logits=self.has_head)
-        if self.link is not None:
-            self.link.check()
+        self.check_passed()
         return result
 
     def _run(
@@ -1100,6 +1113,8 @@ class GpuLayers:
             self.link.release()
         if self.next_step is not None:
             self.next_step.release()
+        for link in self.card_links:
+            link.break_off()
         with suppress(RuntimeError):
             self._streams.finish()
 
@@ -1202,6 +1217,8 @@ class GpuLayers:
         if self.link is not None:
             step.read = self.link.read(padded or len(batch.tokens))
             self.link.begin_step()
+        for link in self.card_links:
+            link.begin_step()
         if self.next_step is not None:
             self.next_step.begin()
         if self.has_head:
@@ -1323,6 +1340,8 @@ class GpuLayers:
                 operators, recorder = spans.marked(operators), spans.record
             elif way != "waits":
                 operators = [operator.as_called() for operator in operators]
+            for link in self.card_links:
+                recorder = link.recording(recorder)
             if way == "flags":
                 assert self.link is not None and self.link.flags is not None
                 recorder = self.link.flags.answering(recorder)
@@ -1342,6 +1361,7 @@ class GpuLayers:
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
         streams = 0 if self.streams is None else self.streams.nbytes
         buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
+        buffers += sum(link.gpu_bytes for link in self._helped)
         passed = self._passed + self.prompts.passed
         parts["scratch"] = buffers + passed + self.recorded_bytes
         if self._cuda:
@@ -1487,12 +1507,15 @@ class GpuLayers:
         try:
             if self.launched_ahead:
                 self.finish()
+            for link in self.card_links:
+                link.close()
             for layer in self._layers:
                 layer.close()
             self._layers.clear()
             self.prompts.use(None)
             self._head = self._final_norm = self._output = self._listed = self._operators = None
             self._recorder = self._recordings = self.streams = self.observer = self.next_step = None
+            self.card_links, self._helped = [], []
             for name in ("_arrived", "_cache", "_passing", "_states", "buffers", "link", "_rotations"):
                 self.__dict__.pop(name, None)
             if self._cuda:

@@ -144,6 +144,12 @@ class Link:
         """Buffers for the experts of each token, int32 [tokens, top_k], and their weights, float32."""
         return self._experts(self._selection(self._on_device, tokens, EXPERT_BYTES * top_k), tokens, top_k)
 
+    def packed(self, tokens: int, top_k: int) -> Tensor:
+        """The buffers of `read` and `experts`, which follow each other, as numbers, float32."""
+        import torch
+
+        return self._on_device[: tokens * (4 * self._d_model + EXPERT_BYTES * top_k)].view(torch.float32)
+
     def sent_experts(self, tokens: int, top_k: int, layer: int) -> tuple[Tensor, Tensor] | None:
         """The host's buffers for the same of a layer, as of `sent`."""
         mapped = self._mapped_for(tokens)

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.copier import Copier, Send
+from powerinfer.hybrid.divided import ExpertShare
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts, gpu_host, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
@@ -52,7 +54,7 @@ from powerinfer.kernels.gpu_types import Elsewhere, tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
     from powerinfer import _native
     from powerinfer.devices.cpu_experts import ByNeuron
@@ -70,7 +72,7 @@ class HybridExperts(HybridTerms):
     _freed = (
         "_router", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
         "_slots", "_table", "_biases",
-        "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
+        "_expert_shares", "_not_cold", "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +86,9 @@ class HybridExperts(HybridTerms):
         self.top_k = config.router.top_k
         hot = split.hot[layer]
         self._inside = split.inside.get(layer)  # int32 [experts, some]
+        # The experts on other GPUs, with the exchange with each.
+        others = [(link, split.others[link.number][layer]) for link in layers.card_links if split.others]
+        self._others = [(link, index) for link, index in others if len(index)]
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
             copier.use(layers.device, split.stage)
@@ -153,10 +158,12 @@ class HybridExperts(HybridTerms):
         RAM needs no copy, as it does not of those in a mapped file."""
         import torch
 
-        n, device = self.config.n_experts, self._layers.device
+        n, here = self.config.n_experts, self._layers.device
         of_slot = hot if self._copier is not None else np.sort(hot)
         cpu_has_all = self._copier is not None or self._disk is not None  # can be asked of the CPU
-        on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), hot)
+        on_other = np.concatenate([np.empty(0, np.int32), *(index for _, index in self._others)])
+        self._on_other = np.isin(np.arange(n), on_other)
+        on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), [*hot, *on_other])
         inside, among = self._inside, None
         if inside is not None:
             of_slot, among = np.arange(n, dtype=np.int32), complement(inside, self.config.size)
@@ -176,35 +183,52 @@ class HybridExperts(HybridTerms):
             if len(of_slot):
                 slots = np.arange(len(of_slot), dtype=np.int32)
                 stored = weights.some(of_slot)
-                self._gpu_part = gpu_experts.resident(stored, slots, self.config, device, biases(of_slot))
+                self._gpu_part = gpu_experts.resident(stored, slots, self.config, here, biases(of_slot))
+
+            def load(index: Indices, to: device) -> Experts:
+                slots = np.arange(len(index), dtype=np.int32)
+                return gpu_experts.resident(weights.some(index), slots, self.config, to, biases(index))
+
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
             views = tensors if all(map(is_mapped, tensors)) else None
             if weights.shared and self._shared is None:
                 self._place_shared(weights.shared, [tensor.type for tensor in tensors])
+            by_neuron = self._skips(cpu, tensors[-1].type, self.config.size)
             if len(of_slot):
-                by_neuron = self._skips(cpu, tensors[-1].type, self.config.size)
                 assert by_neuron or inside is None
                 predictor = self._upload_predictor() if by_neuron else None
                 self._gpu_part = gpu_experts.resident(
-                    tensors, of_slot, self.config, device, self._biases, by_neuron, predictor, inside
+                    tensors, of_slot, self.config, here, self._biases, by_neuron, predictor, inside
                 )
+
+            def load(index: Indices, to: device) -> Experts:
+                return gpu_experts.resident(tensors, index, self.config, to, self._biases, by_neuron)
+
             if len(on_cpu):
                 matrices = (_rows_of(tensor, on_cpu) for tensor in tensors)
                 predicted = self._cpu_predictor(weights, on_cpu, among)
                 self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu), predicted, among)
                 self._predicted = predicted is not None
+        self._expert_shares = [
+            ExpertShare(self.layer, link, index, self.config, cpu.config.d_model, partial(load, index))
+            for link, index in self._others
+        ]
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
         if inside is None:
             self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
+        self._place_of[self._on_other] = -1
         self.in_slot: list[int] = of_slot.tolist()
         self._table: NDArray[np.int32] | None = None  # of a copier, which uploads it
         if self._copier is None:
-            self._slots = torch.arange(n, dtype=torch.int32, device=device)
+            self._slots = torch.arange(n, dtype=torch.int32, device=here)
         else:
             self._slots, self._table = self._copier.table(self.layer)
+        self._not_cold = self._slots
+        if self._expert_shares:
+            self._not_cold = torch.from_numpy(np.where(self._on_other, n, self._slot).astype(np.int32)).to(here)
         self._publish()
         return views
 
@@ -278,11 +302,11 @@ class HybridExperts(HybridTerms):
             self._table[:] = self._slot
         self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
         if self._disk is not None and self._cpu_part is not None:
-            self._cpu_part.op.elsewhere[:] = self._slot >= 0
+            self._cpu_part.op.elsewhere[:] = (self._slot >= 0) | self._on_other
 
     def _list(self) -> None:
         self.hot = np.flatnonzero(self._slot >= 0).astype(np.int32)
-        self.cold = np.flatnonzero(self._slot < 0).astype(np.int32)
+        self.cold = np.flatnonzero((self._slot < 0) & ~self._on_other).astype(np.int32)
 
     def foresee(self, cpu: CpuExecutor, before: HybridExperts, router: RawTensor) -> None:
         """Have the last layer before with experts guess those on disk that are needed, and read them early.
@@ -421,6 +445,21 @@ class HybridExperts(HybridTerms):
         operators = [] if self.config.early_router else [self._operator("router", self._select)]
         return operators if self._inner is None else [*operators, self._operator("predictor", self._hide)]
 
+    def begin(self) -> list[Operator]:
+        operators = super().begin()
+        return [*operators, self._operator("ask GPUs", self._ask_others)] if self._expert_shares else operators
+
+    def _ask_others(self, step: Step) -> None:
+        assert step.read is not None
+        x = step.read if self._latents is None else self._latents[0](step.read)
+        for share in self._expert_shares:
+            share.begin(self._link, x)
+
+    def _add_others(self, step: Step) -> None:
+        for share in self._expert_shares:
+            sums = share.sums(len(step.x))
+            step.add_part(sums if self._latents is None else self._latents[1](sums))
+
     def _gpu_sums(self) -> list[Operator]:
         operators = []
         if self._gpu_part is not None:
@@ -429,6 +468,8 @@ class HybridExperts(HybridTerms):
             operators.append(self._operator("shared expert", self._add_shared))
         if self._shared_part is not None:
             operators.append(self._operator("shared expert", self._add_shared_neurons))
+        if self._expert_shares:
+            operators.append(self._operator("experts of other GPUs", self._add_others))
         return operators
 
     def sent(self, step: Step) -> Tensor | None:
@@ -448,7 +489,7 @@ class HybridExperts(HybridTerms):
         step.routed = None  # of the layer before
         x = step.x if self.config.early_router else step.read
         x = x if self._separate is None else self._separate.router(step.x)
-        elsewhere = None if answer is None else Elsewhere(self._slots, answer)
+        elsewhere = None if answer is None else Elsewhere(self._not_cold, answer)
         gpu_experts.select(self._router, x, experts, weights, sent, elsewhere)
         if self._factors is not None:
             weights.mul_(self._factors[experts.long()])
@@ -847,7 +888,8 @@ class ExpertSplit(Split[HybridExperts]):
     be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them; hot_whole: those on the
     GPU are computed whole, whatever the CPU skips. inside: of layers none of whose experts is hot, the neurons of each
     that the GPU has copies of, int32 [experts, some], ascending: whole groups, of which a predictor selects, and not
-    all.
+    all. others: of each GPU of several the experts of each layer that it computes for the layer's own; (): none are
+    divided.
     """
 
     hot: Sequence[Indices]
@@ -856,6 +898,7 @@ class ExpertSplit(Split[HybridExperts]):
     copier: Copier | None = None
     hot_whole: bool = False
     inside: Mapping[int, Indices] = field(default_factory=dict)
+    others: Sequence[Sequence[Indices]] = ()
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 

@@ -201,6 +201,7 @@ def load_split(
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures, make_room
+    from powerinfer.hybrid.divided import connect
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
     from powerinfer.models.draft import wire_draft
@@ -239,6 +240,8 @@ def load_split(
                 opened.callback(gpus[-1].close)
             if stage is not None:
                 streamed = StreamedLayers(cpu, gpus[-1], stage)
+            if placement.divides:
+                connect(gpus)
             parts: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
             wire(cpu, checkpoint, progress, gpus, neurons=selection, **parts)
             draft = None

@@ -1,0 +1,148 @@
+"""Experts of a layer that are divided between GPUs: the answer of one GPU that has all of them, in steps of any length,
+launched and replayed, whenever either device works.
+
+Two stand-ins (torch's CPU device) are two GPUs, as in test_several_gpus.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import families  # noqa: E402
+from families import case_named  # noqa: E402
+from test_several_gpus import DEVICES, answers, check_alike, names, replayed, two_devices  # noqa: E402
+from truth import Truth  # noqa: E402
+
+from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices.card_link import CardLink  # noqa: E402
+from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
+from powerinfer.hybrid.divided import deal  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
+from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
+from powerinfer.hybrid.several import CardSplits  # noqa: E402
+from powerinfer.sparsity.selection import DENSE  # noqa: E402
+
+
+def dealt(path: Path, gpus: int, cold: int) -> list[list[np.ndarray]]:
+    """Of each GPU the experts of each layer; the last `cold` ones are on the CPU."""
+    config = open_checkpoint(path).config
+    each: list[list[np.ndarray]] = [[] for _ in range(gpus)]
+    for layer in range(config.n_layers):
+        n = config.experts[layer].n_experts - cold if layer in config.experts else 0
+        counts = [n // gpus + (number < n % gpus) for number in range(gpus)]
+        for number, experts in enumerate(deal(np.arange(n, dtype=np.int32), counts)):
+            each[number].append(experts)
+    return each
+
+
+@contextmanager
+def divided(path: Path, firsts: tuple[int, ...], device: str = "cpu", cold: int = 1, **options: Any) -> Iterator[Any]:
+    """An executor whose layers are on as many GPUs as `firsts` has layers, and the experts of each on all of them."""
+    settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
+    engine = EngineConfig(**(settings | {"max_batch": 8} | options))
+    checkpoint = open_checkpoint(path)
+    layers = checkpoint.config.n_layers
+    placement = Placement(layers, True, firsts=firsts, divides=True)
+    resolved = Resolved(checkpoint, engine, DENSE, UsedGpu(names(device, len(firsts))), placement)
+    others = dealt(path, len(firsts), cold)
+    splits = [ExpertSplit(own, others=others) for own in others]
+    executor = load_split(resolved, CardSplits(splits, [*firsts[1:], layers]))
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def test_experts_are_dealt_so_that_each_gpu_gets_frequent_ones() -> None:
+    first, second, third = deal(np.array([5, 3, 0, 1, 2, 4, 6], np.int32), [4, 2, 1])
+    assert [each.tolist() for each in (first, second, third)] == [[1, 2, 5, 6], [3, 4], [0]]
+    assert [each.tolist() for each in deal(np.array([1, 0], np.int32), [0, 2])] == [[], [0, 1]]
+
+
+@pytest.mark.parametrize("cold", [0, 1])
+@pytest.mark.parametrize("gpu", DEVICES)
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "gpt-oss", "nemotron-h-latents", "gemma4-moe"])
+def test_divided_experts_give_the_models_answers(name: str, gpu: str, cold: int, tmp_path: Path) -> None:
+    model = Truth(case_named(name), folder=tmp_path)
+    with divided(model.path, (0, 1), gpu, cold) as two:
+        ours = answers(two, model.texts)
+        model.check(ours[0])
+        check_alike(answers(two, model.texts), ours)
+        links = [link for card in two.cards for link in card.card_links]
+        assert len(links) == 2 and all(link.held for link in links)
+
+
+# ---------------------------------------------------------------- devices that work later
+
+AWAITED = (
+    # launched or recorded, by numbers
+    ("here.write_value(here.current(), self._flags[\"owner\"][0], number)", True),
+    ("here.wait_value(here.current(), self._flags[\"owner\"][1], number)", True),
+    ("there.wait_value(there.current(), self._flags[\"helper\"][0], number)", True),
+    ("there.write_value(there.current(), self._flags[\"helper\"][1], number)", True),
+    # launched, by events
+    ("asked.record(here.current())", False),
+    ("self._there.current().wait_event(asked)", False),
+    ("self._computed.record(self._there.current())", False),
+    ("here.current().wait_event(self._computed)", False),
+)
+"""Lines without which a GPU does not wait for the other; whether numbers say when it goes on."""
+
+
+def run_later(path: Path, texts: Any, seed: int, by_numbers: bool, without: str | None = None) -> list[np.ndarray]:
+    with two_devices(seed, without) as machine, pytest.MonkeyPatch.context() as patch:
+        tried = CardLink._tried
+
+        def trial(link: CardLink, record: bool) -> str:
+            if record and not by_numbers:
+                return "a test"
+            return "" if without is not None else tried(link, record)
+
+        patch.setattr(CardLink, "_tried", trial)
+        with divided(path, (0, 1), "deferred") as two:
+            machine.finish()
+            assert all(link.records == by_numbers for card in two.cards for link in card.card_links)
+            found = replayed(two, texts) if by_numbers else launched(two, texts)
+            assert bool(machine.replays) == by_numbers
+            return found
+
+
+def launched(executor: Any, texts: Any) -> list[np.ndarray]:
+    pages = families.scattered_pages(executor, 1)[0]
+    return [families.run_chunks(executor, texts[0][:37], [33, 1, 1, 2], pages)]
+
+
+@pytest.mark.parametrize("by_numbers", [True, False])
+def test_each_gpu_waits_for_the_other(by_numbers: bool, tmp_path: Path) -> None:
+    """Whenever either works, the bits are the same."""
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
+    with divided(model.path, (0, 1)) as two:
+        wanted = replayed(two, model.texts) if by_numbers else launched(two, model.texts)
+    for seed in range(3):
+        check_alike(run_later(model.path, model.texts, seed, by_numbers), wanted)
+
+
+@pytest.mark.parametrize(("line", "by_numbers"), AWAITED)
+def test_a_wait_that_is_left_out_is_seen(line: str, by_numbers: bool, tmp_path: Path) -> None:
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
+    with divided(model.path, (0, 1)) as two:
+        wanted = replayed(two, model.texts) if by_numbers else launched(two, model.texts)
+    for seed in range(10):
+        try:
+            ours = run_later(model.path, model.texts, seed, by_numbers, line)
+        except (AssertionError, IndexError, RuntimeError, PowerInferError):  # for ever, of numbers, of recordings
+            return
+        if any(not np.array_equal(*pair) for pair in zip(ours, wanted, strict=True)):
+            return
+    raise AssertionError("nothing shows that one GPU waits for the other")
