@@ -72,7 +72,7 @@ def test_experts_are_dealt_so_that_each_gpu_gets_frequent_ones() -> None:
 
 @pytest.mark.parametrize("cold", [0, 1])
 @pytest.mark.parametrize("gpu", DEVICES)
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "gpt-oss", "nemotron-h-latents", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "gpt-oss", "nemotron-h-latents", "gemma4-experts"])
 def test_divided_experts_give_the_models_answers(name: str, gpu: str, cold: int, tmp_path: Path) -> None:
     model = Truth(case_named(name), folder=tmp_path)
     with divided(model.path, (0, 1), gpu, cold) as two:
@@ -113,8 +113,9 @@ def run_later(path: Path, texts: Any, seed: int, by_numbers: bool, without: str 
         with divided(path, (0, 1), "deferred") as two:
             machine.finish()
             assert all(link.records == by_numbers for card in two.cards for link in card.card_links)
+            before = machine.replays
             found = replayed(two, texts) if by_numbers else launched(two, texts)
-            assert bool(machine.replays) == by_numbers
+            assert without or (machine.replays > before) == by_numbers
             return found
 
 
@@ -141,7 +142,10 @@ def test_a_wait_that_is_left_out_is_seen(line: str, by_numbers: bool, tmp_path: 
     for seed in range(10):
         try:
             ours = run_later(model.path, model.texts, seed, by_numbers, line)
-        except (AssertionError, IndexError, RuntimeError, PowerInferError):  # for ever, of numbers, of recordings
+        except (IndexError, RuntimeError, PowerInferError):  # of numbers that are no indices
+            return
+        except AssertionError as error:
+            assert "waits for what never happens" in str(error)
             return
         if any(not np.array_equal(*pair) for pair in zip(ours, wanted, strict=True)):
             return
