@@ -6,6 +6,7 @@ Two stand-ins (torch's CPU device) are two GPUs, as in test_several_gpus.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from test_several_gpus import DEVICES, answers, check_alike, names, replayed, tw
 from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
+from powerinfer.devices import card_link, flags  # noqa: E402
 from powerinfer.devices.card_link import CardLink  # noqa: E402
 from powerinfer.errors import PowerInferError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
@@ -150,3 +152,35 @@ def test_a_wait_that_is_left_out_is_seen(line: str, by_numbers: bool, tmp_path: 
         if any(not np.array_equal(*pair) for pair in zip(ours, wanted, strict=True)):
             return
     raise AssertionError("nothing shows that one GPU waits for the other")
+
+
+def test_a_gpu_that_answers_nothing_ends_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one line, and the next step has the right answer."""
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
+    monkeypatch.setattr(card_link, "LOOK", 0.01)
+    with two_devices(1) as machine, divided(model.path, (0, 1), "deferred") as two:
+        wanted, (link, *_) = launched(two, model.texts), two.cards[0].card_links
+        answer = link._answer
+        with monkeypatch.context() as broken, pytest.raises(PowerInferError, match="has waited for another for 0 s"):
+            broken.setattr(flags, "PATIENCE", 0.1)
+            broken.setattr(link, "_answer", lambda number, compute: None)
+            broken.setattr(machine, "wait", patiently(machine.wait))
+            launched(two, model.texts)
+        assert link._answer == answer
+        check_alike(launched(two, model.texts), wanted)
+
+
+def patiently(wait: Any) -> Any:
+    """The host waits for a GPU that a thread lets go on."""
+
+    def wait_long(done: Any) -> None:
+        for _ in range(100):
+            try:
+                wait(done)
+            except AssertionError:
+                time.sleep(0.01)
+            else:
+                return
+        wait(done)
+
+    return wait_long

@@ -236,6 +236,20 @@ class CardLink:
         if self._watch is not None:
             self._watch.close()
 
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """A context in which the largest step runs: what it takes of the helper for temporaries is noted."""
+        import torch
+
+        if self.device.type != "cuda":
+            yield
+            return
+        cuda = torch.cuda
+        cuda.reset_peak_memory_stats(self.device)
+        before = cuda.memory_allocated(self.device)
+        yield
+        self.lent = int(cuda.max_memory_allocated(self.device)) - int(before)
+
     # ---------------------------------------------------------------- a trial
 
     def _try(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -1434,6 +1434,15 @@ class GpuLayers:
             self._recorded_bytes = self._shapes * per_shape
             self._recordings = None
         return self._passed
+
+    def rehearse_exchanges(self) -> None:
+        """Run the largest step, and note what other GPUs take that compute some of its experts. The cache must be
+        empty."""
+        if self.card_links:
+            with ExitStack() as noted:
+                for link in self.card_links:
+                    noted.enter_context(link.measured())
+                self._rehearse(min(self.max_tokens, self.n_pages * self.page_size), 1)
 
     def _rehearse_largest(self, tokens: int, logit_rows: int) -> int:
         """Note what torch holds in the largest step, where nothing is left from others; the peak of what tensors took
