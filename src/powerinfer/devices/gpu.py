@@ -854,7 +854,7 @@ class GpuLayers:
         self.card_links.append(link)
         helper._helped.append(link)
         if not link.records:
-            self.record(None)
+            self._recorder = None
 
     def _add(self, layer: int, kind: str, run: Callable[[Step], None]) -> None:
         self._layers[layer].add(kind, run)
