@@ -1537,6 +1537,12 @@ class EngineConfig:
         "(dynamic); auto: the one that decodes fastest, tried at the first load",
         choices=("static", "lru", "lfu", "dynamic", "auto"),
     )
+    split_mode: str = option(
+        "layer",
+        "what of a model several GPUs have: layer, each of them layers that follow each other; expert, of models of "
+        "experts each some of every layer's, so that all compute at the same time",
+        choices=("layer", "expert"),
+    )
     speculate: str = option(
         "auto",
         "draft tokens, which the model verifies several at a time; answers stay the same: mtp, by the model's own "

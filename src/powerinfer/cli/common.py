@@ -39,9 +39,8 @@ _TALK = ("--prompt", "`powerinfer chat` is a conversation")
 FOREIGN = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--gpu-memory-utilization"), _GPU),
     **dict.fromkeys(("-ts", "--tensor-split"), _SHARES),
-    **dict.fromkeys(
-        ("-sm", "--split-mode", "-mg", "--main-gpu", "-dev", "--device", "--tensor-parallel-size"), _SEVERAL
-    ),
+    **dict.fromkeys(("-mg", "--main-gpu", "-dev", "--device", "--tensor-parallel-size"), _SEVERAL),
+    "-sm": ("--split-mode", "use --split-mode, layer or expert"),
     **dict.fromkeys(("--predict", "--n-predict", "--num-predict"), _LENGTH),
     **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"), _CONTEXT),
     **dict.fromkeys(("-f", "--file"), _FILE),

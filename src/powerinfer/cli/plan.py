@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 ENGINE = (
     "context", "kv_type", "prefill_chunk", "max_batch", "selector", "quantize", "prepared", "vram", "ram", "threads",
-    "isa", "gpu", "expert_policy", "speculate",
+    "isa", "gpu", "expert_policy", "split_mode", "speculate",
 )  # fmt: skip
 COUNTED = frozenset(("card", "hardware", "memory", "vram", "ram", "threads", "gpu", "context"))
 """Options of the table of all models."""

@@ -97,7 +97,7 @@ class Workload:
     prompt that are computed at once; requests: that decode together; selector: one of `cost.WAYS`; scratch: bytes of
     working memory on a GPU, where that was measured, None: an estimate. moves: experts on a GPU are exchanged, so that
     every layer has use for some. undo_tokens: of a sequence in a step, whose states can be undone. drafts: requests may
-    have some.
+    have some. for_others: bytes of working memory on a GPU that computes experts of other GPUs' layers, too.
     """
 
     kv_type: str
@@ -110,6 +110,7 @@ class Workload:
     moves: bool = False
     undo_tokens: int = 0
     drafts: bool = False
+    for_others: int = 0
 
     @property
     def tokens(self) -> int:
@@ -243,7 +244,8 @@ def on_gpu(model: Model, hardware: Hardware, work: Workload, division: Division,
     """Bytes on a GPU that has at least one layer, as of `kept_on_gpu`, with those of its driver and of steps."""
     assert hardware.gpu is not None
     scratch = model.gpu_scratch(work.tokens, work.requests, division.layers) if work.scratch is None else work.scratch
-    return {"runtime": hardware.gpu.reserved_bytes, "scratch": scratch} | kept_on_gpu(model, work, division, dense)
+    beside = {"runtime": hardware.gpu.reserved_bytes, "scratch": scratch + work.for_others}
+    return beside | kept_on_gpu(model, work, division, dense)
 
 
 def kept_on_gpu(model: Model, work: Workload, division: Division, dense: bool = False) -> Footprint:

@@ -114,8 +114,8 @@ class PlanRequest:
     CPU. frequencies: of experts, how often each is selected; None: that is not known. cached: experts on the GPU are
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
     room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves,
-    undo_tokens, drafts: as of `Workload`. vrams: the budget of each of several GPUs of the machine, of which `vram` is
-    the sum; (): all that each has.
+    undo_tokens, drafts, for_others: as of `Workload`. vrams: the budget of each of several GPUs of the machine, of
+    which `vram` is the sum; (): all that each has. divided: a layer's experts are on all of them (`divided.py`).
     """
 
     model: Model
@@ -143,6 +143,8 @@ class PlanRequest:
     undo_tokens: int = 0
     drafts: bool = False
     vrams: tuple[int, ...] = ()
+    divided: bool = False
+    for_others: int = 0
 
     def __post_init__(self) -> None:
         """RequestError for contradictory options."""
@@ -164,7 +166,7 @@ class PlanRequest:
     def workload(self) -> Workload:
         """The settings that memory depends on."""
         own = self.kv_type, self.context, self.chunk, self.together, self.batch, self.selector
-        return Workload(*own, self.scratch, self.moves, undo_tokens=self.undo_tokens, drafts=self.drafts)
+        return Workload(*own, self.scratch, self.moves, self.undo_tokens, self.drafts, self.for_others)
 
     def claims(self) -> Claims:
         """Where the dense parts are placed. RequestError, with the minimum, if the budgets are too small for them."""
@@ -384,7 +386,8 @@ class Plan:
     others: the choice of every policy, the plan's own included; reasons: explanations, as text; helps: the next budgets
     at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say. settled: the
     selector, where that is another than the request's. parts: of each GPU, where there are several; what the plan says
-    of the GPU is then their sum.
+    of the GPU is then their sum. shares: for each of these GPUs how many of each layer's experts it has, where they are
+    divided between all; (): a layer's are on its own.
     """
 
     request: PlanRequest
@@ -396,6 +399,7 @@ class Plan:
     from_disk: Prediction | None = None
     settled: str | None = None
     parts: tuple[PlanPart, ...] = ()
+    shares: tuple[tuple[int, ...], ...] = ()
 
     @property
     def selector(self) -> str:
@@ -705,7 +709,7 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
     }
     reasons = (*_reasons(request, settled, choice), _IN_TURN)
     named = tuple(PlanPart(*each) for each in zip(parts.firsts, names, plans, strict=True))
-    plan = Plan(request, settled, choice, by_policy, reasons, (), parts=named)
+    plan = Plan(request, settled, choice, by_policy, reasons, (), parts=named, shares=parts.shares)
     if plan.fits:
         return plan
     plan = replace(plan, helps=_helps_of_parts(plan, sum(together[0].cold) - claims.cpu_left))

@@ -39,6 +39,7 @@ from powerinfer.placement.budget import (
     staged_in_ram,
 )
 from powerinfer.placement.disk import resting_in_ram
+from powerinfer.placement.divided import bytes_for_others, divide
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
@@ -53,11 +54,12 @@ TOGETHER = "{}: its layers, which read others' keys and values, stay on one GPU:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts' requests, with plenty of RAM, the first layer of each, and their claims."""
+    """The parts' requests, with plenty of RAM, the first layer of each, and their claims; shares: as of `Plan`."""
 
     firsts: tuple[int, ...]
     requests: tuple[PlanRequest, ...]
     claims: tuple[Claims, ...]
+    shares: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rank(self) -> tuple[int, bool]:
@@ -168,6 +170,7 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
         frequencies=frequencies,
         hits=None,
         chosen=False,
+        for_others=bytes_for_others(request)[1],
     )
 
 
@@ -218,7 +221,7 @@ def _divisions(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> Iterat
     holds. The error where a GPU holds no layer."""
     model, work = request.model, request.workload
     reach = [0, *accumulate(_weights(request))]
-    scratch = model.gpu_scratch(work.tokens, work.requests, 0)
+    scratch = model.gpu_scratch(work.tokens, work.requests, 0) + bytes_for_others(request)[1]
     rooms = [max(1, vram - card.device.reserved_bytes - scratch) for card, vram in cards]
     shares = [room / sum(rooms) for room in accumulate(rooms)]
     targets = [int(np.abs(np.array(reach) - share * reach[-1]).argmin()) for share in shares]
@@ -296,9 +299,11 @@ def parts_together(request: PlanRequest) -> tuple[Parts, Claims] | RequestError:
     parts = parts_of(request)
     if isinstance(parts, RequestError):
         return parts
+    parts = divide(request, parts) if request.divided else parts
     claims = joined(request, parts)
     if claims.cpu_left < 0 and claims.staging and not claims.bundles:
         parts = parts.drop_buffers()
+        parts = divide(request, parts) if request.divided else parts
         claims = joined(request, parts)
     lacking = sum(parts.cold) - claims.cpu_left
     rests = request.hardware.disk is not None and claims.cpu_left >= 0 if claims.bundles else not _complete(claims)
@@ -359,6 +364,7 @@ def extra_bytes(request: PlanRequest, parts: Parts) -> int:
     described = [description_bytes(tokens, d_model, ahead) for ahead in (False, head)]
     further = link_bytes(tokens, model.config) + 4 * tokens * d_model + described[0]
     nbytes = (len(claims) - 1) * further + described[0] - described[1]  # no step is launched ahead
+    nbytes += bytes_for_others(request)[0]
     if request.cached:  # each sends experts through a buffer of its own, the first one is counted
         pairs = zip(parts.requests, claims, strict=True)
         nbytes += sum(part.model.sent_expert(claim.gpu_layers) for part, claim in pairs)

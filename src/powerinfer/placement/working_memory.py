@@ -83,6 +83,13 @@ def prompt_recordings(config: ModelConfig, tokens: int, layers: int) -> int:
     return sum(parts[part] for part in ("operators", "pieces", "logits", "library", "allocator")) + PROMPTS_BYTES
 
 
+def experts_for_others(config: ModelConfig, tokens: int) -> int:
+    """Bytes of the experts that a GPU computes of another one's layers in such steps: on a stream of its own, which
+    takes none of the memory of others."""
+    pairs = max(_pair_bytes(layer.ffn, config.d_model, tokens + gpu.FEW) for layer in config.layers)
+    return pairs + SEGMENTS
+
+
 def _products(ffn: FfnKind) -> int:
     """Numbers that the first products of a dense FFN give for a token."""
     return (1 + ffn.gated) * ffn.width

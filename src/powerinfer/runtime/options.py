@@ -53,6 +53,7 @@ class EngineOptions(TypedDict, total=False):
     disk_policy: Literal["lfu", "window", "lru", "static"]
     adjust: bool
     expert_policy: Literal["static", "lru", "lfu", "dynamic", "auto"]
+    split_mode: Literal["layer", "expert"]
     speculate: str
     isa: str | None
 
