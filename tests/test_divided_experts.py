@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,29 @@ pytest.importorskip("triton")
 
 import families  # noqa: E402
 from families import case_named  # noqa: E402
-from test_several_gpus import DEVICES, answers, check_alike, names, replayed, two_devices  # noqa: E402
+from test_expert_plan import tiny_model  # noqa: E402
+from test_several_gpus import (  # noqa: E402
+    DEVICES,
+    GIB,
+    answer,
+    answers,
+    check_alike,
+    names,
+    replayed,
+    two_described,  # noqa: F401
+    two_devices,
+)
 from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import card_link, flags  # noqa: E402
 from powerinfer.devices.card_link import CardLink  # noqa: E402
-from powerinfer.errors import PowerInferError  # noqa: E402
+from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hybrid.divided import deal  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
-from powerinfer.hybrid.load import load_split  # noqa: E402
+from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
+from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.hybrid.several import CardSplits  # noqa: E402
 from powerinfer.sparsity.selection import DENSE  # noqa: E402
@@ -57,8 +70,8 @@ def divided(path: Path, firsts: tuple[int, ...], device: str = "cpu", cold: int 
     layers = checkpoint.config.n_layers
     placement = Placement(layers, True, firsts=firsts, divides=True)
     resolved = Resolved(checkpoint, engine, DENSE, UsedGpu(names(device, len(firsts))), placement)
-    others = dealt(path, len(firsts), cold)
-    splits = [ExpertSplit(own, others=others) for own in others]
+    of_gpus = dealt(path, len(firsts), cold)
+    splits = [ExpertSplit(own, dealt=of_gpus) for own in of_gpus]
     executor = load_split(resolved, CardSplits(splits, [*firsts[1:], layers]))
     try:
         yield executor
@@ -82,22 +95,22 @@ def test_divided_experts_give_the_models_answers(name: str, gpu: str, cold: int,
         model.check(ours[0])
         check_alike(answers(two, model.texts), ours)
         links = [link for card in two.cards for link in card.card_links]
-        assert len(links) == 2 and all(link.held for link in links)
+        assert len(links) == 2 and all(link.expert_bytes for link in links)
 
 
 # ---------------------------------------------------------------- devices that work later
 
 AWAITED = (
     # launched or recorded, by numbers
-    ("here.write_value(here.current(), self._flags[\"owner\"][0], number)", True),
-    ("here.wait_value(here.current(), self._flags[\"owner\"][1], number)", True),
-    ("there.wait_value(there.current(), self._flags[\"helper\"][0], number)", True),
-    ("there.write_value(there.current(), self._flags[\"helper\"][1], number)", True),
+    ("owner.write_value(owner.current(), self._flags[\"owner\"][0], number)", True),
+    ("owner.wait_value(owner.current(), self._flags[\"owner\"][1], number)", True),
+    ("helper.wait_value(helper.current(), self._flags[\"helper\"][0], number)", True),
+    ("helper.write_value(helper.current(), self._flags[\"helper\"][1], number)", True),
     # launched, by events
-    ("asked.record(here.current())", False),
-    ("self._there.current().wait_event(asked)", False),
-    ("self._computed.record(self._there.current())", False),
-    ("here.current().wait_event(self._computed)", False),
+    ("asked.record(owner.current())", False),
+    ("self._of_helper.current().wait_event(asked)", False),
+    ("self._computed.record(self._of_helper.current())", False),
+    ("owner.current().wait_event(self._computed)", False),
 )
 """Lines without which a GPU does not wait for the other; whether numbers say when it goes on."""
 
@@ -184,3 +197,59 @@ def patiently(wait: Any) -> Any:
         wait(done)
 
     return wait_long
+
+
+# ---------------------------------------------------------------- placed by plans
+
+
+@pytest.mark.usefixtures("two_described")
+def test_a_load_that_divides_experts_follows_its_plan(tmp_path: Path) -> None:
+    """Bytes on each GPU are the plan's, its budget holds, and the CPU has what no GPU does."""
+    path = tiny_model(tmp_path)
+    engine = EngineConfig(threads=1, context=128, prefill_chunk=48, max_batch=3, gpu="cpu,cpu", trial=False)
+    engine = replace(engine, split_mode="expert")
+    everything = resolve(open_checkpoint(path), replace(engine, vram=(2 * GIB, 2 * GIB)))
+    assert everything.placement.several is not None and everything.placement.divides
+    held = [sum(part.plan.bytes["gpu"].values()) for part in everything.placement.several.parts]
+    for less in (0, 4096):
+        vram = tuple(nbytes - less for nbytes in held)
+        resolved = resolve(open_checkpoint(path), replace(engine, vram=vram))
+        plan = resolved.placement.several
+        assert plan is not None and plan.claims.slots is not None
+        assert all(sum(counts) == n for n, *counts in zip(plan.claims.slots, *plan.shares, strict=True))
+        assert all(map(sum, plan.shares))
+        for part, most in zip(plan.parts, vram, strict=True):
+            assert sum(part.plan.bytes["gpu"].values()) <= most
+        executor, sparsity = load_resolved(resolved, lambda: [1, 2, 3])
+        try:
+            ffns = sparsity.ffns  # type: ignore[attr-defined]
+            for number, (card, part) in enumerate(zip(executor.cards, plan.parts, strict=True)):
+                ours, planned = card.memory(), part.plan.bytes["gpu"]
+                inside = [ffn.memory()["ffn"] for ffn in ffns if part.first <= ffn.layer < part.last]
+                of_others = sum(layer is not None for layer in plan.shares[number]) - len(inside)
+                places = 4 * 4 * (len(inside) + of_others) + 4 * len(inside)  # where each expert is, and a counter
+                assert ours["ffn"] + sum(inside) == planned.get("ffn", 0) + planned["experts"] + places
+                for use in ("attention", "kv", "norms", "head"):
+                    assert ours[use] == planned.get(use, 0), (number, use)
+            for ffn, n in zip(ffns, plan.claims.slots, strict=True):
+                assert len(ffn.cold) == ffn.config.n_experts - n
+        finally:
+            executor.close()
+        alone, _ = answer(path, gpu="none")
+        ours, choices = answer(path, gpu="cpu,cpu", split_mode="expert", vram=vram)
+        assert ours == alone
+        assert "each layer's divided between these, which takes an exchange of" in choices["gpu"]
+
+
+@pytest.mark.usefixtures("two_described")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "cpu"}, "is for several GPUs"),
+        ({"gpu": "cpu,cpu", "expert_policy": "lru"}, "moves experts"),
+        ({"gpu": "cpu,cpu", "adjust": True}, "--adjust moves experts"),
+    ],
+)
+def test_a_load_refuses_what_does_not_divide(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        answer(tiny_model(tmp_path), split_mode="expert", **options)

@@ -40,7 +40,7 @@ _SPACING = FLAG_BYTES // 8
 """Numbers of 32 bits from one flag to the other."""
 
 _RELEASED = (1 << 31) - 1
-"""At least any number that is waited for, and as near as the comparison needs."""
+"""A number as high as any that is waited for, and as near as the comparison needs."""
 
 LOOK = 1.0
 """Seconds between two looks at a step that is under way."""
@@ -72,20 +72,20 @@ class CardLink:
         width, top_k = _sizes(config)
         self.number = number
         self.device = helper
-        self.held = 0  # bytes of experts on the helper
-        self.lent = 0  # bytes of temporaries on the helper, once steps were rehearsed
+        self.expert_bytes = 0  # bytes of experts on the helper
+        self.temporaries = 0  # bytes of temporaries on the helper, once steps were rehearsed
         self.meet_us: float | None = None  # microseconds of an exchange, once it was tried
         self._owner = owner
-        self._here, self._there = streams_of(owner), streams_of(helper)
-        self._stream = self._there.stream()
+        self._of_owner, self._of_helper = streams_of(owner), streams_of(helper)
+        self._stream = self._of_helper.stream()
         inputs = max_tokens * (width + EXPERT_BYTES // 4 * top_k)
-        self._sent = self._here.pinned(inputs, torch.float32)
-        self._back = self._here.pinned(max_tokens * width, torch.float32)
-        self._numbers = self._here.pinned(2 * _SPACING, torch.int32)
+        self._sent = self._of_owner.pinned(inputs, torch.float32)
+        self._back = self._of_owner.pinned(max_tokens * width, torch.float32)
+        self._numbers = self._of_owner.pinned(2 * _SPACING, torch.int32)
         self._host = self._numbers.numpy().view(np.uint32)
         self._mapped: dict[str, Any] = {}  # both buffers as the owner, and the helper, have them
         self._flags: dict[str, tuple[int, int]] = {}  # the addresses of asked and answered, likewise
-        self._computed = self._there.event()
+        self._computed = self._of_helper.event()
         self._recorded: list[Callable[[], None]] | None = None
         self._watch: _Watch | None = None
         self.problem = self._try()
@@ -94,11 +94,6 @@ class CardLink:
     def nbytes(self) -> int:
         """Bytes in RAM."""
         return int(self._sent.nbytes + self._back.nbytes) + FLAG_BYTES
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Bytes of the helper's: experts and, once steps were rehearsed, temporaries."""
-        return self.held + self.lent
 
     @property
     def records(self) -> bool:
@@ -119,30 +114,30 @@ class CardLink:
     def ask(self, number: int, compute: Callable[[], None]) -> None:
         """Let the helper compute once all that the owner was given is done; the owner goes on meanwhile, until `join`.
         compute: gives the helper's stream its work, static, with `received` and `give`."""
-        here = self._here
+        owner = self._of_owner
         if not self._flags:
-            asked = here.event()
-            asked.record(here.current())
-            with self._beside():
-                self._there.current().wait_event(asked)
+            asked = owner.event()
+            asked.record(owner.current())
+            with self._use_helper():
+                self._of_helper.current().wait_event(asked)
                 compute()
-                self._computed.record(self._there.current())
+                self._computed.record(self._of_helper.current())
             return
-        here.write_value(here.current(), self._flags["owner"][0], number)
+        owner.write_value(owner.current(), self._flags["owner"][0], number)
         answer = partial(self._answer, number, compute)
         if self._recorded is not None:
             self._recorded.append(answer)
             return
-        with self._beside():
+        with self._use_helper():
             answer()
 
     def join(self, number: int) -> None:
         """Let what the owner is given from now on begin once the helper's sums are there."""
-        here = self._here
+        owner = self._of_owner
         if not self._flags:
-            here.current().wait_event(self._computed)
+            owner.current().wait_event(self._computed)
         else:
-            here.wait_value(here.current(), self._flags["owner"][1], number)
+            owner.wait_value(owner.current(), self._flags["owner"][1], number)
 
     def sums(self, tokens: int, width: int) -> Tensor:
         """The helper's sums, float32 [tokens, width], in memory of the owner."""
@@ -152,7 +147,7 @@ class CardLink:
 
     def recording(self, recorder: Recorder) -> Recorder:
         """The same recorder, of operators that ask: each recording has one beside it, of what the helper computes."""
-        beside = self._there.recorder()
+        beside = self._of_helper.recorder()
         assert beside is not None
 
         def record(run: Run, state: State) -> Run:
@@ -169,33 +164,33 @@ class CardLink:
                 for compute in asked:
                     compute()
 
-            with self._beside():
+            with self._use_helper():
                 answers = beside(answer)
             return partial(self._replay, again, answers)
 
         return record
 
     def _replay(self, again: Run, answers: Recorded, before: State) -> State:
-        with self._beside():
+        with self._use_helper():
             answers()
         return again(before)
 
     # ---------------------------------------------------------------- the helper's part
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _use_helper(self) -> Iterator[None]:
         """A context in which the helper's stream is given work."""
-        with self._there.active(), self._there.on(self._stream):
+        with self._of_helper.active(), self._of_helper.on(self._stream):
             yield
 
     def _answer(self, number: int, compute: Callable[[], None]) -> None:
-        there = self._there
-        there.wait_value(there.current(), self._flags["helper"][0], number)
+        helper = self._of_helper
+        helper.wait_value(helper.current(), self._flags["helper"][0], number)
         compute()
-        there.write_value(there.current(), self._flags["helper"][1], number)
+        helper.write_value(helper.current(), self._flags["helper"][1], number)
 
     def received(self, n: int, few: bool) -> Tensor:
-        """So many numbers that were sent, float32, in memory of the helper."""
+        """The first n numbers that were sent, float32, in memory of the helper."""
         if few and self._mapped:
             return gpu_host.take(self._mapped["helper"][0][:n])
         return self._sent[:n].to(self.device, non_blocking=True)
@@ -229,7 +224,7 @@ class CardLink:
         if self._watch is not None:
             self._watch.end()
         with suppress(RuntimeError):
-            self._there.finish()
+            self._of_helper.finish()
 
     def close(self) -> None:
         """End the thread; no step follows. May be called twice."""
@@ -248,21 +243,21 @@ class CardLink:
         cuda.reset_peak_memory_stats(self.device)
         before = cuda.memory_allocated(self.device)
         yield
-        self.lent = int(cuda.max_memory_allocated(self.device)) - int(before)
+        self.temporaries = int(cuda.max_memory_allocated(self.device)) - int(before)
 
     # ---------------------------------------------------------------- a trial
 
     def _try(self) -> str:
         """Find out how both can exchange; the reason why exchanges are not recorded, empty: they are."""
-        both = {"owner": self._here, "helper": self._there}
+        streams = {"owner": self._of_owner, "helper": self._of_helper}
         with suppress(RuntimeError):
-            self._mapped = {name: (one.mapped(self._sent), one.mapped(self._back)) for name, one in both.items()}
+            self._mapped = {name: (one.mapped(self._sent), one.mapped(self._back)) for name, one in streams.items()}
             if self._tried(record=False):
                 self._mapped = {}
         try:
-            asked = {name: one.address(self._numbers) for name, one in both.items()}
+            asked = {name: one.address(self._numbers) for name, one in streams.items()}
             self._flags = {name: (address, address + 4 * _SPACING) for name, address in asked.items()}
-            reason = self._tried(record=self._here.recorder() is not None)
+            reason = self._tried(record=self._of_owner.recorder() is not None)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         if reason:
@@ -274,7 +269,7 @@ class CardLink:
         import torch
 
         n = min(64, self._back.numel())
-        with self._here.active():
+        with self._of_owner.active():
             x = torch.zeros(n, dtype=torch.float32, device=self._owner)
 
         def compute() -> None:
@@ -291,15 +286,15 @@ class CardLink:
         nothing: State = (None, None, None)
         again: Run = run
         try:
-            with torch.inference_mode(), self._here.active():
+            with torch.inference_mode(), self._of_owner.active():
                 for turn in range(4 if record else 2):
                     if turn == 2:
-                        recorder = self._here.recorder()
+                        recorder = self._of_owner.recorder()
                         assert recorder is not None
                         again = self.recording(_stateless(recorder))(run, nothing)
                     self._host[:] = 0
                     x.fill_(turn)
-                    self._here.finish()
+                    self._of_owner.finish()
                     begin = time.perf_counter()
                     again(nothing)
                     if not self._ends():
@@ -311,14 +306,14 @@ class CardLink:
             return str(error).partition("\n")[0]
         finally:
             self.break_off()
-            self._here.finish()
+            self._of_owner.finish()
             self._host[:] = 0
         return ""
 
     def _ends(self) -> bool:
         """Wait for both, in a trial; whether they end by themselves."""
         until = time.monotonic() + flags.TRIAL_PATIENCE
-        while not (self._here.current().query() and self._stream.query()):
+        while not (self._of_owner.current().query() and self._stream.query()):
             if time.monotonic() > until:
                 return False
         return True
@@ -364,11 +359,11 @@ class _Watch:
         self._closed.set()
 
     def _look(self) -> None:
-        seen, since = None, time.monotonic()
+        before, since = None, time.monotonic()
         while not self._closed.wait(LOOK):
             now = self._steps, int(self._numbers[0]), int(self._numbers[_SPACING])
-            if not self._under_way or now != seen:
-                seen, since = now, time.monotonic()
+            if not self._under_way or now != before:
+                before, since = now, time.monotonic()
             elif time.monotonic() - since > flags.PATIENCE and now[1] > now[2]:
                 self._released = True
                 self._numbers[:] = _RELEASED

@@ -1358,10 +1358,11 @@ class GpuLayers:
         tensors, these and others', and beside the temporaries.
         """
         parts = {part: self._bytes[part] for part in ("attention", "norms", "head", "kv", "ffn")}
+        parts["ffn"] += sum(link.expert_bytes for link in self._helped)
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
         streams = 0 if self.streams is None else self.streams.nbytes
         buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
-        buffers += sum(link.gpu_bytes for link in self._helped)
+        buffers += sum(link.temporaries for link in self._helped)
         passed = self._passed + self.prompts.passed
         parts["scratch"] = buffers + passed + self.recorded_bytes
         if self._cuda:

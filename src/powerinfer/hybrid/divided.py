@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.gpu import GpuLayers
     from powerinfer.devices.link import Link
+    from powerinfer.devices.split import SplitExecutor
     from powerinfer.kernels.gpu_types import Experts
 
 
@@ -34,9 +35,9 @@ class ExpertShare:
 
     def __init__(
         self,
-        layer: int,
         link: CardLink,
         index: Indices,
+        layer: int,
         config: ExpertsConfig,
         d_model: int,
         load: Callable[[device], Experts],
@@ -54,7 +55,7 @@ class ExpertShare:
         with gpu_failures(f"loading experts of layer {layer}", "give less --vram"), current(link.device):
             self._part = load(link.device)
             self._slots = torch.from_numpy(table).to(link.device)
-        link.held += self.nbytes
+        link.expert_bytes += self.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -110,12 +111,31 @@ def connect(cards: Sequence[GpuLayers]) -> None:
                 owner.exchange_with(helper, number)
 
 
+def tell_exchanges(executor: SplitExecutor) -> None:
+    """Say how long GPUs take to exchange, and why steps of theirs are launched kernel by kernel, if they are."""
+    links = [link for card in executor.cards for link in card.card_links]
+    times = [link.meet_us for link in links if link.meet_us is not None]
+    if times:
+        executor.tell(f"which takes an exchange of {max(times):.0f} us")
+    problem = next((link.problem for link in links if link.problem), "")
+    if problem:
+        executor.tell(f"launched kernel by kernel: {problem}")
+
+
+def experts_on(
+    links: Sequence[CardLink], dealt: Sequence[Sequence[Indices]], layer: int
+) -> list[tuple[CardLink, Indices]]:
+    """The experts of a layer on other GPUs than its own, with the exchange with each. dealt: as of `ExpertSplit`."""
+    pairs = [(link, dealt[link.number][layer]) for link in links] if dealt else []
+    return [(link, index) for link, index in pairs if len(index)]
+
+
 def deal(experts: Indices, counts: Sequence[int]) -> list[Indices]:
     """The experts of a layer on each GPU, int32 ascending. experts: frequent ones first; counts: of each GPU, of which
     each gets frequent and rare ones alike."""
     assert sum(counts) == len(experts)
-    dealt: list[list[int]] = [[] for _ in counts]
+    hands: list[list[int]] = [[] for _ in counts]
     for expert in experts.tolist():
-        shares = [len(one) / most if most > len(one) else np.inf for one, most in zip(dealt, counts, strict=True)]
-        dealt[int(np.argmin(shares))].append(expert)
-    return [np.array(sorted(one), np.int32) for one in dealt]
+        shares = [len(one) / most if most > len(one) else np.inf for one, most in zip(hands, counts, strict=True)]
+        hands[int(np.argmin(shares))].append(expert)
+    return [np.array(sorted(one), np.int32) for one in hands]

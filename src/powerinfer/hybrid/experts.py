@@ -46,7 +46,7 @@ from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.copier import Copier, Send
-from powerinfer.hybrid.divided import ExpertShare
+from powerinfer.hybrid.divided import ExpertShare, experts_on
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts, gpu_host, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
@@ -54,7 +54,7 @@ from powerinfer.kernels.gpu_types import Elsewhere, tensor_bytes
 from powerinfer.neurons import BUNDLE_GROUP, Indices, Predictor
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor
 
     from powerinfer import _native
     from powerinfer.devices.cpu_experts import ByNeuron
@@ -86,9 +86,7 @@ class HybridExperts(HybridTerms):
         self.top_k = config.router.top_k
         hot = split.hot[layer]
         self._inside = split.inside.get(layer)  # int32 [experts, some]
-        # The experts on other GPUs, with the exchange with each.
-        others = [(link, split.others[link.number][layer]) for link in layers.card_links if split.others]
-        self._others = [(link, index) for link, index in others if len(index)]
+        self._linked_experts = experts_on(layers.card_links, split.dealt, layer)
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
             copier.use(layers.device, split.stage)
@@ -156,14 +154,10 @@ class HybridExperts(HybridTerms):
     def _place(self, cpu: CpuExecutor, weights: ExpertWeights, hot: Indices) -> list[RawTensor] | None:
         """Put each expert on its device, and only there; those of the CPU in RAM, or on disk. Returns all of them, if
         RAM needs no copy, as it does not of those in a mapped file."""
-        import torch
-
-        n, here = self.config.n_experts, self._layers.device
+        n, device = self.config.n_experts, self._layers.device
         of_slot = hot if self._copier is not None else np.sort(hot)
-        cpu_has_all = self._copier is not None or self._disk is not None  # can be asked of the CPU
-        on_other = np.concatenate([np.empty(0, np.int32), *(index for _, index in self._others)])
-        self._on_other = np.isin(np.arange(n), on_other)
-        on_cpu = np.arange(n, dtype=np.int32) if cpu_has_all else np.setdiff1d(np.arange(n), [*hot, *on_other])
+        self._on_other = np.isin(np.arange(n), [expert for _, index in self._linked_experts for expert in index])
+        on_cpu = self._select_for_cpu(hot)
         inside, among = self._inside, None
         if inside is not None:
             of_slot, among = np.arange(n, dtype=np.int32), complement(inside, self.config.size)
@@ -180,15 +174,13 @@ class HybridExperts(HybridTerms):
             self._resting = weights.resting()
             routing = weights.correction, weights.router_bias
             self._cpu_part = cpu.resting_sum(self.layer, self._resting, self._biases, *routing)
-            if len(of_slot):
-                slots = np.arange(len(of_slot), dtype=np.int32)
-                stored = weights.some(of_slot)
-                self._gpu_part = gpu_experts.resident(stored, slots, self.config, here, biases(of_slot))
 
-            def load(index: Indices, to: device) -> Experts:
+            def load(index: Indices, to: Any) -> Experts:
                 slots = np.arange(len(index), dtype=np.int32)
                 return gpu_experts.resident(weights.some(index), slots, self.config, to, biases(index))
 
+            if len(of_slot):
+                self._gpu_part = load(of_slot, device)
         else:
             tensors = [tensor.gathered() for tensor in weights.experts()]
             views = tensors if all(map(is_mapped, tensors)) else None
@@ -199,10 +191,10 @@ class HybridExperts(HybridTerms):
                 assert by_neuron or inside is None
                 predictor = self._upload_predictor() if by_neuron else None
                 self._gpu_part = gpu_experts.resident(
-                    tensors, of_slot, self.config, here, self._biases, by_neuron, predictor, inside
+                    tensors, of_slot, self.config, device, self._biases, by_neuron, predictor, inside
                 )
 
-            def load(index: Indices, to: device) -> Experts:
+            def load(index: Indices, to: Any) -> Experts:
                 return gpu_experts.resident(tensors, index, self.config, to, self._biases, by_neuron)
 
             if len(on_cpu):
@@ -210,27 +202,38 @@ class HybridExperts(HybridTerms):
                 predicted = self._cpu_predictor(weights, on_cpu, among)
                 self._cpu_part = cpu.expert_sum(self.layer, matrices, biases(on_cpu), predicted, among)
                 self._predicted = predicted is not None
+        d_model = cpu.config.d_model
         self._expert_shares = [
-            ExpertShare(self.layer, link, index, self.config, cpu.config.d_model, partial(load, index))
-            for link, index in self._others
+            ExpertShare(link, index, self.layer, self.config, d_model, partial(load, index))
+            for link, index in self._linked_experts
         ]
+        self._enumerate(of_slot, on_cpu)
+        return views
+
+    def _select_for_cpu(self, hot: Indices) -> Indices:
+        """The experts that can be asked of the CPU, ascending."""
+        experts = np.arange(self.config.n_experts, dtype=np.int32)
+        cpu_has_all = self._copier is not None or self._disk is not None
+        return experts if cpu_has_all else np.setdiff1d(experts[~self._on_other], hot)
+
+    def _enumerate(self, of_slot: Indices, on_cpu: Indices) -> None:
+        """Number the experts on either device. of_slot: that of each slot on the GPU; on_cpu: those of the CPU."""
+        import torch
+
+        n = self.config.n_experts
         # Of each expert its slot on the GPU, and its place on the CPU; -1 where it is not there.
         self._slot, self._place_of = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
-        if inside is None:
+        if self._inside is None:
             self._slot[of_slot] = np.arange(len(of_slot))
         self._place_of[on_cpu] = np.arange(len(on_cpu))
         self._place_of[self._on_other] = -1
         self.in_slot: list[int] = of_slot.tolist()
         self._table: NDArray[np.int32] | None = None  # of a copier, which uploads it
         if self._copier is None:
-            self._slots = torch.arange(n, dtype=torch.int32, device=here)
+            self._slots = torch.arange(n, dtype=torch.int32, device=self._layers.device)
         else:
             self._slots, self._table = self._copier.table(self.layer)
-        self._not_cold = self._slots
-        if self._expert_shares:
-            self._not_cold = torch.from_numpy(np.where(self._on_other, n, self._slot).astype(np.int32)).to(here)
         self._publish()
-        return views
 
     def _place_shared(self, shared: Sequence[RawTensor], types: Sequence[str]) -> None:
         """Put the shared expert on the GPU, its neurons told apart. What is left out is what the CPU alone would leave
@@ -298,6 +301,10 @@ class HybridExperts(HybridTerms):
         self._list()
         if self._inside is None:
             self._slots.copy_(torch.from_numpy(self._slot))
+        self._not_cold = self._slots
+        if self._expert_shares:
+            table = np.where(self._on_other, len(self._slot), self._slot).astype(np.int32)
+            self._not_cold = torch.from_numpy(table).to(self._layers.device)
         if self._table is not None:
             self._table[:] = self._slot
         self._call_places[:] = np.where(self._slot < 0, self._place_of, np.int32(-1))
@@ -888,8 +895,7 @@ class ExpertSplit(Split[HybridExperts]):
     be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them; hot_whole: those on the
     GPU are computed whole, whatever the CPU skips. inside: of layers none of whose experts is hot, the neurons of each
     that the GPU has copies of, int32 [experts, some], ascending: whole groups, of which a predictor selects, and not
-    all. others: of each GPU of several the experts of each layer that it computes for the layer's own; (): none are
-    divided.
+    all. dealt: of each GPU of several the experts of each layer on it; (): none are divided.
     """
 
     hot: Sequence[Indices]
@@ -898,7 +904,7 @@ class ExpertSplit(Split[HybridExperts]):
     copier: Copier | None = None
     hot_whole: bool = False
     inside: Mapping[int, Indices] = field(default_factory=dict)
-    others: Sequence[Sequence[Indices]] = ()
+    dealt: Sequence[Sequence[Indices]] = ()
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 

@@ -390,11 +390,16 @@ def _settle_cards(
 ) -> None:
     """Hold each GPU's budget, and settle how it computes prompts and steps. prompts: these are measured."""
     from powerinfer.devices.several import OneCard
+    from powerinfer.hybrid.divided import tell_exchanges
     from powerinfer.hybrid.step_trial import settle as settle_steps
     from powerinfer.hybrid.vram import hold_card
 
     plan, prefill = resolved.placement.several, []
     assert plan is not None
+    for card in executor.cards:
+        card.rehearse_exchanges()
+    if any(card.card_links for card in executor.cards):
+        tell_exchanges(executor)
     cards = zip(executor.cards, gpu_names(resolved.gpu), plan.parts, strict=True)
     for number, (card, name, part) in enumerate(cards):
         single = replace(resolved, device=replace(resolved.device, gpu=name))
