@@ -151,7 +151,8 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class Awaited:
-    """A number that the host writes, from which on a stream goes on."""
+    """A number that the host writes, or another device's stream, from which on a stream goes on. time: when it was
+    written."""
 
     machine: Machine
     address: int
@@ -161,6 +162,11 @@ class Awaited:
     def reached(self) -> bool:
         there = ctypes.c_uint32.from_address(self.address).value
         return ctypes.c_int32(there - self.value).value >= 0
+
+    @property
+    def time(self) -> float:
+        of_streams = self.machine.written.get((self.address, self.value))
+        return self.machine.answers.get(self.value, 0.0) if of_streams is None else of_streams
 
 
 class Stream:
@@ -202,7 +208,7 @@ class Stream:
             if isinstance(first, Awaited):
                 if not first.reached:
                     return False
-                self.time = max(self.time, self._machine.answers.get(first.value, 0.0))
+                self.time = max(self.time, first.time)
             else:
                 event, number = first
                 if event.reached < number:
@@ -289,6 +295,7 @@ class Written:
 
     def run(self, stream: Stream) -> None:
         machine = self.machine
+        machine.written[self.address, self.value] = stream.time
         machine.answered = max(machine.answered, stream.time) + self.seconds
         machine.answers[self.value] = machine.answered
         ctypes.c_uint32.from_address(self.address).value = self.value
@@ -304,6 +311,7 @@ class Machine:
         self.replays = 0
         self.host = self.called = self.answered = 0.0
         self.answers: dict[int, float] = {}
+        self.written: dict[tuple[int, int], float] = {}  # when streams wrote numbers, by address
         self.idle = 0
         self._without = without
         self._random = random.Random(seed)

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import families  # noqa: E402
+from deferred import Machine  # noqa: E402
 from families import case_named  # noqa: E402
 from test_expert_plan import tiny_model  # noqa: E402
 from test_several_gpus import (  # noqa: E402
@@ -38,10 +39,11 @@ from truth import Truth  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import card_link, flags  # noqa: E402
 from powerinfer.devices.card_link import CardLink  # noqa: E402
+from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.hybrid.divided import deal  # noqa: E402
-from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
+from powerinfer.hybrid.divided import ExpertShare, deal  # noqa: E402
+from powerinfer.hybrid.experts import ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
@@ -197,6 +199,33 @@ def patiently(wait: Any) -> Any:
         wait(done)
 
     return wait_long
+
+
+def test_both_gpus_compute_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes the longer of both shares; by the clocks of the devices, in a step that is replayed."""
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
+    for seed, shares in enumerate([(5.0, 3.0), (2.0, 7.0)]):
+        with two_devices(seed) as machine, monkeypatch.context() as patch:
+
+            def timed(plain: Any, seconds: float, machine: Machine = machine) -> Any:
+                def run(*args: Any) -> Any:
+                    found = plain(*args)
+                    machine.spend(seconds)
+                    return found
+
+                return run
+
+            patch.setattr(HybridExperts, "_add_hot", timed(HybridExperts._add_hot, shares[0]))
+            patch.setattr(ExpertShare, "_compute", timed(ExpertShare._compute, shares[1]))
+            with divided(model.path, (0, 1), "deferred", cold=0) as two:
+                for card in two.cards:
+                    card.record(recorder_of(card.device))
+                pages, times = families.scattered_pages(two, 1)[0], []
+                for at in range(4):
+                    begin = machine.host
+                    families.run_chunks(two, model.texts[0][at : at + 1], [1], pages)
+                    times.append(machine.host - begin)
+            assert times[-1] == pytest.approx(2 * max(shares), rel=1e-12)
 
 
 # ---------------------------------------------------------------- placed by plans
