@@ -29,9 +29,9 @@ from deferred import DEFERRED, Machine, deferred  # noqa: E402
 from families import case_named  # noqa: E402
 from gpu_device import CUDA, torch_device, used  # noqa: E402
 from sparse_models import give_bundles, tiny_llama  # noqa: E402
-from test_divided_experts import AWAITED  # noqa: E402
 from test_gpu_layers import engine_of, on_gpu  # noqa: E402
 from test_sparse import packed, side_by_side  # noqa: E402
+from test_spread_experts import AWAITED  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer import devices, hybrid  # noqa: E402
@@ -736,7 +736,7 @@ OF_SEVERAL = {
     "self._streams.current().wait_event(passed.ready)",
     *(line for line, _ in AWAITED),
 }
-"""Between two GPUs: test_several_gpus.py and test_divided_experts.py leave them out."""
+"""Between two GPUs: test_several_gpus.py and test_spread_experts.py leave them out."""
 
 LEFT_OUT = {
     # link.py: the CPU's input, and a selection before it

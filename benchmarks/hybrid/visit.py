@@ -65,12 +65,12 @@ LAYER_TESTS = (
     "test_gpu_layers", "test_gpu_wiring", "test_hybrid", "test_stage", "test_streamed", "test_hybrid_experts",
     "test_split_experts_on_disk", "test_split_neurons_on_disk", "test_gpu_bytes", "test_gpu_rates",
     "test_unlike_layers", "test_topk", "test_embeddings", "test_dense_hybrids", "test_column_order", "test_gemma3n",
-    "test_gpu_drafts", "test_gpu_draft_model", "test_eagle", "test_several_gpus", "test_divided_experts",
+    "test_gpu_drafts", "test_gpu_draft_model", "test_eagle", "test_several_gpus", "test_spread_experts",
     "test_working_memory", "test_prompt_recordings",
 )  # fmt: skip
 NEW_TESTS = (
     "test_host_calls", "test_flags", "test_gpu_candidates", "test_stage", "test_streamed", "test_several_gpus",
-    "test_divided_experts", "test_hybrid_experts", "test_gpu_pages", "test_gpu_kernels", "test_gpu_experts",
+    "test_spread_experts", "test_hybrid_experts", "test_gpu_pages", "test_gpu_kernels", "test_gpu_experts",
 )  # fmt: skip
 NEW_ONLY = "cuda and (test_attention or not test_gpu_kernels) and (prompts or not test_gpu_experts)"
 """Of what was never run on a GPU: flags, exchange in place, steps ahead, registered memory, experts and attention of

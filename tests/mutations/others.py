@@ -127,6 +127,13 @@ MUTATIONS = [
         "tests/test_several_gpus.py -k waits_for_the_one_before",
     ),
     Mutation(
+        "experts that are spread over GPUs: the owner waits for the helper's sums",
+        "src/powerinfer/devices/card_link.py",
+        "            owner.wait_value(owner.current(), self._flags[\"owner\"][1], number)\n",
+        "            pass\n",
+        "tests/test_spread_experts.py -k each_gpu_waits",
+    ),
+    Mutation(
         "a step that is launched before the tokens of the one before are known: it waits for their rows",
         "src/powerinfer/devices/next_step.py",
         "        self._streams.wait_value(self._stream, self._answered, self._number)\n",

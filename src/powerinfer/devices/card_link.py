@@ -1,4 +1,4 @@
-"""Exchange between two GPUs, for layers of the one, the owner, whose experts are divided between both.
+"""Exchange between two GPUs, for layers of the one, the owner, whose experts are spread over both.
 
     owner    ... x, selection | asked = 6 | its own experts | wait for answered >= 6 | + the other's sums ...
     helper         wait for asked >= 6 | its experts | answered = 6 |

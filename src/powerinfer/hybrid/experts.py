@@ -46,7 +46,7 @@ from powerinfer.errors import PowerInferError, RequestError
 from powerinfer.formats.quant import Bytes
 from powerinfer.formats.tensors import ExpertWeights, RawTensor, RestingTensor
 from powerinfer.hybrid.copier import Copier, Send
-from powerinfer.hybrid.divided import ExpertShare, experts_on
+from powerinfer.hybrid.spread import ExpertShare, experts_on
 from powerinfer.hybrid.terms import HybridTerms, Split, SplitSparsity
 from powerinfer.kernels import gpu, gpu_experts, gpu_host, gpu_panels
 from powerinfer.kernels.cpu import LANES, NEURON_TOKENS, ExpertPanels
@@ -86,7 +86,7 @@ class HybridExperts(HybridTerms):
         self.top_k = config.router.top_k
         hot = split.hot[layer]
         self._inside = split.inside.get(layer)  # int32 [experts, some]
-        self._linked_experts = experts_on(layers.card_links, split.dealt, layer)
+        self._linked_experts = experts_on(layers.card_links, split.spread, layer)
         self._copier = copier = split.copier if len(hot) else None
         if copier is not None:
             copier.use(layers.device, split.stage)
@@ -895,7 +895,7 @@ class ExpertSplit(Split[HybridExperts]):
     be swapped; copier: exchanges those on the GPU from step to step, the CPU has all of them; hot_whole: those on the
     GPU are computed whole, whatever the CPU skips. inside: of layers none of whose experts is hot, the neurons of each
     that the GPU has copies of, int32 [experts, some], ascending: whole groups, of which a predictor selects, and not
-    all. dealt: of each GPU of several the experts of each layer on it; (): none are divided.
+    all. spread: of each GPU of several the experts of each layer on it; (): those of a layer are on one.
     """
 
     hot: Sequence[Indices]
@@ -904,7 +904,7 @@ class ExpertSplit(Split[HybridExperts]):
     copier: Copier | None = None
     hot_whole: bool = False
     inside: Mapping[int, Indices] = field(default_factory=dict)
-    dealt: Sequence[Sequence[Indices]] = ()
+    spread: Sequence[Sequence[Indices]] = ()
     ffns: list[HybridExperts] = field(default_factory=list)
     kind: type = ExpertsConfig
 

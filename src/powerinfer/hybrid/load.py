@@ -201,7 +201,7 @@ def load_split(
     from powerinfer.devices.split import SplitExecutor
     from powerinfer.devices.streamed import StreamedLayers
     from powerinfer.devices.torch_device import MemoryShare, choose_device, gpu_failures, make_room
-    from powerinfer.hybrid.divided import connect
+    from powerinfer.hybrid.spread import connect
     from powerinfer.models import rotations
     from powerinfer.models.blocks import wire
     from powerinfer.models.draft import wire_draft
@@ -240,7 +240,7 @@ def load_split(
                 opened.callback(gpus[-1].close)
             if stage is not None:
                 streamed = StreamedLayers(cpu, gpus[-1], stage)
-            if placement.divides:
+            if placement.spread:
                 connect(gpus)
             parts: dict[str, Any] = {"split": split, "head": placement.head, "last": streamed}
             wire(cpu, checkpoint, progress, gpus, neurons=selection, **parts)
@@ -390,7 +390,7 @@ def _settle_cards(
 ) -> None:
     """Hold each GPU's budget, and settle how it computes prompts and steps. prompts: these are measured."""
     from powerinfer.devices.several import OneCard
-    from powerinfer.hybrid.divided import tell_exchanges
+    from powerinfer.hybrid.spread import tell_exchanges
     from powerinfer.hybrid.step_trial import settle as settle_steps
     from powerinfer.hybrid.vram import hold_card
 

@@ -58,7 +58,7 @@ class Placement:
     None: an estimate. disk: what stays there, None: nothing. pages: of the KV cache on every device, None: as many as
     fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. firsts: of several GPUs the first
     layer of each, (): there is one; several: the plan over them, where one made that. measured: bytes that dense parts
-    and steps took, by which neurons were placed anew, None: they were not. divides: each layer's experts are on all of
+    and steps took, by which neurons were placed anew, None: they were not. spread: each layer's experts are on all of
     several GPUs.
     """
 
@@ -74,7 +74,7 @@ class Placement:
     firsts: tuple[int, ...] = ()
     several: Plan | None = None
     measured: int | None = None
-    divides: bool = False
+    spread: bool = False
 
     @property
     def neurons(self) -> Plan | None:

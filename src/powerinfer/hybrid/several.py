@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from powerinfer.devices.wanted import gpu_names
 from powerinfer.errors import RequestError, demand
-from powerinfer.hybrid.divided import deal
 from powerinfer.hybrid.in_ram import profile_of
 from powerinfer.hybrid.resolved import Resolved, experts_said, model_of
+from powerinfer.hybrid.spread import deal
 from powerinfer.neurons import Indices, NeuronPlacement
 from powerinfer.placement.budget import budgets, gib
 from powerinfer.placement.disk import better_densely, within
@@ -119,7 +119,7 @@ def _placed(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError
         return plan.reasons[0]
     resolved = resolved.with_chunk(request.chunk)
     firsts, split = tuple(part.first for part in plan.parts), None if claims.whole else plan
-    parts: dict[str, Any] = {"layers": claims.gpu_layers, "head": claims.gpu_head, "divides": bool(plan.shares)}
+    parts: dict[str, Any] = {"layers": claims.gpu_layers, "head": claims.gpu_head, "spread": bool(plan.shares)}
     parts["disk"] = claims.disk or plan.on_disk
     placed = resolved.placed(**parts, plan=split, firsts=firsts, several=plan)
     if claims.whole:
@@ -128,7 +128,7 @@ def _placed(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError
         reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPUs"
     else:
         reason = experts_said(placed.placement.experts or (), sum(request.model.n_experts), len(claims.inside))
-        reason += ", each layer's divided between these" if plan.shares else ""
+        reason += ", each layer's spread over these" if plan.shares else ""
     return replace(placed, device=replace(placed.device, reason=reason))
 
 
@@ -191,10 +191,10 @@ def splits_of(
     selection, placement = resolved.selection, resolved.placement
     if placement.experts is not None:
         adjust, hot_whole = resolved.engine.adjust, not selection.on_gpu
-        dealt = _dealt(placement.experts, plan.shares)
-        hot: Sequence[Sequence[Indices]] = dealt or [placement.experts] * len(plan.parts)
+        spread = _spread(placement.experts, plan.shares)
+        hot: Sequence[Sequence[Indices]] = spread or [placement.experts] * len(plan.parts)
         cards = zip(hot, stages, copiers, strict=True)
-        more = hot_whole, placement.hot_neurons, dealt
+        more = hot_whole, placement.hot_neurons, spread
         return [ExpertSplit(experts, adjust, stage, copier, *more) for experts, stage, copier in cards]
     bundles, profile = selection.bundles, plan.request.profile
     assert bundles is not None
@@ -209,8 +209,8 @@ def splits_of(
     return [NeuronSplit(bundles, joined, *selects, stage, profile.fraction) for stage in stages]
 
 
-def _dealt(experts: Sequence[Indices], shares: Sequence[Sequence[int]]) -> list[list[Indices]]:
-    """Experts of each layer on each GPU, where these are divided. experts, shares: as of `Placement.experts` and
+def _spread(experts: Sequence[Indices], shares: Sequence[Sequence[int]]) -> list[list[Indices]]:
+    """Experts of each layer on each GPU, where these are spread. experts, shares: as of `Placement.experts` and
     `Plan.shares`."""
     layers = [deal(hot, counts) for hot, *counts in zip(experts, *shares, strict=True)] if shares else []
     return [[layer[number] for layer in layers] for number in range(len(shares))]

@@ -1,4 +1,4 @@
-"""Experts of a layer that are divided between GPUs: some on the one that has the layer, others on the other ones.
+"""Experts of a layer that are spread over GPUs: some on the one that has the layer, others on the other ones.
 
 The owner has attention, cache, router and shared expert. Each helper gets what experts read and the tokens' selection,
 adds up the experts that it has, and sends the sum back (devices/card_link.py); what no GPU has the CPU computes. All
@@ -123,10 +123,10 @@ def tell_exchanges(executor: SplitExecutor) -> None:
 
 
 def experts_on(
-    links: Sequence[CardLink], dealt: Sequence[Sequence[Indices]], layer: int
+    links: Sequence[CardLink], spread: Sequence[Sequence[Indices]], layer: int
 ) -> list[tuple[CardLink, Indices]]:
-    """The experts of a layer on other GPUs than its own, with the exchange with each. dealt: as of `ExpertSplit`."""
-    pairs = [(link, dealt[link.number][layer]) for link in links] if dealt else []
+    """The experts of a layer on other GPUs than its own, with the exchange with each. spread: as of `ExpertSplit`."""
+    pairs = [(link, spread[link.number][layer]) for link in links] if spread else []
     return [(link, index) for link, index in pairs if len(index)]
 
 

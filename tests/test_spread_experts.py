@@ -1,4 +1,4 @@
-"""Experts of a layer that are divided between GPUs: the answer of one GPU that has all of them, in steps of any length,
+"""Experts of a layer that are spread over GPUs: the answer of one GPU that has all of them, in steps of any length,
 launched and replayed, whenever either device works.
 
 Two stand-ins (torch's CPU device) are two GPUs, as in test_several_gpus.py.
@@ -7,7 +7,7 @@ Two stand-ins (torch's CPU device) are two GPUs, as in test_several_gpus.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import families  # noqa: E402
+import test_split_experts_on_disk as experts_on_disk  # noqa: E402
 from deferred import Machine  # noqa: E402
 from families import case_named  # noqa: E402
+from test_disk_experts import written  # noqa: E402, F401
 from test_expert_plan import tiny_model  # noqa: E402
 from test_several_gpus import (  # noqa: E402
     DEVICES,
@@ -39,19 +41,21 @@ from truth import Truth  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import card_link, flags  # noqa: E402
 from powerinfer.devices.card_link import CardLink  # noqa: E402
+from powerinfer.devices.disk import OnDisk  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.errors import PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
-from powerinfer.hybrid.divided import ExpertShare, deal  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.hybrid.several import CardSplits  # noqa: E402
+from powerinfer.hybrid.spread import ExpertShare, deal  # noqa: E402
+from powerinfer.placement.disk import DiskPlan  # noqa: E402
 from powerinfer.sparsity.selection import DENSE  # noqa: E402
 
 
-def dealt(path: Path, gpus: int, cold: int) -> list[list[np.ndarray]]:
+def shares_of(path: Path, gpus: int, cold: int) -> list[list[np.ndarray]]:
     """Of each GPU the experts of each layer; the last `cold` ones are on the CPU."""
     config = open_checkpoint(path).config
     each: list[list[np.ndarray]] = [[] for _ in range(gpus)]
@@ -64,16 +68,25 @@ def dealt(path: Path, gpus: int, cold: int) -> list[list[np.ndarray]]:
 
 
 @contextmanager
-def divided(path: Path, firsts: tuple[int, ...], device: str = "cpu", cold: int = 1, **options: Any) -> Iterator[Any]:
-    """An executor whose layers are on as many GPUs as `firsts` has layers, and the experts of each on all of them."""
+def spread(
+    path: Path,
+    firsts: tuple[int, ...],
+    device: str = "cpu",
+    cold: int = 1,
+    resting: int = 0,
+    **options: Any,
+) -> Iterator[Any]:
+    """An executor whose layers are on as many GPUs as `firsts` has layers, and the experts of each on all of them.
+    resting: slots in RAM for those that rest on disk, 0: none do."""
     settings = {"threads": 1, "context": families.CONTEXT, "kv_type": "f32", "prefill_chunk": families.TOKENS}
     engine = EngineConfig(**(settings | {"max_batch": 8} | options))
     checkpoint = open_checkpoint(path)
     layers = checkpoint.config.n_layers
-    placement = Placement(layers, True, firsts=firsts, divides=True)
+    disk = DiskPlan(OnDisk(experts=dict.fromkeys(range(layers), resting)), {}, 0) if resting else None
+    placement = Placement(layers, True, pages=16, firsts=firsts, disk=disk, spread=True)
     resolved = Resolved(checkpoint, engine, DENSE, UsedGpu(names(device, len(firsts))), placement)
-    of_gpus = dealt(path, len(firsts), cold)
-    splits = [ExpertSplit(own, dealt=of_gpus) for own in of_gpus]
+    of_gpus = shares_of(path, len(firsts), cold)
+    splits = [ExpertSplit(own, spread=of_gpus) for own in of_gpus]
     executor = load_split(resolved, CardSplits(splits, [*firsts[1:], layers]))
     try:
         yield executor
@@ -90,14 +103,24 @@ def test_experts_are_dealt_so_that_each_gpu_gets_frequent_ones() -> None:
 @pytest.mark.parametrize("cold", [0, 1])
 @pytest.mark.parametrize("gpu", DEVICES)
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next", "gpt-oss", "nemotron-h-latents", "gemma4-experts"])
-def test_divided_experts_give_the_models_answers(name: str, gpu: str, cold: int, tmp_path: Path) -> None:
+def test_spread_experts_give_the_models_answers(name: str, gpu: str, cold: int, tmp_path: Path) -> None:
     model = Truth(case_named(name), folder=tmp_path)
-    with divided(model.path, (0, 1), gpu, cold) as two:
+    with spread(model.path, (0, 1), gpu, cold) as two:
         ours = answers(two, model.texts)
         model.check(ours[0])
         check_alike(answers(two, model.texts), ours)
         links = [link for card in two.cards for link in card.card_links]
         assert len(links) == 2 and all(link.expert_bytes for link in links)
+
+
+def test_spread_experts_beside_others_on_disk(written: Callable[[str], Path]) -> None:  # noqa: F811
+    path, found = written("qwen3-30b-a3b"), []
+    options: dict[str, Any] = {"prefill_chunk": 64, "context": 128, "max_batch": 4, "disk": "direct"}
+    for resting in (0, 4):
+        with spread(path, (0, 1), cold=8, resting=resting, **options) as two:
+            found.append(experts_on_disk.answers(two))
+            assert not resting or two.disk.counts()["bytes"]
+    check_alike(*found)
 
 
 # ---------------------------------------------------------------- devices that work later
@@ -127,7 +150,7 @@ def run_later(path: Path, texts: Any, seed: int, by_numbers: bool, without: str 
             return "" if without is not None else tried(link, record)
 
         patch.setattr(CardLink, "_tried", trial)
-        with divided(path, (0, 1), "deferred") as two:
+        with spread(path, (0, 1), "deferred") as two:
             machine.finish()
             assert all(link.records == by_numbers for card in two.cards for link in card.card_links)
             before = machine.replays
@@ -145,7 +168,7 @@ def launched(executor: Any, texts: Any) -> list[np.ndarray]:
 def test_each_gpu_waits_for_the_other(by_numbers: bool, tmp_path: Path) -> None:
     """Whenever either works, the bits are the same."""
     model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
-    with divided(model.path, (0, 1)) as two:
+    with spread(model.path, (0, 1)) as two:
         wanted = replayed(two, model.texts) if by_numbers else launched(two, model.texts)
     for seed in range(3):
         check_alike(run_later(model.path, model.texts, seed, by_numbers), wanted)
@@ -154,7 +177,7 @@ def test_each_gpu_waits_for_the_other(by_numbers: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("line", "by_numbers"), AWAITED)
 def test_a_wait_that_is_left_out_is_seen(line: str, by_numbers: bool, tmp_path: Path) -> None:
     model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
-    with divided(model.path, (0, 1)) as two:
+    with spread(model.path, (0, 1)) as two:
         wanted = replayed(two, model.texts) if by_numbers else launched(two, model.texts)
     for seed in range(10):
         try:
@@ -173,7 +196,7 @@ def test_a_gpu_that_answers_nothing_ends_its_step(tmp_path: Path, monkeypatch: p
     """With one line, and the next step has the right answer."""
     model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
     monkeypatch.setattr(card_link, "LOOK", 0.01)
-    with two_devices(1) as machine, divided(model.path, (0, 1), "deferred") as two:
+    with two_devices(1) as machine, spread(model.path, (0, 1), "deferred") as two:
         wanted, (link, *_) = launched(two, model.texts), two.cards[0].card_links
         answer = link._answer
         with monkeypatch.context() as broken, pytest.raises(PowerInferError, match="has waited for another for 0 s"):
@@ -217,7 +240,7 @@ def test_both_gpus_compute_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
             patch.setattr(HybridExperts, "_add_hot", timed(HybridExperts._add_hot, shares[0]))
             patch.setattr(ExpertShare, "_compute", timed(ExpertShare._compute, shares[1]))
-            with divided(model.path, (0, 1), "deferred", cold=0) as two:
+            with spread(model.path, (0, 1), "deferred", cold=0) as two:
                 for card in two.cards:
                     card.record(recorder_of(card.device))
                 pages, times = families.scattered_pages(two, 1)[0], []
@@ -232,13 +255,13 @@ def test_both_gpus_compute_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("two_described")
-def test_a_load_that_divides_experts_follows_its_plan(tmp_path: Path) -> None:
+def test_a_load_that_spreads_experts_follows_its_plan(tmp_path: Path) -> None:
     """Bytes on each GPU are the plan's, its budget holds, and the CPU has what no GPU does."""
     path = tiny_model(tmp_path)
     engine = EngineConfig(threads=1, context=128, prefill_chunk=48, max_batch=3, gpu="cpu,cpu", trial=False)
     engine = replace(engine, split_mode="expert")
     everything = resolve(open_checkpoint(path), replace(engine, vram=(2 * GIB, 2 * GIB)))
-    assert everything.placement.several is not None and everything.placement.divides
+    assert everything.placement.several is not None and everything.placement.spread
     held = [sum(part.plan.bytes["gpu"].values()) for part in everything.placement.several.parts]
     for less in (0, 4096):
         vram = tuple(nbytes - less for nbytes in held)
@@ -267,7 +290,7 @@ def test_a_load_that_divides_experts_follows_its_plan(tmp_path: Path) -> None:
         alone, _ = answer(path, gpu="none")
         ours, choices = answer(path, gpu="cpu,cpu", split_mode="expert", vram=vram)
         assert ours == alone
-        assert "each layer's divided between these, which takes an exchange of" in choices["gpu"]
+        assert "each layer's spread over these, which takes an exchange of" in choices["gpu"]
 
 
 @pytest.mark.usefixtures("two_described")
@@ -279,6 +302,6 @@ def test_a_load_that_divides_experts_follows_its_plan(tmp_path: Path) -> None:
         ({"gpu": "cpu,cpu", "adjust": True}, "--adjust moves experts"),
     ],
 )
-def test_a_load_refuses_what_does_not_divide(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_load_refuses_what_does_not_spread(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         answer(tiny_model(tmp_path), split_mode="expert", **options)
