@@ -127,7 +127,7 @@ MUTATIONS = [
         "tests/test_several_gpus.py -k waits_for_the_one_before",
     ),
     Mutation(
-        "experts that are spread over GPUs: the owner waits for the helper's sums",
+        "experts that are spread over GPUs give the model's answers: the owner waits for the helper's sums",
         "src/powerinfer/devices/card_link.py",
         "            owner.wait_value(owner.current(), self._flags[\"owner\"][1], number)\n",
         "            pass\n",
