@@ -113,6 +113,13 @@ def test_spread_experts_give_the_models_answers(name: str, gpu: str, cold: int, 
         assert len(links) == 2 and all(link.expert_bytes for link in links)
 
 
+def test_experts_that_are_spread_over_three_gpus(tmp_path: Path) -> None:
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=3)
+    with spread(model.path, (0, 1, 2), cold=1) as three:
+        model.check(answers(three, model.texts)[0])
+        assert [len(card.card_links) for card in three.cards] == [2, 2, 2]
+
+
 def test_spread_experts_beside_others_on_disk(written: Callable[[str], Path]) -> None:  # noqa: F811
     path, found = written("qwen3-30b-a3b"), []
     options: dict[str, Any] = {"prefill_chunk": 64, "context": 128, "max_batch": 4, "disk": "direct"}
@@ -283,6 +290,11 @@ def test_a_load_that_spreads_experts_follows_its_plan(tmp_path: Path) -> None:
                 assert ours["ffn"] + sum(inside) == planned.get("ffn", 0) + planned["experts"] + places
                 for use in ("attention", "kv", "norms", "head"):
                     assert ours[use] == planned.get(use, 0), (number, use)
+            layered = resolve(open_checkpoint(path), replace(engine, vram=vram, split_mode="layer"))
+            assert layered.placement.several is not None and not layered.placement.spread
+            buffers = sum(link.nbytes for card in executor.cards for link in card.card_links)
+            scratch = [each.bytes["cpu"]["scratch"] for each in (plan, layered.placement.several)]
+            assert scratch[0] - scratch[1] == buffers
             for ffn, n in zip(ffns, plan.claims.slots, strict=True):
                 assert len(ffn.cold) == ffn.config.n_experts - n
         finally:
