@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from math import comb
 
 import pytest
@@ -42,6 +43,7 @@ def check(plan: Plan) -> None:
     assert claims.slots is not None and len(plan.shares) == len(plan.parts) > 1
     assert tuple(map(sum, zip(*plan.shares, strict=True))) == claims.slots
     assert not any(claims.slots[claims.gpu_layers :])
+    assert all(part.last == behind.first for part, behind in pairwise(plan.parts))
     for part, nbytes in zip(plan.parts, on_each(plan), strict=True):
         own = part.plan.bytes["gpu"]
         assert own["experts"] == nbytes and sum(own.values()) <= (part.plan.request.vram or 0)
@@ -82,6 +84,19 @@ def test_experts_are_divided_in_each_budget(name: str, cards: str) -> None:
         assert max(sizes) - min(sizes) <= model.expert_bytes(layers[0])[0]
     else:
         assert all(room - n <= model.expert_bytes(layers[0])[0] for n, room in zip(held, shares, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["layer", "expert"])
+def test_a_gpu_whose_layers_have_no_experts(mode: str) -> None:
+    """It has some of the other layers' all the same, where these are divided."""
+    engine = EngineConfig(context=1024, max_batch=1, prefill_chunk=64, vram=(18 * GIB // 10, 24 * GIB), split_mode=mode)
+    plan = make_plan(request("deepseek-v2-lite", "RTX 3090, RTX 3090", engine))
+    assert plan.parts[0].last == plan.parts[1].first == 1 and plan.claims.slots == plan.request.model.n_experts
+    if mode == "expert":
+        check(plan)
+        assert plan.experts_of_parts[0] > 0
+    else:
+        assert plan.experts_of_parts == [0, sum(plan.request.model.n_experts)]
 
 
 def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
