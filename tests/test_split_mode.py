@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import pairwise
+from math import comb
 
 import pytest
 
+from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.devices.card_link import card_link_bytes
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import described_machine
+from powerinfer.placement import divided
 from powerinfer.placement.budget import budgets
-from powerinfer.placement.divided import bytes_for_others, split_problem
+from powerinfer.placement.cost import resident_seconds
+from powerinfer.placement.divided import MEET_US, bytes_for_others, exchange_seconds, split_problem
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.request import shape_subject
 from powerinfer.placement.shapes import find_shape
@@ -37,6 +43,7 @@ def check(plan: Plan) -> None:
     assert claims.slots is not None and len(plan.shares) == len(plan.parts) > 1
     assert tuple(map(sum, zip(*plan.shares, strict=True))) == claims.slots
     assert not any(claims.slots[claims.gpu_layers :])
+    assert all(part.last == behind.first for part, behind in pairwise(plan.parts))
     for part, nbytes in zip(plan.parts, on_each(plan), strict=True):
         own = part.plan.bytes["gpu"]
         assert own["experts"] == nbytes and sum(own.values()) <= (part.plan.request.vram or 0)
@@ -79,6 +86,50 @@ def test_experts_are_divided_in_each_budget(name: str, cards: str) -> None:
         assert all(room - n <= model.expert_bytes(layers[0])[0] for n, room in zip(held, shares, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["layer", "expert"])
+def test_a_gpu_whose_layers_have_no_experts(mode: str) -> None:
+    """It has some of the other layers' all the same, where these are divided."""
+    engine = EngineConfig(context=1024, max_batch=1, prefill_chunk=64, vram=(18 * GIB // 10, 24 * GIB), split_mode=mode)
+    plan = make_plan(request("deepseek-v2-lite", "RTX 3090, RTX 3090", engine))
+    assert plan.parts[0].last == plan.parts[1].first == 1 and plan.claims.slots == plan.request.model.n_experts
+    if mode == "expert":
+        check(plan)
+        assert plan.experts_of_parts[0] > 0
+    else:
+        assert plan.experts_of_parts == [0, sum(plan.request.model.n_experts)]
+
+
+def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two alike cards that have all experts: which of them a token selects is chance, and the other one begins after
+    the exchange; over a slower way it takes as much longer, and a line of the plan says what is faster."""
+    asked = request("qwen3-30b-a3b", "RTX 3090, RTX 3090")
+    plan, alone = make_plan(asked), make_plan(replace(asked, divided=False))
+    model, card = plan.request.model, plan.request.hardware.all_cards[1]
+    n, top_k = model.n_experts[0], model.config.experts[0].router.top_k
+    each = resident_seconds(card.device, model, 0, 1)
+    own, exchange = alone.choice.layer_seconds[0]["gpu"] - top_k * each, exchange_seconds(plan.request, 0, 0, 1)
+    assert exchange == pytest.approx(1e-6 * MEET_US, rel=0.1) and exchange > 1e-6 * MEET_US
+    mine = plan.shares[0][0]
+    wanted = sum(
+        comb(mine, k) * comb(n - mine, top_k - k) / comb(n, top_k)
+        * max(own + k * each, exchange + 3e-6 * card.device.op_us + (top_k - k) * each)
+        for k in range(top_k + 1)
+    )  # fmt: skip
+    assert plan.choice.layer_seconds[0]["gpu"] == pytest.approx(wanted, rel=0.02)
+    assert {one.seconds for one in plan.others.values()} == {plan.choice.seconds}
+    sums = [sum(one["other"] + one["gpu"] for one in made.choice.layer_seconds) for made in (plan, alone)]
+    ends = [made.choice.seconds - seconds for made, seconds in zip((plan, alone), sums, strict=True)]
+    assert ends[0] == pytest.approx(ends[1]), "what is beside layers"
+    assert plan.reasons[-1] == (
+        f"predicted are {1 / plan.choice.seconds:.4g} tokens/s, and {1 / alone.choice.seconds:.4g} with --split-mode "
+        "layer"
+    )
+    assert "only one of them computes" in alone.reasons[-1] and "at the same time" in plan.reasons[-2]
+    monkeypatch.setattr(divided, "MEET_US", MEET_US + 1000)
+    later = make_plan(asked).choice.layer_seconds[0]["gpu"]
+    assert later == pytest.approx(exchange + 1e-3 + 3e-6 * card.device.op_us + top_k / 2 * each, rel=0.01)
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     """By name, with how to mend it, by plans and by what loads ask."""
     experts, dense = find_shape("qwen3-30b-a3b").config, find_shape("llama-13b").config
@@ -95,3 +146,23 @@ def test_what_cannot_be_divided_is_refused() -> None:
     for cards, engine in (("RTX 3090", EXPERT), ("RTX 3090, RTX 3090", replace(EXPERT, vram=0))):
         with pytest.raises(RequestError, match="--split-mode expert is for several GPUs"):
             request("qwen3-30b-a3b", cards, engine)
+
+
+def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--shape", "gpt-oss-120b", "--card", "RTX 5090, RTX 3060", "--ram", "64GiB", "-c", "4096"]
+    documents = {}
+    for mode in ("layer", "expert"):
+        assert main([*command, "--split-mode", mode, "--json"]) == 0
+        documents[mode] = json.loads(capsys.readouterr().out)
+        cards, layers = documents[mode]["cards"], documents[mode]["layers"]
+        on_gpus = [layer["experts"] for layer in layers]
+        assert sum(card["experts"] for card in cards) == sum(on_gpus)
+        first = cards[0]["layers"]
+        assert (sum(on_gpus[:first]) == cards[0]["experts"]) is (mode == "layer")
+        assert all(sum(card["bytes"].values()) <= card["vram"] for card in cards)
+    assert documents["layer"]["key"] != documents["expert"]["key"]
+    assert main([*command, "--split-mode", "expert"]) == 0
+    shown = capsys.readouterr().out
+    for card in documents["expert"]["cards"]:
+        assert f", {card['experts']} experts of all layers: " in shown
+    assert main([*command, "--split-mode", "row"]) == 2

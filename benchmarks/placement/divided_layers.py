@@ -1,25 +1,30 @@
-"""What dividing a layer's experts, or the neurons of its FFN, between two cards would gain over layers on either card.
+"""What dividing a layer's experts (`--split-mode expert`), or the neurons of its FFN, between two cards would gain over
+layers on either card.
 
     python -m benchmarks.placement.divided_layers
 
-Nothing is measured: by the terms of plans, of machines that `plan --card` describes. Both cards read their shares of an
-FFN at the same time, chosen so that both end at once, as if all bytes could be shared so; attention and what is in RAM
-stay as they are. For each layer the residual stream goes to the other card and a sum comes back, through memory of the
-host, since cards for PCs cannot read each other's: over both buses, and with a time to meet. How long that is no one
-has measured on two cards: 10 us is about what four passes of PCIe take, 150 us what a GPU and a CPU take to meet on an
-H200 (`cards.SYNC_US`). A layer is divided only where that gains. Of prompts the operations are halved instead.
+Nothing is measured: by plans for machines that `plan --card` describes. Of experts it is what plans with and without
+`--split-mode expert` predict. Neurons of dense FFNs are not divided; what that would gain is by the terms of plans:
+both cards read their shares of an FFN at the same time, chosen so that both end at once, as if all bytes could be
+shared so; attention and what is in RAM stay as they are, and a layer is divided only where that gains. For each layer
+the residual stream goes to the other card and a sum comes back, through memory of the host, since cards for PCs cannot
+read each other's: over both buses, and with a time to meet. How long that is no one has measured on two cards: 10 us is
+about what four passes of PCIe take, 150 us what a GPU and a CPU take to meet on an H200 (`cards.SYNC_US`). Of prompts
+the operations are halved instead.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from unittest.mock import patch
 
 from benchmarks.lib.tables import paragraphs, table
 from benchmarks.placement.prompts import prompt
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import BUS, LANE_GB_S, described_machine
-from powerinfer.placement import cost
+from powerinfer.placement import cost, divided
 from powerinfer.placement.plan import Plan, PlanPart, place
 from powerinfer.placement.request import PlanConfig, shape_subject
 
@@ -36,22 +41,22 @@ SLOW_BUS = BUS * 8 * LANE_GB_S[3]
 """GB/s that copies reach of PCIe 3 x8, for the slowest boards with two slots."""
 
 
-def planned(name: str, cards: str, ram: int, batch: int) -> Plan | None:
-    """None: it does not fit."""
-    engine = EngineConfig(context=CONTEXT, max_batch=batch)
-    request = shape_subject(name, None, "auto").request(described_machine(cards, ram << 30), engine, PlanConfig())
-    plan = place(replace(request, batch=batch))
+def planned(name: str, cards: str, ram: int, batch: int, split_mode: str = "layer", slow: bool = False) -> Plan | None:
+    """None: it does not fit. slow: by the bus of the slowest boards."""
+    engine = EngineConfig(context=CONTEXT, max_batch=batch, split_mode=split_mode)
+    machine = described_machine(cards, ram << 30)
+    if slow:
+        further = tuple(replace(card, copy_gb_s=SLOW_BUS) for card in machine.cards)
+        machine = replace(machine, copy_gb_s=SLOW_BUS, cards=further)
+    plan = place(replace(shape_subject(name, None, "auto").request(machine, engine, PlanConfig()), batch=batch))
     return None if isinstance(plan, RequestError) or not plan.parts else plan
 
 
 def divisible(part: PlanPart, layer: int, batch: int) -> float:
-    """Seconds of a card for what of a layer's FFN may be on either; layer: of the part."""
+    """Seconds of a card for what of a layer's dense FFN may be on either; layer: of the part."""
     plan, model = part.plan, part.plan.request.model
     gpu = plan.request.hardware.gpu
     assert gpu is not None
-    reads = plan.request.experts_read(plan.claims)
-    if layer in reads:
-        return reads[layer].hot / model.n_experts[layer] * cost.matrix_seconds(gpu, model.experts[layer], False)
     if plan.claims.bundles:
         return max(0.0, plan.choice.layer_seconds[layer]["gpu"] - cost.fixed_seconds(gpu, plan.selector))
     return model.config.layers[layer].ffn.share_read(batch) * cost.matrix_seconds(gpu, model.ffn[layer], False)
@@ -69,8 +74,8 @@ def together(own: float, other: float, exchange: float) -> float:
     return min(own, (1 + exchange / other) / (1 / own + 1 / other)) if own and other else own
 
 
-def divided_seconds(plan: Plan, meet_us: float, slow: bool) -> float:
-    """Seconds of a step with every FFN divided between both cards."""
+def dense_gain(plan: Plan, meet_us: float, slow: bool) -> float:
+    """How many times as fast a step would be with every dense FFN divided between both cards."""
     batch, saved = plan.request.batch, 0.0
     exchange = exchanged(plan, batch, meet_us, slow)
     rates = [card.device.dense_gb_s["other"] for card in plan.request.hardware.all_cards]
@@ -79,9 +84,16 @@ def divided_seconds(plan: Plan, meet_us: float, slow: bool) -> float:
             own, terms = divisible(part, layer, batch), part.plan.choice.layer_seconds[layer]
             less = own - together(own, own * rates[number] / rates[1 - number], exchange)
             beside = terms["cpu"] + terms["sync"]
-            is_whole = not part.plan.claims.bundles and not part.plan.claims.slots
-            saved += less if is_whole else max(terms["gpu"], beside) - max(terms["gpu"] - less, beside)
-    return plan.choice.seconds - saved
+            split = max(terms["gpu"], beside) - max(terms["gpu"] - less, beside)
+            saved += split if part.plan.claims.bundles else less
+    return plan.choice.seconds / (plan.choice.seconds - saved)
+
+
+def expert_gain(name: str, cards: str, ram: int, batch: int, meet_us: float, slow: bool) -> float:
+    """How many times as fast a step is with each layer's experts divided between both cards, as plans say."""
+    with patch.object(divided, "MEET_US", meet_us):
+        whole, apart = (planned(name, cards, ram, batch, split, slow) for split in ("layer", "expert"))
+    return whole.choice.seconds / apart.choice.seconds if whole and apart else math.nan
 
 
 def row(name: str, cards: str, ram: int) -> list[str] | None:
@@ -91,10 +103,10 @@ def row(name: str, cards: str, ram: int) -> list[str] | None:
         plan = planned(name, cards, ram, batch)
         if plan is None:
             return None
-        speed = batch / plan.choice.seconds
-        gains = [plan.choice.seconds / divided_seconds(plan, meet, slow=False) for meet in MEET_US]
-        slow = plan.choice.seconds / divided_seconds(plan, MEET_US[1], slow=True)
-        cells += [f"{speed:.3g}", *(f"{gain:.2f}" for gain in gains), f"{slow:.2f}"]
+        dense = not any(plan.request.model.n_experts)
+        ways = [*((meet, False) for meet in MEET_US), (MEET_US[1], True)]
+        gains = [dense_gain(plan, *way) if dense else expert_gain(name, cards, ram, batch, *way) for way in ways]
+        cells += [f"{batch / plan.choice.seconds:.3g}", *(f"{gain:.2f}" for gain in gains)]
     plan = planned(name, cards, ram, 1)
     assert plan is not None
     return [name, cards.replace("RTX ", ""), *cells, prompt_gain(plan)]

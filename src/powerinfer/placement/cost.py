@@ -359,6 +359,11 @@ def _experts_seconds(device: Device, model: Model, layer: int, batch: int, panel
     return seconds + matrix_seconds(device, predictor[1:], panels), matrix_seconds(device, first, panels)
 
 
+def resident_seconds(gpu: Device, model: Model, layer: int, batch: int) -> float:
+    """The time that a step takes for one expert of a layer on a GPU, with its rows of a predictor."""
+    return _experts_seconds(gpu, model, layer, batch, False)[0] / model.n_experts[layer]
+
+
 def expert_seconds(
     cpu: Device, gpu: Device, model: Model, layer: int, batch: int, frequency: Float64, sync: float
 ) -> Float64:

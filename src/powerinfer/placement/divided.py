@@ -10,7 +10,7 @@ room. What a GPU needs to compute experts of another one's layers is part of wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,9 @@ import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices.card_link import card_link_bytes
+from powerinfer.devices.link import EXPERT_BYTES
 from powerinfer.hardware.description import Device
-from powerinfer.placement.cost import expert_seconds, matrix_seconds
+from powerinfer.placement.cost import ExpertsRead, expert_seconds, matrix_seconds, resident_seconds
 from powerinfer.placement.experts import slots_in_least_time
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.working_memory import experts_for_others
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
     from powerinfer.placement.several import Parts
 
 FLAG = "--split-mode expert"
+
+MEET_US = 50.0
+"""Microseconds that two GPUs take to meet in a layer, both ways together: an assumption, which nobody has measured.
+Four passes of PCIe take about 10, a GPU and a CPU take 150 on an H200 (`hardware.cards.SYNC_US`)."""
+
+DRAWS = 1 << 10
+"""Selections by which the time of the GPU that ends last is estimated."""
 
 
 def split_problem(config: ModelConfig, engine: EngineConfig, gpus: int) -> str | None:
@@ -78,8 +86,8 @@ def divide(request: PlanRequest, parts: Parts) -> Parts:
 
 
 def _slots(request: PlanRequest, parts: Parts, sizes: Sequence[int], room: int) -> list[int]:
-    """Of each layer the number of its experts on GPUs that have so many bytes of room together. sizes: bytes of an
-    expert, by layer."""
+    """The number of each layer's experts on GPUs that have so many bytes of room together. sizes: bytes of an expert,
+    by layer."""
     frequencies, seconds = {}, {}
     for first, part, claimed in zip(parts.firsts, parts.requests, parts.claims, strict=True):
         gpu = part.hardware.gpu
@@ -118,7 +126,7 @@ def _amounts(rates: Sequence[float], rooms: Sequence[int], total: int) -> list[f
 def _shares(
     slots: Sequence[int], sizes: Sequence[int], amounts: Sequence[float], rooms: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each GPU the number of each layer's experts, in proportion to the GPUs' amounts. One for which no GPU has
+    """The number of each layer's experts on each GPU, in proportion to the GPUs' amounts. One for which no GPU has
     room, since what is left is in pieces, is on none."""
     total = max(1, _bytes(slots, sizes))
     shares = [[int(amount * n / total) for n in slots] for amount in amounts]
@@ -131,6 +139,49 @@ def _shares(
                 shares[at][layer] += 1
                 nbytes[at] += sizes[layer]
     return tuple(map(tuple, shares))
+
+
+def exchange_seconds(request: PlanRequest, layer: int, owner: int, other: int) -> float:
+    """The time from a layer's input on its own GPU to the sum of another one's experts there, but for these: over both
+    buses, and to meet. owner, other: numbers of the GPUs."""
+    cards, experts = request.hardware.all_cards, request.model.config.experts[layer]
+    width = experts.latents or request.model.config.d_model
+    nbytes = request.batch * (2 * 4 * width + EXPERT_BYTES * experts.router.top_k)
+    return 1e-6 * MEET_US + sum(nbytes / (1e9 * cards[at].copy_gb_s) for at in (owner, other))
+
+
+def layer_seconds(
+    request: PlanRequest, parts: Parts, owner: int, layers: Sequence[Mapping[str, float]]
+) -> tuple[dict[str, float], ...]:
+    """The terms of the time of a part's layers (`plan.SECONDS`), with all GPUs in place of the one that has its layers.
+    layers: the terms as if that had all of their hot experts; owner: its number."""
+    first, reads = parts.firsts[owner], parts.requests[owner].experts_read(parts.claims[owner])
+    result = list(map(dict, layers))
+    for at, read in reads.items():
+        if read.hot:
+            result[at]["gpu"] = _last_seconds(request, parts, first + at, owner, (read, layers[at]["gpu"]))
+    return tuple(result)
+
+
+def _last_seconds(
+    request: PlanRequest, parts: Parts, layer: int, owner: int, alone: tuple[ExpertsRead, float]
+) -> float:
+    """The expected time of the GPU that ends last: which experts a step selects is chance, so one has more of them than
+    its share. alone: what the step needs, and its time with all hot experts on the layer's own GPU."""
+    model, (read, seconds), n = request.model, alone, request.model.n_experts[layer]
+    shares = [share[layer] for share in parts.shares]
+    devices = [card.device for card in request.hardware.all_cards]
+    times = np.array([resident_seconds(device, model, layer, request.batch) for device in devices])
+    begins = [
+        seconds - read.hot * times[owner] if at == owner
+        else share and exchange_seconds(request, layer, owner, at) + 3e-6 * device.op_us
+        for at, (share, device) in enumerate(zip(shares, devices, strict=True))
+    ]  # fmt: skip
+    needed = max(1, round(read.hot + read.cold))
+    colours = [*shares, n - sum(shares)]
+    drawn = np.random.default_rng(0).multivariate_hypergeometric(colours, needed, DRAWS)[:, :-1]
+    hot = read.hot / (needed * sum(shares) / n) * drawn
+    return float((begins + hot * times).max(axis=1).mean())
 
 
 def _bytes(experts: Sequence[int], sizes: Sequence[int]) -> int:

@@ -35,7 +35,7 @@ from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
-from powerinfer.placement import cost, several, solver
+from powerinfer.placement import cost, divided, several, solver
 from powerinfer.placement.budget import (
     Claims,
     Division,
@@ -98,6 +98,10 @@ SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 """The terms of a layer's time: other + max(gpu, cpu + sync) + disk."""
 
 _IN_TURN = "a step goes from one GPU to the next, and only one of them computes at a time"
+_AT_ONCE = (
+    "a step goes from one GPU to the next, and all of them compute each layer's experts at the same time; that "
+    f"{divided.MEET_US:g} us pass until two have met in a layer is assumed"
+)
 
 Float64 = NDArray[np.float64]
 _Groups = Sequence[int] | solver.Numbers
@@ -407,6 +411,11 @@ class Plan:
         return self.settled or self.request.selector
 
     @property
+    def experts_of_parts(self) -> list[int]:
+        """The number of experts that each of several GPUs has."""
+        return [sum(n) for n in self.shares or [part.plan.claims.slots or () for part in self.parts]]
+
+    @property
     def neurons(self) -> list[dict[Tier, int]]:
         """For each layer, how many neurons are placed where."""
         sizes = self.request.profile.sizes
@@ -636,14 +645,15 @@ class Plan:
             helps=list(self.helps),
             hardware=request.hardware.name,
             path=None if path is None else str(path),
-            cards=[_card_plan(part) for part in self.parts],
+            cards=list(map(_card_plan, self.parts, self.experts_of_parts)),
         )
 
 
-def _card_plan(part: PlanPart) -> CardPlan:
+def _card_plan(part: PlanPart, experts: int) -> CardPlan:
     claims, vram = part.plan.claims, part.plan.request.vram
     nbytes = part.plan.bytes["gpu"]
-    return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, bool(nbytes.get("head")), nbytes)
+    head = bool(nbytes.get("head"))
+    return CardPlan(part.name, vram or 0, part.first, claims.gpu_layers, head, nbytes, experts)
 
 
 # ---------------------------------------------------------------- making one
@@ -673,7 +683,8 @@ def place(request: PlanRequest) -> Plan | RequestError:
 def _split_plan(request: PlanRequest) -> Plan | RequestError:
     """The plan with the GPU, even where the CPU alone is faster."""
     if request.on_cards:
-        return _plan_on_cards(request)
+        plan = _plan_on_cards(request)
+        return _compare_layers(plan) if isinstance(plan, Plan) and request.divided else plan
     claims = request.claims_if_any()
     if isinstance(claims, RequestError):
         return claims
@@ -696,6 +707,8 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
     plans = _plans_of_parts(request, parts, claims.cpu_left) if claims.bundles else list(map(_solved, *_pairs(parts)))
     if isinstance(plans, RequestError):
         return plans
+    if parts.shares:
+        plans = [_time_together(request, parts, number, plan) for number, plan in enumerate(plans)]
     parts = replace(parts, claims=tuple(plan.claims for plan in plans))
     settled = request.rest_of_parts(parts, several.joined(request, parts))
     if isinstance(settled, RequestError):
@@ -707,7 +720,7 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
         for policy in plans[0].others
         if policy != "random"
     }
-    reasons = (*_reasons(request, settled, choice), _IN_TURN)
+    reasons = (*_reasons(request, settled, choice), _AT_ONCE if parts.shares else _IN_TURN)
     named = tuple(PlanPart(*each) for each in zip(parts.firsts, names, plans, strict=True))
     plan = Plan(request, settled, choice, by_policy, reasons, (), parts=named, shares=parts.shares)
     if plan.fits:
@@ -811,14 +824,36 @@ def _layer_seconds(layer: Mapping[str, float]) -> float:
     return other + max(gpu, cpu + sync) + disk
 
 
+def _time_together(request: PlanRequest, parts: several.Parts, number: int, plan: Plan) -> Plan:
+    """The plan of a part with the time of experts that are divided between all GPUs."""
+
+    def timed(choice: Choice) -> Choice:
+        layers = divided.layer_seconds(request, parts, number, choice.layer_seconds)
+        less = math.fsum(map(_layer_seconds, choice.layer_seconds)) - math.fsum(map(_layer_seconds, layers))
+        return replace(choice, layer_seconds=layers, seconds=choice.seconds - less)
+
+    by_policy = {policy: timed(choice) for policy, choice in plan.others.items()}
+    return replace(plan, choice=timed(plan.choice), others=by_policy)
+
+
+def _compare_layers(plan: Plan) -> Plan:
+    """A plan that divides layers' experts between GPUs, with what it predicts where each GPU has its layers' own."""
+    return _add_speed(plan, replace(plan.request, divided=False), "with --split-mode layer")
+
+
 def _compare_undivided(plan: Plan) -> Plan:
     """A plan that divides experts, with what it predicts of whole ones in the same memory."""
-    request = plan.request
-    undivided = _split_plan(replace(request, model=replace(request.model, inside={})))
-    if isinstance(undivided, RequestError):
+    model = replace(plan.request.model, inside={})
+    return _add_speed(plan, replace(plan.request, model=model), "with whole experts in the same memory")
+
+
+def _add_speed(plan: Plan, request: PlanRequest, difference: str) -> Plan:
+    """A plan with a line on the speed of another request's. difference: between these, for people."""
+    other = _split_plan(request)
+    if isinstance(other, RequestError):
         return plan
-    speeds = (f"{request.batch / one.choice.seconds:.4g}" for one in (plan, undivided))
-    note = "predicted are {} tokens/s, and {} with whole experts in the same memory".format(*speeds)
+    speeds = (f"{request.batch / made.choice.seconds:.4g}" for made in (plan, other))
+    note = "predicted are {} tokens/s, and {} {}".format(*speeds, difference)
     return replace(plan, reasons=(*plan.reasons, note))
 
 

@@ -44,7 +44,8 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class CardPlan:
-    """One of several GPUs: its name, its budget in bytes, its layers, whether it has the head, and its bytes by use."""
+    """One of several GPUs: its name, its budget in bytes, its layers, whether it has the head, its bytes by use, and
+    how many experts it has, of all layers where these are divided between GPUs."""
 
     name: Text
     vram: Count
@@ -52,6 +53,7 @@ class CardPlan:
     layers: Count
     head: bool
     bytes: dict[str, Count]
+    experts: Count = 0
 
 
 @dataclass(frozen=True)

@@ -234,17 +234,16 @@ def _division(
 ) -> tuple[int, ...] | RequestError:
     """First layers of the parts, which end at most where `targets` say, where a GPU is full, and where layers that
     belong together begin."""
-    model, work, n_layers = request.model, request.workload, request.model.config.n_layers
+    model, n_layers = request.model, request.model.config.n_layers
     dense, firsts = request.selector == "all" or any(model.n_experts), [0]
     most = model.config.whole_caches(n_layers - 1)
     for number, ((card, vram), target) in enumerate(zip(cards, targets, strict=False)):
         first, behind = firsts[-1], len(cards) - number - 1
         part = _part_of_request(request, first, n_layers, card, vram)
-        fitting, _ = layers_that_fit(
-            part.model, part.hardware, work, vram, dense=dense, experts=False, passes_on=True
-        )
+        place = part.model, part.hardware, part.workload, vram
+        fitting, _ = layers_that_fit(*place, dense=dense, experts=False, passes_on=True)
         if not fitting:
-            return _with_name(card, no_layer_fits(part.model, part.hardware, work, vram))
+            return _with_name(card, no_layer_fits(*place))
         last = min(first + fitting, max(target, first + 1), n_layers - behind, most)
         if last <= first:
             return RequestError(TOGETHER.format(model.name))
@@ -285,6 +284,8 @@ def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tup
             return claimed
         if not claimed.gpu_layers:
             return _with_name(card, no_layer_fits(part.model, part.hardware, part.workload, vram))
+        if any(request.model.n_experts) and claimed.slots is None:  # its layers have none
+            claimed = replace(claimed, slots=(0,) * part.model.config.n_layers)
         requests.append(part)
         claims.append(claimed)
     return Parts(firsts, tuple(requests), tuple(claims))
