@@ -345,7 +345,10 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     assert machine is not None
     hardware, context = machine[0], engine.context or CONTEXT
     if hardware.cards or engine.vrams:
-        raise RequestError("the table of all models is for one card: name one, or give -m MODEL or --shape NAME")
+        raise RequestError(
+            "the table of all models is for one card, with one size of --vram: name one, or add a model that several "
+            "are to share, as -m qwen3-14b (`powerinfer pull --names` lists them)"
+        )
     vram, _ = budgets(hardware, 0 if engine.gpu == "none" else engine.vram_bytes, None)
     hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=vram) if hardware.gpu and vram else None)
     with Bar() as bar:
