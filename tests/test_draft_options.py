@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -155,6 +156,25 @@ def test_a_server_of_several_answers_without_drafts(
         assert f"it answers without drafts: --speculate {way}: " in (said := caplog.messages[-1]) and line in said
     assert main(["serve", "-m", f"a={plain}", "-m", f"b={path}", "--speculate", "bogus"]) == 2
     assert "--speculate takes auto" in capsys.readouterr().err
+
+
+def test_a_server_refuses_options_before_it_listens(
+    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("powerinfer.serve.server.make_server", None)  # which listens
+    monkeypatch.setattr("powerinfer.devices.torch_device.choose_device", Mock(side_effect=RequestError("no such GPU")))
+    refused = (
+        ("--speculate mtp: the model's file has no", ["--speculate", "mtp"]),
+        ("--speculate takes auto", ["--speculate", "bogus"]),
+        ("is more than the model's", ["-c", "1000000"]),
+        ("max_batch must be", ["--max-batch", "0"]),
+        ("but this machine has", ["--ram", "9000GiB"]),
+        ("GPU", ["--gpu", "cuda"]),
+        ("GPU", ["-m", f"b={plain}", "--gpu", "cuda"]),
+    )
+    for message, flags in refused:
+        assert main(["serve", "-m", f"a={plain}", *flags]) == 2, flags
+        assert message in capsys.readouterr().err
 
 
 def test_an_eagle_head(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -841,7 +841,7 @@ def refused(message: str, name: str = "cuda", kind: type[PowerInferError] = Requ
 def test_what_a_machine_lacks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver, here, there = "NVIDIA's driver", tmp_path / "driver", tmp_path
     reasons = {
-        (here, None): f"a GPU needs {driver}.* and a torch that was built with CUDA .*: install them, or use --gpu none",
+        (here, None): f"a GPU needs {driver}.* and a torch that was built with CUDA .*: install them, or use",
         (there, None): "a GPU needs a torch that was built with CUDA .*--force-reinstall torch.*: install it",
         (here, "13.0"): f"a GPU needs {driver} .*: install it",
         (there, "13.0"): "torch finds no CUDA GPU",

@@ -35,7 +35,6 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_argum
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import NoDraftsError, RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
-from powerinfer.progress import silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -95,7 +94,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
-    from powerinfer.runtime.draft_sources import join_head
+    from powerinfer.runtime.draft_sources import smaller_model_of
 
     if args.names:
         return _names(out)
@@ -112,10 +111,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shape is None:
         _refuse_shape(args.model)
         checkpoint = open_model(args.model, engine, out, draft_head=True)
-        join_head(checkpoint, engine, silent)
+        smaller = smaller_model_of(checkpoint, engine)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
-        smaller = _smaller(checkpoint, engine)
         engine = _leave_room(smaller, checkpoint, subject, engine, planning, out)
     else:
         _refuse_drafts(engine.speculate)
@@ -182,18 +180,6 @@ def _demanded(plan: Plan | RequestError, smaller: SmallerModel | None) -> Plan:
     if smaller is None or not isinstance(plan, RequestError):
         return demand(plan)
     raise smaller.error_with_share(plan)
-
-
-def _smaller(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | None:
-    """The model of --speculate. RequestError for drafts that a load would refuse."""
-    from powerinfer.runtime.draft_sources import check_head, smaller_model
-    from powerinfer.text.model_text import tokenizer_of
-
-    check_head(engine, checkpoint.config, checkpoint.notes)
-    smaller = smaller_model(engine, checkpoint.config.context_length, silent)
-    if smaller is not None:
-        smaller.check_vocabulary(tokenizer_of(checkpoint))
-    return smaller
 
 
 def _leave_room(
