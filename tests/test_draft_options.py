@@ -22,7 +22,7 @@ from powerinfer.cli import serve
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError
-from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import needs
 from powerinfer.kernels import cpu
@@ -106,6 +106,25 @@ def test_smaller_models_that_are_refused(plain: Path, tmp_path: Path) -> None:
         LLM(plain, speculate=str(other), **OPTIONS)
     with pytest.raises(RequestError, match=r"needs .* of RAM, and --ram gives"):
         LLM(plain, speculate=str(plain), ram=1 << 16, **OPTIONS)
+
+
+def test_commands_with_one_request_have_states_for_it(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where drafts undo states, of which each request more takes some; unless --max-batch is given."""
+    batches = list[int]()
+
+    def load(checkpoint: Checkpoint, engine: EngineConfig, *_: object) -> None:
+        batches.append(engine.max_batch)
+        raise RequestError("seen")
+
+    monkeypatch.setattr("powerinfer.runtime.engine.load_with_drafts", load)
+    for model in (delta_gguf().write(tmp_path / "states.gguf"), plain):
+        for verb in (["run", "hello", "--raw"], ["chat"], ["bench", "--gen-tokens", "2"]):
+            for flags in (["lookup"], ["off"], ["lookup", "--max-batch", "3"]):
+                assert main([*verb, "-m", str(model), "--speculate", *flags]) == 2
+                assert "seen" in capsys.readouterr().err
+    assert batches == [*[1, 8, 3] * 2, 8, 8, 3, *[8, 8, 3] * 3]
 
 
 @pytest.mark.parametrize(
