@@ -59,8 +59,6 @@ HEAD = (
     "bytes that steps read"
 )
 """The assumption of plans of models with a draft head."""
-WEIGHTS = ("attention", "ffn", "panels", "experts", "head", "predictors")
-"""Parts of a plan's bytes that are weights."""
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
@@ -91,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
-    from powerinfer.placement.estimates import CONTEXT
+    from powerinfer.placement.context_cost import CONTEXT, context_cost
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
     from powerinfer.runtime.draft_sources import smaller_model_of
@@ -134,36 +132,12 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = plan.document(saved)
-    document = replace(document, assumed=assumed, reasons=[*document.reasons, *_cost_of_context(plan, engine)])
+    document = replace(document, assumed=assumed, reasons=[*document.reasons, *context_cost(plan, engine)])
     if smaller is not None:
         document = replace(document, helps=smaller.add_share(document.helps))
     _show(plan, document, out)
     out.document(document.json())
     return 0
-
-
-def _cost_of_context(plan: Plan, engine: EngineConfig) -> list[str]:
-    """A line on the speed with the context of the table of all models, where nobody has asked for the longer one, and
-    its cache takes the place of weights on the GPU."""
-    from powerinfer.placement.budget import gib
-    from powerinfer.placement.estimates import CONTEXT
-    from powerinfer.placement.plan import place
-
-    if engine.context or plan.request.context <= CONTEXT or not plan.bytes["gpu"]:
-        return []
-    shorter = place(replace(plan.request, context=CONTEXT))
-    if isinstance(shorter, RequestError):
-        return []
-    now, more = (
-        sum(nbytes for part, nbytes in made.bytes["gpu"].items() if part in WEIGHTS) for made in (plan, shorter)
-    )
-    if more <= now:
-        return []
-    rate, before = (plan.request.batch / made.choice.seconds for made in (shorter, plan))
-    return [
-        f"with -c {CONTEXT} the GPU would hold {gib(more)} of weights, not {gib(now)}: {rate:.2f} tokens/s, not "
-        f"{before:.2f}"
-    ]
 
 
 def _refuse_drafts(speculate: str) -> None:
@@ -264,7 +238,7 @@ def _no_head(plan: Plan | RequestError, request: PlanRequest, engine: EngineConf
 
 def _shortened(error: RequestError, request: PlanRequest) -> Plan | RequestError:
     """The plan of a context that fits: the longest, halved until it does. The error of the longest if none does."""
-    from powerinfer.placement.estimates import CONTEXT
+    from powerinfer.placement.context_cost import CONTEXT
     from powerinfer.placement.plan import place
 
     tried = request
@@ -324,7 +298,8 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     """The catalogue's models on a described PC."""
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import budgets
-    from powerinfer.placement.estimates import CONTEXT, offers
+    from powerinfer.placement.context_cost import CONTEXT
+    from powerinfer.placement.estimates import offers
     from powerinfer.placement.request import described
 
     machine = described(planning, engine)

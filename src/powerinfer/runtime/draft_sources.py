@@ -390,12 +390,15 @@ def _load_once(
     progress: Progress,
     notes: list[str],
 ) -> DraftingModel:
+    from powerinfer.hybrid.context_note import context_note
     from powerinfer.hybrid.load import load_resolved
 
     beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
     say: Say = notes.append if smaller is None else lambda line: notes.append(smaller.with_share(line))
     resolved = resolve_beside(checkpoint, beside, smaller, progress, say)
     check_head(engine, checkpoint.config, notes)
+    for line in context_note(resolved):
+        say(line)
     again = smaller is None or not smaller.vram_bytes
     executor, sparsity = load_resolved(resolved, sample, progress, say, again=again)
     try:
