@@ -273,8 +273,45 @@ def test_a_plan_says_what_a_long_context_costs(capsys: pytest.CaptureFixture[str
         planned.append(plan(capsys, "--shape", "qwen3-8b", "--card", "RTX 4060", *more)[0])
     (told,) = (line for line in planned[0]["reasons"] if line.startswith("with -c 4096 "))
     rates = [each["predicted"]["decode_tok_s"] for each in planned]
-    assert told.endswith(f": {rates[1]:.2f} tokens/s, not {rates[0]:.2f}") and rates[1] > rates[0]
+    assert f": {rates[1]:.2f} tokens/s, not {rates[0]:.2f}, each in the middle" in told and rates[1] > rates[0]
     assert not any("with -c" in line for line in planned[1]["reasons"])
+
+
+def test_a_plan_says_what_drafts_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those from elsewhere than a head, whose gain it does not predict, and which states are undone for."""
+    rates, told = {}, {}
+    for shape in ("qwen3.6-35b-a3b", "qwen3-8b"):
+        for way in ("lookup", "off"):
+            args = ("--shape", shape, "--card", "RTX 3060", "-c", "4096", "--speculate", way)
+            document, _ = plan(capsys, *args)
+            rates[shape, way] = document["predicted"]["decode_tok_s"]
+            told[shape, way] = [line for line in document["reasons"] if "--speculate" in line]
+    with_states, off = (rates["qwen3.6-35b-a3b", way] for way in ("lookup", "off"))
+    (line,) = told["qwen3.6-35b-a3b", "lookup"]
+    assert line.endswith(f", which makes {with_states:.2f} tokens/s of {off:.2f}") and with_states < off
+    (line,) = told["qwen3-8b", "lookup"]
+    assert line.endswith("depends on the text") and rates["qwen3-8b", "lookup"] == rates["qwen3-8b", "off"]
+    assert told["qwen3.6-35b-a3b", "off"] == told["qwen3-8b", "off"] == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "card", "goal"), [("qwen3-8b", "RTX 4060", "on the GPU"), ("qwen3-32b", "none", "on disk")]
+)
+def test_a_plan_names_contexts_that_fit(
+    shape: str, card: str, goal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The longest with which the machine has the memory that it lacks, and the same with a smaller cache."""
+    command = ["--shape", shape, "--card", card]
+    (told,) = (line for line in plan(capsys, *command)[0]["reasons"] if " with -c " in line and goal in line)
+    ways = re.findall(r"with ((?:-c \d+)?(?: ?--kv-type q8_0)?)", told)
+    assert len(ways) == 2 and ways[1].endswith("q8_0")
+    for way in ways:
+        flags = way.split()
+        assert plan(capsys, *command, *flags)[0]["helps"] == []
+        if "-c" in flags:
+            flags[1] = str(int(flags[1]) + 1024)
+            more = plan(capsys, *command, *flags)[0]
+            assert more["helps"] and any(goal in line for line in more["reasons"])
 
 
 def test_a_plan_without_a_context_takes_one_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

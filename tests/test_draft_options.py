@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from powerinfer.cli import serve
 from powerinfer.cli.main import main
 from powerinfer.config import EngineConfig
 from powerinfer.errors import ModelError
-from powerinfer.formats.checkpoint import open_checkpoint
+from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from powerinfer.hybrid.resolve import resolve
 from powerinfer.hybrid.resolved import needs
 from powerinfer.kernels import cpu
@@ -107,6 +108,25 @@ def test_smaller_models_that_are_refused(plain: Path, tmp_path: Path) -> None:
         LLM(plain, speculate=str(plain), ram=1 << 16, **OPTIONS)
 
 
+def test_commands_with_one_request_have_states_for_it(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where drafts undo states, of which each request more takes some; unless --max-batch is given."""
+    batches = list[int]()
+
+    def load(checkpoint: Checkpoint, engine: EngineConfig, *_: object) -> None:
+        batches.append(engine.max_batch)
+        raise RequestError("seen")
+
+    monkeypatch.setattr("powerinfer.runtime.engine.load_with_drafts", load)
+    for model in (delta_gguf().write(tmp_path / "states.gguf"), plain):
+        for verb in (["run", "hello", "--raw"], ["chat"], ["bench", "--gen-tokens", "2"]):
+            for flags in (["lookup"], ["off"], ["lookup", "--max-batch", "3"]):
+                assert main([*verb, "-m", str(model), "--speculate", *flags]) == 2
+                assert "seen" in capsys.readouterr().err
+    assert batches == [*[1, 8, 3] * 2, 8, 8, 3, *[8, 8, 3] * 3]
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -155,6 +175,25 @@ def test_a_server_of_several_answers_without_drafts(
         assert f"it answers without drafts: --speculate {way}: " in (said := caplog.messages[-1]) and line in said
     assert main(["serve", "-m", f"a={plain}", "-m", f"b={path}", "--speculate", "bogus"]) == 2
     assert "--speculate takes auto" in capsys.readouterr().err
+
+
+def test_a_server_refuses_options_before_it_listens(
+    plain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("powerinfer.serve.server.make_server", None)  # which listens
+    monkeypatch.setattr("powerinfer.devices.torch_device.choose_device", Mock(side_effect=RequestError("no such GPU")))
+    refused = (
+        ("--speculate mtp: the model's file has no", ["--speculate", "mtp"]),
+        ("--speculate takes auto", ["--speculate", "bogus"]),
+        ("is more than the model's", ["-c", "1000000"]),
+        ("max_batch must be", ["--max-batch", "0"]),
+        ("but this machine has", ["--ram", "9000GiB"]),
+        ("GPU", ["--gpu", "cuda"]),
+        ("GPU", ["-m", f"b={plain}", "--gpu", "cuda"]),
+    )
+    for message, flags in refused:
+        assert main(["serve", "-m", f"a={plain}", *flags]) == 2, flags
+        assert message in capsys.readouterr().err
 
 
 def test_an_eagle_head(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from benchmarks.lib import tables
 from benchmarks.placement import cards_table
 from benchmarks.sparse import picture
 from powerinfer.formats.catalogue import catalogue
+from powerinfer.hardware.cards import find_card
 from powerinfer.placement import estimates
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,12 @@ def test_models_of_the_cards_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [line for line in cards_table.cards_table().splitlines() if line.startswith("| `")]
     cards_table._offers.cache_clear()
     assert len(rows) > 10 and [row for row in rows if f"{row}\n" not in page] == []
+
+
+def test_cards_are_named_as_a_plan_takes_them() -> None:
+    pages = "".join(page.read_text() for page in (cards_table.README, ROOT / "docs/models.md"))
+    for gib, name in re.findall(r"\| (\d+) GB \(([^)]+)\), \d+ GB of RAM", pages):
+        assert find_card(name)[1].gib == int(gib), name
 
 
 def test_the_picture_is_that_of_the_newest_results() -> None:

@@ -45,6 +45,8 @@ from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa:
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
+from powerinfer.hardware import usable_gpus  # noqa: E402
+from powerinfer.hardware.usable_gpus import check_gpus  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
@@ -834,6 +836,27 @@ def refused(message: str, name: str = "cuda", kind: type[PowerInferError] = Requ
     with pytest.raises(kind, match=message) as caught:
         choose_device(name)
     single_line(caught.value)
+
+
+def test_what_a_machine_lacks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver, here, there = "NVIDIA's driver", tmp_path / "driver", tmp_path
+    reasons = {
+        (here, None): f"a GPU needs {driver}.* and a torch that was built with CUDA .*: install them, or use",
+        (there, None): "a GPU needs a torch that was built with CUDA .*--force-reinstall torch.*: install it",
+        (here, "13.0"): f"a GPU needs {driver} .*: install it",
+        (there, "13.0"): "torch finds no CUDA GPU",
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for (path, cuda), message in reasons.items():
+        monkeypatch.setattr(usable_gpus, "DRIVERS", (path,))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        check_gpus(["cpu"])
+        with pytest.raises(RequestError, match=message) as caught:
+            check_gpus(["cuda", "cuda:1"])
+        single_line(caught.value)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(RequestError, match=r"a GPU needs torch \(pip install '\.\[gpu\]'"):
+        check_gpus(["cuda"])
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

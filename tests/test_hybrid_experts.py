@@ -41,15 +41,17 @@ from powerinfer.errors import ChangedError, PowerInferError, RequestError  # noq
 from powerinfer.formats.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from powerinfer.formats.expert_files import open_expert_profile  # noqa: E402
 from powerinfer.hardware import measure  # noqa: E402
+from powerinfer.hybrid import context_note  # noqa: E402
 from powerinfer.hybrid.copier import Copier, Pace  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSparsity, ExpertSplit, HybridExperts  # noqa: E402
 from powerinfer.hybrid.load import load_resolved, load_split  # noqa: E402
 from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Resolved, division_of, needs  # noqa: E402
 from powerinfer.kernels import gpu, gpu_experts, gpu_latent  # noqa: E402
+from powerinfer.kernels.cpu import PAGE  # noqa: E402
 from powerinfer.models import load  # noqa: E402
 from powerinfer.neurons import Indices  # noqa: E402
-from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement import budget, context_cost  # noqa: E402
 from powerinfer.placement.experts import Policy, make_policy  # noqa: E402
 from powerinfer.placement.shapes import checkpoint_model, skipping_model  # noqa: E402
 from powerinfer.prepare.expert_profiling import profile_experts  # noqa: E402
@@ -432,6 +434,26 @@ def test_the_crossing_of_experts_is_measured(name: str, tmp_path: Path, monkeypa
             assert families.rms(logits - truth.logits[0]) < 0.05 * families.rms(truth.logits[0])  # the cache is of F16
         finally:
             executor.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3"])
+@pytest.mark.usefixtures("described")
+def test_a_load_says_what_its_context_costs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody has asked for it, and its cache takes the place of experts, or of layers."""
+    monkeypatch.setattr(context_cost, "CONTEXT", PAGE)
+    monkeypatch.setattr(context_note, "MUCH", 0.0)
+    path, engine = Truth(case_named(name), "gguf", tmp_path).path, engine_of(gpu="cpu", context=0)
+    longest = open_checkpoint(path).config.context_length
+    assert longest > PAGE
+    every = needs(resolve(open_checkpoint(path), replace(engine, context=PAGE))).vram
+
+    def said(context: int, vram: int) -> list[str]:
+        return context_note.context_note(resolve(open_checkpoint(path), replace(engine, context=context, vram=vram)))
+
+    (line,) = said(0, every)
+    assert f"longest, {longest} tokens, as -c does not say: with -c {PAGE} the GPU would hold " in line
+    assert ("tokens/s, not" in line) == (name == "qwen3-moe")
+    assert said(longest, every) == said(PAGE, every) == said(0, 2 << 30) == []
 
 
 @pytest.mark.usefixtures("described")

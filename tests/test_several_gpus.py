@@ -638,7 +638,7 @@ def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFix
         "RTX 4060 has 8GiB": [*flags, "--vram", "12GiB,8GiB"],
         "random is of one GPU": [*flags, "--policy", "random"],
         "no card": [*flags[:4], "RTX 4060, RTX 9999"],
-        "is for one card": ["plan", *flags[3:7]],
+        "or add a model that several are to share": ["plan", *flags[3:7]],
         "number of|such as 8GiB": [*flags, "--vram", "8GiB,many"],
     }
     for message, arguments in refused.items():

@@ -67,8 +67,12 @@ def _offers(card: str, ram: int) -> list[Offer]:
 def _title(card: str, ram: int) -> str:
     if card == "none":
         return f"no card, {ram} GB of RAM"
-    name, about = find_card(card)
-    return f"{about.gib} GB ({name.removeprefix('GeForce ').removesuffix(f' {about.gib} GB')}), {ram} GB of RAM"
+    full, about = find_card(card)
+    name = full.removeprefix("GeForce ")
+    short = name.removesuffix(f" {about.gib} GB")
+    if find_card(short)[0] != full:  # there --card means one with other memory
+        short = f"{short} {about.gib}GB"
+    return f"{about.gib} GB ({short}), {ram} GB of RAM"
 
 
 def _cell(offer: Offer, usual: str | None) -> str:

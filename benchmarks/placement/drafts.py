@@ -31,8 +31,9 @@ from powerinfer.hardware.description import Device, Hardware, load
 from powerinfer.kernels.draft_rows import first_tokens, recent_tokens
 from powerinfer.models.inventory import Matrix, matrix
 from powerinfer.placement.chunks import with_long_chunks
+from powerinfer.placement.context_cost import CONTEXT
 from powerinfer.placement.cost import end_seconds, matrix_seconds
-from powerinfer.placement.estimates import CONTEXT, estimate_request
+from powerinfer.placement.estimates import estimate_request
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan, place
 from powerinfer.placement.shapes import described_model, find_shape
 

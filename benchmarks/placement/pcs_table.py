@@ -18,7 +18,8 @@ from benchmarks.placement.prompts import largest_padded, prompt, replayed, with_
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import find_card
 from powerinfer.placement.chunks import with_long_chunks
-from powerinfer.placement.estimates import CONTEXT, estimate_request, speed
+from powerinfer.placement.context_cost import CONTEXT
+from powerinfer.placement.estimates import estimate_request, speed
 from powerinfer.placement.plan import Plan, place
 
 MODELS = (

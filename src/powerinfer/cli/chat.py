@@ -104,7 +104,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     params = config_from(args, SamplingParams)
     system = None if args.system is None else checked_text(args.system, "the system message")
-    with open_llm(args.model, config_from(args, EngineConfig), out, _check_template) as llm:
+    engine, alone = config_from(args, EngineConfig), "max_batch" not in args
+    with open_llm(args.model, engine, out, _check_template, alone=alone) as llm:
         small_model_note(args.model, out)
         assert llm.checkpoint is not None
         name = shown_name(args.model, llm.checkpoint.path)

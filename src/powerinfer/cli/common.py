@@ -546,29 +546,39 @@ def open_model(
 
 
 def open_llm(
-    model: str | None, engine: EngineConfig, out: Output, check: Callable[[Checkpoint], object] = silent
+    model: str | None,
+    engine: EngineConfig,
+    out: Output,
+    check: Callable[[Checkpoint], object] = silent,
+    *,
+    alone: bool = False,
 ) -> LLM:
-    """The engine for a model (-m), with progress on stderr. check: called before its weights are read."""
+    """The engine for a model (-m), with progress on stderr. check, alone: as of `load_llm`."""
     from powerinfer.cli.progress import Bar
 
     path = model_path(model, out)
     with Bar() as bar, unechoed():
-        llm = load_llm(path, engine, bar, check)
+        llm = load_llm(path, engine, bar, check, alone=alone)
     for note in llm.notes:
         out.note(note)
     return llm
 
 
 def load_llm(
-    path: Path, engine: EngineConfig, progress: Progress, check: Callable[[Checkpoint], object] = silent
+    path: Path,
+    engine: EngineConfig,
+    progress: Progress,
+    check: Callable[[Checkpoint], object] = silent,
+    *,
+    alone: bool = False,
 ) -> LLM:
-    """The engine for a model's file or folder. check: called before its weights are read."""
+    """The engine for a model's file or folder. check: called before its weights are read; alone: as of `LLM`."""
     # Loading makes a hundred thousand objects and no garbage: collection would take 10 ms.
     gc.disable()
     try:
         from powerinfer.runtime.engine import LLM
 
-        return LLM(path, progress=progress, check=check, **dataclasses.asdict(engine))
+        return LLM(path, progress=progress, check=check, alone=alone, **dataclasses.asdict(engine))
     finally:
         gc.freeze()
         gc.enable()

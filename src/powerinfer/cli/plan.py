@@ -35,7 +35,6 @@ from powerinfer.cli.common import Output, config_flags, config_from, model_argum
 from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.errors import NoDraftsError, RequestError, demand
 from powerinfer.placement.plan_document import tenths_of_percent
-from powerinfer.progress import silent
 
 if TYPE_CHECKING:
     from powerinfer.formats.checkpoint import Checkpoint
@@ -60,8 +59,6 @@ HEAD = (
     "bytes that steps read"
 )
 """The assumption of plans of models with a draft head."""
-WEIGHTS = ("attention", "ffn", "panels", "experts", "head", "predictors")
-"""Parts of a plan's bytes that are weights."""
 TIER_NAMES = {"gpu": "GPU", "cpu": "RAM", "disk": "disk"}
 
 
@@ -92,10 +89,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
-    from powerinfer.placement.estimates import CONTEXT
+    from powerinfer.placement.context_cost import CONTEXT, context_cost, contexts_that_fit
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
-    from powerinfer.runtime.draft_sources import join_head
+    from powerinfer.runtime.draft_sources import smaller_model_of
 
     if args.names:
         return _names(out)
@@ -112,10 +109,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     if args.shape is None:
         _refuse_shape(args.model)
         checkpoint = open_model(args.model, engine, out, draft_head=True)
-        join_head(checkpoint, engine, silent)
+        smaller = smaller_model_of(checkpoint, engine)
         folder = None if args.dry_run else prepared_folder(checkpoint.path, engine.prepared)
         subject = model_subject(checkpoint, engine.prepared, engine.selector, args.hot_share, args.active)
-        smaller = _smaller(checkpoint, engine)
         engine = _leave_room(smaller, checkpoint, subject, engine, planning, out)
     else:
         _refuse_drafts(engine.speculate)
@@ -136,7 +132,9 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = plan.document(saved)
-    document = replace(document, assumed=assumed, reasons=[*document.reasons, *_cost_of_context(plan, engine)])
+    reasons = [*document.reasons, *_cost_of_drafts(plan, engine)]
+    reasons += [*context_cost(plan, engine), *contexts_that_fit(plan, engine)]
+    document = replace(document, assumed=assumed, reasons=reasons)
     if smaller is not None:
         document = replace(document, helps=smaller.add_share(document.helps))
     _show(plan, document, out)
@@ -144,28 +142,25 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _cost_of_context(plan: Plan, engine: EngineConfig) -> list[str]:
-    """A line on the speed with the context of the table of all models, where nobody has asked for the longer one, and
-    its cache takes the place of weights on the GPU."""
+def _cost_of_drafts(plan: Plan, engine: EngineConfig) -> list[str]:
+    """A line on drafts that no speed counts, though their states may take the place of weights; none where there are no
+    drafts, or those of a head, whose gain is assumed."""
     from powerinfer.placement.budget import gib
-    from powerinfer.placement.estimates import CONTEXT
     from powerinfer.placement.plan import place
 
-    if engine.context or plan.request.context <= CONTEXT or not plan.bytes["gpu"]:
+    request = plan.request
+    if not request.drafts or request.model.config.draft is not None:
         return []
-    shorter = place(replace(plan.request, context=CONTEXT))
-    if isinstance(shorter, RequestError):
-        return []
-    now, more = (
-        sum(nbytes for part, nbytes in made.bytes["gpu"].items() if part in WEIGHTS) for made in (plan, shorter)
-    )
-    if more <= now:
-        return []
-    rate, before = (plan.request.batch / made.choice.seconds for made in (shorter, plan))
-    return [
-        f"with -c {CONTEXT} the GPU would hold {gib(more)} of weights, not {gib(now)}: {rate:.2f} tokens/s, not "
-        f"{before:.2f}"
-    ]
+    line = f"no speed here counts the drafts of --speculate {engine.speculate}: how many are right depends on the text"
+    if not request.undo_tokens:
+        return [line]
+    without = place(replace(request, drafts=False, undo_tokens=0))
+    if isinstance(without, RequestError):
+        return [line]
+    states = [sum(held.get("kv", 0) for held in made.bytes.values()) for made in (plan, without)]
+    rate, before = (request.batch / made.choice.seconds for made in (plan, without))
+    slower = f", which makes {rate:.2f} tokens/s of {before:.2f}" if rate < before else ""
+    return [f"{line}; the states that undo them take {gib(states[0] - states[1])}{slower}"]
 
 
 def _refuse_drafts(speculate: str) -> None:
@@ -182,18 +177,6 @@ def _demanded(plan: Plan | RequestError, smaller: SmallerModel | None) -> Plan:
     if smaller is None or not isinstance(plan, RequestError):
         return demand(plan)
     raise smaller.error_with_share(plan)
-
-
-def _smaller(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | None:
-    """The model of --speculate. RequestError for drafts that a load would refuse."""
-    from powerinfer.runtime.draft_sources import check_head, smaller_model
-    from powerinfer.text.model_text import tokenizer_of
-
-    check_head(engine, checkpoint.config, checkpoint.notes)
-    smaller = smaller_model(engine, checkpoint.config.context_length, silent)
-    if smaller is not None:
-        smaller.check_vocabulary(tokenizer_of(checkpoint))
-    return smaller
 
 
 def _leave_room(
@@ -278,7 +261,7 @@ def _no_head(plan: Plan | RequestError, request: PlanRequest, engine: EngineConf
 
 def _shortened(error: RequestError, request: PlanRequest) -> Plan | RequestError:
     """The plan of a context that fits: the longest, halved until it does. The error of the longest if none does."""
-    from powerinfer.placement.estimates import CONTEXT
+    from powerinfer.placement.context_cost import CONTEXT
     from powerinfer.placement.plan import place
 
     tried = request
@@ -338,14 +321,18 @@ def _catalogue(planning: PlanConfig, engine: EngineConfig, out: Output) -> int:
     """The catalogue's models on a described PC."""
     from powerinfer.cli.progress import Bar
     from powerinfer.placement.budget import budgets
-    from powerinfer.placement.estimates import CONTEXT, offers
+    from powerinfer.placement.context_cost import CONTEXT
+    from powerinfer.placement.estimates import offers
     from powerinfer.placement.request import described
 
     machine = described(planning, engine)
     assert machine is not None
     hardware, context = machine[0], engine.context or CONTEXT
     if hardware.cards or engine.vrams:
-        raise RequestError("the table of all models is for one card: name one, or give -m MODEL or --shape NAME")
+        raise RequestError(
+            "the table of all models is for one card, with one size of --vram: name one, or add a model that several "
+            "are to share, as -m qwen3-14b (`powerinfer pull --names` lists them)"
+        )
     vram, _ = budgets(hardware, 0 if engine.gpu == "none" else engine.vram_bytes, None)
     hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=vram) if hardware.gpu and vram else None)
     with Bar() as bar:

@@ -97,7 +97,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _check_flags(args, params)
     prompt = _prompt(args.flagged if args.prompt is None else args.prompt, out)
     check = silent if args.system is None else _check_system
-    with open_llm(args.model, config_from(args, EngineConfig), out, check) as llm:
+    with open_llm(args.model, config_from(args, EngineConfig), out, check, alone="max_batch" not in args) as llm:
         if llm.template is None and not args.raw:
             out.note("this model has no chat template: it continues the prompt, as with --raw")
             args.raw = True

@@ -95,6 +95,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
         _serve_on_ray(args, config, engine, out)
         out.document({})
         return 0
+    _check_engine(engine)
     running = (_serve_several if several else _serve_one)(args, config, engine, out)
     if sys.stderr.isatty():  # beside the log, for who looks on
         running.say = out.note
@@ -137,6 +138,36 @@ def _check_flags(args: argparse.Namespace, several: bool) -> None:
             raise RequestError(f"--{flag.replace('_', '-')} is for {wanted}")
 
 
+def _check_engine(engine: EngineConfig) -> None:
+    """RequestError for options with which no model could be loaded, PowerInferError for a GPU that cannot be used: both
+    before the server listens."""
+    from powerinfer.devices.wanted import wanted_gpu
+    from powerinfer.hardware.measure import gpu_beside
+    from powerinfer.placement.budget import check_ram
+    from powerinfer.runtime.options import engine_config
+
+    engine_config(asdict(engine))
+    if engine.ram is not None:
+        check_ram(engine.ram, "give less, or leave it out")
+    if engine.gpu == "auto":  # of which a load says why it is not used
+        wanted_gpu(engine)
+    else:
+        gpu_beside(engine, silent)
+
+
+def _check_model(path: Path, engine: EngineConfig) -> None:
+    """RequestError for a context or drafts that a model cannot have; its headers are read only where some are named."""
+    from powerinfer.formats.checkpoint import open_checkpoint
+    from powerinfer.hybrid.resolve import check_context
+    from powerinfer.runtime.draft_sources import smaller_model_of
+
+    if not engine.context and engine.speculate in ("auto", "lookup", "off"):
+        return
+    checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
+    check_context(checkpoint.config, engine)
+    smaller_model_of(checkpoint, engine)
+
+
 def _resolve_model(args: argparse.Namespace, config: ServeConfig, out: Output) -> tuple[tuple[str, ...], Path]:
     """The names and the path of the model."""
     name, model = _named(args.model[0]) if args.model else (None, None)
@@ -159,6 +190,7 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
     from powerinfer.serve.served import ModelSource
 
     names, path = _resolve_model(args, config, out)
+    _check_model(path, engine)
     shown = sys.stderr.isatty()
 
     def load(progress: Progress, budget: Budget) -> LLM:

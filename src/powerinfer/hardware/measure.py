@@ -101,16 +101,15 @@ def gpu_beside(engine: EngineConfig, say: Say) -> str | None:
 
     If a GPU cannot be used: PowerInferError if it was requested, otherwise a message and None.
     """
-    from powerinfer.devices.torch_device import choose_device
     from powerinfer.devices.wanted import UNUSED_VRAM, wanted_gpu
+    from powerinfer.hardware.usable_gpus import check_gpus
 
     name, reason = wanted_gpu(engine)
     if name is None and engine.vram:
         say(UNUSED_VRAM.format(reason))
     if name is not None:
         try:
-            for one in gpu_names(name):
-                choose_device(one)
+            check_gpus(gpu_names(name))
         except PowerInferError as error:
             if engine.gpu != "auto":
                 raise

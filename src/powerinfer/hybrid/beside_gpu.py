@@ -41,12 +41,11 @@ def place_beside_gpu(
 ) -> Resolved | str:
     """The placement; the reason if the GPU is not used. RequestError if no layer fits on the GPU, or RAM does not hold
     the rest, and it may not stay on disk."""
-    from powerinfer.devices.torch_device import choose_device
     from powerinfer.hardware.measure import measured
+    from powerinfer.hardware.usable_gpus import check_gpus
 
     names = gpu_names(gpu)
-    for name in names:
-        choose_device(name)
+    check_gpus(names)
     selection = _split_selection(checkpoint, engine, selection)
     spared, engine = cpu.spared_cores(engine.threads, gpu), cpu.beside_gpu(engine, gpu)
     resolved = Resolved(checkpoint, engine, selection, UsedGpu(gpu, spared=spared))

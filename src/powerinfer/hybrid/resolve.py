@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from powerinfer.config import EngineConfig
+from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
 from powerinfer.errors import NoDraftsError, PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
@@ -23,9 +23,7 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     RequestError for options that cannot be met, ModelError for prepared files that do not suit the model,
     PowerInferError when a GPU that was requested by name cannot be used.
     """
-    most = checkpoint.config.context_length
-    if engine.context > most:
-        raise RequestError(f"a context of {engine.context} tokens is more than the model's {most}; 0 is all of it")
+    check_context(checkpoint.config, engine)
     if engine.ram is not None:
         from powerinfer.placement.budget import check_ram
 
@@ -39,6 +37,12 @@ def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = s
     from powerinfer.hybrid.expert_policy import with_policy
 
     return with_policy(resolved)
+
+
+def check_context(config: ModelConfig, engine: EngineConfig) -> None:
+    """RequestError for a context longer than the model's."""
+    if engine.context > (most := config.context_length):
+        raise RequestError(f"a context of {engine.context} tokens is more than the model's {most}; 0 is all of it")
 
 
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:

@@ -36,8 +36,8 @@ BESIDE_GPU = (
 )
 NO_ROOM = "there is too little memory for them"
 DISPLACES = (
-    "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch, or "
-    "ask for --speculate mtp"
+    "the states that undo their steps would take {} of the GPU's memory from layers or experts: lower --max-batch (run "
+    "and chat do by themselves), or ask for --speculate mtp"
 )
 
 

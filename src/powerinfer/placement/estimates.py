@@ -20,15 +20,13 @@ from powerinfer.hardware.description import Hardware
 from powerinfer.neurons import Profile
 from powerinfer.placement.budget import Claims, Footprint
 from powerinfer.placement.chunks import with_long_chunks
+from powerinfer.placement.context_cost import CONTEXT
 from powerinfer.placement.mixes import read_dtype
 from powerinfer.placement.plan import Plan, PlanRequest, place
 from powerinfer.placement.power_law import assumed_profile
 from powerinfer.placement.request import EVEN
 from powerinfer.placement.shapes import Model, described_model, find_shape, shape_names
 from powerinfer.progress import Progress, silent
-
-CONTEXT = 4096
-"""Tokens of context that estimates are for."""
 
 RUNS_WELL = 10.0
 """Tokens a second from which a model runs well: faster than most people read."""

@@ -306,6 +306,19 @@ def check_head(engine: EngineConfig, config: ModelConfig, notes: Iterable[str]) 
         )
 
 
+def smaller_model_of(checkpoint: Checkpoint, engine: EngineConfig) -> SmallerModel | None:
+    """The model that `--speculate` names for one whose files are open, None: it names none. An EAGLE head that it names
+    is joined to these. RequestError for drafts that a load would refuse."""
+    from powerinfer.text.model_text import tokenizer_of
+
+    join_head(checkpoint, engine, silent)
+    check_head(engine, checkpoint.config, checkpoint.notes)
+    smaller = smaller_model(engine, checkpoint.config.context_length, silent)
+    if smaller is not None:
+        smaller.check_vocabulary(tokenizer_of(checkpoint))
+    return smaller
+
+
 def draft_source(engine: EngineConfig, executor: Executor, config: ModelConfig) -> DraftSource | None:
     """The source of drafts that needs no other model; None: there is none."""
     way, head = engine.speculate, executor.drafter
@@ -377,12 +390,15 @@ def _load_once(
     progress: Progress,
     notes: list[str],
 ) -> DraftingModel:
+    from powerinfer.hybrid.context_note import context_note
     from powerinfer.hybrid.load import load_resolved
 
     beside = engine if smaller is None else smaller.leave_room(engine, checkpoint, progress)
     say: Say = notes.append if smaller is None else lambda line: notes.append(smaller.with_share(line))
     resolved = resolve_beside(checkpoint, beside, smaller, progress, say)
     check_head(engine, checkpoint.config, notes)
+    for line in context_note(resolved):
+        say(line)
     again = smaller is None or not smaller.vram_bytes
     executor, sparsity = load_resolved(resolved, sample, progress, say, again=again)
     try:

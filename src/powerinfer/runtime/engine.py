@@ -17,6 +17,7 @@ import numpy as np
 
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices import Executor
+from powerinfer.devices.states import tokens_to_undo
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.progress import Progress, silent
 from powerinfer.runtime.draft_sources import join_head, load_with_drafts, smaller_model
@@ -94,7 +95,8 @@ class LLM:
     The keywords are the fields of `EngineConfig`, sizes as bytes or as texts such as "8GiB"; what is not given is
     chosen for the machine and the model.
     `progress(label, done, total)` is called while the model loads, `check(checkpoint)` before its weights are read; it
-    may raise.
+    may raise. `alone`: requests come one at a time, so `max_batch` is 1 where layers keep states that drafts undo, of
+    which each request more takes memory.
 
     Raises RequestError (no such model, invalid option) or ModelError (a file that cannot be run).
     Thread-safe: concurrent requests are batched. After a fork the model can only be used in the process that loaded it.
@@ -124,6 +126,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         check: Callable[[Checkpoint], object] | None = None,
+        alone: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
         begin = time.perf_counter()
@@ -139,6 +142,8 @@ class LLM:
         if check is not None:
             check(checkpoint)
         join_head(checkpoint, engine, progress)
+        if alone and tokens_to_undo(engine, checkpoint.config):
+            engine = replace(engine, max_batch=1)
         tokenizer = tokenizer_of(checkpoint)
         sampling = sampling_defaults_of(checkpoint)
         threads, line = limited_threads(engine.threads)

@@ -1,0 +1,42 @@
+"""Whether GPUs can be used and, where none can, what this machine lacks for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from powerinfer.errors import PowerInferError, RequestError, install_extra
+
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Files of NVIDIA's driver on Linux, and of WSL2's."""
+
+
+def check_gpus(names: Sequence[str]) -> None:
+    """Raise what `choose_device` does for one of these names; RequestError where a driver is missing, or a torch that
+    can use one, which says how to mend it."""
+    from powerinfer.devices.torch_device import choose_device
+
+    try:
+        for name in names:
+            choose_device(name)
+    except PowerInferError:
+        lacks = [] if names[0] == "cpu" else _missing()
+        if not lacks:
+            raise
+        them = "them" if len(lacks) > 1 else "it"
+        raise RequestError(f"a GPU needs {' and '.join(lacks)}: install {them}, or use --gpu none") from None
+
+
+def _missing() -> list[str]:
+    """Parts that a GPU needs, and this machine does not have, each with how to get it."""
+    lacks = []
+    if not any(driver.exists() for driver in DRIVERS):
+        lacks.append("NVIDIA's driver (nvidia-smi shows whether it works)")
+    if importlib.util.find_spec("torch") is None:
+        return [*lacks, f"torch ({install_extra('gpu')})"]
+    import torch
+
+    if torch.version.cuda is None:
+        lacks.append("a torch that was built with CUDA (pip install --force-reinstall torch)")
+    return lacks
