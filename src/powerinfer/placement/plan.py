@@ -85,7 +85,7 @@ from powerinfer.placement.solver import GROUP
 GPU_ACCOUNTING = 18
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
-RAM_ACCOUNTING = 3
+RAM_ACCOUNTING = 4
 """Incremented when bytes in RAM are counted differently."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
