@@ -260,8 +260,12 @@ def test_the_times_of_both_devices_are_kept_apart(batch: int, goes: str) -> None
         wanted = cost.expected(request.profile, orders, model.config, model.selected, batch, GROUP)
         hardware, ways = request.hardware, cost.WAYS[goes][:1]
         split = [
-            cost.split_time(hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us) for way in ways
-        ]
+            cost.split_time(
+                hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us,
+                cost.dense_layers(request.profile, model, way, batch),
+            )
+            for way in ways
+        ]  # fmt: skip
         for layer, found in enumerate(made.choice.layer_seconds):
             k = made.choice.gpu[layer]
             each = [[float(part[layer, k]) for part in (one.gpu, one.cpu, one.sync)] for one in split]
