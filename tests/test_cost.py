@@ -96,6 +96,29 @@ def test_a_split_layer_neuron_by_neuron(way: str, activation: str, gated: bool, 
             assert found.total[layer, k] == pytest.approx(max(gpu, cpu + wait), rel=1e-9)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", ["f16", "q4_0"])
+def test_neurons_of_whole_layers_that_are_not_looked_up(gated: bool, dtype: str) -> None:
+    """From so many tokens on that together they need nine in ten of the bytes; of one token where all are matrices."""
+    model, rates = small(gated=gated, dtype=dtype), (0.2, 0.95)
+    counts, none = tuple(np.full(200, round(1000 * rate)) for rate in rates), (np.zeros((0, 200), np.int64),) * 2
+    profile = replace(
+        profile_of(2, 200), tokens=1000, counts=counts, corpora=(), corpus_tokens=(), corpus_counts=none
+    )
+    orders = [profile.order(layer) for layer in range(2)]
+    for way, skipped in (("exact", 2 / 3 if gated else 1 / 2), ("predicted", 1.0)):
+        for batch in (1, 2, 8, 9, 10, 11, 40):
+            dense = [skipped * (1 - rate) ** batch < 0.1 and (batch > 1 or dtype == "f16") for rate in rates]
+            assert cost.dense_layers(profile, model, way, batch) == dense
+            expected = cost.expected(profile, orders, model.config, SELECTED, batch, 64)
+            plain, found = (cost.split_time(CPU, GPU, expected, model, way, SYNC, layers) for layers in ((), dense))
+            seconds = 200 * model.bundle.stride / (1e9 * GPU.dense_gb_s[model.bundle.gate_type]) + 1e-6 * GPU.op_us
+            for layer in range(2):
+                wanted = seconds if dense[layer] else plain.gpu[layer, -1]
+                assert found.gpu[layer, -1] == pytest.approx(wanted, rel=1e-9)
+            assert (found.gpu[:, :-1] == plain.gpu[:, :-1]).all() and (found.cpu == plain.cpu).all()
+
+
 @pytest.mark.parametrize("way", ["all", "exact", "predicted"])
 def test_the_cpu_alone_with_and_without_dense_matrices(way: str) -> None:
     model = small(dtype="q4_0")

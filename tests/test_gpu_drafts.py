@@ -27,6 +27,7 @@ from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices.batch import LogitsNeed  # noqa: E402
 from powerinfer.devices.cpu import Drafting  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
+from powerinfer.devices.step_buffers import step_bytes  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import load as machine  # noqa: E402
 from powerinfer.hybrid import resolve as resolving  # noqa: E402
@@ -237,6 +238,10 @@ def test_what_it_takes(kv_type: str, part: bool, files: Files, request: pytest.F
     assert whole_layers(model, card, work, vram - 1) == (n, True, 0, False)
     held, more = in_ram(model, work, beside), in_ram(model, work, without)
     assert more.pop("draft") == model.inventory.draft and "draft" not in held
+    d_model, vocab, split = model.config.d_model, model.config.vocab_size, model.draft_link_bytes(work.tokens)
+    on_cpu = model.scratch_bytes(work.tokens, 2) - model.scratch_bytes(work.tokens, 0)
+    steps = split + step_bytes(work.tokens, d_model, vocab, 2, inputs=d_model)
+    assert held.pop("scratch") - more.pop("scratch") == steps - on_cpu
     assert held.pop("kv") < more.pop("kv") and held == more
     executor = load_split(resolved)
     assert executor.draft is not None

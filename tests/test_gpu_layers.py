@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,9 +38,11 @@ from powerinfer.devices.batch import LogitsNeed, StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.gpu_weights import Matrices, StoredMatrix  # noqa: E402
+from powerinfer.devices.link import link_bytes  # noqa: E402
 from powerinfer.devices.recording import Recorder, Recordings, Run, State, recorder_of  # noqa: E402
 from powerinfer.devices.split import SplitExecutor  # noqa: E402
 from powerinfer.devices.step import Operator, Step  # noqa: E402
+from powerinfer.devices.step_buffers import description_bytes  # noqa: E402
 from powerinfer.devices.streams import ImmediateStreams, call_now  # noqa: E402
 from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa: E402
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
@@ -48,11 +51,12 @@ from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
 from powerinfer.hardware import usable_gpus  # noqa: E402
 from powerinfer.hardware.usable_gpus import check_gpus  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
-from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu  # noqa: E402
+from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu, model_of, workload  # noqa: E402
 from powerinfer.kernels import gpu  # noqa: E402
 from powerinfer.kernels.candidates import ERROR, LIKELIEST  # noqa: E402
 from powerinfer.kernels.gpu_types import MADE_CODES  # noqa: E402
 from powerinfer.models import load  # noqa: E402
+from powerinfer.placement.budget import Division, in_ram  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
 from powerinfer.runtime.sampling import Sampler  # noqa: E402
@@ -264,6 +268,35 @@ def static_attention(
     scores = torch.einsum("tghd,tsgd->tghs", grouped, keys) * settings.score_scale
     weights = scores.masked_fill(hidden[:, None, None, :], -torch.inf).softmax(dim=-1)
     return torch.einsum("tghs,tsgd->tghd", weights, values).flatten(1)
+
+
+@pytest.mark.parametrize(("name", "layers", "head"), [("gemma3n", 6, True), ("llama3", 1, False)])
+def test_what_steps_hold_in_ram(
+    name: str, layers: int, head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the CPU's own, as a plan counts it, without what this device lacks: what launches steps ahead."""
+    pinned, made = list[weakref.ref[Any]](), ImmediateStreams.pinned
+
+    def noted(*given: Any) -> Any:
+        memory = made(*given)
+        pinned.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(ImmediateStreams, "pinned", noted)
+    truth = Truth(case_named(name), "folder", tmp_path)
+    resolved = Resolved(open_checkpoint(truth.path), engine_of(max_batch=3), **on_gpu(layers, head))
+    model, executor = model_of(resolved), load_split(resolved)
+    try:
+        executor.gpu.rehearse(3)
+        held = sum(memory.nbytes for memory in (one() for one in pinned) if memory is not None)
+    finally:
+        executor.close()
+    work, config = workload(model, resolved.engine), model.config
+    counted = in_ram(model, work, Division(layers, head))["scratch"]
+    counted -= model.scratch_bytes(work.tokens, 0 if head else 3) + link_bytes(work.tokens, config)
+    counted -= 2 * 8 * sum(config.ffn_sizes[:layers])
+    alone, ahead = (description_bytes(work.tokens, config.d_model, which) for which in (False, True))
+    assert held == counted - head * (ahead - alone)
 
 
 @pytest.mark.parametrize("name", ["llama3", "opt-post-norm", "falcon-7b", "falcon-40b", "qwen35-heads"])

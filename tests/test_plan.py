@@ -22,7 +22,7 @@ from sparse_models import give_bundles, give_predictor, give_profile, profile_fo
 from test_cli import error_line, powerinfer
 
 from powerinfer.config import AttentionConfig, FfnConfig, LayerConfig, ModelConfig, RopeConfig, uniform
-from powerinfer.devices.step_buffers import description_bytes
+from powerinfer.devices.step_buffers import step_bytes
 from powerinfer.errors import ModelError, PowerInferError, RequestError
 from powerinfer.hardware.description import RATED_ROWS, Hardware, load, save
 from powerinfer.neurons import NeuronPlacement, Profile, Tier
@@ -260,8 +260,12 @@ def test_the_times_of_both_devices_are_kept_apart(batch: int, goes: str) -> None
         wanted = cost.expected(request.profile, orders, model.config, model.selected, batch, GROUP)
         hardware, ways = request.hardware, cost.WAYS[goes][:1]
         split = [
-            cost.split_time(hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us) for way in ways
-        ]
+            cost.split_time(
+                hardware.cpu, hardware.gpu, wanted, model, way, 1e-6 * hardware.sync_us,
+                cost.dense_layers(request.profile, model, way, batch),
+            )
+            for way in ways
+        ]  # fmt: skip
         for layer, found in enumerate(made.choice.layer_seconds):
             k = made.choice.gpu[layer]
             each = [[float(part[layer, k]) for part in (one.gpu, one.cpu, one.sync)] for one in split]
@@ -452,8 +456,10 @@ def test_ram_beside_whole_layers() -> None:
     layer = sum(one.panels for one in (*model.attention[0], *model.ffn[0])) + model.kv_bytes("f16", 64, 1, slice(1))
     layer += model.layer_vectors(dense=True) - 2 * 8 * model.config.widest_ffn
     assert beside(1) - beside(2) == beside(2) - beside(3) == layer
-    descriptions = [description_bytes(32, model.config.d_model, ahead) for ahead in (False, True)]
-    assert beside(3) - beside(3, True) + descriptions[1] - descriptions[0] == model.head.panels + model.end_vectors
+    d_model, vocab = model.config.d_model, model.config.vocab_size
+    on_cpu = step_bytes(32, d_model, vocab) + model.scratch_bytes(32, 4) - model.scratch_bytes(32, 0)
+    steps = step_bytes(32, d_model, vocab, 4, ahead=True) - on_cpu
+    assert beside(3) - beside(3, True) + steps == model.head.panels + model.end_vectors
     assert beside(0) - beside(1) < layer - 7 * MIB
 
 

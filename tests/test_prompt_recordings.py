@@ -148,7 +148,8 @@ def test_padding_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("static")
 def test_what_is_not_recorded(tmp_path: Path) -> None:
-    """Layers with states, a part of the model elsewhere, inputs of layers; chunks beyond the largest number."""
+    """Layers with states, a part of the model elsewhere, inputs of layers, of which users are told; chunks beyond the
+    largest number."""
     cases = {"llama3": None, "qwen35-heads": "layers have states", "gemma3n": "layers get inputs of their own"}
     paths = list[Path]()
     for name, problem in cases.items():
@@ -170,7 +171,8 @@ def test_what_is_not_recorded(tmp_path: Path) -> None:
     resolved = Resolved(open_checkpoint(paths[0]), engine_of(), **on_gpu(1))
     executor = load_split(resolved)
     executor.gpu.record(counting_recorder([]))
-    assert executor.gpu.prompts_problem == "a part of the model is elsewhere"
+    settle(executor, resolved, None)
+    assert executor.choices.texts()["prompts"] == "chunks are launched (a part of the model is elsewhere)"
     executor.close()
 
 

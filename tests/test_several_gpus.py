@@ -38,6 +38,7 @@ from powerinfer.devices.choices import Choice  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
 from powerinfer.devices.recording import recorder_of  # noqa: E402
 from powerinfer.devices.several import OneCard  # noqa: E402
+from powerinfer.devices.step_buffers import description_bytes, step_bytes  # noqa: E402
 from powerinfer.devices.wanted import wanted_gpu  # noqa: E402
 from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
@@ -383,7 +384,9 @@ def test_a_load_on_two_gpus_follows_its_plan(kind: str, tmp_path: Path) -> None:
             buffers = card.buffers
             described = sum(one.nbytes for one in buffers._description._pinned)
             pinned += card.link.nbytes + buffers._host_x.nbytes + described
-        beside = budget.in_ram(request.model, request.workload)["scratch"] + 2 * 8 * sum(request.model.config.ffn_sizes)
+        config = request.model.config
+        logits = step_bytes(0, 0, config.vocab_size, request.workload.requests) - description_bytes(0, 0, False)
+        beside = request.model.scratch_bytes(request.workload.tokens, 0) + 2 * 8 * sum(config.ffn_sizes) + logits
         assert not less or plan.bytes["cpu"]["scratch"] == beside + pinned
     finally:
         executor.close()

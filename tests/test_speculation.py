@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_next_step import AheadExecutor
 from toy_model import D_MODEL, VOCAB, ToyExecutor, ToyTokenizer, ask, idle, reference_greedy, settled, toy_llm
 
 from powerinfer.config import AttentionConfig, EngineConfig, FfnConfig, LayerConfig, ModelConfig
 from powerinfer.devices import Batch
+from powerinfer.devices.choices import Choice
 from powerinfer.errors import PowerInferError
 from powerinfer.runtime.draft_model import DraftModel
 from powerinfer.runtime.engine import LLM
@@ -269,6 +271,17 @@ def test_a_source_that_fails_ends_drafts_alone(many: None) -> None:
     assert source.asked == 4 and idle(llm)
     assert source.closed and llm.drafts is None and settled(llm).speculation.failed == 1
     assert llm.choices["drafts"] == "none (test failed: of a native call)"
+
+
+def test_without_a_source_that_failed_steps_are_launched_ahead(many: None) -> None:
+    executor, plain = AheadExecutor(), AheadExecutor()
+    ahead, executor.choices.launches = "ahead of the tokens", Choice("ahead of the tokens")
+    llm, other = speculating(Failing(0.5), executor), toy_llm(plain)
+    assert llm.choices["launches"] == "when the tokens are known (drafts follow them)" and not executor.collected
+    for _ in range(2):
+        assert same(llm.generate([prompt(5)], PARAMS[0])[0], other.generate([prompt(5)], PARAMS[0])[0])
+    assert llm.drafts is None and llm.choices["launches"] == ahead and idle(llm)
+    assert plain.collected / 2 < executor.collected < plain.collected
 
 
 def test_a_source_that_fails_behind_a_step_ends_drafts_alone(many: None, monkeypatch: pytest.MonkeyPatch) -> None:

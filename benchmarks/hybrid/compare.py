@@ -47,7 +47,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.hybrid import recipes, worker
 from benchmarks.lib import machine, programs, results
@@ -176,8 +176,8 @@ class Peer:
         sizes = ["-npp", "1", "-ntg", str(tokens), "-npl", ",".join(map(str, batches))]
         cache = ["-c", str(max(batches) * (tokens + 2)), "-fit", "off", "--output-format", "jsonl"]
         lines = programs.output([*command, *sizes, *cache], HANGS).splitlines()
-        found = [json.loads(line) for line in lines if line.startswith("{")]
-        return {str(one["pl"]): one["speed_tg"] for one in found}
+        runs = [json.loads(line) for line in lines if line.startswith("{")]
+        return {str(one["pl"]): one["speed_tg"] for one in runs}
 
     def measure(self, model: Path, limit: Result, batches: list[int], tokens: int) -> Result:
         """As `worker.decode`, with the flags that were found to fit."""
@@ -249,8 +249,8 @@ def limit(peer: Peer, model: Path, way: str, layers: int, budget: int, each: int
         at = min(exceeds - 1, max(fits + 1, at + (budget - used) // max(1, each)))
     if fits < 0:
         raise RuntimeError(f"nothing fits into {budget} bytes: {tries}")
-    found: Result = {"count": fits, "flags": flags(fits, layers), "tries": tries}
-    return found | best_threads(peer, model, found["flags"], threads)
+    best: Result = {"count": fits, "flags": flags(fits, layers), "tries": tries}
+    return best | best_threads(peer, model, best["flags"], threads)
 
 
 def best_threads(peer: Peer, model: Path, flags: list[str], threads: int) -> Result:
@@ -269,12 +269,12 @@ def cached_limit(peer: Peer, model: Path, layers: int, budget: int, threads: int
         raise RuntimeError(f"no room for a cache: {beside} of {budget} bytes are in use")
     tries: list[Result] = []
     while len(tries) < MOST_TRIES and room > 0:
-        own = [*flags, CACHE_FLAG, str(room)]
-        rate, used = peer.alone(model, threads, own, 16)
+        cached = [*flags, CACHE_FLAG, str(room)]
+        rate, used = peer.alone(model, threads, cached, 16)
         assert used is not None
         tries.append({"count": room, "tok_s": rate, "vram_used": used})
         if used <= budget:
-            return {"count": room, "flags": own, "tries": tries} | best_threads(peer, model, own, threads)
+            return {"count": room, "flags": cached, "tries": tries} | best_threads(peer, model, cached, threads)
         room += (budget - used) >> 20
     raise RuntimeError(f"no cache fits into {budget} bytes: {tries}")
 
@@ -288,6 +288,16 @@ class Measurement(Jobs):
 
     arguments: argparse.Namespace
     peer: Peer | None
+
+
+@dataclass(kw_only=True)
+class LocalMeasurement(Measurement):
+    """A measurement whose jobs are done in this process. before: bytes in use on the GPU before it used that."""
+
+    before: int | None
+
+
+M = TypeVar("M", bound=LocalMeasurement)
 
 
 def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -318,12 +328,12 @@ def jobs(measurement: Measurement, name: str) -> Iterator[tuple[str, Callable[[]
         return result | {"vram_used": used.peak}
 
     def theirs(way: str, prompt: bool = False) -> Result:
-        found = measurement.done.get(f"peer/{name}/{way}", {})
-        if peer is None or "flags" not in found:
+        fitting = measurement.done.get(f"peer/{name}/{way}", {})
+        if peer is None or "flags" not in fitting:
             raise RuntimeError(f"no flags are known to fit: section peer, job peer/{name}/{way}")
         if prompt:
-            return peer.prompt(model, found, arguments.prompt)
-        return peer.measure(model, found, arguments.batches, arguments.tokens)
+            return peer.prompt(model, fitting, arguments.prompt)
+        return peer.measure(model, fitting, arguments.batches, arguments.tokens)
 
     def our_prompt() -> Result:
         task = basis(arguments, model) | {"what": "prefill", "vram": vram(), "policy": "time"}
@@ -398,10 +408,10 @@ def before(measurement: Measurement, name: str) -> bool:
     """What the jobs on a model need, until some of it fails. False where time was over."""
     arguments = measurement.arguments
     model, made = recipes.path_of(arguments.models, name, arguments.scale), recipes.recipe(name, arguments.scale)
-    own = basis(arguments, model)
-    card = own | {"what": "card", "vram": made.vram, "part": made.part, "policy": "time", "selector": "predicted"}
+    of_all = basis(arguments, model)
+    card = of_all | {"what": "card", "vram": made.vram, "part": made.part, "policy": "time", "selector": "predicted"}
     card |= {"most": max(arguments.batches), "tokens": arguments.tokens}
-    todo = {"hardware": own | {"what": "hardware"}, f"reference/{name}": own | {"what": "reference"}}
+    todo = {"hardware": of_all | {"what": "hardware"}, f"reference/{name}": of_all | {"what": "reference"}}
     if made.vram:
         todo[f"card/{name}"] = card
     for key, task in todo.items():
@@ -433,9 +443,9 @@ def bundles_of(model: Path) -> Path:
     return Path(f"{model}.powerinfer") / "neurons.safetensors"
 
 
-def begin(arguments: argparse.Namespace, kind: str, settings: Result) -> dict[str, Any]:
-    """The document, the peer and the GPU memory in use before, of a measurement with these arguments; makes the folder
-    of models."""
+def begin(measurement: type[M], arguments: argparse.Namespace, kind: str, settings: Result) -> M:
+    """A measurement with these arguments, which waits for no quiet and does again what failed; makes the folder of
+    models."""
     document = opened(arguments.out, kind, settings | {"device": gpu_name(arguments.gpu)})
     peer = None
     if arguments.peer is not None:
@@ -444,7 +454,8 @@ def begin(arguments: argparse.Namespace, kind: str, settings: Result) -> dict[st
     arguments.models.mkdir(parents=True, exist_ok=True)
     with Vram(arguments.gpu) as unused:
         pass
-    return {"document": document, "arguments": arguments, "peer": peer, "before": unused.before}
+    given: dict[str, Any] = {"document": document, "arguments": arguments, "peer": peer, "before": unused.before}
+    return measurement(out=arguments.out, quiet=0, retry=True, **given)
 
 
 def gpu_name(gpu: str) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.hybrid import compare, step_times, worker
 from benchmarks.lib import results
-from benchmarks.lib.jobs import Jobs, Result
+from benchmarks.lib.jobs import Result
 from benchmarks.models import expert_models
 from powerinfer import LLM
 from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, ModelConfig
@@ -49,13 +49,8 @@ select the other, and be farther."""
 
 
 @dataclass(kw_only=True)
-class Measurement(Jobs):
+class Measurement(compare.LocalMeasurement):
     """What is measured."""
-
-    arguments: argparse.Namespace
-    peer: compare.Peer | None
-    before: int | None
-    """Bytes in use on the GPU before this process used it."""
 
     @property
     def model(self) -> Path:
@@ -132,7 +127,7 @@ def ours(measurement: Measurement, card: int) -> Result:
         LLM(measurement.model, **measurement.engine, gpu=arguments.gpu, vram=vram) as llm,
     ):
         with np.load(reference_of(measurement.model)) as wanted:
-            off = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm, max(BATCHES)).items()}
+            off = {of: checked(logits, wanted[of]) for of, logits in worker.logits_of(llm, max(BATCHES)).items()}
         rates = {str(batch): worker.decoded(llm, batch, worker.tokens_of(batch, arguments.tokens)) for batch in BATCHES}
         told = llm.sparsity or {}
         result: Result = {"vram": vram, "off": off, "decode_tok_s": {batch: rate for batch, (rate, _) in rates.items()}}
@@ -142,9 +137,9 @@ def ours(measurement: Measurement, card: int) -> Result:
     return result | {"vram_used": used.peak}
 
 
-def checked(found: np.ndarray, wanted: np.ndarray) -> float:
+def checked(logits: np.ndarray, wanted: np.ndarray) -> float:
     """How far logits [n, vocab] are from the CPU's. RuntimeError where that is too far for the same model."""
-    each = [worker.apart(one, other) for one, other in zip(found, wanted, strict=True)]
+    each = [worker.apart(one, other) for one, other in zip(logits, wanted, strict=True)]
     off = float(np.median(each))
     if not off <= FURTHEST:
         raise RuntimeError(f"not timed: logits are off by {off:.3g} of the CPU's, more than {FURTHEST}")
@@ -160,10 +155,10 @@ def theirs(measurement: Measurement, card: int, way: str) -> Result:
         raise RuntimeError("there is no budget of ours to compare with")
     layers = int(measurement.done["make"]["layers"])
     if way == "cache":
-        found = compare.cached_limit(peer, model, layers, budget, threads)
+        limit = compare.cached_limit(peer, model, layers, budget, threads)
     else:
-        found = compare.limit(peer, model, way, layers, budget, model.stat().st_size // (layers + 1), threads)
-    return found | peer.measure(model, found, list(BATCHES), measurement.arguments.tokens)
+        limit = compare.limit(peer, model, way, layers, budget, model.stat().st_size // (layers + 1), threads)
+    return limit | peer.measure(model, limit, list(BATCHES), measurement.arguments.tokens)
 
 
 def jobs(measurement: Measurement) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -197,8 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = {
         name: getattr(arguments, name) for name in ("gpu", "threads", "tokens", "tiny", "layers", "distinct", "ram")
     }
-    more = compare.begin(arguments, "hybrid-experts", settings)
-    measurement = Measurement(out=arguments.out, quiet=0, retry=True, **more)
+    measurement = compare.begin(Measurement, arguments, "hybrid-experts", settings)
     with worker.hardware_of(arguments.gpu, arguments.ram):
         if measurement.wanted("make") or not measurement.model.exists():
             measurement.do("make", lambda: make(measurement))

@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks.hybrid import compare, step_times, worker
 from benchmarks.hybrid.experts import checked, reference_of
 from benchmarks.lib import programs, results
-from benchmarks.lib.jobs import Jobs, Result
+from benchmarks.lib.jobs import Result
 from benchmarks.models import expert_models
 from powerinfer import LLM, SamplingParams
 from powerinfer.config import AttentionConfig, EngineConfig, ExpertsConfig, FfnConfig, ModelConfig
@@ -55,12 +55,8 @@ POLICIES = (*EXPERT_POLICIES, "auto")
 
 
 @dataclass(kw_only=True)
-class Measurement(Jobs):
-    """What is measured. before: bytes in use on the GPU before this process used it."""
-
-    arguments: argparse.Namespace
-    peer: compare.Peer | None
-    before: int | None
+class Measurement(compare.LocalMeasurement):
+    """What is measured."""
 
     @property
     def model(self) -> Path:
@@ -137,7 +133,7 @@ def ours(measurement: Measurement, key: str, budget: int, policy: str, chunk: in
     ):
         result: Result = {"vram": budget, "load_s": round(time.perf_counter() - begin, 1)}
         with np.load(reference_of(measurement.model)) as wanted:
-            result["off"] = {of: checked(own, wanted[of]) for of, own in worker.logits_of(llm, 1).items()}
+            result["off"] = {of: checked(logits, wanted[of]) for of, logits in worker.logits_of(llm, 1).items()}
         result["decode_tok_s"] = {"1": decoded(llm, given.tokens, given.locality > 0)}
         result["prompt_tok_s"] = {str(tokens): read(llm, tokens) for tokens in given.prompts}
         told = llm.sparsity or {}
@@ -171,16 +167,16 @@ def theirs(measurement: Measurement, name: str, way: str) -> Result:
     threads, layers = cpu.choose_threads(given.threads)[0], config_of(given).n_layers
     budget = budgets(measurement)[name]
     if way == "cache":
-        found = compare.cached_limit(peer, model, layers, budget, threads)
+        limit = compare.cached_limit(peer, model, layers, budget, threads)
     else:
         each = model.stat().st_size // (layers + 1)
-        found = compare.limit(peer, model, way, layers, budget, each, threads)
+        limit = compare.limit(peer, model, way, layers, budget, each, threads)
     prompts = ["-p", ",".join(map(str, given.prompts)) or "0"]
     batches = ["-b", str(max(UBATCHES)), "-ub", ",".join(map(str, UBATCHES))]
-    result = found | peer_rates(peer, model, found, [*prompts, "-n", str(given.tokens), *batches])
+    result = limit | peer_rates(peer, model, limit, [*prompts, "-n", str(given.tokens), *batches])
     if given.prompts and way != "cache":
         try:
-            more = peer_rates(peer, model, found, [*prompts, "-n", "0", *batches, *peer.not_mapped()])
+            more = peer_rates(peer, model, limit, [*prompts, "-n", "0", *batches, *peer.not_mapped()])
             result["prompt_tok_s"] |= {f"{of}, not mapped": rate for of, rate in more["prompt_tok_s"].items()}
         except RuntimeError as error:
             result["not_mapped_error"] = programs.reason(error)
@@ -235,10 +231,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a small model of the same kind")
     parser.add_argument("--out", type=Path, default=results.RESULTS / "hybrid-whole.json")
     arguments = parser.parse_args(argv)
-    kept = ("shape", "layers", "distinct", "locality", "gpu", "times", "prompts", "tokens", "threads", "tiny", "ram")
-    settings = {name: getattr(arguments, name) for name in kept}
-    more = compare.begin(arguments, "hybrid-whole", settings)
-    measurement = Measurement(out=arguments.out, quiet=0, retry=True, **more)
+    names = ("shape", "layers", "distinct", "locality", "gpu", "times", "prompts", "tokens", "threads", "tiny", "ram")
+    settings = {name: getattr(arguments, name) for name in names}
+    measurement = compare.begin(Measurement, arguments, "hybrid-whole", settings)
     with worker.hardware_of(arguments.gpu, arguments.ram):
         if measurement.wanted("make") or not measurement.model.exists():
             measurement.do("make", lambda: make(measurement))

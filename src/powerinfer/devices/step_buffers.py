@@ -40,6 +40,16 @@ def description_bytes(max_tokens: int, d_model: int, ahead: bool) -> int:
     return (1 + ahead) * (4 * min(max_tokens, FEW) * d_model + _NUMBERS_ROOM) + ahead * FLAG_BYTES
 
 
+def step_bytes(
+    max_tokens: int, d_model: int, vocab_size: int, rows: int = 1, *, inputs: int = 0, ahead: bool = False
+) -> int:
+    """Bytes of RAM of `StepBuffers`, with room for that many rows of logits: in powers of two, as they grow. ahead: as
+    of `description_bytes`."""
+    of_row = 4 * vocab_size + _LARGEST_BYTES + 4 * candidates.WORDS
+    vectors = 4 * max_tokens * (d_model + inputs) + (1 << (rows - 1).bit_length()) * of_row
+    return vectors + description_bytes(max_tokens, d_model, ahead)
+
+
 class StepBuffers:
     """The residual stream and the description of a batch on a device, pinned memory for what is transferred.
 
@@ -213,7 +223,7 @@ class StepBuffers:
         torch = import_torch()
         self._host_logits = self._streams.pinned((rows, self._vocab_size), torch.float32)
         # Tokens of the largest logits, int64 [rows], then these logits.
-        nbytes = 12 * rows
+        nbytes = _LARGEST_BYTES * rows
         self._largest = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         self._largest_tokens = self._largest[: 8 * rows].view(torch.int64)
         self._largest_logits = self._largest[8 * rows :].view(torch.float32)
@@ -272,6 +282,9 @@ _MOST_SHAPES = 64
 
 _NUMBERS_ROOM = 1 << 12
 """Bytes of the numbers of a description, but where it is longer than all before."""
+
+_LARGEST_BYTES = 8 + 4
+"""Bytes of a row's largest logit and its token."""
 
 _ALIGNED = 64
 """Numbers in whose multiples a residual stream ends."""

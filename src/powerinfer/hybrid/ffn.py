@@ -1,7 +1,7 @@
 """FFNs whose terms are neurons, see terms.py: a predictor may select some of them, on the GPU.
 
 If no cold neuron is selected the CPU computes nothing; if a layer has no cold neurons nothing is sent, and in steps
-of so many tokens that together they need nearly all neurons none are looked up (`dense_tokens`).
+of so many tokens that together they need nearly all neurons none are looked up (`cost.dense_tokens`).
 """
 
 from __future__ import annotations
@@ -31,33 +31,13 @@ from powerinfer.kernels import gpu
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.kernels.gpu_types import tensor_bytes
 from powerinfer.neurons import Counts, FfnVectors, Indices, NeuronPlacement, Predictor, Tier
+from powerinfer.placement.cost import dense_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from powerinfer import _native
     from powerinfer.devices.gpu import GpuLayers
-
-
-DENSE_TOKENS = 16
-"""Tokens for which no neuron of a layer that is on the GPU is looked up, where nobody knows how often they fire."""
-
-LEAST_SAVED = 0.1
-"""Share of the bytes of a layer's neurons that kernels which look for them must not read to be worth it: a 7B model of
-which a tenth fires decoded 32 requests at half of the speed of dense products, and 8 as fast as its bytes allow."""
-
-
-def dense_tokens(frequency: NDArray[np.float64] | None, skipped: float) -> int:
-    """The fewest tokens of a step for which too few neurons are left out, more than NEURON_TOKENS if there are none.
-
-    frequency: float64 [neurons], the share of tokens for which each fires; skipped: the share of a neuron's bytes that
-    is not read where it fires for none.
-    """
-    if frequency is None:
-        return DENSE_TOKENS
-    silent = 1 - np.clip(frequency, 0, 1)
-    left_out = np.array([(silent**tokens).mean() for tokens in range(1, NEURON_TOKENS + 1)])  # by all of so many
-    return 1 + int((skipped * left_out >= LEAST_SAVED).sum())
 
 
 @dataclass
@@ -151,8 +131,7 @@ class HybridFfn(HybridTerms):
                 self._predictor.arrange(np.concatenate([hot, self.cold]))
         self._dense_from = NEURON_TOKENS + 1
         if self._gpu_part is not None and not len(self.cold):
-            first = 1 / 2 if self._gpu_part.neurons.gate is None else 1 / 3  # which `exact` reads of all neurons
-            self._dense_from = dense_tokens(self._frequency, 1.0 if self._predictor is not None else 1 - first)
+            self._dense_from = dense_tokens(self._frequency, layout.gated, self._predictor is not None)
         stage, memory = self.stage, self._cpu_part.memory
         if stage is not None and memory is not None:
             with self._failures():

@@ -59,10 +59,10 @@ LAUNCHED = "chunks are launched"
 
 def settle(executor: SplitExecutor, resolved: Resolved, room: int | None) -> None:
     """Pad and record chunks of prompts, by an earlier trial or now, where the GPU has the whole model; the cache must
-    be empty. room: bytes that are left there, None: what is free. Notes it in the executor's choices. PowerInferError
-    when the device fails."""
+    be empty. room: bytes that are left there, None: what is free. Notes it, or the reason why they are launched, in the
+    executor's choices. PowerInferError when the device fails."""
     gpu = executor.gpu
-    if len(executor.cards) > 1 or not gpu.records or not gpu.has_head or gpu.shares:
+    if not gpu.records:
         return
     if gpu.prompts_problem is not None:
         executor.choices.prompts = Choice(LAUNCHED, gpu.prompts_problem)

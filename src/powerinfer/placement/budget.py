@@ -36,7 +36,7 @@ from powerinfer.devices.stage import (
     return_buffer,
 )
 from powerinfer.devices.states import UNDO_TOKENS
-from powerinfer.devices.step_buffers import description_bytes
+from powerinfer.devices.step_buffers import step_bytes
 from powerinfer.errors import RequestError, VramError
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.bundle_memory import apart_bytes
@@ -288,15 +288,9 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     config, layers, head, slots = model.config, division.layers, division.head, division.slots
     inside = division.inside
     of_cache = slice(layers, config.n_layers + 1 - division.draft)
-    scratch = model.scratch_bytes(work.tokens, _logit_rows(model, work))
-    if layers:  # buffers between the devices, x in and out, counters of neurons
-        scratch += link_bytes(work.tokens, config) + 4 * work.tokens * config.d_model
-        scratch += description_bytes(work.tokens, config.d_model, head)
-        scratch += 2 * 8 * sum(config.ffn_sizes[:layers]) + division.cached * model.sent_expert(layers)
-        scratch += division.draft * model.draft_link_bytes(work.tokens)
     held = {
         "runtime": RUNTIME_BYTES + (division.host_bytes if layers else 0),
-        "scratch": scratch,
+        "scratch": _working_memory(model, work, division),
         "embedding": model.tables,
         "norms": model.vectors - model.layer_vectors(panels, layers) - head * model.end_vectors,
         "attention": sum(map(_panels, model.attention[layers:])),
@@ -322,10 +316,21 @@ def in_ram(model: Model, work: Workload, division: Division = ON_CPU, panels: bo
     return held
 
 
-def _logit_rows(model: Model, work: Workload) -> int:
-    """Rows of logits that a step makes at most: with those of drafts, and of a draft head."""
-    rows = min(work.tokens, work.requests * UNDO_TOKENS) if work.drafts else work.requests
-    return rows + (work.requests if model.inventory.draft else 0)
+def _working_memory(model: Model, work: Workload, division: Division) -> int:
+    """Bytes in RAM of the CPU's working memory and, beside a GPU, of the buffers between the devices and of its steps,
+    and of counters of neurons."""
+    config, tokens, layers, head = model.config, work.tokens, division.layers, division.head
+    rows = min(tokens, work.requests * UNDO_TOKENS) if work.drafts else work.requests
+    drafted = work.requests if model.inventory.draft and not division.draft else 0
+    nbytes = model.scratch_bytes(tokens, drafted + (0 if head else rows))
+    if not layers:
+        return nbytes
+    vectors, inputs = (tokens, config.d_model, config.vocab_size), config.layer_inputs * layers
+    nbytes += link_bytes(tokens, config) + step_bytes(*vectors, rows if head else 1, inputs=inputs, ahead=head)
+    nbytes += 2 * 8 * sum(config.ffn_sizes[:layers]) + division.cached * model.sent_expert(layers)
+    if division.draft:
+        nbytes += model.draft_link_bytes(tokens) + step_bytes(*vectors, work.requests, inputs=config.d_model)
+    return nbytes
 
 
 def bundle_bytes(model: Model, predicted: bool) -> int:

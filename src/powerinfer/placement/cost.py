@@ -16,7 +16,8 @@ first row fires, `active_d` on those whose product is not zero. By the way that 
 A dense byte costs 1 / dense_gb_s, a row of a bundle bytes / bundle_gb_s + row_ns (`Device`). Where rows of down share
 scales (`BundleLayout.shared_bytes`), these are read once for each group of bundles with an active neuron; that counts
 as the work of its neurons, by how often each is active. A plain FFN's first row is
-up, a gated one's gate; a gated one's up row is read where the gate fires. With both devices at work
+up, a gated one's gate; a gated one's up row is read where the gate fires. A GPU that has all neurons of a layer goes as
+`all` in steps in which it looks none up (`dense_layers`). With both devices at work
 
     T_layer = T_attention + T_predictor + max(T_gpu, T_cpu + T_sync) + T_disk
 
@@ -50,7 +51,9 @@ from powerinfer.config import (
     ShortConvConfig,
     StateKind,
 )
+from powerinfer.formats.weight_types import FLOAT_TYPES
 from powerinfer.hardware.description import Device, Disk
+from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, Profile
 from powerinfer.placement.shapes import Model
@@ -64,6 +67,13 @@ WAYS = {
     "predicted": ("predicted", "exact", "all"),
 }
 """The ways that a selector allows; the first is its own."""
+
+DENSE_TOKENS = 16
+"""Tokens for which no neuron of a layer that is on the GPU is looked up, where nobody knows how often they fire."""
+
+LEAST_SAVED = 0.1
+"""Share of the bytes of a layer's neurons that kernels which look for them must not read to be worth it: a 7B model of
+which a tenth fires decoded 32 requests at half of the speed of dense products, and 8 as fast as its bytes allow."""
 
 _STREAM = 1 << 20  # bytes of a read of consecutive neurons
 
@@ -156,6 +166,33 @@ def _groups_read(active: Float64) -> Float64:
     expected = np.add.reduceat(active, starts)
     each = np.divide(some, expected, out=np.zeros_like(some), where=expected > 0)
     return np.asarray(active * np.repeat(each, BUNDLE_GROUP)[: len(active)])
+
+
+def dense_tokens(frequency: Float64 | None, gated: bool, predicts: bool) -> int:
+    """The fewest tokens of a step for which a GPU that has all neurons of a layer looks none up, since too few are left
+    out; more than NEURON_TOKENS if there are none.
+
+    frequency: float64 [neurons], the share of tokens for which each fires; predicts: a predictor selects some.
+    """
+    if frequency is None:
+        return DENSE_TOKENS
+    skipped = 1.0 if predicts else 1 - 1 / (2 + gated)  # `exact` reads the first row of all neurons
+    silent = 1 - np.clip(frequency, 0, 1)
+    left_out = np.array([(silent**tokens).mean() for tokens in range(1, NEURON_TOKENS + 1)])  # by all of so many
+    return 1 + int((skipped * left_out >= LEAST_SAVED).sum())
+
+
+def dense_layers(profile: Profile, model: Model, way: str, batch: int) -> list[bool]:
+    """Flags by layer: a GPU that has all of its neurons looks none up in a step of that many tokens."""
+
+    def dense(layer: int) -> bool:
+        if way == "all" or not profile.sizes[layer]:
+            return False
+        layout = model.bundles[layer]
+        fewest = dense_tokens(profile.fraction(layer), layout.gated, way == "predicted")
+        return batch >= max(fewest, 1 if layout.down_type in FLOAT_TYPES else 2)  # of one token rows are looked up
+
+    return list(map(dense, range(profile.n_layers)))
 
 
 def neuron_seconds(
@@ -255,8 +292,10 @@ class FfnTime:
         return np.asarray(np.maximum(self.gpu, self.cpu + self.sync))
 
 
-def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: str, sync: float) -> FfnTime:
-    """FFNs split between both devices, or wholly on one of them.
+def split_time(
+    cpu: Device, gpu: Device, expected: Expected, model: Model, way: str, sync: float, dense: Sequence[bool] = ()
+) -> FfnTime:
+    """FFNs split between both devices, or wholly on one of them. dense: the layers of `dense_layers`.
 
     If no neuron on the CPU is needed, there is neither a job nor a wait; a predictor tells in advance.
     """
@@ -264,6 +303,10 @@ def split_time(cpu: Device, gpu: Device, expected: Expected, model: Model, way: 
     on_gpu = by_layer(expected.sums, [neuron_seconds(gpu, layout, way) for layout in model.bundles])
     on_gpu += np.where(groups > 0, fixed_seconds(gpu, way), 0.0) * _ffns(model)
     left = expected.all[:, None, :] - expected.sums
+    for layer in np.flatnonzero(dense):
+        hot = left[layer, :, EACH] == 0
+        seconds = expected.sums[layer, hot] @ neuron_seconds(gpu, model.bundles[layer], "all")
+        on_gpu[layer, hot] = seconds + fixed_seconds(gpu, "all")
     on_cpu = by_layer(left, [neuron_seconds(cpu, layout, way) for layout in model.bundles])
     busy = 1 - expected.idle if way == "predicted" else (groups < groups[-1]) * _ffns(model)
     return FfnTime(on_gpu, on_cpu + busy * fixed_seconds(cpu, way), busy * sync)

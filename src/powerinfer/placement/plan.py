@@ -82,10 +82,10 @@ from powerinfer.placement.plan_document import (
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
 
-GPU_ACCOUNTING = 18
+GPU_ACCOUNTING = 19
 """Incremented when bytes or times on a GPU are counted differently, so that earlier plans with one are not reused."""
 
-RAM_ACCOUNTING = 3
+RAM_ACCOUNTING = 4
 """Incremented when bytes in RAM are counted differently."""
 
 POLICIES = ("time", "ilp", "greedy", "random")
@@ -1104,7 +1104,8 @@ def _ffn_time(request: PlanRequest, claims: Claims, expected: cost.Expected, cpu
     if gpu is None or not first:
         return ffn
     if claims.bundles:
-        split = cost.split_time(cpu, gpu, expected, model, way, sync)
+        dense = cost.dense_layers(request.profile, model, way, request.batch)
+        split = cost.split_time(cpu, gpu, expected, model, way, sync, dense)
     else:
         reads, groups = request.experts_read(claims), expected.sums.shape[1] - 1
         split = cost.split_experts(cpu, gpu, model, reads, first, groups, request.batch, sync)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Executor
-from powerinfer.devices.choices import Choice, launched_afterwards
+from powerinfer.devices.choices import Choice
 from powerinfer.devices.cpu import Drafting
 from powerinfer.devices.drafter import EagleHead
 from powerinfer.errors import GpuMemoryError, ModelError, NoDraftsError, RamError, RequestError, did_you_mean
@@ -406,8 +406,6 @@ def _load_once(
         if smaller is not None:
             source = smaller.load(executor, checkpoint.config, progress)
         executor.choices.drafts = drafts_choice(engine, source, "" if smaller is None else smaller.place)
-        if source is not None and executor.choices.launches is not None:
-            executor.choices.launches = launched_afterwards("drafts follow them")
     except BaseException:
         executor.close()
         raise

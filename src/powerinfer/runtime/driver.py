@@ -415,7 +415,8 @@ class Driver:
         if step.requests is not requests or step.stop[0]:  # who stops a step late must mean these requests
             step = self._latest = _Step(requests, np.zeros(1, np.int32))
         batch.stop = step.stop
-        steady = batch.needs != LogitsNeed.LOGITS and self._speculation is None
+        drafts = self._speculation is not None and not self._speculation.failed
+        steady = batch.needs != LogitsNeed.LOGITS and not drafts
         batch.successor = self._successor if steady else None
         self._step_now = step
         try:

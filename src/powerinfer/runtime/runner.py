@@ -15,7 +15,7 @@ import numpy as np
 from powerinfer.config import EngineConfig
 from powerinfer.devices import Batch, Executor
 from powerinfer.devices.batch import StoppedError
-from powerinfer.devices.choices import Choice
+from powerinfer.devices.choices import Choice, launched_afterwards
 from powerinfer.errors import CLOSED, RequestError
 from powerinfer.runtime.driver import Driver, EngineStats
 from powerinfer.runtime.grammar import Grammars
@@ -65,10 +65,12 @@ class Runner:
         self._max_batch = engine.max_batch
         self._speculation = None
         if source is not None:
-            choices, name = executor.choices, source.name
+            choices, name, launches = executor.choices, source.name, executor.choices.launches
+            if launches is not None:
+                choices.launches = launched_afterwards("drafts follow them")
 
             def say_failed(reason: str) -> None:
-                choices.drafts = Choice("none", f"{name} failed: {reason}")
+                choices.drafts, choices.launches = Choice("none", f"{name} failed: {reason}"), launches
 
             self._speculation = Speculation(source, alone=drafts_alone, say_failed=say_failed)
         self._scratch = np.empty((2, executor.vocab_size), np.float32)
