@@ -310,6 +310,7 @@ def test_a_load_that_spreads_experts_follows_its_plan(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"gpu": "cpu"}, "is for several GPUs"),
+        ({"gpu": "none"}, "is for models of experts on several GPUs"),
         ({"gpu": "cpu,cpu", "expert_policy": "lru"}, "moves experts"),
         ({"gpu": "cpu,cpu", "adjust": True}, "--adjust moves experts"),
     ],

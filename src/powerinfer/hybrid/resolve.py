@@ -107,6 +107,8 @@ def permitted(resolved: Resolved) -> Resolved | RequestError:
         return RequestError("--adjust is for models whose neurons or experts are split between a GPU and the CPU")
     if moving and placement.experts is None:
         return RequestError(f"--expert-policy {engine.expert_policy} is for experts on a GPU: leave it out")
+    if engine.split_mode == "expert" and not placement.spread:
+        return RequestError("--split-mode expert is for models of experts on several GPUs: leave it out")
     return resolved
 
 
