@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from powerinfer.serve.api_error import ApiError, not_supported
-from powerinfer.serve.schema import MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed, TopK
+from powerinfer.serve.schema import MAX_PARTS, MAX_TEMPLATE_OPTIONS, Body, ChatRequest, Seed, Temperature, TopK, TopP
 from powerinfer.serve.shapes import ChatShape, Delta, Logprobs, Usage, encode_json
 from powerinfer.text.tool_parser import AnswerDelta, AnswerFormat, Reasoning, ToolDelta
 from powerinfer.text.tools import MAX_TOOLS
@@ -56,8 +56,8 @@ Content = str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_P
 class DialectBody(Body):
     """Fields of both bodies. seed and chat_template_kwargs: of this server, as in /v1/chat/completions."""
 
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
     seed: Seed | None = None
     stream: bool | None = None

@@ -24,6 +24,7 @@ from powerinfer.serve.schema import (
     UNLIMITED,
     Int,
     Integral,
+    Repetition,
     Sampling,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, AnswerShape, Delta, Logprobs, Usage, sent_event
@@ -53,7 +54,7 @@ class CompletionBody(Sampling):
     prompt: str | dict[str, Any] | Annotated[Mixed, Field(max_length=MAX_PROMPT_TOKENS)] | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=MAX_CHOICES), Integral] | None = None
     n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Integral] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    repeat_penalty: Repetition | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Integral] | None = None
     n_indent: Int | None = None
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_INT), Integral] | None = None

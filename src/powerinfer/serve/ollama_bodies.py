@@ -21,16 +21,20 @@ from powerinfer.serve.schema import (
     MAX_INT,
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
     Body,
     ChatRequest,
     Int,
     Integral,
+    MinP,
     Neutral,
+    Penalty,
+    Repetition,
     Seed,
-    Stop,
+    Stops,
+    Temperature,
     TokenIds,
     TopK,
+    TopP,
     check_extra,
 )
 from powerinfer.serve.shapes import LOWEST_LOGPROB, Usage, encode_json
@@ -84,16 +88,16 @@ class Options(Strict):
 
     num_predict: Annotated[int, Field(ge=-2, le=MAX_INT), Integral] | None = None
     num_ctx: Int | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    temperature: Temperature | None = None
     top_k: TopK | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repeat_penalty: Repetition | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT), Integral] | None = None
     seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
 
     def check(self, context: int) -> None:
         """ApiError for an option that this server does not have. context: of the model, in tokens."""

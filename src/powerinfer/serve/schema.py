@@ -188,7 +188,13 @@ MaxTokens = Annotated[int, Field(le=MAX_INT), AfterValidator(_bounded), Integral
 Seed = Annotated[int, Field(ge=-1, le=MAX_SEED), AfterValidator(_random), Integral]  # -1: as in llama-server, none
 Truncate = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(_not_zero), Integral]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT), Integral]
+Temperature = Annotated[float, Field(ge=0, le=1e6)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Repetition = Annotated[float, Field(gt=0, le=1e6)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Source = Annotated[str, Field(max_length=MAX_SOURCE)]
 Bias = float | bool  # llama-server's false forbids the token
 BiasPair = Annotated[list[int | float | bool | Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
@@ -264,20 +270,20 @@ class Sampling(Body):
     """
 
     max_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
     logit_bias: (
         Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
         | Annotated[list[BiasPair], Field(fail_fast=True, max_length=MAX_BIASES)]
         | None
     ) = None
     seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[Id], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Integral] | None = None
