@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import gzip
+import json
 import logging
 import os
 import signal
@@ -22,6 +24,7 @@ import gpu_device  # before anything imports Triton, for it says whether kernels
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
+from hypothesis.internal import charmap
 from samples import CHOICES, left_out
 from seconds import Seconds
 
@@ -137,6 +140,17 @@ def undisturbed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Disturbance, "_read", staticmethod(lambda: (0.0, 0.0, 0.0, time.monotonic())))
         yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart() -> None:
+    """UTF-8 encodes all but surrogates. Hypothesis tries every character, three seconds of each process, unless its file
+    says so."""
+    path = charmap.charmap_file("codec-v2-utf-8")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt") as file:
+            json.dump([[[0, 0xD7FF], [0xE000, sys.maxunicode]], []], file)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ def answers(
     path: Path, prompts: list[list[int]], rounds: int = 1, **options: Any
 ) -> list[tuple[list[int], list[float]]]:
     """The tokens and their log probabilities, of the last of several rounds."""
-    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
     with LLM(path, **({"threads": 2, "gpu": "none", "context": CONTEXT} | options)) as llm:
         for _ in range(rounds):
             found = llm.generate(prompts, params)

@@ -77,6 +77,12 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, flo
 
 
 @pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two steps: what these take is said, not measured."""
+    monkeypatch.setattr(policy_trial, "BLOCK", 2)
+
+
+@pytest.fixture(autouse=True)
 def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Sets the cores that other programs take: none, until then."""
     monkeypatch.setattr(Disturbance, "cores", 0.0)
@@ -150,6 +156,7 @@ def test_every_policy_decodes_the_same_steps(
     room: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By turns, and each finds the experts on the GPU that it left there."""
+    monkeypatch.setattr(policy_trial, "BLOCK", 64)
     seen: list[tuple[str, int, int, list[list[int]]]] = []
     before, copiers, policies = policy_trial.decode_one, [], []
     of_ffns, of_policies = policy_trial.measured, {}

@@ -516,8 +516,9 @@ def test_the_default_model(smollm2: Path) -> None:
 # ---------------------------------------------------------------- whatever the schema allows, and what it does not
 
 
+@pytest.mark.parametrize("examples", [3, pytest.param(8, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("valid", [True, False])
-def test_no_request_is_a_server_error(server: Server, valid: bool) -> None:
+def test_no_request_is_a_server_error(server: Server, valid: bool, examples: int) -> None:
     import schemathesis  # its import takes a second of every process that runs tests
     from schemathesis import GenerationMode
 
@@ -529,7 +530,7 @@ def test_no_request_is_a_server_error(server: Server, valid: bool) -> None:
     assert len(operations) >= 5
     for operation in operations:
 
-        @settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: schemathesis.Case) -> None:
             answer = case.call(timeout=30)

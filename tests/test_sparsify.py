@@ -65,6 +65,12 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("powerinfer_train.draw_log", lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def few_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importances of all of the text would take as long as most of these trainings do."""
+    monkeypatch.setattr("powerinfer_train.training.WEIGHED", 512)
+
+
 def made(model: Path, out: Path, **options: Any) -> SparsifyResult:
     config = SparsifyConfig(**(SMALL | {"zeros": 0.7} | options))
     return sparsify(open_checkpoint(model), [], config, out, threads=1)

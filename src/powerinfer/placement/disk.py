@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -243,8 +244,11 @@ class _Budget:
         self._units = [unit for unit in (_decoded(dense, neurons) for dense in free) if unit.names]
         self._hottest = _Hottest(neurons, model, work, profile) if neurons and profile else None
 
+    def _windows(self, units: Sequence[Unit]) -> list[_Window]:
+        return _windows(units, self._prompts, min(AHEAD, self._ram // 16))
+
     def _window(self, streamed: Sequence[Unit]) -> int:
-        return _window(streamed, self._prompts, min(AHEAD, self._ram // 16))
+        return self._windows(streamed)[-1].nbytes
 
     def _left(self, streamed: Sequence[Unit], rest: Sequence[Unit]) -> int:
         """Bytes for experts and neurons beyond the fewest, where some dense units are on disk and the rest in RAM."""
@@ -259,14 +263,25 @@ class _Budget:
     def _read(self, streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
         """Bytes in order that take as long as what a step reads."""
         room = self._left(streamed, rest) + self._lent(streamed)
-        return sum(unit.file for unit in streamed) + (self._hottest.read(room) if self._hottest else 0)
+        return sum(unit.file for unit in streamed) + self._of_neurons(room)
+
+    def _of_neurons(self, room: int) -> float:
+        """The same of neurons alone, which have so many bytes."""
+        return self._hottest.read(room) if self._hottest else 0
 
     def _cut(self) -> tuple[list[Unit], list[Unit]]:
         """(dense units on disk, those in RAM) with which a step reads the shortest."""
         units = self._units
-        cuts = [(units[:n], units[n:]) for n in range(len(units) + 1)]
-        fitting = (cut for cut in cuts if self._left(*cut) >= 0)
-        streamed, rest = min(fitting, key=lambda cut: self._read(*cut), default=cuts[-1])
+        in_order, panels = 0, sum(unit.panels for unit in units)
+        reads: dict[int, float] = {}  # by how many units are on disk, where that fits
+        for n, window in enumerate(self._windows(units)):
+            left = self._ram - self._fixed - panels - window.nbytes
+            if left >= 0:
+                reads[n] = in_order + self._of_neurons(left + self._lent(units[:n]))
+            if n < len(units):
+                in_order, panels = in_order + units[n].file, panels - units[n].panels
+        cut = min(reads, key=lambda n: reads[n], default=len(units))
+        streamed, rest = units[:cut], units[cut:]
         if streamed:  # of the last one RAM may hold some matrices
             part = streamed.pop()
             for name in part.names[1:]:
@@ -282,7 +297,7 @@ class _Budget:
         """The plan; the error where the least does not fit. whole: as of `plan_disk`."""
         streamed, rest = self._cut()
         fixed = self._fixed + sum(unit.panels for unit in rest)
-        needed = fixed + _largest(_together(streamed, self._prompts))
+        needed = fixed + self._windows(streamed)[-1].least
         if needed > self._ram:
             return _too_little(self._model, self.held, needed, needed if whole is None else whole, self._ram)
         room = max(0, self._left(streamed, rest))
@@ -489,29 +504,35 @@ def _slot_bytes(matrices: Sequence[Matrix], n: int, rows: bool) -> int:
     return sum(nbytes // n + 2 * BLOCK for nbytes in sizes) + 2 * BLOCK * rows
 
 
-def _window(streamed: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> int:
-    """Bytes of a window for what every step reads: the largest, and a layer's, so that they are read while it is used,
-    or at least `ahead`. More would not hold others of that size: matrices that are used together lie side by side. What
-    prompts alone read passes one by one: they compute longer than they read, and memory serves neurons better."""
+class _Window(NamedTuple):
+    """Bytes of a window for dense matrices on disk. least: the most that an operator reads, of a prompt if that is
+    more; nbytes: what the window should have."""
+
+    least: int
+    nbytes: int
+
+
+def _windows(units: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> list[_Window]:
+    """Windows for the first 0, 1, 2, ... units, and all. What every step reads should have the largest, and a layer's,
+    so that they are read while it is used, or at least `ahead`. More would not hold others of that size: matrices that
+    are used together lie side by side. What prompts alone read passes one by one, of an FFN beside what every step
+    reads of it: they compute longer than they read, and memory serves neurons better."""
+    alone = {unit.layer: _in_window(unit) for unit in prompts}
     of_layer: Counter[int | None] = Counter()
-    for unit in streamed:
-        of_layer[unit.layer] += _in_window(unit)
-    every = min(of_layer.total(), _largest(streamed) + max(ahead, *of_layer.values())) if streamed else 0
-    return max(every, _largest(_together(streamed, prompts)))
-
-
-def _together(streamed: Sequence[Unit], prompts: Sequence[Unit]) -> list[Unit]:
-    """What prompts read, operator by operator: beside the matrices that they alone use those of every step."""
-    gates = {unit.layer: unit for unit in streamed if unit.use == "panels"}
-    read = [unit for unit in streamed if unit.use != "panels"]
-    for unit in prompts:
-        every = gates.pop(unit.layer, None)
-        read.append(Unit(unit.use, unit.layer, (every.matrices if every else ()) + unit.matrices))
-    return [*read, *gates.values()]
-
-
-def _largest(streamed: Sequence[Unit]) -> int:
-    return max(map(_in_window, streamed), default=0)
+    ffns, others, largest = dict(alone), 0, 0  # what a prompt reads of each FFN, and the most of other operators
+    windows = [_Window(*[max(alone.values(), default=0)] * 2)]
+    for unit in units:
+        size = _in_window(unit)
+        of_layer[unit.layer] += size
+        largest = max(largest, size)
+        if unit.use == "panels":
+            ffns[unit.layer] = size + alone.get(unit.layer, 0)
+        else:
+            others = max(others, size)
+        least = max([others, *ffns.values()])
+        every = min(of_layer.total(), largest + max(ahead, *of_layer.values()))
+        windows.append(_Window(least, max(every, least)))
+    return windows
 
 
 def _in_window(unit: Unit) -> int:
