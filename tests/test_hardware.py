@@ -154,6 +154,7 @@ def test_unknown_machine() -> None:
         ("disk/seek_ms", 4, "seek_ms"),
         ("disk/read_gb_s", {str(size): 1 for size in range(1, 1000)}, "length of 999, not 1 to"),
         ("copy_gb_s", 0, "copy_gb_s"),
+        ("cards", [{"device": document()["gpu"]}], "a machine with a GPU needs copy_gb_s"),
         ("sync_us", "NaN", "sync_us"),
         ("key", {"a": 1}, "key"),
         ("key", {str(n): "" for n in range(1000)}, "length of 1000, not 0 to"),

@@ -245,6 +245,8 @@ def test_the_next_command(opened: Checkpoint, tmp_path: Path, undrawn: None) -> 
     model = f"-m {opened.path} --selector predicted --vram 2GiB --ram 40000B"
     bench, run = (command for _, command in next_steps(found))
     assert (bench, run) == (f"powerinfer bench {model}", f'powerinfer run "Once upon a time" {model}')
+    between = plan_from(hardware="mine", budgets={"vram": 2 << 30, "ram": 40000}, split_mode="expert")
+    assert next_steps(with_plan(found, between, tmp_path, opened))[1][1] == f"{run} --split-mode expert"
     page = write_report(with_plan(found, plan_from(), tmp_path / "plan.json", opened), tmp_path / "out").page
     text = read(page).text
     assert f"Next Measure what the model reaches on this machine: powerinfer bench -m {opened.path}" in text

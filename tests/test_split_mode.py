@@ -155,6 +155,7 @@ def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> No
         assert main([*command, "--split-mode", mode, "--json"]) == 0
         documents[mode] = json.loads(capsys.readouterr().out)
         cards, layers = documents[mode]["cards"], documents[mode]["layers"]
+        assert documents[mode]["split_mode"] == mode
         on_gpus = [layer["experts"] for layer in layers]
         assert sum(card["experts"] for card in cards) == sum(on_gpus)
         first = cards[0]["layers"]

@@ -18,7 +18,7 @@ share), layers (layer; gpu, cpu, disk: neurons; mass_on_gpu; seconds by componen
 decode_tok_s, dense_tok_s with every neuron computed, skipping_tok_s with --selector exact inside experts,
 ms_per_token, at_position, policies; none where a load places layers as a whole), reasons, helps (the next budgets at
 which more fits), assumed, key, path, hardware, cards (each of several GPUs: name, vram, first_layer, layers, head,
-bytes by part, experts). With --card alone: hardware (name, source, assumed), context, models
+bytes by part, experts), split_mode. With --card alone: hardware (name, source, assumed), context, models
 (name, type, gigabytes, tok_s, context: the longest that leaves the weights where they are, place: gpu, split, ram or
 disk, where, runs_well, command). With --names: cards, shapes, hardware, dtypes.
 """
@@ -419,7 +419,7 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     out.line()
     ffn = "neurons" if plan.claims.slots is None else "FFNs beside experts"
     _show_bytes(document, out, ffn, "KV cache, states" if plan.request.model.config.states else "KV cache")
-    _show_cards(document, len(plan.shares) > 0, out)
+    _show_cards(document, out)
     out.line()
     used = any(other.work_on_gpu for other in document.predicted.policies.values())
     if used and plan.claims.slots is None:  # else they all say the same
@@ -477,13 +477,13 @@ def _show_bytes(document: PlanDocument, out: Output, ffn: str, kv: str) -> None:
     out.line(f"{'share of activations':<22}" + "".join(f"{tenths_of_percent(shares[tier]):>12}" for tier in used))
 
 
-def _show_cards(document: PlanDocument, divided: bool, out: Output) -> None:
-    """A row for each of several GPUs: its layers, what it holds, and of how much. divided: experts of all layers are on
-    each of them."""
+def _show_cards(document: PlanDocument, out: Output) -> None:
+    """A row for each of several GPUs: its layers, its experts where all layers' are divided, what it holds, and of how
+    much."""
     if not document.cards:
         return
     out.line()
-    width = max(len(card.name) for card in document.cards)
+    width, divided = max(len(card.name) for card in document.cards), document.split_mode == "expert"
     for card in document.cards:
         last = card.first_layer + card.layers - 1
         layers = f"layers {card.first_layer} to {last}" if card.layers > 1 else f"layer {last}"

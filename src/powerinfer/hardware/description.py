@@ -330,7 +330,7 @@ def _refuse_absurd(hardware: Hardware, source: str) -> None:
         for table, allowed in zip(TABLES, (dense, dense, RATED_ROWS, RATED_ROWS), strict=True):
             for kind in sorted(getattr(device, table).keys() - set(allowed)):
                 raise ModelError(f"{source}: {name}.{table} has {shown(kind)}, which is no weight type there")
-    if hardware.gpu is not None and hardware.copy_gb_s < 1e-9:
+    if any(card.copy_gb_s < 1e-9 for card in hardware.all_cards):
         raise ModelError(f"{source}: a machine with a GPU needs copy_gb_s")
 
 

@@ -86,12 +86,15 @@ def divide(request: PlanRequest, parts: Parts) -> Parts:
 
 
 def _slots(request: PlanRequest, parts: Parts, sizes: Sequence[int], room: int) -> list[int]:
-    """The number of each layer's experts on GPUs that have so many bytes of room together. sizes: bytes of an expert,
-    by layer."""
-    frequencies, seconds = {}, {}
+    """The number of each layer's experts on GPUs that have so many bytes of room together: all, in a part whose GPU has
+    room for them, since that has no buffers to stream others. sizes: bytes of an expert, by layer."""
+    slots, frequencies, seconds = [0] * len(sizes), {}, {}
     for first, part, claimed in zip(parts.firsts, parts.requests, parts.claims, strict=True):
         gpu = part.hardware.gpu
         assert gpu is not None
+        if claimed.slots == part.model.n_experts:
+            slots[first : first + len(claimed.slots)] = claimed.slots
+            continue
         for at in range(claimed.gpu_layers):
             if (n := part.model.n_experts[at]) == 0:
                 continue
@@ -100,8 +103,9 @@ def _slots(request: PlanRequest, parts: Parts, sizes: Sequence[int], room: int) 
             devices, sync = (part.hardware.cpu, gpu), 1e-6 * part.hardware.sync_us
             seconds[first + at] = expert_seconds(*devices, part.model, at, request.batch, frequency, sync)
             frequencies[first + at] = frequency
-    slots = slots_in_least_time(frequencies, seconds, {layer: sizes[layer] for layer in seconds}, room)
-    return [slots.get(layer, 0) for layer in range(len(sizes))]
+    rest = room - _bytes(slots, sizes)
+    extra = slots_in_least_time(frequencies, seconds, {layer: sizes[layer] for layer in seconds}, rest)
+    return [extra.get(layer, n) for layer, n in enumerate(slots)]
 
 
 def _seconds(gpu: Device, model: Model) -> float:
@@ -112,14 +116,14 @@ def _seconds(gpu: Device, model: Model) -> float:
 def _amounts(rates: Sequence[float], rooms: Sequence[int], total: int) -> list[float]:
     """Bytes of each GPU, `total` in all: in proportion to the rates, but no more than there is room for."""
     amounts = [0.0] * len(rooms)
-    open_ones, left = set(range(len(rooms))), float(total)
-    while open_ones:
-        rate = sum(rates[at] for at in open_ones)
-        full = {at for at in open_ones if left * rates[at] / rate >= rooms[at]}
-        for at in full or open_ones:
+    unsettled, left = set(range(len(rooms))), float(total)
+    while unsettled:
+        rate = sum(rates[at] for at in unsettled)
+        full = {at for at in unsettled if left * rates[at] / rate >= rooms[at]}
+        for at in full or unsettled:
             amounts[at] = float(rooms[at]) if full else left * rates[at] / rate
         left -= sum(amounts[at] for at in full)
-        open_ones = open_ones - full if full else set()
+        unsettled = unsettled - full if full else set()
     return amounts
 
 

@@ -646,6 +646,7 @@ class Plan:
             hardware=request.hardware.name,
             path=None if path is None else str(path),
             cards=list(map(_card_plan, self.parts, self.experts_of_parts)),
+            split_mode="expert" if self.shares else "layer",
         )
 
 

@@ -113,7 +113,7 @@ class PlanDocument:
     key: of `PlanRequest.key`; fingerprint, profile: of the model and of the profile that it was made for; quantize: how
     the model was opened, None: as it is. fits: nothing is read from disk; loads: a load takes it. bytes: tier -> part
     -> bytes; activations: tier -> share. path: its file, None: not saved; assumed: lines about figures that were not
-    measured. cards: where there are several GPUs, each by itself.
+    measured. cards: where there are several GPUs, each by itself; split_mode: the engine's option.
     """
 
     key: Text
@@ -145,6 +145,7 @@ class PlanDocument:
     loads: bool = True
     assumed: list[Text] = dataclasses.field(default_factory=list)
     cards: list[CardPlan] = dataclasses.field(default_factory=list)
+    split_mode: Text = "layer"
 
     def __post_init__(self) -> None:
         for name, tiers in (("bytes", self.bytes), ("activations", self.activations)):

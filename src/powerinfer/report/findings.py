@@ -190,12 +190,18 @@ def _options(plan: PlanDocument) -> str:
         "batch": plan.batch, "selector": plan.selector, "policy": plan.policy,
     }  # fmt: skip
     hardware = {"hardware": plan.hardware} if plan.hardware in ready_made() else {}
-    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())
+    flags = "".join(f" --{name} {shlex.quote(str(value))}" for name, value in (options | hardware).items())
+    return flags + _split_mode(plan)
 
 
 def _vram(plan: PlanDocument) -> str:
     """The plan's --vram."""
     return ",".join(_exact(card.vram) for card in plan.cards) or _exact(plan.budgets.vram)
+
+
+def _split_mode(plan: PlanDocument) -> str:
+    """The option by which a plan divides experts between GPUs, if it does."""
+    return "" if plan.split_mode == "layer" else f" --split-mode {shlex.quote(plan.split_mode)}"
 
 
 def next_steps(prepared: Findings) -> list[tuple[str, str]]:
@@ -209,7 +215,7 @@ def next_steps(prepared: Findings) -> list[tuple[str, str]]:
         return [(f"Make the {missing.noun}{' again' if missing.stale else ''}:", missing.command)]
     plan, limits = prepared.plan.value, ""
     if plan is not None and plan.gpu_layers and plan.hardware not in ready_made():
-        limits = f" --vram {_vram(plan)} --ram {_exact(plan.budgets.ram)}"
+        limits = f" --vram {_vram(plan)} --ram {_exact(plan.budgets.ram)}{_split_mode(plan)}"
     selector = " --selector predicted" if prepared.predictor.value is not None else ""
     return [
         ("Measure what the model reaches on this machine:", f"powerinfer bench {prepared.open}{selector}{limits}"),
