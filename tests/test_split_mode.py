@@ -1,4 +1,4 @@
-"""Plans with each layer's experts divided between several GPUs (`--split-mode expert`)."""
+"""Plans with each layer's experts spread over several GPUs (`--split-mode expert`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from powerinfer.config import EngineConfig, PlanConfig
 from powerinfer.devices.card_link import card_link_bytes
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import described_machine
-from powerinfer.placement import divided
+from powerinfer.placement import spread
 from powerinfer.placement.budget import budgets
 from powerinfer.placement.cost import resident_seconds
-from powerinfer.placement.divided import MEET_US, bytes_for_others, exchange_seconds, split_problem
 from powerinfer.placement.plan import Plan, PlanRequest, make_plan
 from powerinfer.placement.request import shape_subject
 from powerinfer.placement.shapes import find_shape
+from powerinfer.placement.spread import MEET_US, bytes_for_others, exchange_seconds, split_problem
 from powerinfer.placement.working_memory import experts_for_others
 
 GIB = 1 << 30
@@ -88,7 +88,7 @@ def test_experts_are_divided_in_each_budget(name: str, cards: str) -> None:
 
 @pytest.mark.parametrize("mode", ["layer", "expert"])
 def test_a_gpu_whose_layers_have_no_experts(mode: str) -> None:
-    """It has some of the other layers' all the same, where these are divided."""
+    """It has some of the other layers' all the same, where these are spread."""
     engine = EngineConfig(context=1024, max_batch=1, prefill_chunk=64, vram=(18 * GIB // 10, 24 * GIB), split_mode=mode)
     plan = make_plan(request("deepseek-v2-lite", "RTX 3090, RTX 3090", engine))
     assert plan.parts[0].last == plan.parts[1].first == 1 and plan.claims.slots == plan.request.model.n_experts
@@ -103,7 +103,7 @@ def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPa
     """Of two alike cards that have all experts: which of them a token selects is chance, and the other one begins after
     the exchange; over a slower way it takes as much longer, and a line of the plan says what is faster."""
     asked = request("qwen3-30b-a3b", "RTX 3090, RTX 3090")
-    plan, alone = make_plan(asked), make_plan(replace(asked, divided=False))
+    plan, alone = make_plan(asked), make_plan(replace(asked, spread=False))
     model, card = plan.request.model, plan.request.hardware.all_cards[1]
     n, top_k = model.n_experts[0], model.config.experts[0].router.top_k
     each = resident_seconds(card.device, model, 0, 1)
@@ -125,7 +125,7 @@ def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPa
         "layer"
     )
     assert "only one of them computes" in alone.reasons[-1] and "at the same time" in plan.reasons[-2]
-    monkeypatch.setattr(divided, "MEET_US", MEET_US + 1000)
+    monkeypatch.setattr(spread, "MEET_US", MEET_US + 1000)
     later = make_plan(asked).choice.layer_seconds[0]["gpu"]
     assert later == pytest.approx(exchange + 1e-3 + 3e-6 * card.device.op_us + top_k / 2 * each, rel=0.01)
 

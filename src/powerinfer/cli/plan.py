@@ -478,16 +478,16 @@ def _show_bytes(document: PlanDocument, out: Output, ffn: str, kv: str) -> None:
 
 
 def _show_cards(document: PlanDocument, out: Output) -> None:
-    """A row for each of several GPUs: its layers, its experts where all layers' are divided, what it holds, and of how
+    """A row for each of several GPUs: its layers, its experts where all layers' are spread, what it holds, and of how
     much."""
     if not document.cards:
         return
     out.line()
-    width, divided = max(len(card.name) for card in document.cards), document.split_mode == "expert"
+    width, is_spread = max(len(card.name) for card in document.cards), document.split_mode == "expert"
     for card in document.cards:
         last = card.first_layer + card.layers - 1
         layers = f"layers {card.first_layer} to {last}" if card.layers > 1 else f"layer {last}"
-        layers += " and the head" * card.head + f", {card.experts} experts of all layers" * divided
+        layers += " and the head" * card.head + f", {card.experts} experts of all layers" * is_spread
         ffns = sum(card.bytes.get(part, 0) for part in ("ffn", "experts"))
         out.line(
             f"{card.name:<{width}}  {layers}: {_size(sum(card.bytes.values()))} of "

@@ -137,7 +137,8 @@ class _Search:
     def _errors(self, scales: Float32) -> Float32:
         """Errors of every entry for each vector, but for what all of them share; until the next call."""
         np.multiply(self._squares, np.repeat(scales, self._vectors)[:, None], out=self._costs)
-        return np.subtract(self._costs, self._products, out=self._costs)
+        errors: Float32 = np.subtract(self._costs, self._products, out=self._costs)
+        return errors
 
     def sums(self, picked: Indices) -> tuple[Float32, Float32]:
         """(weighted products of elements and entries, weighted squares of these) of each part."""

@@ -35,7 +35,7 @@ from powerinfer.hardware.description import Device, Hardware
 from powerinfer.kernels.cpu import NEURON_TOKENS
 from powerinfer.models.inventory import Matrix
 from powerinfer.neurons import BUNDLE_GROUP, BundleLayout, Indices, NeuronPlacement, Profile, Tier
-from powerinfer.placement import cost, divided, several, solver
+from powerinfer.placement import cost, several, solver, spread
 from powerinfer.placement.budget import (
     Claims,
     Division,
@@ -100,7 +100,7 @@ SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 _IN_TURN = "a step goes from one GPU to the next, and only one of them computes at a time"
 _AT_ONCE = (
     "a step goes from one GPU to the next, and all of them compute each layer's experts at the same time; that "
-    f"{divided.MEET_US:g} us pass until two have met in a layer is assumed"
+    f"{spread.MEET_US:g} us pass until two have met in a layer is assumed"
 )
 
 Float64 = NDArray[np.float64]
@@ -119,7 +119,7 @@ class PlanRequest:
     in RAM too. hits: of experts on disk, None: not known. chosen: the selector is what `auto` would take if RAM has
     room for bundles beside dense matrices. profiled: the profile says how often neurons fire. scratch, moves,
     undo_tokens, drafts, for_others: as of `Workload`. vrams: the budget of each of several GPUs of the machine, of
-    which `vram` is the sum; (): all that each has. divided: a layer's experts are on all of them (`divided.py`).
+    which `vram` is the sum; (): all that each has. spread: a layer's experts are on all of them (`spread.py`).
     """
 
     model: Model
@@ -147,7 +147,7 @@ class PlanRequest:
     undo_tokens: int = 0
     drafts: bool = False
     vrams: tuple[int, ...] = ()
-    divided: bool = False
+    spread: bool = False
     for_others: int = 0
 
     def __post_init__(self) -> None:
@@ -391,7 +391,7 @@ class Plan:
     at which more fits. from_disk: what is read while decoding, of what stays on disk as `claims` say. settled: the
     selector, where that is another than the request's. parts: of each GPU, where there are several; what the plan says
     of the GPU is then their sum. shares: for each of these GPUs how many of each layer's experts it has, where they are
-    divided between all; (): a layer's are on its own.
+    spread over all; (): a layer's are on its own.
     """
 
     request: PlanRequest
@@ -685,7 +685,7 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
     """The plan with the GPU, even where the CPU alone is faster."""
     if request.on_cards:
         plan = _plan_on_cards(request)
-        return _compare_layers(plan) if isinstance(plan, Plan) and request.divided else plan
+        return _compare_layers(plan) if isinstance(plan, Plan) and request.spread else plan
     claims = request.claims_if_any()
     if isinstance(claims, RequestError):
         return claims
@@ -826,10 +826,10 @@ def _layer_seconds(layer: Mapping[str, float]) -> float:
 
 
 def _time_together(request: PlanRequest, parts: several.Parts, number: int, plan: Plan) -> Plan:
-    """The plan of a part with the time of experts that are divided between all GPUs."""
+    """The plan of a part with the time of experts that are spread over all GPUs."""
 
     def timed(choice: Choice) -> Choice:
-        layers = divided.layer_seconds(request, parts, number, choice.layer_seconds)
+        layers = spread.layer_seconds(request, parts, number, choice.layer_seconds)
         less = math.fsum(map(_layer_seconds, choice.layer_seconds)) - math.fsum(map(_layer_seconds, layers))
         return replace(choice, layer_seconds=layers, seconds=choice.seconds - less)
 
@@ -838,8 +838,8 @@ def _time_together(request: PlanRequest, parts: several.Parts, number: int, plan
 
 
 def _compare_layers(plan: Plan) -> Plan:
-    """A plan that divides layers' experts between GPUs, with what it predicts where each GPU has its layers' own."""
-    return _add_speed(plan, replace(plan.request, divided=False), "with --split-mode layer")
+    """A plan that spreads layers' experts over GPUs, with what it predicts where each GPU has its layers' own."""
+    return _add_speed(plan, replace(plan.request, spread=False), "with --split-mode layer")
 
 
 def _compare_undivided(plan: Plan) -> Plan:

@@ -45,7 +45,7 @@ class LayerPlan:
 @dataclass(frozen=True)
 class CardPlan:
     """One of several GPUs: its name, its budget in bytes, its layers, whether it has the head, its bytes by use, and
-    how many experts it has, of all layers where these are divided between GPUs."""
+    how many experts it has, of all layers where these are spread over GPUs."""
 
     name: Text
     vram: Count

@@ -18,7 +18,6 @@ from powerinfer.neurons import Profile
 from powerinfer.placement.budget import budgets, check_ram, no_layer_fits
 from powerinfer.placement.chunks import with_long_chunks
 from powerinfer.placement.disk_speed import Hits
-from powerinfer.placement.divided import split_problem
 from powerinfer.placement.experts import Frequencies
 from powerinfer.placement.mixes import read_dtype, usual_dtype
 from powerinfer.placement.plan import PlanRequest
@@ -32,6 +31,7 @@ from powerinfer.placement.shapes import (
     law_of,
     skipping_model,
 )
+from powerinfer.placement.spread import split_problem
 from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import auto, check_experts, check_suited
 from powerinfer.system import MOST_THREADS
@@ -76,12 +76,12 @@ class Subject:
         emulated = engine.gpu.startswith("cpu") and not planning.described and hardware.gpu is not None
         cached = engine.expert_policy not in ("static", "auto")
         stays = engine.expert_policy == "static" and not engine.adjust  # else experts move as a whole
-        divided = engine.split_mode == "expert"
+        spread = engine.split_mode == "expert"
         problem = split_problem(self.model.config, engine, len(hardware.all_cards) * _uses_gpus(engine))
         if problem is not None:
             raise RequestError(problem)
         made = PlanRequest(
-            self.model if stays and not divided else replace(self.model, inside={}),
+            self.model if stays and not spread else replace(self.model, inside={}),
             self.profile,
             hardware,
             vram=engine.vram_bytes if _uses_gpus(engine) else 0,
@@ -104,7 +104,7 @@ class Subject:
             chosen=self.chosen,
             undo_tokens=tokens_to_undo(engine, self.model.config),
             drafts=engine.drafts_for(self.model.config),
-            divided=divided,
+            spread=spread,
         )
         settled = made.settled()[0]
         return settled if engine.prefill_chunk else with_long_chunks(settled)

@@ -39,9 +39,9 @@ from powerinfer.placement.budget import (
     staged_in_ram,
 )
 from powerinfer.placement.disk import resting_in_ram
-from powerinfer.placement.divided import bytes_for_others, divide
 from powerinfer.placement.shapes import Model
 from powerinfer.placement.solver import GROUP
+from powerinfer.placement.spread import bytes_for_others, spread_experts
 
 if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan, PlanRequest
@@ -300,11 +300,11 @@ def parts_together(request: PlanRequest) -> tuple[Parts, Claims] | RequestError:
     parts = parts_of(request)
     if isinstance(parts, RequestError):
         return parts
-    parts = divide(request, parts) if request.divided else parts
+    parts = spread_experts(request, parts) if request.spread else parts
     claims = joined(request, parts)
     if claims.cpu_left < 0 and claims.staging and not claims.bundles:
         parts = parts.drop_buffers()
-        parts = divide(request, parts) if request.divided else parts
+        parts = spread_experts(request, parts) if request.spread else parts
         claims = joined(request, parts)
     lacking = sum(parts.cold) - claims.cpu_left
     rests = request.hardware.disk is not None and claims.cpu_left >= 0 if claims.bundles else not _complete(claims)

@@ -1,7 +1,7 @@
 """What dividing a layer's experts (`--split-mode expert`), or the neurons of its FFN, between two cards would gain over
 layers on either card.
 
-    python -m benchmarks.placement.divided_layers
+    python -m benchmarks.placement.spread_layers
 
 Nothing is measured: by plans for machines that `plan --card` describes. Of experts it is what plans with and without
 `--split-mode expert` predict. Neurons of dense FFNs are not divided; what that would gain is by the terms of plans:
@@ -24,7 +24,7 @@ from benchmarks.placement.prompts import prompt
 from powerinfer.config import EngineConfig
 from powerinfer.errors import RequestError
 from powerinfer.hardware.cards import BUS, LANE_GB_S, described_machine
-from powerinfer.placement import cost, divided
+from powerinfer.placement import cost, spread
 from powerinfer.placement.plan import Plan, PlanPart, place
 from powerinfer.placement.request import PlanConfig, shape_subject
 
@@ -90,8 +90,8 @@ def dense_gain(plan: Plan, meet_us: float, slow: bool) -> float:
 
 
 def expert_gain(name: str, cards: str, ram: int, batch: int, meet_us: float, slow: bool) -> float:
-    """How many times as fast a step is with each layer's experts divided between both cards, as plans say."""
-    with patch.object(divided, "MEET_US", meet_us):
+    """How many times as fast a step is with each layer's experts spread over both cards, as plans say."""
+    with patch.object(spread, "MEET_US", meet_us):
         whole, apart = (planned(name, cards, ram, batch, split, slow) for split in ("layer", "expert"))
     return whole.choice.seconds / apart.choice.seconds if whole and apart else math.nan
 

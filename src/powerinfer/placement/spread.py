@@ -1,4 +1,4 @@
-"""The experts of each layer divided between several GPUs (`--split-mode expert`), which compute them at the same time.
+"""The experts of each layer spread over several GPUs (`--split-mode expert`), which compute them at the same time.
 
     GPU 1   layers 0 to 17: attention, cache, router, shared experts     some hot experts of every layer
     GPU 2   layers 18 to 31, and the head: the same                      the other hot experts of every layer
@@ -40,8 +40,8 @@ DRAWS = 1 << 10
 
 
 def split_problem(config: ModelConfig, engine: EngineConfig, gpus: int) -> str | None:
-    """The reason, with how to mend it, why the engine cannot divide the experts of a model of this configuration
-    between that number of GPUs; None: it can, or nobody asks for it."""
+    """The reason, with how to mend it, why the engine cannot spread the experts of a model of this configuration
+    over that number of GPUs; None: it can, or nobody asks for it."""
     if engine.split_mode != "expert":
         return None
     if not config.experts:
@@ -59,30 +59,30 @@ def split_problem(config: ModelConfig, engine: EngineConfig, gpus: int) -> str |
 
 def bytes_for_others(request: PlanRequest) -> tuple[int, int]:
     """Bytes in RAM, and on each GPU, of what the GPUs need to compute experts of each other's layers; 0 where these
-    are not divided."""
+    are not spread."""
     gpus = len(request.hardware.all_cards)
-    if not request.divided or gpus < 2:
+    if not request.spread or gpus < 2:
         return 0, 0
     config, tokens = request.model.config, request.workload.tokens
     in_ram, on_gpu = card_link_bytes(tokens, config)
     return gpus * (gpus - 1) * in_ram, (gpus - 1) * on_gpu + experts_for_others(config, tokens)
 
 
-def divide(request: PlanRequest, parts: Parts) -> Parts:
-    """The parts with each layer's experts divided between all GPUs, in the room that these have for experts."""
+def spread_experts(request: PlanRequest, parts: Parts) -> Parts:
+    """The parts with each layer's experts spread over all GPUs, in the room that these have for experts."""
     model, claims = request.model, parts.claims
     sizes = [model.expert_bytes(layer)[0] for layer in range(model.config.n_layers)]
     rooms = [claimed.gpu.get("experts", 0) + max(0, claimed.gpu_left) for claimed in claims]
     slots = _slots(request, parts, sizes, sum(rooms))
     rates = [1 / _seconds(card.device, model) for card in request.hardware.all_cards]
     shares = _shares(slots, sizes, _amounts(rates, rooms, _bytes(slots, sizes)), rooms)
-    on_gpus, divided = tuple(map(sum, zip(*shares, strict=True))), []
+    on_gpus, spread = tuple(map(sum, zip(*shares, strict=True))), []
     for first, part, claimed, of_card in zip(parts.firsts, parts.requests, claims, shares, strict=True):
         slots_of_part = on_gpus[first : first + part.model.config.n_layers]
         nbytes = _bytes(of_card, sizes)
         left = claimed.gpu_left + claimed.gpu.get("experts", 0) - nbytes
-        divided.append(replace(claimed, slots=slots_of_part, gpu=claimed.gpu | {"experts": nbytes}, gpu_left=left))
-    return replace(parts, claims=tuple(divided), shares=shares)
+        spread.append(replace(claimed, slots=slots_of_part, gpu=claimed.gpu | {"experts": nbytes}, gpu_left=left))
+    return replace(parts, claims=tuple(spread), shares=shares)
 
 
 def _slots(request: PlanRequest, parts: Parts, sizes: Sequence[int], room: int) -> list[int]:
