@@ -277,6 +277,26 @@ def test_a_plan_says_what_a_long_context_costs(capsys: pytest.CaptureFixture[str
     assert not any("with -c" in line for line in planned[1]["reasons"])
 
 
+@pytest.mark.parametrize(
+    ("shape", "card", "goal"), [("qwen3-8b", "RTX 4060", "on the GPU"), ("qwen3-32b", "none", "on disk")]
+)
+def test_a_plan_names_contexts_that_fit(
+    shape: str, card: str, goal: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The longest with which the machine has the memory that it lacks, and the same with a smaller cache."""
+    command = ["--shape", shape, "--card", card]
+    (told,) = (line for line in plan(capsys, *command)[0]["reasons"] if " with -c " in line and goal in line)
+    ways = re.findall(r"with ((?:-c \d+)?(?: ?--kv-type q8_0)?)", told)
+    assert len(ways) == 2 and ways[1].endswith("q8_0")
+    for way in ways:
+        flags = way.split()
+        assert plan(capsys, *command, *flags)[0]["helps"] == []
+        if "-c" in flags:
+            flags[1] = str(int(flags[1]) + 1024)
+            more = plan(capsys, *command, *flags)[0]
+            assert more["helps"] and any(goal in line for line in more["reasons"])
+
+
 def test_a_plan_without_a_context_takes_one_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for model, ram, context in (("qwen3-8b", "8GiB", 20480), ("llama-4-scout", "96GiB", 327680)):
         pc = ("-m", model, "--card", "none", "--ram", ram)

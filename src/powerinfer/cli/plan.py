@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace, out: Output) -> int:
     from powerinfer.cli.progress import Bar
     from powerinfer.formats.prepared import prepared_folder
-    from powerinfer.placement.context_cost import CONTEXT, context_cost
+    from powerinfer.placement.context_cost import CONTEXT, context_cost, contexts_that_fit
     from powerinfer.placement.plan import save_plan
     from powerinfer.placement.request import check_options, model_subject, plan_request, shape_subject
     from powerinfer.runtime.draft_sources import smaller_model_of
@@ -132,7 +132,8 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = plan.document(saved)
-    document = replace(document, assumed=assumed, reasons=[*document.reasons, *context_cost(plan, engine)])
+    reasons = [*document.reasons, *context_cost(plan, engine), *contexts_that_fit(plan, engine)]
+    document = replace(document, assumed=assumed, reasons=reasons)
     if smaller is not None:
         document = replace(document, helps=smaller.add_share(document.helps))
     _show(plan, document, out)
