@@ -277,6 +277,23 @@ def test_a_plan_says_what_a_long_context_costs(capsys: pytest.CaptureFixture[str
     assert not any("with -c" in line for line in planned[1]["reasons"])
 
 
+def test_a_plan_says_what_drafts_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those from elsewhere than a head, whose gain it does not predict, and which states are undone for."""
+    rates, told = {}, {}
+    for shape in ("qwen3.6-35b-a3b", "qwen3-8b"):
+        for way in ("lookup", "off"):
+            args = ("--shape", shape, "--card", "RTX 3060", "-c", "4096", "--speculate", way)
+            document, _ = plan(capsys, *args)
+            rates[shape, way] = document["predicted"]["decode_tok_s"]
+            told[shape, way] = [line for line in document["reasons"] if "--speculate" in line]
+    with_states, off = (rates["qwen3.6-35b-a3b", way] for way in ("lookup", "off"))
+    (line,) = told["qwen3.6-35b-a3b", "lookup"]
+    assert line.endswith(f", which makes {with_states:.2f} tokens/s of {off:.2f}") and with_states < off
+    (line,) = told["qwen3-8b", "lookup"]
+    assert line.endswith("depends on the text") and rates["qwen3-8b", "lookup"] == rates["qwen3-8b", "off"]
+    assert told["qwen3.6-35b-a3b", "off"] == told["qwen3-8b", "off"] == []
+
+
 @pytest.mark.parametrize(
     ("shape", "card", "goal"), [("qwen3-8b", "RTX 4060", "on the GPU"), ("qwen3-32b", "none", "on disk")]
 )

@@ -132,13 +132,35 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = plan.document(saved)
-    reasons = [*document.reasons, *context_cost(plan, engine), *contexts_that_fit(plan, engine)]
+    reasons = [*document.reasons, *_cost_of_drafts(plan, engine)]
+    reasons += [*context_cost(plan, engine), *contexts_that_fit(plan, engine)]
     document = replace(document, assumed=assumed, reasons=reasons)
     if smaller is not None:
         document = replace(document, helps=smaller.add_share(document.helps))
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _cost_of_drafts(plan: Plan, engine: EngineConfig) -> list[str]:
+    """A line on drafts that no speed counts, though their states may take the place of weights; none where there are no
+    drafts, or those of a head, whose gain is assumed."""
+    from powerinfer.placement.budget import gib
+    from powerinfer.placement.plan import place
+
+    request = plan.request
+    if not request.drafts or request.model.config.draft is not None:
+        return []
+    line = f"no speed here counts the drafts of --speculate {engine.speculate}: how many are right depends on the text"
+    if not request.undo_tokens:
+        return [line]
+    without = place(replace(request, drafts=False, undo_tokens=0))
+    if isinstance(without, RequestError):
+        return [line]
+    states = [sum(held.get("kv", 0) for held in made.bytes.values()) for made in (plan, without)]
+    rate, before = (request.batch / made.choice.seconds for made in (plan, without))
+    slower = f", which makes {rate:.2f} tokens/s of {before:.2f}" if rate < before else ""
+    return [f"{line}; the states that undo them take {gib(states[0] - states[1])}{slower}"]
 
 
 def _refuse_drafts(speculate: str) -> None:
