@@ -48,8 +48,8 @@ def contexts_that_fit(plan: Plan, engine: EngineConfig) -> list[str]:
     if request.on_cards or plan.claims.bundles or not lacking:
         return []
     on_gpu = "--ram" not in lacking
+    request = replace(request, chunk=engine.chunk)  # longer ones are for what streams
     flags: list[tuple[int, str]] = []
-    flags = []
     for kv_type in dict.fromkeys((request.kv_type, "q8_0")):
         context = _longest(replace(request, kv_type=kv_type), on_gpu)
         if context and all(context > known for known, _ in flags):
