@@ -127,14 +127,18 @@ class _Search:
         columns = np.ascontiguousarray(entries.T)  # not by `@`, whose library would start threads of its own
         self._products = np.einsum("ik,kj->ij", (parts * weights).reshape(-1, width), 2 * columns)
         self._squares = np.einsum("ik,kj->ij", weights.reshape(-1, width), columns * columns)
-        self._costs = np.empty_like(self._squares)
+        self._costs: Float32 = np.empty_like(self._squares)
 
     def picked(self, scales: Float32) -> Indices:
         """The nearest entry of each vector with the scale of its part."""
+        nearest: Indices = self._errors(scales).argmin(axis=1).astype(np.uint16)
+        return nearest
+
+    def _errors(self, scales: Float32) -> Float32:
+        """Errors of every entry for each vector, but for what all of them share; until the next call."""
         np.multiply(self._squares, np.repeat(scales, self._vectors)[:, None], out=self._costs)
         np.subtract(self._costs, self._products, out=self._costs)
-        nearest: Indices = self._costs.argmin(axis=1).astype(np.uint16)
-        return nearest
+        return self._costs
 
     def sums(self, picked: Indices) -> tuple[Float32, Float32]:
         """(weighted products of elements and entries, weighted squares of these) of each part."""
@@ -163,9 +167,8 @@ class _MovedSearch(_Search):
         self._together = together
 
     def picked(self, scales: Float32) -> Indices:
-        np.multiply(self._squares, np.repeat(scales, self._vectors)[:, None], out=self._costs)
-        np.subtract(self._costs, self._products, out=self._costs)
-        ways = self._costs.reshape(len(self._costs), 2, -1)
+        errors = self._errors(scales)
+        ways = errors.reshape(len(errors), 2, -1)
         nearest = ways.argmin(axis=2)
         least = np.take_along_axis(ways, nearest[..., None], axis=2)
         down = least.reshape(-1, self._together, 2).sum(axis=1).argmin(axis=1).repeat(self._together)
