@@ -127,7 +127,7 @@ class _Search:
         columns = np.ascontiguousarray(entries.T)  # not by `@`, whose library would start threads of its own
         self._products = np.einsum("ik,kj->ij", (parts * weights).reshape(-1, width), 2 * columns)
         self._squares = np.einsum("ik,kj->ij", weights.reshape(-1, width), columns * columns)
-        self._costs = np.empty_like(self._squares)
+        self._costs: Float32 = np.empty_like(self._squares)
 
     def picked(self, scales: Float32) -> Indices:
         """The nearest entry of each vector with the scale of its part."""
@@ -137,8 +137,8 @@ class _Search:
     def _errors(self, scales: Float32) -> Float32:
         """Errors of every entry for each vector, but for what all of them share; until the next call."""
         np.multiply(self._squares, np.repeat(scales, self._vectors)[:, None], out=self._costs)
-        errors: Float32 = np.subtract(self._costs, self._products, out=self._costs)
-        return errors
+        np.subtract(self._costs, self._products, out=self._costs)
+        return self._costs
 
     def sums(self, picked: Indices) -> tuple[Float32, Float32]:
         """(weighted products of elements and entries, weighted squares of these) of each part."""
