@@ -144,8 +144,8 @@ def undisturbed() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart() -> None:
-    """UTF-8 encodes all but surrogates. Hypothesis tries every character, three seconds of each process, unless its
-    file says so."""
+    """UTF-8 encodes all but surrogates. Hypothesis tries every character, three seconds of each process, unless a file
+    says so."""
     path = charmap.charmap_file("codec-v2-utf-8")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -541,7 +541,9 @@ class Pieces:
         return {"requested_bytes.all.current": self.memory_allocated(None)}
 
 
-def test_what_torch_holds_in_the_largest_step_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_holds_in_the_largest_step_counts(
+    tmp_path: Path, described: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Free bytes between weights, which its temporaries do not fill, too; nothing that steps of other sizes left."""
     path, quantize = models(tmp_path, "llama")
     with LLM(path, **OPTIONS, quantize=quantize, gpu="cpu") as llm:

@@ -290,7 +290,7 @@ def test_a_prefix_is_not_computed_again(path: Path, layers: int) -> None:
 @pytest.mark.usefixtures("device")
 def test_an_aborted_request_harms_nobody(path: Path, layers: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
-    prompts = texts(4, 100)
+    prompts = texts(3, 100)
     with LLM(path, threads=2, gpu=device_name(), context=CONTEXT, max_batch=2, prefill_chunk=32) as llm:
         expected = [llm.generate([one], params)[0].token_ids for one in prompts]
         for at in (1, 33):

@@ -33,7 +33,10 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig, FfnConfig  # noqa: E402
-from powerinfer.devices import Batch  # noqa: E402
+from powerinfer.devices import (
+    Batch,
+    wanted,
+)
 from powerinfer.devices.batch import LogitsNeed, StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
@@ -48,7 +51,6 @@ from powerinfer.devices.torch_device import choose_device, gpu_failures  # noqa:
 from powerinfer.errors import ModelError, PowerInferError, RequestError  # noqa: E402
 from powerinfer.formats.checkpoint import Checkpoint, RawTensor, open_checkpoint  # noqa: E402
 from powerinfer.formats.quant import dequantize, quantize  # noqa: E402
-from powerinfer.hardware import usable_gpus  # noqa: E402
 from powerinfer.hardware.usable_gpus import check_gpus  # noqa: E402
 from powerinfer.hybrid.load import load_split  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu, model_of, workload  # noqa: E402
@@ -881,7 +883,7 @@ def test_what_a_machine_lacks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for (path, cuda), message in reasons.items():
-        monkeypatch.setattr(usable_gpus, "DRIVERS", (path,))
+        monkeypatch.setattr(wanted, "DRIVERS", (path,))
         monkeypatch.setattr(torch.version, "cuda", cuda)
         check_gpus(["cpu"])
         with pytest.raises(RequestError, match=message) as caught:

@@ -339,10 +339,10 @@ def test_which_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert measure.gpu_beside(EngineConfig(gpu="none"), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu", vram=0), said.append) is None
     assert measure.gpu_beside(EngineConfig(gpu="cpu"), said.append) == "cpu"
-    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(wanted, "DRIVERS", [tmp_path / "nothing"])
     assert measure.gpu_beside(EngineConfig(), said.append) is None and not said
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(wanted, "DRIVERS", [tmp_path / "driver"])
     if not torch.cuda.is_available():  # a driver, and torch that finds no GPU
         assert measure.gpu_beside(EngineConfig(), said.append) is None
         assert len(said) == 1 and "the GPU is not used: " in said[0]
@@ -547,7 +547,7 @@ def test_a_plan_is_what_a_run_does(model: Path, cache: Path, capsys: pytest.Capt
 def test_what_is_said_where_no_gpu_is_used(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(wanted, "DRIVERS", [tmp_path / "nothing"])
     with LLM(model, **options()) as llm:
         assert llm.notes == []
     with LLM(model, **options(vram=8 << 30)) as llm:
@@ -555,7 +555,7 @@ def test_what_is_said_where_no_gpu_is_used(
     with pytest.raises(RequestError, match="--gpu none uses none"):
         LLM(model, **options(gpu="none", vram=8 << 30))
     (tmp_path / "driver").touch()
-    monkeypatch.setattr(wanted, "_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(wanted, "DRIVERS", [tmp_path / "driver"])
     if not torch.cuda.is_available():
         with LLM(model, **options()) as llm:
             assert len(llm.notes) == 1 and llm.notes[0].startswith("the GPU is not used: ")

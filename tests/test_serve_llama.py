@@ -387,8 +387,8 @@ def test_slots_show_what_runs() -> None:
         assert http.get("/slots").json() == [{"id": 0} | idle_slot, {"id": 1} | idle_slot]
         executor.held = True
         body = GREEDY | {"n_predict": 9, "stream": True, "ignore_eos": True, "top_k": 5}
+        executor.let(3)  # before, for the answer begins with a token, or after seconds without one
         with http.stream("POST", "/completion", json=body) as response:
-            executor.let(3)
             lines = response.iter_lines()
             until(lambda: llm.running() and llm.running()[0].generated == 3)
             slots = http.get("/slots").json()
@@ -408,8 +408,8 @@ def test_no_slot_is_free() -> None:
     llm = served_llm(executor, max_batch=1)
     with serving(llm) as server, client(server) as http:
         executor.held = True
+        executor.let(1)
         with http.stream("POST", "/completion", json=GREEDY | {"n_predict": 4, "stream": True}) as response:
-            executor.let(1)
             until(lambda: len(llm.running()) == 1)
             assert http.get("/slots?fail_on_no_slot=1").status_code == 503
             executor.held = False

@@ -183,14 +183,14 @@ def test_requests_of_one_model_load_it_once() -> None:
 def test_the_queue_for_a_model_is_bounded_in_length_and_time() -> None:
     a = Toy("a")
     a.go.clear()
-    with serving(a, Toy("b"), waiting=2, queue_timeout=5.0) as server, ThreadPoolExecutor(2) as pool:
+    with serving(a, Toy("b"), waiting=2, queue_timeout=3.0) as server, ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ask, server, "a") for _ in range(2)]
         until(lambda: server.service.models[0].waiting == 2)
         answer = ask(server, "a")
         assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
         for one in asked:
-            assert one.result().status_code == 503 and "5 s" in one.result().text
+            assert one.result().status_code == 503 and "3 s" in one.result().text
             assert one.result().json()["error"]["code"] == "loading" and int(one.result().headers["retry-after"]) >= 1
         a.go.set()
         until(lambda: statuses(server)["a"] == "ok")

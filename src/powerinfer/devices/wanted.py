@@ -15,7 +15,8 @@ NO_GPU = "--vram is the memory of a GPU, and --gpu none uses none: leave out one
 _NAME = re.compile(r"auto|none|cpu|cuda(:\d{1,4})?")
 _LISTED = re.compile(r"cpu|(?:cuda:)?(\d{1,4})")
 MOST_GPUS = 16
-_DRIVER = Path("/dev/nvidiactl")
+DRIVERS = Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""Files of NVIDIA's driver on Linux, and under WSL2, which has no devices of its own."""
 
 
 def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
@@ -32,7 +33,7 @@ def wanted_gpu(engine: EngineConfig) -> tuple[str | None, str]:
         return None, "asked for" if engine.gpu == "none" else "--vram is 0"
     if engine.gpu != "auto":
         return ",".join(named), "asked for"
-    if not _DRIVER.exists():
+    if not has_driver():
         return None, "no NVIDIA driver"
     if lacks_torch():
         return None, f"torch is not installed: {install_extra('gpu')}"
@@ -79,6 +80,11 @@ def _listed(text: str) -> list[str]:
     return devices
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is there."""
+    return any(file.exists() for file in DRIVERS)
+
+
 def lacks_torch() -> bool:
     """Whether there is a GPU that only torch is missing for."""
-    return _DRIVER.exists() and importlib.util.find_spec("torch") is None
+    return has_driver() and importlib.util.find_spec("torch") is None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 
+from powerinfer.devices.wanted import has_driver
 from powerinfer.errors import PowerInferError, RequestError, install_extra
-
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Files of NVIDIA's driver on Linux, and of WSL2's."""
 
 
 def check_gpus(names: Sequence[str]) -> None:
@@ -31,7 +28,7 @@ def check_gpus(names: Sequence[str]) -> None:
 def _missing() -> list[str]:
     """Parts that a GPU needs, and this machine does not have, each with how to get it."""
     lacks = []
-    if not any(driver.exists() for driver in DRIVERS):
+    if not has_driver():
         lacks.append("NVIDIA's driver (nvidia-smi shows whether it works)")
     if importlib.util.find_spec("torch") is None:
         return [*lacks, f"torch ({install_extra('gpu')})"]
