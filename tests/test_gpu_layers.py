@@ -33,10 +33,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from truth import Truth  # noqa: E402
 
 from powerinfer.config import EngineConfig, FfnConfig  # noqa: E402
-from powerinfer.devices import (
-    Batch,
-    wanted,
-)
+from powerinfer.devices import Batch, wanted  # noqa: E402
 from powerinfer.devices.batch import LogitsNeed, StoppedError  # noqa: E402
 from powerinfer.devices.cpu import CpuExecutor  # noqa: E402
 from powerinfer.devices.gpu import GpuLayers  # noqa: E402
