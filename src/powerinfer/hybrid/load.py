@@ -470,7 +470,7 @@ def _load_neurons(resolved: Resolved, loading: Loading, first: Plan | None, tigh
 
     assert first is not None
     memory, earlier = neurons_memory(resolved, first), None
-    again = resolved.placement.measured is not None  # and these are its neurons
+    again = resolved.placement.refilled  # and these are its neurons
     saved = None if tight or again else memory.find()
     if saved is not None:
         rests, short = resolved.engine.disk != "none", saved.result.chunk

@@ -57,9 +57,8 @@ class Placement:
     stream for long prompts, 0: none; scratch: bytes of working memory on the GPU that experts or layers were placed by,
     None: an estimate. disk: what stays there, None: nothing. pages: of the KV cache on every device, None: as many as
     fit into the CPU's memory; kv_room: their limit in bytes then, None: no limit. firsts: of several GPUs the first
-    layer of each, (): there is one; several: the plan over them, where one made that. measured: bytes that dense parts
-    and steps took, by which neurons were placed anew, None: they were not. spread: each layer's experts are on all of
-    several GPUs.
+    layer of each, (): there is one; several: the plan over them, where one made that. refilled: neurons were placed
+    anew, by what dense parts and steps took. spread: each layer's experts are on all of several GPUs.
     """
 
     layers: int = 0
@@ -73,7 +72,7 @@ class Placement:
     draft: bool = False
     firsts: tuple[int, ...] = ()
     several: Plan | None = None
-    measured: int | None = None
+    refilled: bool = False
     spread: bool = False
 
     @property

@@ -51,7 +51,7 @@ def smaller(resolved: Resolved, lacking: int, failures: int = 0) -> Resolved | R
 
     lacking: bytes, 0: not known; failures: how often the device ran out of memory before.
     """
-    resolved, lacking = resolved.placed(measured=None), lacking or _LACKING << failures
+    resolved, lacking = resolved.placed(refilled=False), lacking or _LACKING << failures
     placement = resolved.placement
     if placement.several is not None:
         from powerinfer.hybrid.several import with_less
@@ -154,7 +154,7 @@ def hold_budget(
     """
     vram, placement = resolved.vram, resolved.placement
     used = _rehearsal(executor, resolved, split, vram)
-    if placement.neurons is not None and placement.measured is None:
+    if placement.neurons is not None and not placement.refilled:
         filled = fill(placement.neurons, used, _lacking(used, split, vram), earlier, tight=tight)
         if filled is not None:
             if not filled.loads:
@@ -162,7 +162,7 @@ def hold_budget(
                 short = "--ram does not hold the neurons that would make room there"
                 raise GpuMemoryError(f"{problem}; {short}", problem.lacking)
             disk = filled.on_disk if resolved.engine.disk != "none" else None
-            return resolved.placed(plan=filled, disk=disk, measured=used or 0), used
+            return resolved.placed(plan=filled, disk=disk, refilled=True), used
     while True:
         lacking = _lacking(used, split, vram)
         if lacking > 0:
