@@ -168,12 +168,12 @@ def test_a_step_that_could_not_read_fails_and_the_next_one_is_right(at: int, tmp
 def test_a_step_is_stopped_while_it_is_read_and_the_next_one_is_right(tmp_path: Path) -> None:
     path = write_family("llama", tmp_path)
     whole, checkpoint = load(open_checkpoint(path), ENGINE), open_checkpoint(path)
-    executor = load(checkpoint, ENGINE, disk=on_disk(checkpoint, 0, False, latency=0.04))
+    executor = load(checkpoint, ENGINE, disk=on_disk(checkpoint, 0, False, latency=0.02))
     for number, batch in enumerate(steps(executor.config.vocab_size)):
         right = whole.forward(batch).copy()
         if number < 2:
             batch.stop = np.zeros(1, np.int32)
-            waiter = threading.Timer(0.01, lambda stop=batch.stop: stop.fill(1))  # a step takes a second
+            waiter = threading.Timer(0.01, lambda stop=batch.stop: stop.fill(1))  # a step takes half a second
             waiter.start()
             with pytest.raises(StoppedError):
                 executor.forward(batch)

@@ -689,6 +689,7 @@ def test_neurons_inside_experts_that_move(gates: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not TRITON or gpu_device.CUDA, reason="Triton's interpreter is not at hand")
+@pytest.mark.sampled
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("experts", "selector"),

@@ -854,7 +854,9 @@ def test_what_a_training_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     assert regress["flops"] == 2 * (ffns + attention + mixing) + 2 * ffns + 2 * (ffns + ffns // 3)
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b", "qwen3.6-35b-a3b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-4b", pytest.param("qwen3-30b-a3b", marks=pytest.mark.rest), "qwen3.6-35b-a3b"]
+)
 def test_a_measured_rate(name: str) -> None:
     config = small_shape(name)
     options = SparsifyConfig(recipe="reglu", window=16, batch=64, rows=2, device="cpu", own_text=99)
