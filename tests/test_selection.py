@@ -153,7 +153,11 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
         "('static', 'lru', 'lfu', 'dynamic', 'auto')",  # over experts
     ],
     "cli/prepare.py": ["engine.selector == 'auto'"],
-    "cli/serve.py": ["config.log_format == 'auto'"],
+    "cli/serve.py": [
+        "('auto', 'lookup', 'off')",  # drafts that no model is read for
+        "config.log_format == 'auto'",
+        "engine.gpu == 'auto'",  # of which a load says why it is not used
+    ],
     "devices/wanted.py": ["engine.gpu != 'auto'", "engine.gpu != 'auto'"],
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
