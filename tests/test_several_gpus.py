@@ -53,7 +53,7 @@ from powerinfer.hybrid.resolve import resolve  # noqa: E402
 from powerinfer.hybrid.resolved import Placement, Resolved, UsedGpu, needs  # noqa: E402
 from powerinfer.hybrid.several import CardSplits  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
-from powerinfer.placement import budget  # noqa: E402
+from powerinfer.placement import budget, several  # noqa: E402
 from powerinfer.placement.experts import make_policy  # noqa: E402
 from powerinfer.placement.plan import Plan, place  # noqa: E402
 from powerinfer.placement.request import PlanConfig, shape_subject  # noqa: E402
@@ -461,6 +461,25 @@ def test_layers_that_get_inputs_of_their_own_on_two_gpus(name: str, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("two_described")
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "qwen3-moe-some"])
+def test_a_gpu_whose_layers_have_no_experts_beside_one_with_experts(name: str, tmp_path: Path) -> None:
+    """The first of these models has them in the last layer, the other in the first; some are beside the GPU."""
+    model = Truth(case_named(name), folder=tmp_path)
+    engine = EngineConfig(threads=1, context=families.CONTEXT, max_batch=8, gpu="cpu,cpu", trial=False, kv_type="f32")
+    several = resolve(open_checkpoint(model.path), engine).placement.several
+    assert several is not None and several.claims.slots is not None
+    vram = tuple(sum(part.plan.bytes["gpu"].values()) - 1 for part in several.parts)
+    resolved = resolve(open_checkpoint(model.path), replace(engine, vram=tuple(map(max, vram, vram[::-1]))))
+    less = resolved.placement.several
+    assert less is not None and sum(less.claims.slots or ()) < sum(several.claims.slots)
+    executor, _ = load_resolved(resolved, lambda: [1, 2, 3])
+    try:
+        model.check(families.run_chunks(executor, model.texts[0], CHUNKS, families.scattered_pages(executor, 1)[0]))
+    finally:
+        executor.close()
+
+
+@pytest.mark.usefixtures("two_described")
 def test_answers_on_two_gpus(tmp_path: Path) -> None:
     """By every way into the engine; where one of them holds nothing, a line says how much would do."""
     path = tiny_model(tmp_path)
@@ -593,6 +612,35 @@ def test_a_plan_over_two_cards_holds_both_budgets(name: str) -> None:
         assert plan.choice.seconds < min(larger.choice.seconds, smaller.choice.seconds), "two cards hold more than one"
     else:
         assert larger.choice.seconds < plan.choice.seconds < smaller.choice.seconds, "each is as fast as it is"
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "fastest"),
+    [
+        ("qwen2.5-32b", "RTX 4090, RTX 3060", 0),
+        ("nemotron-h-8b", "RTX 4060, RTX 3060", 1),  # the first card has no neurons
+        ("qwen3-30b-a3b", "RTX 4060 Ti 16GB, RTX 3060", 1),
+        ("gpt-oss-120b", "RTX 3060, RTX 5090, RTX 4090", 1),
+        ("qwen2.5-32b", "RTX 3090, RTX 3090", None),
+        ("gpt-oss-120b", "RTX 4060, RTX 3060", None),
+    ],
+)
+def test_the_fastest_of_several_cards_has_what_it_holds(
+    name: str, cards: str, fastest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All experts and neurons with it; the others have what is left, one layer at least. Layers are divided in
+    proportion where cards are alike, and where experts in RAM take most of the time."""
+    plan = planned(name, cards)
+    assert plan.request.claims() == plan.claims, "what a load checks is what is planned"
+    monkeypatch.setattr(several, "WORTH", 0.0)
+    even, counts = planned(name, cards), [part.plan.claims.gpu_layers for part in plan.parts]
+    if fastest is None:
+        assert counts == [part.plan.claims.gpu_layers for part in even.parts]
+        return
+    assert plan.choice.seconds < 0.98 * even.choice.seconds and plan.choice.mass_on_gpu == 1
+    part, count, every = plan.parts[fastest].plan, counts[fastest], plan.request.model.config.n_layers
+    full = sum(part.bytes["gpu"].values()) * (count + 1) > count * (part.request.vram or 0)
+    assert sum(counts) == every and min(counts) > 0 and (full or count == every - len(counts) + 1)
 
 
 def test_two_cards_are_as_fast_as_one_of_their_memory() -> None:

@@ -181,10 +181,15 @@ class PlanRequest:
         """Whether the model is placed on several GPUs."""
         return len(self.hardware.all_cards) > 1 and self.vram != 0
 
+    @cached_property
+    def parts(self) -> several.Parts | RequestError:
+        """The parts of several GPUs; the error where one of them holds no layer."""
+        return several.parts_of(self, _plan_on_cards)
+
     def claims_if_any(self) -> Claims | RequestError:
         """The claims; the error where the budgets are too small."""
         if self.on_cards:
-            together = several.parts_together(self)
+            together = several.parts_together(self, self.parts)
             return together if isinstance(together, RequestError) else self.rest_of_parts(*together)
         model, work = self.model, self.workload
         claims = claim(model, self.hardware, work, self.vram, self.ram, self.frequencies, self.cached, disk=True)
@@ -684,7 +689,7 @@ def place(request: PlanRequest) -> Plan | RequestError:
 def _split_plan(request: PlanRequest) -> Plan | RequestError:
     """The plan with the GPU, even where the CPU alone is faster."""
     if request.on_cards:
-        plan = _plan_on_cards(request)
+        plan = _plan_on_cards(request, request.parts)
         return _compare_layers(plan) if isinstance(plan, Plan) and request.spread else plan
     claims = request.claims_if_any()
     if isinstance(claims, RequestError):
@@ -699,9 +704,9 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
     return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
 
 
-def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
+def _plan_on_cards(request: PlanRequest, divided: several.Parts | RequestError) -> Plan | RequestError:
     """The plan of the parts of several GPUs, each made as for one."""
-    together = several.parts_together(request)
+    together = several.parts_together(request, divided)
     if isinstance(together, RequestError):
         return together
     parts, claims = together
@@ -717,9 +722,9 @@ def _plan_on_cards(request: PlanRequest) -> Plan | RequestError:
     names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
     choice = _joined_choice(request, [plan.choice for plan in plans], plans)
     by_policy = {
-        policy: _joined_choice(request, [plan.others[policy] for plan in plans], plans)
-        for policy in plans[0].others
-        if policy != "random"
+        policy: _joined_choice(request, [plan.others.get(policy, plan.choice) for plan in plans], plans)
+        for policy in POLICIES
+        if policy != "random" and any(policy in plan.others for plan in plans)
     }
     reasons = (*_reasons(request, settled, choice), _AT_ONCE if parts.shares else _IN_TURN)
     named = tuple(PlanPart(*each) for each in zip(parts.firsts, names, plans, strict=True))

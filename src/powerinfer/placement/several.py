@@ -1,4 +1,5 @@
-"""Plans over several GPUs: each gets layers that follow each other, in proportion to what it can hold.
+"""Plans over several GPUs: each gets layers that follow each other, in proportion to what it can hold, or as many as it
+can hold where it is faster than others.
 
     GPU 1   layers 0 to 17: attention, cache, hot neurons or experts
     GPU 2   layers 18 to 31, and the head
@@ -11,9 +12,12 @@ the RAM. A step goes through one part after another, so its time is the sum of t
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -26,8 +30,10 @@ from powerinfer.errors import RequestError, VramError, demand
 from powerinfer.hardware.description import Gpu
 from powerinfer.models.inventory import Inventory
 from powerinfer.neurons import Profile
+from powerinfer.placement import cost
 from powerinfer.placement.budget import (
     Claims,
+    Division,
     Footprint,
     budgets,
     claim,
@@ -35,7 +41,9 @@ from powerinfer.placement.budget import (
     in_ram,
     layers_that_fit,
     no_layer_fits,
+    on_gpu,
     shared_in_ram,
+    shared_on_gpu,
     staged_in_ram,
 )
 from powerinfer.placement.disk import resting_in_ram
@@ -46,8 +54,14 @@ from powerinfer.placement.spread import bytes_for_others, spread_experts
 if TYPE_CHECKING:
     from powerinfer.placement.plan import Plan, PlanRequest
 
+Planned = Callable[["PlanRequest", "Parts"], "Plan | RequestError"]
+"""The maker of a plan of a request with given parts."""
+
 PLENTY = 1 << 46
 """Bytes of RAM of a part, whose real limit is that of all parts together."""
+
+WORTH = 0.98
+"""The share of a step's time with layers in proportion to the GPUs' memory that another division takes at most."""
 
 TOGETHER = "{}: its layers, which read others' keys and values, stay on one GPU: name one with --gpu, or one card"
 
@@ -174,6 +188,19 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
     )
 
 
+def _whole_bytes(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> int:
+    """Bytes on a GPU that has the layers [first, last), with all of their neurons and experts."""
+    part = _part_of_request(request, first, last, card, vram)
+    model, layers, experts = part.model, last - first, any(request.model.n_experts)
+    dense, head = request.selector == "all" or experts, last == request.model.config.n_layers
+    division = Division(layers, head, model.n_experts if experts else None, part.cached)
+    nbytes = sum(on_gpu(model, part.hardware, part.workload, division, dense).values())
+    if not dense:
+        groups = sum(-(-size // GROUP) for size in model.config.ffn_sizes)
+        nbytes += shared_on_gpu(model, layers) + groups * GROUP * model.gpu_neuron
+    return nbytes
+
+
 # ---------------------------------------------------------------- dividing the layers
 
 
@@ -255,9 +282,9 @@ def _with_name(card: Gpu, error: RequestError) -> VramError:
     return VramError(f"{card.device.name}: {error}")
 
 
-def parts_of(request: PlanRequest) -> Parts | RequestError:
-    """The best division of the layers, by the number of those on GPUs; the error where a GPU holds none, or a model is
-    for one."""
+def parts_of(request: PlanRequest, planned: Planned) -> Parts | RequestError:
+    """The best division of the layers, by the number of those on GPUs, then by the time of a step. The error where a
+    GPU holds none, or a model is for one. planned: makes the plan of a division."""
     refusal = _refusal(request)
     if refusal is not None:
         return refusal
@@ -272,7 +299,42 @@ def parts_of(request: PlanRequest) -> Parts | RequestError:
         if isinstance(best, Parts) and best.rank == (n_layers, True):
             break
     assert best is not None
-    return best
+    return best if isinstance(best, RequestError) else _faster(request, cards, best, planned)
+
+
+def _faster(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], usual: Parts, planned: Planned) -> Parts:
+    """The division by which the fastest GPUs have what they hold, where it has as many layers on GPUs as the usual one,
+    and its steps are shorter; not where neurons are in RAM, which takes a solver's time and changes little."""
+    firsts = _division(request, cards, _fastest_first(request, cards))
+    if isinstance(firsts, RequestError) or firsts == usual.firsts:
+        return usual
+    parts = _claimed(request, cards, firsts)
+    if isinstance(parts, RequestError) or parts.rank < usual.rank or any(parts.cold):
+        return usual
+    before, after = (_step_seconds(planned(request, one)) for one in (usual, parts))
+    return parts if after < WORTH * before else usual
+
+
+def _step_seconds(plan: Plan | RequestError) -> float:
+    return math.inf if isinstance(plan, RequestError) else plan.choice.seconds
+
+
+def _fastest_first(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> list[int]:
+    """Ends of the parts but for the last, where each GPU, from the fastest on, has as many layers as it holds as a
+    whole, the others at least one each, and the fastest those that none holds."""
+    n_layers, layers = request.model.config.n_layers, [1] * len(cards)
+    matrices = tuple(one for layer in (*request.model.attention, *request.model.ffn) for one in layer)
+
+    def bytes_of(number: int, at: int) -> int:
+        first = n_layers - number if at == len(cards) - 1 else sum(layers[:at])
+        return _whole_bytes(request, first, first + number, *cards[at])
+
+    order = sorted(range(len(cards)), key=lambda at: cost.matrix_seconds(cards[at][0].device, matrices, panels=False))
+    for at in order:
+        most = n_layers - sum(layers) + layers[at]
+        layers[at] = max(1, bisect_right(range(1, most + 1), cards[at][1], key=partial(bytes_of, at=at)))
+    layers[order[0]] += n_layers - sum(layers)
+    return list(accumulate(layers))[:-1]
 
 
 def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tuple[int, ...]) -> Parts | RequestError:
@@ -294,10 +356,9 @@ def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tup
 # ---------------------------------------------------------------- all parts together
 
 
-def parts_together(request: PlanRequest) -> tuple[Parts, Claims] | RequestError:
+def parts_together(request: PlanRequest, parts: Parts | RequestError) -> tuple[Parts, Claims] | RequestError:
     """The parts, and their claims as those of one model: less than nothing may be left of RAM where all but neurons may
-    stay on disk. The error where a GPU holds no layer, or what must be in RAM is not held there."""
-    parts = parts_of(request)
+    stay on disk. The error where there is one, or what must be in RAM is not held there."""
     if isinstance(parts, RequestError):
         return parts
     parts = spread_experts(request, parts) if request.spread else parts
@@ -331,8 +392,9 @@ def joined(request: PlanRequest, parts: Parts) -> Claims:
     firsts, last = parts.firsts, claims[-1]
     layers = firsts[-1] + last.gpu_layers
     slots, inside = None, {}
-    if last.slots is not None:
-        slots = tuple(n for own in claims for n in own.slots or ())
+    if any(own.slots is not None for own in claims):  # some parts may have no experts
+        pairs = zip(parts.requests, claims, strict=True)
+        slots = tuple(n for part, own in pairs for n in own.slots or (0,) * part.model.config.n_layers)
         inside = {first + at: n for first, own in zip(firsts, claims, strict=True) for at, n in own.inside.items()}
     claimed = replace(
         last,

@@ -216,7 +216,7 @@ class _Program:
 
     def priced(self, starts: Sequence[tuple[Numbers, Numbers]]) -> _Priced:
         """Prices by cutting planes (Kelley): every answer found bounds the dual function for all prices."""
-        scale = self.ranges / self.a.size or 1.0  # approximate cost of a group
+        scale = self.ranges / max(1, self.a.size) or 1.0  # approximate cost of a group
         master = _Master(max_price=1e3 * self.ranges / scale)
         best, found, beyond = (-np.inf, 0.0, 0.0), self.nothing_on_the_gpu(), None
         x = y = 0.0
