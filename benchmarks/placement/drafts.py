@@ -282,7 +282,8 @@ def verdict(every: Mapping[str, Speculation]) -> str:
         usual = dict(reached)[USUAL]
         said.append(f"{name}: {'reached' if usual >= ASKED else 'not reached'} ({cells})")
     asked = (
-        f"Asked is {ASKED:g}x where {percent(USUAL[0], 0)} of the first drafts are right. As the engine has the head:"
+        f"The aim is {ASKED:g}x with {percent(USUAL[0], 0)} of first drafts right. With the head where the engine has "
+        "it:"
     )
     return f"{asked} {'. '.join(said)}."
 
@@ -314,9 +315,10 @@ def body() -> str:
     about = (
         f"Simulated, not measured (`python -m benchmarks.placement.drafts`): {SHAPE} in {DTYPE.upper()} with its draft "
         f"head, {CONTEXT:,} tokens of context half full. Gains over decoding without drafts, in brackets the best "
-        f"number of drafts, at most {MOST}. Right are {', '.join(shares)} % of the drafts whose forerunners are, by "
-        f"place. In RAM a draft reads {percent(vocabulary().listed, 0)} of the output head, and as many fewer are "
-        f"right as that lacks tokens, {percent(1 - vocabulary().covered, 1)}. Rates: [hybrid.md](hybrid.md#assumed)."
+        f"number of drafts, at most {MOST}. Of the drafts that follow right ones {', '.join(shares)} % are right, by "
+        f"place. In RAM a draft reads {percent(vocabulary().listed, 0)} of the output head; that lacks "
+        f"{percent(1 - vocabulary().covered, 1)} of tokens, so as many fewer are right. Rates: "
+        "[hybrid.md](hybrid.md#assumed)."
     )
     return paragraphs(about, gains_table(every), verdict(every), step_table())
 
