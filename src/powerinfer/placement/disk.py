@@ -263,9 +263,9 @@ class _Budget:
     def _read(self, streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
         """Bytes in order that take as long as what a step reads."""
         room = self._left(streamed, rest) + self._lent(streamed)
-        return sum(unit.file for unit in streamed) + self._of_neurons(room)
+        return sum(unit.file for unit in streamed) + self._neurons_read(room)
 
-    def _of_neurons(self, room: int) -> float:
+    def _neurons_read(self, room: int) -> float:
         """The same of neurons alone, which have so many bytes."""
         return self._hottest.read(room) if self._hottest else 0
 
@@ -277,7 +277,7 @@ class _Budget:
         for n, window in enumerate(self._windows(units)):
             left = self._ram - self._fixed - panels - window.nbytes
             if left >= 0:
-                reads[n] = in_order + self._of_neurons(left + self._lent(units[:n]))
+                reads[n] = in_order + self._neurons_read(left + self._lent(units[:n]))
             if n < len(units):
                 in_order, panels = in_order + units[n].file, panels - units[n].panels
         cut = min(reads, key=lambda n: reads[n], default=len(units))
