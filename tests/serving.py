@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import numpy as np
+import pytest
+import uvicorn.server
 from toy_model import BOS, EOS, VOCAB, ToyDecoder, ToyExecutor, ToyTokenizer, toy_llm, until
 
 from powerinfer.config import ServeConfig
@@ -87,15 +91,20 @@ def running(server: Server) -> Iterator[None]:
         except BaseException as error:
             failures.append(error)
 
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
     thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+    with pytest.MonkeyPatch.context() as patch:  # uvicorn looks ten times a second whether it is to end
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def client(server: Server, **options: Any) -> httpx2.Client:

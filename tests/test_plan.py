@@ -208,6 +208,7 @@ def test_time_by_brute_force_over_all_splits(
     assert made.choice.optimal and made.choice.seconds == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "hardware", "share"),
     [  # each machine with every model and every share

@@ -374,7 +374,8 @@ def test_a_stream_is_kept_alive_while_its_prompt_is_read(
             text = b""
             while text.count(ping) < 2:
                 text += received(connection)
-            assert executor.begun == 1 and b"200 OK" in text
+            until(lambda: executor.begun == 1)
+            assert b"200 OK" in text
             executor.release()
             while not text.endswith(b"0\r\n\r\n"):  # the end of a chunked answer
                 text += received(connection)

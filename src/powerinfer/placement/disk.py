@@ -263,9 +263,9 @@ class _Budget:
     def _read(self, streamed: Sequence[Unit], rest: Sequence[Unit]) -> float:
         """Bytes in order that take as long as what a step reads."""
         room = self._left(streamed, rest) + self._lent(streamed)
-        return sum(unit.file for unit in streamed) + self._read_neurons(room)
+        return sum(unit.file for unit in streamed) + self._neurons_read(room)
 
-    def _read_neurons(self, room: int) -> float:
+    def _neurons_read(self, room: int) -> float:
         """The same of neurons alone, which have so many bytes."""
         return self._hottest.read(room) if self._hottest else 0
 
@@ -277,7 +277,7 @@ class _Budget:
         for n, window in enumerate(self._windows(units)):
             left = self._ram - self._fixed - panels - window.nbytes
             if left >= 0:
-                reads[n] = in_order + self._read_neurons(left + self._lent(units[:n]))
+                reads[n] = in_order + self._neurons_read(left + self._lent(units[:n]))
             if n < len(units):
                 in_order, panels = in_order + units[n].file, panels - units[n].panels
         cut = min(reads, key=lambda n: reads[n], default=len(units))
@@ -519,7 +519,7 @@ def _windows(units: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> list
     reads of it: they compute longer than they read, and memory serves neurons better."""
     alone = {unit.layer: _in_window(unit) for unit in prompts}
     of_layer: Counter[int | None] = Counter()
-    ffns, most, largest = dict(alone), 0, 0  # what a prompt reads of each FFN, and the most of other operators
+    ffns, others, largest = dict(alone), 0, 0  # what a prompt reads of each FFN, and the most of other operators
     windows = [_Window(*[max(alone.values(), default=0)] * 2)]
     for unit in units:
         size = _in_window(unit)
@@ -528,8 +528,8 @@ def _windows(units: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> list
         if unit.use == "panels":
             ffns[unit.layer] = size + alone.get(unit.layer, 0)
         else:
-            most = max(most, size)
-        least = max([most, *ffns.values()])
+            others = max(others, size)
+        least = max([others, *ffns.values()])
         every = min(of_layer.total(), largest + max(ahead, *of_layer.values()))
         windows.append(_Window(least, max(every, least)))
     return windows
