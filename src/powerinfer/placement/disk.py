@@ -519,7 +519,7 @@ def _windows(units: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> list
     reads of it: they compute longer than they read, and memory serves neurons better."""
     alone = {unit.layer: _in_window(unit) for unit in prompts}
     of_layer: Counter[int | None] = Counter()
-    ffns, others, largest = dict(alone), 0, 0  # what a prompt reads of each FFN, and the most of other operators
+    ffns, most, largest = dict(alone), 0, 0  # what a prompt reads of each FFN, and the most of other operators
     windows = [_Window(*[max(alone.values(), default=0)] * 2)]
     for unit in units:
         size = _in_window(unit)
@@ -528,8 +528,8 @@ def _windows(units: Sequence[Unit], prompts: Sequence[Unit], ahead: int) -> list
         if unit.use == "panels":
             ffns[unit.layer] = size + alone.get(unit.layer, 0)
         else:
-            others = max(others, size)
-        least = max([others, *ffns.values()])
+            most = max(most, size)
+        least = max([most, *ffns.values()])
         every = min(of_layer.total(), largest + max(ahead, *of_layer.values()))
         windows.append(_Window(least, max(every, least)))
     return windows
