@@ -71,7 +71,7 @@ def test_experts_are_divided_in_each_budget(name: str, cards: str) -> None:
     (in_ram, on_gpu), tokens = bytes_for_others(plan.request), plan.request.workload.tokens
     link = card_link_bytes(tokens, model.config)
     assert in_ram == gpus * (gpus - 1) * link[0]
-    assert on_gpu == (gpus - 1) * link[1] + experts_for_others(model.config, tokens)
+    assert on_gpu == (gpus - 1) * (link[1] + experts_for_others(model.config, tokens))
     for part, one in zip(plan.parts, alone.parts, strict=True):
         layers = part.plan.claims.gpu_layers - one.plan.claims.gpu_layers
         more = part.plan.claims.gpu["scratch"] - one.plan.claims.gpu["scratch"]

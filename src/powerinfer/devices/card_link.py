@@ -6,14 +6,15 @@
 Cards for PCs cannot read each other's memory, so what the one sends the other goes through memory of the host: in steps
 of few tokens kernels write and read it in place, in longer ones it is copied. Numbers that streams write and wait for,
 in the same memory, are in recordings, too; the helper has one of its own for each of the owner's. Without them events
-make the streams wait, and nothing is recorded. The host waits for neither; a thread looks whether both go on.
+make the streams wait, and nothing is recorded. The host waits for neither; a thread ends a step whose helper does not
+answer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Event as Alarm
 from threading import Thread
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from powerinfer.devices.recording import Recorder, Run, State
     from powerinfer.devices.streams import Recorded
+    from powerinfer.devices.torch_device import MemoryShare
 
 _SPACING = FLAG_BYTES // 8
 """Numbers of 32 bits from one flag to the other."""
@@ -65,15 +67,19 @@ class CardLink:
     addresses, and who waits for whom. An exchange begins once the one before it has ended, as the owner waits for its
     sums. Exchanges of a step have numbers that grow."""
 
-    def __init__(self, owner: device, helper: device, max_tokens: int, config: ModelConfig, number: int = 1) -> None:
-        """number: of the helper among the GPUs."""
+    def __init__(
+        self, owner: device, helper: device, max_tokens: int, config: ModelConfig, number: int, share: MemoryShare
+    ) -> None:
+        """number: of the helper among the GPUs; share: the model's, of the helper's memory."""
         import torch
 
         width, top_k = _sizes(config)
         self.number = number
+        self.share = share
         self.device = helper
         self.expert_bytes = 0  # bytes of experts on the helper
         self.temporaries = 0  # bytes of temporaries on the helper, once steps were rehearsed
+        self.recorded_bytes = 0  # bytes of recordings on the helper, likewise
         self.meet_us: float | None = None  # microseconds of an exchange, once it was tried
         self._owner = owner
         self._of_owner, self._of_helper = streams_of(owner), streams_of(helper)
@@ -86,7 +92,7 @@ class CardLink:
         self._mapped: dict[str, Any] = {}  # both buffers as the owner, and the helper, have them
         self._flags: dict[str, tuple[int, int]] = {}  # the addresses of asked and answered, likewise
         self._computed = self._of_helper.event()
-        self._recorded: list[Callable[[], None]] | None = None
+        self._answers: list[Callable[[], None]] | None = None  # of what is recorded now
         self._watch: _Watch | None = None
         self.problem = self._try()
 
@@ -113,7 +119,10 @@ class CardLink:
 
     def ask(self, number: int, compute: Callable[[], None]) -> None:
         """Let the helper compute once all that the owner was given is done; the owner goes on meanwhile, until `join`.
-        compute: gives the helper's stream its work, static, with `received` and `give`."""
+        compute: gives the helper's stream its work, static, with `received` and `give`.
+
+        The owner asks first: to load a kernel may take a wait for the helper, which must not wait for a number then
+        that is not yet written."""
         owner = self._of_owner
         if not self._flags:
             asked = owner.event()
@@ -125,10 +134,10 @@ class CardLink:
             return
         owner.write_value(owner.current(), self._flags["owner"][0], number)
         answer = partial(self._answer, number, compute)
-        if self._recorded is not None:
-            self._recorded.append(answer)
+        if self._answers is not None:
+            self._answers.append(answer)
             return
-        with self._use_helper():
+        with self._use_helper(), (self._watch.suspended() if self._watch is not None else nullcontext()):
             answer()
 
     def join(self, number: int) -> None:
@@ -151,28 +160,27 @@ class CardLink:
         assert beside is not None
 
         def record(run: Run, state: State) -> Run:
-            asked: list[Callable[[], None]] = []
-            self._recorded = asked
+            answers: list[Callable[[], None]] = []
+            self._answers = answers
             try:
                 again = recorder(run, state)
             finally:
-                self._recorded = None
-            if not asked:
+                self._answers = None
+            if not answers:
                 return again
 
             def answer() -> None:
-                for compute in asked:
-                    compute()
+                for each in answers:
+                    each()
 
             with self._use_helper():
-                answers = beside(answer)
-            return partial(self._replay, again, answers)
+                return partial(self._replay, again, beside(answer))
 
         return record
 
-    def _replay(self, again: Run, answers: Recorded, before: State) -> State:
+    def _replay(self, again: Run, answer: Recorded, before: State) -> State:
         with self._use_helper():
-            answers()
+            answer()
         return again(before)
 
     # ---------------------------------------------------------------- the helper's part
@@ -215,12 +223,17 @@ class CardLink:
     def check(self) -> None:
         """A step has ended. PowerInferError if it did not go on by itself."""
         if self._watch is not None and self._watch.end():
-            late = f"one GPU has waited for another for {flags.PATIENCE:.0f} s"
-            raise PowerInferError(f"{late}: look at them with nvidia-smi, and load the model again")
+            late = f"{self._owner} has waited for {self.device} for {flags.PATIENCE:.0f} s"
+            raise PowerInferError(f"{late}: look at both with nvidia-smi if that happens again")
 
-    def break_off(self) -> None:
-        """A step is broken off: wait for what the helper was given of it; neither waits for the other any more."""
+    def release(self) -> bool:
+        """A step is broken off: let neither wait for the other. Whether both have done what they were given; until then
+        the owner may still write a lower number."""
         self._host[:] = _RELEASED
+        return self._is_done()
+
+    def finish(self) -> None:
+        """Wait for the helper, which waits for the owner no more."""
         if self._watch is not None:
             self._watch.end()
         with suppress(RuntimeError):
@@ -245,6 +258,11 @@ class CardLink:
         yield
         self.temporaries = int(cuda.max_memory_allocated(self.device)) - int(before)
 
+    def _is_done(self) -> bool:
+        """Whether both have done what they were given."""
+        with self._of_owner.active():
+            return self._of_owner.current().query() and self._stream.query()
+
     # ---------------------------------------------------------------- a trial
 
     def _try(self) -> str:
@@ -262,7 +280,7 @@ class CardLink:
             reason = str(error).partition("\n")[0]
         if reason:
             self._flags = {}
-        return reason
+        return reason and f"{self._owner} and {self.device}: {reason}"
 
     def _tried(self, record: bool) -> str:
         """The reason why numbers do not arrive, launched or, with `record`, replayed; empty: they do."""
@@ -305,7 +323,8 @@ class CardLink:
         except RuntimeError as error:
             return str(error).partition("\n")[0]
         finally:
-            self.break_off()
+            self._host[:] = _RELEASED
+            self._of_helper.finish()
             self._of_owner.finish()
             self._host[:] = 0
         return ""
@@ -313,7 +332,7 @@ class CardLink:
     def _ends(self) -> bool:
         """Wait for both, in a trial; whether they end by themselves."""
         until = time.monotonic() + flags.TRIAL_PATIENCE
-        while not (self._of_owner.current().query() and self._stream.query()):
+        while not self._is_done():
             if time.monotonic() > until:
                 return False
         return True
@@ -342,7 +361,7 @@ class _Watch:
         """numbers: those of both flags, in memory of the host."""
         self._numbers = numbers
         self._steps = 0
-        self._under_way = self._released = False
+        self._under_way = self._released = self._suspended = False
         self._closed = Alarm()
         Thread(target=self._look, name="powerinfer-cards", daemon=True).start()
 
@@ -355,6 +374,15 @@ class _Watch:
         self._under_way = False
         return self._released
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which the host is at work, not a GPU: it may compile kernels."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
     def close(self) -> None:
         self._closed.set()
 
@@ -362,7 +390,7 @@ class _Watch:
         before, since = None, time.monotonic()
         while not self._closed.wait(LOOK):
             now = self._steps, int(self._numbers[0]), int(self._numbers[_SPACING])
-            if not self._under_way or now != before:
+            if not self._under_way or self._suspended or now != before:
                 before, since = now, time.monotonic()
             elif time.monotonic() - since > flags.PATIENCE and now[1] > now[2]:
                 self._released = True

@@ -72,6 +72,7 @@ from powerinfer.devices.torch_device import (
     gpu_failures,
     held_beside_tensors,
     import_torch,
+    memory_taken,
 )
 from powerinfer.devices.trace import Trace, span
 from powerinfer.errors import GpuMemoryError
@@ -850,11 +851,10 @@ class GpuLayers:
     def exchange_with(self, helper: GpuLayers, number: int) -> None:
         """Let another GPU, of that number, compute some experts of these layers, before these are wired. Where both
         cannot exchange in recordings, nothing of these layers is recorded."""
-        link = CardLink(self.device, helper.device, self.max_tokens, self._config, number)
+        link = CardLink(self.device, helper.device, self.max_tokens, self._config, number, helper.share)
         self.card_links.append(link)
         helper._helped.append(link)
-        if not link.records:
-            self._recorder = None
+        self._recorder = self._recorder if link.records else None
 
     def _add(self, layer: int, kind: str, run: Callable[[Step], None]) -> None:
         self._layers[layer].add(kind, run)
@@ -957,7 +957,8 @@ class GpuLayers:
                     raise
                 late = True
             except GpuMemoryError:
-                if not (self.prompts.give_way() or self.share.lift()):
+                shares = self.share, *(link.share for link in self.card_links)
+                if not (self.prompts.give_way() or any([share.lift() for share in shares])):
                     raise
 
     def launch_ahead(self, embedding: Embedding) -> str | None:
@@ -1113,8 +1114,11 @@ class GpuLayers:
             self.link.release()
         if self.next_step is not None:
             self.next_step.release()
+        with suppress(RuntimeError):  # again and again: the owner may still write lower numbers
+            while not all([link.release() for link in self.card_links]):
+                pass
         for link in self.card_links:
-            link.break_off()
+            link.finish()
         with suppress(RuntimeError):
             self._streams.finish()
 
@@ -1270,6 +1274,8 @@ class GpuLayers:
         devices exchange, or the next one that they can."""
         self.drop_next()
         self._recorder, self._recordings = recorder, None
+        if not all(link.records for link in self.card_links):
+            self._recorder = None
         self.prompts.use(recorder if self.prompts.sizes else None)
         self._way = next(one for one in self.ways if WAYS.index(one) >= WAYS.index(way))
 
@@ -1362,8 +1368,7 @@ class GpuLayers:
         link = sum(one.gpu_bytes for one in (self.link, self.observer) if one is not None)
         streams = 0 if self.streams is None else self.streams.nbytes
         buffers = self.buffers.nbytes + int(self._arrived.nbytes) + link + streams
-        buffers += sum(link.temporaries for link in self._helped)
-        passed = self._passed + self.prompts.passed
+        passed = self._passed + self.prompts.passed + sum(link.temporaries for link in self._helped)
         parts["scratch"] = buffers + passed + self.recorded_bytes
         if self._cuda:
             beside_tensors = max(self._most_held, held_beside_tensors(self.device))
@@ -1373,7 +1378,7 @@ class GpuLayers:
     @property
     def recorded_bytes(self) -> int:
         """Maximum bytes of recordings, which are the driver's, not torch's; once steps were rehearsed."""
-        return self._recorded_bytes + self.prompts.nbytes
+        return self._recorded_bytes + self.prompts.nbytes + sum(link.recorded_bytes for link in self._helped)
 
     def record_less(self, nbytes: int) -> int:
         """Keep recordings of fewer shapes, so that their maximum is so many bytes less, or as many as `LEAST_SHAPES`
@@ -1437,13 +1442,20 @@ class GpuLayers:
         return self._passed
 
     def rehearse_exchanges(self) -> None:
-        """Run the largest step, and note what other GPUs take that compute some of its experts. The cache must be
-        empty."""
-        if self.card_links:
-            with ExitStack() as noted:
-                for link in self.card_links:
-                    noted.enter_context(link.measured())
-                self._rehearse(min(self.max_tokens, self.n_pages * self.page_size), 1)
+        """Run the largest step, and one that is recorded, and note what other GPUs take that compute some of its
+        experts. The cache must be empty."""
+        if not self.card_links:
+            return
+        with ExitStack() as noted:
+            for link in self.card_links:
+                noted.enter_context(link.measured())
+            self._rehearse(min(self.max_tokens, self.n_pages * self.page_size), 1)
+        self._rehearse(1, 1)
+        before = [sum(memory_taken(link.device)) for link in self.card_links]
+        self._rehearse(1, 1)
+        for link, nbytes in zip(self.card_links, before, strict=True):
+            link.recorded_bytes = self._shapes * max(0, sum(memory_taken(link.device)) - nbytes)
+        self._recordings = None
 
     def _rehearse_largest(self, tokens: int, logit_rows: int) -> int:
         """Note what torch holds in the largest step, where nothing is left from others; the peak of what tensors took
@@ -1504,13 +1516,7 @@ class GpuLayers:
         return int(cuda.max_memory_allocated(self.device)) - int(cuda.memory_allocated(self.device))
 
     def _memory_taken(self) -> tuple[int, int]:
-        """Bytes of the device that torch has taken, and all others."""
-        if not self._cuda:
-            return 0, 0
-        cuda = import_torch().cuda
-        free, total = cuda.mem_get_info(self.device)
-        reserved = int(cuda.memory_reserved(self.device))
-        return reserved, int(total) - int(free) - reserved
+        return memory_taken(self.device)
 
     def close(self) -> None:
         """Free all memory; the layers cannot be used afterwards."""

@@ -154,6 +154,16 @@ def held_beside_tensors(device: device, *, most: bool = False) -> int:
     return int(reserved) - int(asked_for)
 
 
+def memory_taken(device: device) -> tuple[int, int]:
+    """Bytes of a device that torch has taken, and all others; 0 in emulation."""
+    if device.type != "cuda":
+        return 0, 0
+    cuda = import_torch().cuda
+    free, total = cuda.mem_get_info(device)
+    reserved = int(cuda.memory_reserved(device))
+    return reserved, int(total) - int(free) - reserved
+
+
 def import_torch() -> Any:
     """torch, or RequestError where it is not installed."""
     try:

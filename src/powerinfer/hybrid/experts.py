@@ -71,8 +71,8 @@ class HybridExperts(HybridTerms):
     most = 2
     _freed = (
         "_router", "_factors", "_separate", "_shared", "_shared_weight", "_latents",
-        "_slots", "_table", "_biases",
-        "_expert_shares", "_not_cold", "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
+        "_slots", "_table", "_biases", "_linked_experts", "_expert_shares", "_not_cold",
+        "_tensors", "_disk", "_inner", "_predictors", "_shared_part", "_sent_panels",
     )  # fmt: skip
 
     def __init__(
@@ -412,6 +412,10 @@ class HybridExperts(HybridTerms):
         super().close()
 
     @property
+    def on_gpus(self) -> int:
+        return len(self.hot) + int(self._on_other.sum())
+
+    @property
     def cold_bytes(self) -> int:
         return 0 if self._cpu_part is None else self._cpu_part.nbytes
 
@@ -460,7 +464,7 @@ class HybridExperts(HybridTerms):
         assert step.read is not None
         x = step.read if self._latents is None else self._latents[0](step.read)
         for share in self._expert_shares:
-            share.begin(self._link, x)
+            share.begin(self._link, x, self._latents is None)
 
     def _add_others(self, step: Step) -> None:
         for share in self._expert_shares:

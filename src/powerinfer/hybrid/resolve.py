@@ -108,7 +108,10 @@ def permitted(resolved: Resolved) -> Resolved | RequestError:
     if moving and placement.experts is None:
         return RequestError(f"--expert-policy {engine.expert_policy} is for experts on a GPU: leave it out")
     if engine.split_mode == "expert" and not placement.spread:
-        return RequestError("--split-mode expert is for models of experts on several GPUs: leave it out")
+        if placement.several is not None:
+            return RequestError("--split-mode expert: no GPU has room for an expert: give more --vram, or leave it out")
+        reason = "" if resolved.device.gpu else f", and none is used ({resolved.device.reason})"
+        return RequestError(f"--split-mode expert is for models of experts on several GPUs{reason}: leave it out")
     return resolved
 
 

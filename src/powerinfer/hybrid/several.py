@@ -119,7 +119,7 @@ def _placed(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError
         return plan.reasons[0]
     resolved = resolved.with_chunk(request.chunk)
     firsts, split = tuple(part.first for part in plan.parts), None if claims.whole else plan
-    parts: dict[str, Any] = {"layers": claims.gpu_layers, "head": claims.gpu_head, "spread": bool(plan.shares)}
+    parts: dict[str, Any] = {"layers": claims.gpu_layers, "head": claims.gpu_head, "spread": any(map(sum, plan.shares))}
     parts["disk"] = claims.disk or plan.on_disk
     placed = resolved.placed(**parts, plan=split, firsts=firsts, several=plan)
     if claims.whole:
@@ -128,7 +128,7 @@ def _placed(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError
         reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPUs"
     else:
         reason = experts_said(placed.placement.experts or (), sum(request.model.n_experts), len(claims.inside))
-        reason += ", each layer's spread over these" if plan.shares else ""
+        reason += ", each layer's spread over these" if parts["spread"] else ""
     return replace(placed, device=replace(placed.device, reason=reason))
 
 

@@ -62,16 +62,16 @@ class ExpertShare:
         """Bytes on the GPU."""
         return self._part.nbytes + int(self._slots.nbytes)
 
-    def begin(self, link: Link, x: Tensor) -> None:
-        """Send a step's inputs of experts, float32 [T, width], and what was selected, and have the sum computed. link:
-        has the selection, and x where its width is that of the layer, one behind the other."""
+    def begin(self, buffers: Link, x: Tensor, adjacent: bool) -> None:
+        """Send a step's inputs of experts, float32 [T, width], and what was selected, and have the sum computed.
+        buffers: those of the layer, with the selection; adjacent: x is there, too."""
         tokens = len(x)
-        few = tokens <= NEURON_TOKENS
-        if x.data_ptr() == link.read(tokens).data_ptr():
-            self._link.send(link.packed(tokens, self._top_k), few)
+        few, packed = tokens <= NEURON_TOKENS, buffers.packed(tokens, self._top_k)
+        if adjacent:
+            self._link.send(packed, few)
         else:
             self._link.send(x, few)
-            self._link.send(link.packed(tokens, self._top_k)[-self._selection(tokens) :], few, at=x.numel())
+            self._link.send(packed[-self._selection(tokens) :], few, at=x.numel())
         self._link.ask(self._number, partial(self._compute, tokens))
 
     def _selection(self, tokens: int) -> int:

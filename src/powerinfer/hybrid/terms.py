@@ -83,6 +83,11 @@ class HybridTerms(ABC):
             self.__dict__.pop(name, None)
 
     @property
+    def on_gpus(self) -> int:
+        """The number of terms on the GPU, or on several."""
+        return len(self.hot)
+
+    @property
     @abstractmethod
     def cold_bytes(self) -> int:
         """Bytes of RAM for the cold terms."""
@@ -327,7 +332,7 @@ class SplitSparsity(Sparsity, Generic[U]):
         for ffn in self.ffns:
             sums = ffn.collect()
             totals.update(sums)
-            layers.append({"layer": ffn.layer, "hot": len(ffn.hot), "cold": len(ffn.cold), **shares(sums)})
+            layers.append({"layer": ffn.layer, "hot": ffn.on_gpus, "cold": len(ffn.cold), **shares(sums)})
         return layers, totals
 
     def _report(self, layers: list[dict[str, Any]], totals: Counter[str]) -> dict[str, Any]:

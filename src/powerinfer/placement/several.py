@@ -305,6 +305,8 @@ def parts_of(request: PlanRequest, planned: Planned) -> Parts | RequestError:
 def _faster(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], usual: Parts, planned: Planned) -> Parts:
     """The division by which the fastest GPUs have what they hold, where it has as many layers on GPUs as the usual one,
     and its steps are shorter; not where neurons are in RAM, which takes a solver's time and changes little."""
+    if request.spread:  # all have experts of all layers
+        return usual
     firsts = _division(request, cards, _fastest_first(request, cards))
     if isinstance(firsts, RequestError) or firsts == usual.firsts:
         return usual

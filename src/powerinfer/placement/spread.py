@@ -48,6 +48,8 @@ def split_problem(config: ModelConfig, engine: EngineConfig, gpus: int) -> str |
         return f"{FLAG} is for models of experts: leave it out"
     if gpus < 2:
         return f"{FLAG} is for several GPUs: name them with --gpu 0,1, or --vram 8GiB,12GiB, or leave it out"
+    if engine.expert_policy == "auto":
+        return f"--expert-policy auto may choose one that moves experts: give static, or leave out {FLAG}"
     if engine.expert_policy != "static":
         return f"--expert-policy {engine.expert_policy} moves experts on one GPU: leave it out, or {FLAG}"
     if engine.adjust:
@@ -65,7 +67,7 @@ def bytes_for_others(request: PlanRequest) -> tuple[int, int]:
         return 0, 0
     config, tokens = request.model.config, request.workload.tokens
     in_ram, on_gpu = card_link_bytes(tokens, config)
-    return gpus * (gpus - 1) * in_ram, (gpus - 1) * on_gpu + experts_for_others(config, tokens)
+    return gpus * (gpus - 1) * in_ram, (gpus - 1) * (on_gpu + experts_for_others(config, tokens))
 
 
 def spread_experts(request: PlanRequest, parts: Parts) -> Parts:

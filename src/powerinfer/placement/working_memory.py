@@ -84,8 +84,8 @@ def prompt_recordings(config: ModelConfig, tokens: int, layers: int) -> int:
 
 
 def experts_for_others(config: ModelConfig, tokens: int) -> int:
-    """Bytes of the experts that a GPU computes of another one's layers in such steps: on a stream of its own, which
-    takes none of the memory of others."""
+    """Bytes of the experts that a GPU computes of another one's layers in such steps: on a stream for each of these,
+    which takes none of the memory of others."""
     pairs = max(_pair_bytes(layer.ffn, config.d_model, tokens + gpu.FEW) for layer in config.layers)
     return pairs + SEGMENTS
 
