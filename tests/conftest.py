@@ -24,7 +24,6 @@ import gpu_device  # before anything imports Triton, for it says whether kernels
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
-from hypothesis.internal import charmap
 from samples import CHOICES, left_out
 from seconds import Seconds
 
@@ -146,11 +145,14 @@ def undisturbed() -> Iterator[None]:
 def pytest_sessionstart() -> None:
     """UTF-8 encodes all but surrogates. Hypothesis tries every character, three seconds of each process, unless a file
     says so."""
-    path = charmap.charmap_file("codec-v2-utf-8")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(path, "wt") as file:
-            json.dump([[[0, 0xD7FF], [0xE000, sys.maxunicode]], []], file)
+    with contextlib.suppress(ImportError, AttributeError):  # it is not an interface
+        from hypothesis.internal import charmap
+
+        path = charmap.charmap_file("codec-v2-utf-8")
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with gzip.open(path, "wt") as file:
+                json.dump([[[0, 0xD7FF], [0xE000, sys.maxunicode]], []], file)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -21,7 +20,9 @@ EPS = float(np.finfo(np.float32).eps)
 
 def _cuda() -> bool:
     """Whether torch finds a GPU; it is imported only where there is a driver."""
-    driver = Path("/dev/nvidiactl").exists() or which("nvidia-smi") is not None
+    from powerinfer.devices.wanted import has_driver
+
+    driver = has_driver() or which("nvidia-smi") is not None
     if not driver or find_spec("torch") is None:
         return False
     import torch

@@ -44,6 +44,7 @@ from powerinfer.errors import GpuMemoryError, PowerInferError  # noqa: E402
 from powerinfer.formats.bundle_file import open_bundles  # noqa: E402
 from powerinfer.formats.checkpoint import open_checkpoint  # noqa: E402
 from powerinfer.hardware.description import Hardware, load  # noqa: E402
+from powerinfer.hardware.measure import memories  # noqa: E402
 from powerinfer.hybrid import crossing, policy_trial, step_trial, vram  # noqa: E402
 from powerinfer.hybrid.copier import Copier  # noqa: E402
 from powerinfer.hybrid.experts import ExpertSplit  # noqa: E402
@@ -321,7 +322,10 @@ def test_a_gpu_waits_for_the_one_before_it(tmp_path: Path) -> None:
 def two_described(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured, with as many GPUs as are named, for which few neurons are worth it."""
 
-    def measured(*_: Any, gpu: str | None = None, **__: Any) -> Hardware:
+    def measured(
+        engine: EngineConfig, *_: Any, gpu: str | None = None, check: Callable[[Hardware], object] = repr, **__: Any
+    ) -> Hardware:
+        check(memories(engine, gpu))
         hardware = replace(load("pc-high"), sync_us=0.0)
         return hardware.with_cards([hardware] * (gpu or "").count(","))
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,62 @@ def test_a_gpu_that_answers_nothing_ends_its_step(tmp_path: Path, monkeypatch: p
     with two_devices(1) as machine, spread(model.path, (0, 1), "deferred") as two:
         wanted, (link, *_) = launched(two, model.texts), two.cards[0].card_links
         answer = link._answer
-        with monkeypatch.context() as broken, pytest.raises(PowerInferError, match="has waited for deferred.* for 0 s"):
+        with monkeypatch.context() as broken, pytest.raises(PowerInferError, match="has waited for deferred:1 for 0 s"):
             broken.setattr(flags, "PATIENCE", 0.1)
             broken.setattr(link, "_answer", lambda number, compute: None)
             broken.setattr(machine, "wait", patiently(machine.wait))
             launched(two, model.texts)
         assert link._answer == answer
         check_alike(launched(two, model.texts), wanted)
+
+
+def test_a_host_that_is_slow_ends_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compile what the helper is given, and the owner waits meanwhile."""
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=2)
+    monkeypatch.setattr(card_link, "LOOK", 0.01)
+    with two_devices(1) as machine, spread(model.path, (0, 1), "deferred") as two:
+        wanted, compute, slow = launched(two, model.texts), ExpertShare._compute, [True]
+
+        def late(share: ExpertShare, tokens: int) -> None:
+            until = time.monotonic() + 0.3 * slow.pop() if slow else 0.0
+            while time.monotonic() < until:
+                with machine.lock:
+                    machine.tick()
+                time.sleep(0.01)
+            compute(share, tokens)
+
+        monkeypatch.setattr(flags, "PATIENCE", 0.1)
+        monkeypatch.setattr(ExpertShare, "_compute", late)
+        check_alike(launched(two, model.texts), wanted)
+        assert not slow
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recording_that_is_not_launched_ends_its_step(seed: int, tmp_path: Path) -> None:
+    """Whose helper has its part already, and waits, while the owner may still have something before it to do."""
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=3)
+    with two_devices(seed), spread(model.path, (0, 2), "deferred", cold=1) as two:
+        for card in two.cards:
+            card.record(recorder_of(card.device), "waits")
+        pages = families.scattered_pages(two, 1)[0]
+        families.run_chunks(two, model.texts[0][:4], [1] * 4, pages)
+        recordings, fails = two.cards[0]._recordings, [False, True]
+
+        def replay(run: Any, link: CardLink, _: Any, answer: Any, before: Any) -> Any:
+            if fails and fails.pop(0):
+                with link._use_helper():
+                    answer()
+                raise RuntimeError("CUDA error: out of memory")
+            return run(before)
+
+        for runs in recordings._runs.values():
+            asking = {part: run for part, run in runs.items() if isinstance(run, partial)}
+            assert len(asking) > 1
+            runs.update({part: partial(replay, run, run.func.__self__, *run.args) for part, run in asking.items()})
+        with pytest.raises(PowerInferError, match="ran out of memory"):
+            families.run_chunks(two, model.texts[0][4:5], [1], pages)
+        assert not fails
+        families.run_chunks(two, model.texts[0][4:6], [1, 1], pages)
 
 
 def patiently(wait: Any) -> Any:

@@ -24,6 +24,7 @@ from powerinfer.hardware.cpu_rates import FULL, Effort, cpu_rates
 from powerinfer.hardware.description import (
     ALL_TYPES,
     OTHER,
+    RATED_ROWS,
     SIZES_ALONE,
     Device,
     Hardware,
@@ -85,8 +86,8 @@ def memories(engine: EngineConfig, gpu: str | None = None) -> Hardware:
     """
     if _are_several(gpu):
         return _with_cards(memories(engine, name) for name in gpu_names(gpu))
-    rates = {OTHER: 1.0}
-    blank = replace(unmeasured("", *_memory_now()), dense_gb_s=rates, head_gb_s=rates, bundle_gb_s=rates)
+    rates, rows = {OTHER: 1.0}, dict.fromkeys(RATED_ROWS, 1.0)
+    blank = replace(unmeasured("", *_memory_now()), dense_gb_s=rates, head_gb_s=rates, bundle_gb_s=rows, row_ns=rows)
     device = None
     if gpu is not None:
         from powerinfer.hardware.gpu_rates import free_memory, gpu_name

@@ -704,9 +704,9 @@ def _split_plan(request: PlanRequest) -> Plan | RequestError:
     return _with_slots(plan) if claims.disk is None else _with_reads(plan, claims.disk)
 
 
-def _plan_on_cards(request: PlanRequest, divided: several.Parts | RequestError) -> Plan | RequestError:
+def _plan_on_cards(request: PlanRequest, known: several.Parts | RequestError) -> Plan | RequestError:
     """The plan of the parts of several GPUs, each made as for one."""
-    together = several.parts_together(request, divided)
+    together = several.parts_together(request, known)
     if isinstance(together, RequestError):
         return together
     parts, claims = together

@@ -200,7 +200,7 @@ def _vram(plan: PlanDocument) -> str:
 
 
 def _split_mode(plan: PlanDocument) -> str:
-    """The option by which a plan divides experts between GPUs, if it does."""
+    """The option by which a plan spreads experts over GPUs, if it does."""
     return "" if plan.split_mode == "layer" else f" --split-mode {shlex.quote(plan.split_mode)}"
 
 
