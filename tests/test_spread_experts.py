@@ -240,13 +240,13 @@ def test_a_host_that_is_slow_ends_no_step(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("seed", range(3))
 def test_a_recording_that_is_not_launched_ends_its_step(seed: int, tmp_path: Path) -> None:
     """Whose helper has its part already, and waits, while the owner may still have something before it to do."""
-    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=3)
-    with two_devices(seed), spread(model.path, (0, 2), "deferred", cold=1) as two:
+    model = Truth(case_named("qwen3-moe"), folder=tmp_path, num_hidden_layers=4)
+    with two_devices(seed), spread(model.path, (0, 3), "deferred", cold=1) as two:
         for card in two.cards:
             card.record(recorder_of(card.device), "waits")
         pages = families.scattered_pages(two, 1)[0]
         families.run_chunks(two, model.texts[0][:4], [1] * 4, pages)
-        recordings, fails = two.cards[0]._recordings, [False, True]
+        recordings, fails = two.cards[0]._recordings, [False, False, True]
 
         def replay(run: Any, link: CardLink, _: Any, answer: Any, before: Any) -> Any:
             if fails and fails.pop(0):
