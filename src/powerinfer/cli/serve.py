@@ -143,10 +143,12 @@ def _check_engine(engine: EngineConfig) -> None:
     before the server listens."""
     from powerinfer.devices.wanted import wanted_gpu
     from powerinfer.hardware.measure import gpu_beside
+    from powerinfer.hybrid.resolve import check_split
     from powerinfer.placement.budget import check_ram
     from powerinfer.runtime.options import engine_config
 
     engine_config(asdict(engine))
+    check_split(engine)
     if engine.ram is not None:
         check_ram(engine.ram, "give less, or leave it out")
     if engine.gpu == "auto":  # of which a load says why it is not used
@@ -156,15 +158,17 @@ def _check_engine(engine: EngineConfig) -> None:
 
 
 def _check_model(path: Path, engine: EngineConfig) -> None:
-    """RequestError for a context or drafts that a model cannot have; its headers are read only where some are named."""
+    """RequestError for a context, drafts or spread experts that a model cannot have; its headers are read only where
+    some are named."""
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hybrid.resolve import check_context
+    from powerinfer.hybrid.resolve import check_context, check_split
     from powerinfer.runtime.draft_sources import smaller_model_of
 
-    if not engine.context and engine.speculate in ("auto", "lookup", "off"):
+    if not engine.context and engine.speculate in ("auto", "lookup", "off") and engine.split_mode == "layer":
         return
     checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
     check_context(checkpoint.config, engine)
+    check_split(engine, checkpoint.config)
     smaller_model_of(checkpoint, engine)
 
 
