@@ -206,8 +206,7 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
 
             llm = load_llm(path, engine, report)
             llm.prepare()
-        for note in llm.notes:
-            logs.log("info", note)
+        logs.log_notes(llm.notes)
         if shown:
             requests = f"{engine.max_batch} requests at a time" if engine.max_batch > 1 else "one request at a time"
             out.note(_addresses(created.url, f"{names[0]}, context of {llm.context} tokens, {requests}", config))
@@ -297,8 +296,7 @@ def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budge
         logs.log("warning", f"it answers without drafts: {error}", model=name)
         llm = LLM(path, progress=progress, **asdict(replace(within, speculate="off")))
     llm.prepare()
-    for note in llm.notes:
-        logs.log("info", note, model=name)
+    logs.log_notes(llm.notes, model=name)
     return llm
 
 
