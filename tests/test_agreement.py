@@ -292,7 +292,7 @@ def test_bench_tells_what_decode_needed(relu: Path) -> None:
     again = document("bench", "-m", str(relu), "--selector", "predicted", "--no-trial", "--recall-every", "1", *sizes)
     assert again["sparsity"] == sparsity
     shown = powerinfer("bench", "-m", str(relu), "--selector", "predicted", "--no-trial", *sizes).stdout
-    assert "% active" in shown and "% candidates" in shown and "predicted   layers 0-1\n" in shown
+    assert "% active" in shown and "% candidates" in shown and "predicted     layers 0-1\n" in shown
 
 
 def test_dense_layers_count_in_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
