@@ -16,6 +16,8 @@ from test_cli import error_line, powerinfer
 from toy_model import BOS, VOCAB, ToyExecutor, reference_logits, toy_llm
 
 from powerinfer import _native
+from powerinfer.cli import bench
+from powerinfer.cli.common import Output
 from powerinfer.cli.neurons import neuron_rows, ranges
 from powerinfer.devices import Batch
 from powerinfer.errors import RequestError
@@ -290,7 +292,7 @@ def test_bench_tells_what_decode_needed(relu: Path) -> None:
     again = document("bench", "-m", str(relu), "--selector", "predicted", "--no-trial", "--recall-every", "1", *sizes)
     assert again["sparsity"] == sparsity
     shown = powerinfer("bench", "-m", str(relu), "--selector", "predicted", "--no-trial", *sizes).stdout
-    assert "% active" in shown and "% candidates" in shown and "predicted   layers 0-1\n" in shown
+    assert "% active" in shown and "% candidates" in shown and "predicted     layers 0-1\n" in shown
 
 
 def test_dense_layers_count_in_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +325,7 @@ def test_dense_layers_count_in_what_is_read(tmp_path: Path, monkeypatch: pytest.
         assert "hot" not in neuron_rows(llm, sparsity)
 
 
-def test_hot_neurons_are_those_on_the_gpu(relu: Path) -> None:
+def test_hot_neurons_are_those_on_the_gpu(relu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = [{"layer": at, "hot": 24, "cold": 72} for at in range(2)]
     sparsity = {"selector": "exact", "tokens": 5, "active_fraction": 0.3, "gpu_share": 0.8, "jobs": 0.9}
     sparsity["layers"] = layers
@@ -331,6 +333,11 @@ def test_hot_neurons_are_those_on_the_gpu(relu: Path) -> None:
         rows = neuron_rows(llm, sparsity)
     assert rows["hot and cold"] == "25 % of the neurons, the hot ones, are on the GPU"
     assert "80.0 % of them on the GPU" in rows["neurons"]
+    rates = {f"{name}_tok_s": dict.fromkeys(("median", "min", "max"), 1.0) for name in ("prefill", "decode")}
+    measured = rates | {"bytes_per_token": None, "peak_rss_mb": 1.0, "choices": {"prefill_chunk": "512"}}
+    bench._show(measured, rows, Output(False))
+    shown = capsys.readouterr().out
+    assert "\nhot and cold  25 %" in shown and "\nprefill_chunk 512\n" in shown
 
 
 def test_run_and_chat_sum_it_up(relu: Path) -> None:

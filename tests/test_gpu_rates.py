@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 from sparse_models import TEXT, give_bundles, give_predictor, give_profile, tiny_llama  # noqa: E402
 from test_cli import error_line, powerinfer  # noqa: E402
 
+from powerinfer.cli import serve  # noqa: E402
 from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import wanted  # noqa: E402
@@ -46,6 +47,7 @@ from powerinfer.placement.shapes import checkpoint_model  # noqa: E402
 from powerinfer.progress import silent  # noqa: E402
 from powerinfer.runtime.engine import LLM  # noqa: E402
 from powerinfer.runtime.params import SamplingParams  # noqa: E402
+from powerinfer.serve.served import Budget  # noqa: E402
 from powerinfer.sizes import read_size  # noqa: E402
 from powerinfer.system import available_memory  # noqa: E402
 
@@ -545,13 +547,15 @@ def test_a_plan_is_what_a_run_does(model: Path, cache: Path, capsys: pytest.Capt
 
 
 def test_what_is_said_where_no_gpu_is_used(
-    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wanted, "DRIVERS", [tmp_path / "nothing"])
     with LLM(model, **options()) as llm:
         assert llm.notes == []
     with LLM(model, **options(vram=8 << 30)) as llm:
         assert llm.notes == ["--vram is not used: there is no GPU to use (no NVIDIA driver)"]
+    serve._load("m", model, EngineConfig(**options()), silent, Budget(vram=8 << 30)).close()
+    assert [(one.levelname, one.message) for one in caplog.records] == [("WARNING", *llm.notes)]
     with pytest.raises(RequestError, match="--gpu none uses none"):
         LLM(model, **options(gpu="none", vram=8 << 30))
     (tmp_path / "driver").touch()

@@ -32,7 +32,7 @@ from powerinfer.hybrid import step_trial  # noqa: E402
 from powerinfer.hybrid.parts import CpuNeurons  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 
-NO_FLAGS = "no flags: torch's CPU device is done when the host goes on"
+NO_FLAGS = "no flags: torch's CPU device has no streams"
 
 
 def failing_part() -> _native.NeuronSum:

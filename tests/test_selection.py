@@ -161,6 +161,7 @@ AUTO = {  # where "auto" is compared or listed; what a selector auto stands for 
     "devices/wanted.py": ["engine.gpu != 'auto'", "engine.gpu != 'auto'"],
     "text/tools.py": ["('none', 'auto', 'required')"],  # whether tools are called
     "hardware/measure.py": ["engine.gpu != 'auto'"],
+    "placement/spread.py": ["engine.expert_policy == 'auto'"],  # a policy over experts
     "hybrid/beside_gpu.py": [
         "engine.selector != 'auto'",
         "engine.selector != 'auto'",

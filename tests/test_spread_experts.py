@@ -6,6 +6,7 @@ Two stand-ins (torch's CPU device) are two GPUs, as in test_several_gpus.py.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ import families  # noqa: E402
 import test_split_experts_on_disk as experts_on_disk  # noqa: E402
 from deferred import Machine  # noqa: E402
 from families import case_named  # noqa: E402
+from sparse_models import tiny_llama  # noqa: E402
 from test_disk_experts import written  # noqa: E402, F401
 from test_expert_plan import tiny_model  # noqa: E402
 from test_several_gpus import (  # noqa: E402
@@ -39,6 +42,7 @@ from test_several_gpus import (  # noqa: E402
 )
 from truth import Truth  # noqa: E402
 
+from powerinfer.cli.main import main  # noqa: E402
 from powerinfer.config import EngineConfig  # noqa: E402
 from powerinfer.devices import card_link, flags  # noqa: E402
 from powerinfer.devices.card_link import CardLink  # noqa: E402
@@ -352,7 +356,8 @@ def test_a_load_that_spreads_experts_follows_its_plan(tmp_path: Path) -> None:
         alone, _ = answer(path, gpu="none")
         ours, choices = answer(path, gpu="cpu,cpu", split_mode="expert", vram=vram)
         assert ours == alone
-        assert "each layer's spread over these, which takes an exchange of" in choices["gpu"]
+        said = r"; each layer's experts are spread over both, \d+ us an exchange; launched kernel by kernel \("
+        assert re.search(said, choices["gpu"])
 
 
 @pytest.mark.usefixtures("two_described")
@@ -368,3 +373,24 @@ def test_a_load_that_spreads_experts_follows_its_plan(tmp_path: Path) -> None:
 def test_a_load_refuses_what_does_not_spread(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         answer(tiny_model(tmp_path), split_mode="expert", **options)
+
+
+def test_a_server_refuses_it_before_it_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("powerinfer.serve.server.make_server", Mock(side_effect=RequestError("it listens")))
+    dense = tiny_llama(tmp_path / "dense.gguf", "silu")
+    refused = (
+        ("on several GPUs, and none is used (asked for)", "--gpu none"),
+        ("on several GPUs, and none is used (asked for)", f"--gpu none -m b={dense}"),
+        ("is for several GPUs", "--gpu cpu"),
+        ("moves experts", "--gpu cpu,cpu --expert-policy lru"),
+        ("--adjust moves experts", "--gpu cpu,cpu --adjust"),
+        ("it listens", "--gpu cpu,cpu"),
+    )
+    path = tiny_model(tmp_path)
+    for message, line in refused:
+        assert main(["serve", "-m", f"a={path}", "--split-mode", "expert", *line.split()]) == 2, line
+        assert message in capsys.readouterr().err
+    assert main(["serve", "-m", str(dense), "--split-mode", "expert", "--gpu", "cpu,cpu"]) == 2
+    assert "is for models of experts" in capsys.readouterr().err

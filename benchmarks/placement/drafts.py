@@ -311,13 +311,14 @@ def step_table() -> str:
 
 def body() -> str:
     every = {name: simulate(hardware) for name, hardware in machines().items()}
+    missing = percent(1 - vocabulary().covered, 1)
     shares = ("/".join(percent(share, 0).removesuffix(" %") for share in right) for right in RATES)
     about = (
         f"Simulated, not measured (`python -m benchmarks.placement.drafts`): {SHAPE} in {DTYPE.upper()} with its draft "
         f"head, {CONTEXT:,} tokens of context half full. Gains over decoding without drafts, in brackets the best "
         f"number of drafts, at most {MOST}. Of the drafts that follow right ones {', '.join(shares)} % are right, by "
-        f"place. In RAM a draft reads {percent(vocabulary().listed, 0)} of the output head; that lacks "
-        f"{percent(1 - vocabulary().covered, 1)} of tokens, so as many fewer are right. Rates: "
+        f"place. In RAM a draft reads {percent(vocabulary().listed, 0)} of the output head; the {missing} of tokens "
+        f"outside that part are never drafted, so {missing} fewer drafts are right. Rates: "
         "[hybrid.md](hybrid.md#assumed)."
     )
     return paragraphs(about, gains_table(every), verdict(every), step_table())

@@ -172,10 +172,10 @@ def _compare(llm: LLM, args: argparse.Namespace, out: Output) -> int:
     for name, run in (("dense", comparison.dense), ("sparse", comparison.sparse)):
         low, high = min(run.tok_s), max(run.tok_s)
         read = "" if run.bytes_per_token is None else f", {run.bytes_per_token / 1e6:.1f} MB of weights a token"
-        out.line(f"{name:<12}{run.median:>10.1f} tok/s   ({low:.1f} to {high:.1f}){read}")
+        out.line(f"{name:<14}{run.median:>10.1f} tok/s   ({low:.1f} to {high:.1f}){read}")
     for name, text in (neuron_rows(llm, comparison.sparsity) | {"selector": llm.choices["selector"]}).items():
-        out.line(f"{name:<12}{text}")
-    out.line(f"{'tokens':<12}the first {comparison.same_tokens[0]} of {comparison.same_tokens[1]} are the same")
+        out.line(f"{name:<14}{text}")
+    out.line(f"{'tokens':<14}the first {comparison.same_tokens[0]} of {comparison.same_tokens[1]} are the same")
     out.line(verdict(comparison.ratio))
     if comparison.disturbed:
         out.note(f"other programs took {comparison.disturbed:.1f} cores meanwhile: on a quiet machine it may differ")
@@ -223,31 +223,31 @@ def _speculation(llm: LLM) -> dict[str, Any]:
 def _show(document: dict[str, Any], neurons: dict[str, str], out: Output) -> None:
     for name, label in (("prefill_tok_s", "prefill"), ("decode_tok_s", "decode")):
         rate = document[name]
-        out.line(f"{label:<12}{rate['median']:>10.1f} tok/s   ({rate['min']:.1f} to {rate['max']:.1f})")
+        out.line(f"{label:<14}{rate['median']:>10.1f} tok/s   ({rate['min']:.1f} to {rate['max']:.1f})")
     if document["bytes_per_token"] is not None:
         megabytes = document["bytes_per_token"] / 1e6
-        out.line(f"{'weights':<12}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
+        out.line(f"{'weights':<14}{megabytes:>10.1f} MB a token, read at {document['bandwidth_gb_s']:.1f} GB/s")
     for name, text in neurons.items():
-        out.line(f"{name:<12}{text}")
+        out.line(f"{name:<14}{text}")
     if "disk" in document:
         disk = document["disk"]
-        out.line(f"{'disk':<12}{disk['bytes_per_token'] / 1e6:>10.1f} MB a token; {disk_text(disk)}")
+        out.line(f"{'disk':<14}{disk['bytes_per_token'] / 1e6:>10.1f} MB a token; {disk_text(disk)}")
     if "speculation" in document:
         drafts = document["speculation"]
         text = f"{drafts['accepted']} of {drafts['drafted']} drafts right"
         if steps := drafts["steps"]:
             brought = f"{drafts['tokens'] / steps:.1f} tokens a step, {drafts['gain']:.2f} times as fast as without"
             text += f"; {steps} steps had some, which brought {brought}"
-        out.line(f"{'drafts':<12}{text}")
+        out.line(f"{'drafts':<14}{text}")
         if drafts["drafts"] == "lookup":
             out.note(LOOKUP)
     if "trace" in document:
         trace = document["trace"]
         out.line(
-            f"{'trace':<12}{1e3 * trace['step_s']:.2f} ms a step: GPU {1e3 * trace['gpu_s']:.2f}, CPU "
+            f"{'trace':<14}{1e3 * trace['step_s']:.2f} ms a step: GPU {1e3 * trace['gpu_s']:.2f}, CPU "
             f"{1e3 * trace['cpu_s']:.2f}, both {1e3 * trace['both_s']:.2f}, neither "
             f"{1e3 * trace['neither_s']:.2f}; {trace['path']}"
         )
-    out.line(f"{'peak memory':<12}{document['peak_rss_mb']:>10.1f} MiB")
+    out.line(f"{'peak memory':<14}{document['peak_rss_mb']:>10.1f} MiB")
     for name, reason in document["choices"].items():
-        out.line(f"{name:<12}{reason}")
+        out.line(f"{name:<14}{reason}")

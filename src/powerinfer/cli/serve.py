@@ -143,10 +143,12 @@ def _check_engine(engine: EngineConfig) -> None:
     before the server listens."""
     from powerinfer.devices.wanted import wanted_gpu
     from powerinfer.hardware.measure import gpu_beside
+    from powerinfer.hybrid.resolve import check_split
     from powerinfer.placement.budget import check_ram
     from powerinfer.runtime.options import engine_config
 
     engine_config(asdict(engine))
+    check_split(engine)
     if engine.ram is not None:
         check_ram(engine.ram, "give less, or leave it out")
     if engine.gpu == "auto":  # of which a load says why it is not used
@@ -156,15 +158,17 @@ def _check_engine(engine: EngineConfig) -> None:
 
 
 def _check_model(path: Path, engine: EngineConfig) -> None:
-    """RequestError for a context or drafts that a model cannot have; its headers are read only where some are named."""
+    """RequestError for a context, drafts or spread experts that a model cannot have; its headers are read only where
+    some are named."""
     from powerinfer.formats.checkpoint import open_checkpoint
-    from powerinfer.hybrid.resolve import check_context
+    from powerinfer.hybrid.resolve import check_context, check_split
     from powerinfer.runtime.draft_sources import smaller_model_of
 
-    if not engine.context and engine.speculate in ("auto", "lookup", "off"):
+    if not engine.context and engine.speculate in ("auto", "lookup", "off") and engine.split_mode == "layer":
         return
     checkpoint = open_checkpoint(path, quantize=engine.quantize, draft_head=engine.reads_draft_head)
     check_context(checkpoint.config, engine)
+    check_split(engine, checkpoint.config)
     smaller_model_of(checkpoint, engine)
 
 
@@ -202,8 +206,7 @@ def _serve_one(args: argparse.Namespace, config: ServeConfig, engine: EngineConf
 
             llm = load_llm(path, engine, report)
             llm.prepare()
-        for note in llm.notes:
-            logs.log("info", note)
+        logs.log_notes(llm.notes)
         if shown:
             requests = f"{engine.max_batch} requests at a time" if engine.max_batch > 1 else "one request at a time"
             out.note(_addresses(created.url, f"{names[0]}, context of {llm.context} tokens, {requests}", config))
@@ -293,8 +296,7 @@ def _load(name: str, path: Path, engine: EngineConfig, progress: Progress, budge
         logs.log("warning", f"it answers without drafts: {error}", model=name)
         llm = LLM(path, progress=progress, **asdict(replace(within, speculate="off")))
     llm.prepare()
-    for note in llm.notes:
-        logs.log("info", note, model=name)
+    logs.log_notes(llm.notes, model=name)
     return llm
 
 

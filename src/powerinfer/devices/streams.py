@@ -343,7 +343,7 @@ class _Immediate:
         return True
 
 
-_NOT_LATER = "torch's CPU device is done when the host goes on"
+_NOT_LATER = "torch's CPU device has no streams"
 
 
 class ImmediateStreams:

@@ -52,7 +52,7 @@ def _request(resolved: Resolved) -> PlanRequest | None:
         return None
     if engine.ram is None:
         engine = shortened(engine, model)
-    return subject.request(hardware, replace(engine, ram=disk.ram, gpu="none"))
+    return subject.request(hardware, replace(engine, ram=disk.ram, gpu="none", split_mode="layer"))
 
 
 def disk_helps(resolved: Resolved) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from powerinfer.config import EngineConfig, ModelConfig
-from powerinfer.devices.wanted import UNUSED_VRAM, lacks_torch, wanted_gpu
+from powerinfer.devices.wanted import UNUSED_VRAM, gpu_names, lacks_torch, wanted_gpu
 from powerinfer.errors import NoDraftsError, PowerInferError, RequestError, demand
 from powerinfer.formats.checkpoint import Checkpoint
 from powerinfer.hybrid.resolved import Resolved, UsedGpu, model_of, needs, workload
@@ -13,6 +13,8 @@ from powerinfer.progress import Progress, Say, silent
 from powerinfer.sparsity.selection import select
 
 NOT_USED = "the GPU is not used: {}"
+NOT_SPREAD = "--split-mode expert is for models of experts on several GPUs{}: leave it out"
+NONE_USED = ", and none is used ({})"
 
 
 def resolve(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress = silent, say: Say = silent) -> Resolved:
@@ -43,6 +45,21 @@ def check_context(config: ModelConfig, engine: EngineConfig) -> None:
     """RequestError for a context longer than the model's."""
     if engine.context > (most := config.context_length):
         raise RequestError(f"a context of {engine.context} tokens is more than the model's {most}; 0 is all of it")
+
+
+def check_split(engine: EngineConfig, config: ModelConfig | None = None) -> None:
+    """RequestError where experts are to be spread over GPUs and there is none, or the model does not permit it. config:
+    None: the model is not known yet."""
+    if engine.split_mode != "expert":
+        return
+    from powerinfer.placement.spread import split_problem
+
+    name, reason = wanted_gpu(engine)
+    if name is None:
+        raise RequestError(NOT_SPREAD.format(NONE_USED.format(reason)))
+    problem = None if config is None else split_problem(config, engine, len(gpu_names(name)))
+    if problem is not None:
+        raise RequestError(problem)
 
 
 def _placed_with_draft(checkpoint: Checkpoint, engine: EngineConfig, progress: Progress, say: Say) -> Resolved:
@@ -110,8 +127,8 @@ def permitted(resolved: Resolved) -> Resolved | RequestError:
     if engine.split_mode == "expert" and not placement.spread:
         if placement.several is not None:
             return RequestError("--split-mode expert: no GPU has room for an expert: give more --vram, or leave it out")
-        reason = "" if resolved.device.gpu else f", and none is used ({resolved.device.reason})"
-        return RequestError(f"--split-mode expert is for models of experts on several GPUs{reason}: leave it out")
+        reason = "" if resolved.device.gpu else NONE_USED.format(resolved.device.reason)
+        return RequestError(NOT_SPREAD.format(reason))
     return resolved
 
 

@@ -128,7 +128,8 @@ def _placed(resolved: Resolved, request: PlanRequest) -> Resolved | RequestError
         reason = f"{100 * plan.choice.mass_on_gpu:.0f} % of the activations on the GPUs"
     else:
         reason = experts_said(placed.placement.experts or (), sum(request.model.n_experts), len(claims.inside))
-        reason += ", each layer's spread over these" if parts["spread"] else ""
+        cards = "both" if len(plan.parts) == 2 else "all GPUs"
+        reason += f"; each layer's experts are spread over {cards}" if parts["spread"] else ""
     return replace(placed, device=replace(placed.device, reason=reason))
 
 

@@ -115,11 +115,12 @@ def tell_exchanges(executor: SplitExecutor) -> None:
     """Say how long GPUs take to exchange, and why steps of theirs are launched kernel by kernel, if they are."""
     links = [link for card in executor.cards for link in card.card_links]
     times = [link.meet_us for link in links if link.meet_us is not None]
-    if times:
-        executor.tell(f"which takes an exchange of {max(times):.0f} us")
+    texts = [f"{max(times):.0f} us an exchange"] if times else []
     problem = next((link.problem for link in links if link.problem), "")
     if problem:
-        executor.tell(f"launched kernel by kernel: {problem}")
+        texts.append(f"launched kernel by kernel ({problem})")
+    if texts:
+        executor.tell("; ".join(texts))
 
 
 def experts_on(

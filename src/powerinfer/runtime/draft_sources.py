@@ -47,7 +47,7 @@ class SmallerModel:
         if config.states:
             raise RequestError(f"--speculate {self.name}: its layers keep a state of what they read; use another model")
         context = min(engine.context or longest, config.context_length)
-        plain = replace(engine, speculate="off", selector="all", threshold=None, prepared=None)
+        plain = replace(engine, speculate="off", selector="all", threshold=None, prepared=None, split_mode="layer")
         self._asked = engine
         self._engine = replace(plain, context=context, gpu="none", vram=None, ram=None)
         self._place: DraftPlace | None = None  # None: there is no GPU

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -58,3 +58,9 @@ def log(level: str, event: str, error: BaseException | None = None, **facts: Any
     if (current_id := request_id.get()) is not None:
         facts.setdefault("request_id", current_id)
     _logger.log(_LEVELS[level], event, extra={"facts": facts}, exc_info=error)
+
+
+def log_notes(notes: Iterable[str], **facts: Any) -> None:
+    """Log how a model was loaded, as a warning what is not as an option says."""
+    for note in notes:
+        log("warning" if note.startswith("--") else "info", note, **facts)

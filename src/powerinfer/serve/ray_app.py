@@ -27,7 +27,7 @@ from powerinfer.progress import Progress
 from powerinfer.runtime.engine import LLM
 from powerinfer.serve.gate import App
 from powerinfer.serve.keys import Keys
-from powerinfer.serve.logs import log, set_up
+from powerinfer.serve.logs import log, log_notes, set_up
 from powerinfer.serve.served import Budget, ModelSource
 from powerinfer.serve.server import IN_PROGRESS, assemble, checked_keys, listen, read_replicas
 from powerinfer.serve.service import Service
@@ -83,8 +83,7 @@ class Replica:
 def _load(setup: Setup, progress: Progress, budget: Budget) -> LLM:
     llm = LLM(setup.path, progress=progress, **dataclasses.asdict(setup.engine))
     llm.prepare()
-    for note in llm.notes:
-        log("info", note)
+    log_notes(llm.notes)
     return llm
 
 
