@@ -145,7 +145,8 @@ def _agreement(args: argparse.Namespace, engine: EngineConfig, text: str, out: O
         if against != "all":
             other = stack.enter_context(open_llm(args.model, another, out))
         elif "gpu_share" in (llm.sparsity or {}):  # neurons are split: no device has a layer's dense matrices
-            other = stack.enter_context(open_llm(args.model, replace(another, gpu="none", vram=None, split_mode="layer"), out))
+            another = replace(another, gpu="none", vram=None, split_mode="layer")
+            other = stack.enter_context(open_llm(args.model, another, out))
         bar = stack.enter_context(Bar())
         result = agreement(llm, other, text, engine.context, args.tokens, step, bar)
         sparsity = sparsity_summary(llm)
