@@ -167,3 +167,16 @@ def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> No
     for card in documents["expert"]["cards"]:
         assert f", {card['experts']} experts of all layers: " in shown
     assert main([*command, "--split-mode", "row"]) == 2
+
+
+def test_a_plan_says_which_card_is_faster_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that have room for the model: not where its budget is too small."""
+    alone = make_plan(request("qwen3-30b-a3b", "RTX 3090", EngineConfig(context=4096)))
+    command = ["plan", "--shape", "qwen3-30b-a3b", "--card", "RTX 3060, RTX 3090", "--ram", "64GiB", "-c", "4096"]
+    for options in ((), ("--split-mode", "expert"), ("--vram", "12GiB,18GiB")):
+        assert main([*command, *options, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        speeds = document["predicted"]["decode_tok_s"], 1 / alone.choice.seconds
+        line = "slower than NVIDIA GeForce RTX 3090 alone: {:.4g} tokens/s, not {:.4g}".format(*speeds)
+        assert speeds[0] < 0.98 * speeds[1]
+        assert [one for one in document["reasons"] if " alone: " in one] == [line] * ("--vram" not in options)

@@ -132,7 +132,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = plan.document(saved)
-    reasons = [*document.reasons, *_cost_of_drafts(plan, engine)]
+    reasons = [*document.reasons, *_faster_card(plan), *_cost_of_drafts(plan, engine)]
     reasons += [*context_cost(plan, engine), *contexts_that_fit(plan, engine)]
     document = replace(document, assumed=assumed, reasons=reasons)
     if smaller is not None:
@@ -140,6 +140,21 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _faster_card(plan: Plan) -> list[str]:
+    """A line on the GPU, of several, that is predicted to be faster alone; none where none is."""
+    from powerinfer.placement.plan import place
+    from powerinfer.placement.several import WORTH, requests_alone
+
+    outcomes = map(place, requests_alone(plan.request)) if plan.parts else ()
+    plans = [one for one in outcomes if not isinstance(one, RequestError)]
+    alone = min(plans, key=lambda one: one.choice.seconds, default=plan)
+    gpu, seconds = alone.request.hardware.gpu, (plan.choice.seconds, alone.choice.seconds)
+    if gpu is None or seconds[1] > WORTH * seconds[0]:
+        return []
+    together, best = (f"{plan.request.batch / each:.4g}" for each in seconds)
+    return [f"slower than {gpu.name} alone: {together} tokens/s, not {best}"]
 
 
 def _cost_of_drafts(plan: Plan, engine: EngineConfig) -> list[str]:

@@ -27,7 +27,7 @@ from powerinfer.config import AttentionConfig, LayerConfig
 from powerinfer.devices.link import link_bytes
 from powerinfer.devices.step_buffers import description_bytes
 from powerinfer.errors import RequestError, VramError, demand
-from powerinfer.hardware.description import Gpu
+from powerinfer.hardware.description import Gpu, Hardware
 from powerinfer.models.inventory import Inventory
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
@@ -166,10 +166,7 @@ def _part_of_profile(profile: Profile, span: slice) -> Profile:
 
 def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> PlanRequest:
     """The request for the layers [first, last) on one GPU, with plenty of RAM."""
-    cpu = replace(request.hardware.cpu, memory_bytes=PLENTY)
-    hardware = replace(
-        request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu
-    )
+    hardware = _with_one(replace(request.hardware, cpu=replace(request.hardware.cpu, memory_bytes=PLENTY)), card)
     frequencies = request.frequencies
     if frequencies is not None:
         frequencies = {at - first: shares for at, shares in frequencies.items() if first <= at < last}
@@ -186,6 +183,26 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
         chosen=False,
         for_others=bytes_for_others(request)[1],
     )
+
+
+def _with_one(hardware: Hardware, card: Gpu) -> Hardware:
+    """The machine with one of its GPUs."""
+    return replace(hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=())
+
+
+def requests_alone(request: PlanRequest) -> list[PlanRequest]:
+    """The same request for each of the GPUs alone that may hold the whole model; of GPUs that are alike for one."""
+    alike: list[tuple[Gpu, int]] = []
+    requests, n_layers = [], request.model.config.n_layers
+    for card, vram in _budgets_of_cards(request):
+        if (card, vram) in alike:
+            continue
+        alike.append((card, vram))
+        hardware = _with_one(request.hardware, card)
+        alone = replace(request, hardware=hardware, vram=vram, vrams=(), spread=False)
+        if _whole_bytes(alone, 0, n_layers, card, vram) <= vram:
+            requests.append(alone)
+    return requests
 
 
 def _whole_bytes(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> int:
