@@ -685,7 +685,8 @@ def test_what_a_plan_over_cards_prints(tmp_path: Path, capsys: pytest.CaptureFix
     assert "layers 0 to" in shown and "and the head" in shown and "only one of them computes at a time" in shown
     refused = {
         "give 2 sizes": [*flags, "--vram", "8GiB"],
-        "has 3 sizes": [*flags, "--vram", "8GiB,8GiB,8GiB"],
+        "has 3 sizes, and there are 2": [*flags, "--vram", "8GiB,8GiB,8GiB"],
+        "has 2 sizes, and there is 1 GPU: give a size": [*flags, "--card", "RTX 4060", "--vram", "8GiB,12GiB"],
         "RTX 4060 has 8GiB": [*flags, "--vram", "12GiB,8GiB"],
         "random is of one GPU": [*flags, "--policy", "random"],
         "no card": [*flags[:4], "RTX 4060, RTX 9999"],

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.config import DEFAULT_CHUNK, ExpertsConfig
 from powerinfer.devices.disk import OnDisk
-from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, demand
+from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, VramError, demand
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.cards import memory_leaving
@@ -158,6 +158,10 @@ class PlanRequest:
         if not 0 < self.context <= config.context_length:
             limit = f"{self.model.name} takes 1 to {config.context_length}"
             raise RequestError(f"--context {self.context}: {limit} tokens")
+        sizes, gpus = len(self.vrams), len(self.hardware.all_cards)
+        if sizes and gpus and sizes != gpus:
+            there = "there is 1 GPU" if gpus == 1 else f"there are {gpus} GPUs"
+            raise VramError(f"--vram has {sizes} sizes, and {there}: give a size for each")
         if self.selector == "predicted" and not self.model.predictors:
             raise RequestError("--selector predicted needs a predictor; `powerinfer train` makes one")
 

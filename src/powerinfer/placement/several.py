@@ -227,8 +227,6 @@ def _budgets_of_cards(request: PlanRequest) -> list[tuple[Gpu, int]]:
     if request.vram is not None and not request.vrams:
         raise VramError(f"--vram is the memory of each of {len(cards)} GPUs: give {len(cards)} sizes, as 8GiB,12GiB")
     vrams = request.vrams or tuple(card.device.memory_bytes for card in cards)
-    if len(vrams) != len(cards):
-        raise VramError(f"--vram has {len(vrams)} sizes, and there are {len(cards)} GPUs: give a size for each")
     for card, vram in zip(cards, vrams, strict=True):
         budgets(replace(request.hardware, gpu=card.device, cards=()), vram, None)
     return list(zip(cards, vrams, strict=True))
