@@ -144,17 +144,14 @@ def execute(args: argparse.Namespace, out: Output) -> int:
 
 def _faster_card(plan: Plan) -> list[str]:
     """A line on the GPU, of several, that is predicted to be faster alone; none where none is."""
-    from powerinfer.placement.plan import place
+    from powerinfer.placement.plan import comparison, place
     from powerinfer.placement.several import WORTH, requests_alone
 
     outcomes = map(place, requests_alone(plan.request)) if plan.parts else ()
     plans = [one for one in outcomes if not isinstance(one, RequestError)]
     alone = min(plans, key=lambda one: one.choice.seconds, default=plan)
-    gpu, seconds = alone.request.hardware.gpu, (plan.choice.seconds, alone.choice.seconds)
-    if gpu is None or seconds[1] > WORTH * seconds[0]:
-        return []
-    together, best = (f"{plan.request.batch / each:.4g}" for each in seconds)
-    return [f"slower than {gpu.name} alone: {together} tokens/s, not {best}"]
+    gpu, is_worth_it = alone.request.hardware.gpu, alone.choice.seconds <= WORTH * plan.choice.seconds
+    return [comparison(plan, alone, f"{gpu.name} alone")] if gpu is not None and is_worth_it else []
 
 
 def _cost_of_drafts(plan: Plan, engine: EngineConfig) -> list[str]:

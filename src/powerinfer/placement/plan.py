@@ -848,23 +848,31 @@ def _time_together(request: PlanRequest, parts: several.Parts, number: int, plan
 
 def _compare_layers(plan: Plan) -> Plan:
     """A plan that spreads layers' experts over GPUs, with what it predicts where each GPU has its layers' own."""
-    return _add_speed(plan, replace(plan.request, spread=False), "with --split-mode layer")
+    return _add_speed(plan, replace(plan.request, spread=False), "--split-mode layer")
 
 
 def _compare_undivided(plan: Plan) -> Plan:
     """A plan that divides experts, with what it predicts of whole ones in the same memory."""
     model = replace(plan.request.model, inside={})
-    return _add_speed(plan, replace(plan.request, model=model), "with whole experts in the same memory")
+    return _add_speed(plan, replace(plan.request, model=model), "whole experts in the same memory")
 
 
-def _add_speed(plan: Plan, request: PlanRequest, difference: str) -> Plan:
-    """A plan with a line on the speed of another request's. difference: between these, for people."""
+def _add_speed(plan: Plan, request: PlanRequest, name: str) -> Plan:
+    """A plan with a line on the speed of another request's. name: of that, for people."""
     other = _split_plan(request)
     if isinstance(other, RequestError):
         return plan
-    speeds = (f"{request.batch / made.choice.seconds:.4g}" for made in (plan, other))
-    note = "predicted are {} tokens/s, and {} {}".format(*speeds, difference)
-    return replace(plan, reasons=(*plan.reasons, note))
+    return replace(plan, reasons=(*plan.reasons, comparison(plan, other, name)))
+
+
+def comparison(plan: Plan, other: Plan, name: str) -> str:
+    """A line that says whether a plan is predicted to be faster than another one of the same batch. name: of that, for
+    people."""
+    speed, reference = (f"{plan.request.batch / made.choice.seconds:.4g}" for made in (plan, other))
+    if speed == reference:
+        return f"as fast as {name}: {speed} tokens/s"
+    faster = "faster" if plan.choice.seconds < other.choice.seconds else "slower"
+    return f"{faster} than {name}: {speed} tokens/s, not {reference}"
 
 
 def _with_slots(plan: Plan) -> Plan:
