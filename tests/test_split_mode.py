@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from math import comb
@@ -28,7 +29,8 @@ EXPERT = EngineConfig(context=4096, split_mode="expert")
 
 
 def request(name: str, cards: str, engine: EngineConfig = EXPERT) -> PlanRequest:
-    return shape_subject(name, None, "auto").request(described_machine(cards, 64 * GIB), engine, PlanConfig())
+    machine, planning = described_machine(cards, 64 * GIB), PlanConfig(card=cards)
+    return shape_subject(name, None, "auto").request(machine, engine, planning)
 
 
 def on_each(plan: Plan) -> list[int]:
@@ -129,21 +131,28 @@ def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPa
     assert later == pytest.approx(exchange + 1e-3 + 3e-6 * card.device.op_us + top_k / 2 * each, rel=0.01)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_what_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, with how to mend it, by plans and by what loads ask."""
     experts, dense = find_shape("qwen3-30b-a3b").config, find_shape("llama-13b").config
     assert split_problem(experts, EXPERT, 2) is None and split_problem(dense, EngineConfig(), 1) is None
     refused = {
         "for several GPUs: name them with --gpu 0,1, or --vram 8GiB,12GiB, or leave it out": (experts, {}, 1),
+        "for several GPUs, and none is used (no NVIDIA driver): leave": (experts, {"vram": (GIB, GIB)}, 0),
         "is for models of experts: leave it out": (dense, {}, 2),
-        "--expert-policy lru moves experts": (experts, {"expert_policy": "lru"}, 2),
-        "--adjust moves experts": (experts, {"adjust": True}, 2),
-        "--selector predicted is for": (experts, {"selector": "predicted"}, 2),
+        "--expert-policy lru does not work with --split-mode expert: leave": (experts, {"expert_policy": "lru"}, 2),
+        "--expert-policy auto may choose one that moves experts": (experts, {"expert_policy": "auto"}, 2),
+        "--adjust does not work": (experts, {"adjust": True}, 2),
+        "--selector predicted does not work": (experts, {"selector": "predicted"}, 2),
     }
+    monkeypatch.setattr("powerinfer.devices.wanted.DRIVERS", ())
     for message, (config, options, gpus) in refused.items():
         assert message in (split_problem(config, replace(EXPERT, **options), gpus) or "")
-    for cards, engine in (("RTX 3090", EXPERT), ("RTX 3090, RTX 3090", replace(EXPERT, vram=0))):
-        with pytest.raises(RequestError, match="--split-mode expert is for several GPUs"):
+    described = {
+        'for several GPUs: name two cards, as --card "RTX 3090, RTX 3060", or leave': ("RTX 3090", EXPERT),
+        "for several GPUs, and none is used (--vram is 0)": ("RTX 3090, RTX 3090", replace(EXPERT, vram=0)),
+    }
+    for message, (cards, engine) in described.items():
+        with pytest.raises(RequestError, match=re.escape(message)):
             request("qwen3-30b-a3b", cards, engine)
 
 
