@@ -723,7 +723,7 @@ def _plan_on_cards(request: PlanRequest, divided: several.Parts | RequestError) 
     settled = request.rest_of_parts(parts, several.joined(request, parts))
     if isinstance(settled, RequestError):
         return settled
-    names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
+    names = [several.numbered(at, card) for at, card in enumerate(request.hardware.all_cards)]
     choice = _joined_choice(request, [plan.choice for plan in plans], plans)
     by_policy = {
         policy: _joined_choice(request, [plan.others.get(policy, plan.choice) for plan in plans], plans)

@@ -285,7 +285,7 @@ def _division(
         place = part.model, part.hardware, part.workload, vram
         fitting, _ = layers_that_fit(*place, dense=dense, experts=False, passes_on=True)
         if not fitting:
-            return _with_name(card, no_layer_fits(*place))
+            return no_layer_fits(*place, numbered(number, card))
         last = min(first + fitting, max(target, first + 1), n_layers - behind, most)
         if last <= first:
             return RequestError(TOGETHER.format(model.name))
@@ -293,8 +293,9 @@ def _division(
     return tuple(firsts)
 
 
-def _with_name(card: Gpu, error: RequestError) -> VramError:
-    return VramError(f"{card.device.name}: {error}")
+def numbered(number: int, card: Gpu) -> str:
+    """The name of a GPU of several, with its number, counted from 0: some are alike."""
+    return f"{card.device.name} ({number + 1})"
 
 
 def parts_of(request: PlanRequest, planned: Planned) -> Parts | RequestError:
@@ -356,13 +357,14 @@ def _fastest_first(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> li
 
 def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tuple[int, ...]) -> Parts | RequestError:
     requests, claims = [], []
-    for (first, last), (card, vram) in zip(pairwise((*firsts, request.model.config.n_layers)), cards, strict=True):
+    spans = pairwise((*firsts, request.model.config.n_layers))
+    for number, ((first, last), (card, vram)) in enumerate(zip(spans, cards, strict=True)):
         part = _part_of_request(request, first, last, card, vram)
         claimed = part.claims_if_any()
         if isinstance(claimed, RequestError):
             return claimed
         if not claimed.gpu_layers:
-            return _with_name(card, no_layer_fits(part.model, part.hardware, part.workload, vram))
+            return no_layer_fits(part.model, part.hardware, part.workload, vram, numbered(number, card))
         if any(request.model.n_experts) and claimed.slots is None:  # its layers have none
             claimed = replace(claimed, slots=(0,) * part.model.config.n_layers)
         requests.append(part)
