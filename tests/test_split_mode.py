@@ -173,7 +173,8 @@ def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*command, "--split-mode", "expert"]) == 0
     shown = capsys.readouterr().out
     for card in documents["expert"]["cards"]:
-        assert f", {card['experts']} experts of all layers: " in shown
+        assert f"; {card['experts']} of all layers' 4608 experts: " in shown
+    assert "150 us for a card and the CPU to meet" in shown and "50 us pass until two GPUs have met" in shown
     assert main([*command, "--split-mode", "row"]) == 2
 
 

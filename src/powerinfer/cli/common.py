@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 # Flags of llama.cpp, Ollama and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
 _GPU = ("--vram", "use --vram SIZE, the memory of the GPU to fill, or --gpu none")
 _SHARES = ("--vram", "use --vram, with the memory of each GPU to fill, as 8GiB,12GiB")
-_SEVERAL = ("--gpu", "use --gpu, with the GPUs to use, as 0,1: each computes some of the layers")
+_SEVERAL = (
+    "--gpu",
+    "use --gpu, with the GPUs to use, as 0,1: each computes some of the layers, or with --split-mode expert some of "
+    "every layer's experts",
+)
 _EXPERTS = ("--vram", "leave it out: experts are in RAM where the GPU is full; --vram SIZE limits it")
 _ATTENTION = ("--kv-type", "leave it out: attention is always computed like that")
 _MAPPING = ("--ram", "leave it out: weights that do not fit RAM are read from disk; --ram SIZE limits it")

@@ -100,7 +100,7 @@ SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 _IN_TURN = "a step goes from one GPU to the next, and only one of them computes at a time"
 _AT_ONCE = (
     "a step goes from one GPU to the next, and all of them compute each layer's experts at the same time; that "
-    f"{spread.MEET_US:g} us pass until two have met in a layer is assumed"
+    f"{spread.MEET_US:g} us pass until two GPUs have met in a layer is assumed"
 )
 
 Float64 = NDArray[np.float64]
