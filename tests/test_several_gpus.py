@@ -575,7 +575,6 @@ def test_names_of_several_gpus(options: dict[str, Any], wanted: str) -> None:
 def test_flags_of_other_programs_say_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, hint in (
         (["-ts", "3,1"], "as 8GiB,12GiB"),
-        (["-sm", "layer"], "as 0,1"),
         (["-mg", "1"], "as 0,1"),
     ):
         assert main(["run", *flags, "hello"]) == 2

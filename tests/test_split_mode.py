@@ -160,7 +160,7 @@ def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> No
     command = ["plan", "--shape", "gpt-oss-120b", "--card", "RTX 5090, RTX 3060", "--ram", "64GiB", "-c", "4096"]
     documents = {}
     for mode in ("layer", "expert"):
-        assert main([*command, "--split-mode", mode, "--json"]) == 0
+        assert main([*command, "-sm", mode, "--json"]) == 0
         documents[mode] = json.loads(capsys.readouterr().out)
         cards, layers = documents[mode]["cards"], documents[mode]["layers"]
         assert documents[mode]["split_mode"] == mode

@@ -44,7 +44,6 @@ FOREIGN = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--gpu-memory-utilization"), _GPU),
     **dict.fromkeys(("-ts", "--tensor-split"), _SHARES),
     **dict.fromkeys(("-mg", "--main-gpu", "-dev", "--device", "--tensor-parallel-size"), _SEVERAL),
-    "-sm": ("--split-mode", "use --split-mode, layer or expert, and --gpu, with the GPUs to use, as 0,1"),
     **dict.fromkeys(("--predict", "--n-predict", "--num-predict"), _LENGTH),
     **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"), _CONTEXT),
     **dict.fromkeys(("-f", "--file"), _FILE),
