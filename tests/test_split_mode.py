@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from math import comb
@@ -28,7 +29,8 @@ EXPERT = EngineConfig(context=4096, split_mode="expert")
 
 
 def request(name: str, cards: str, engine: EngineConfig = EXPERT) -> PlanRequest:
-    return shape_subject(name, None, "auto").request(described_machine(cards, 64 * GIB), engine, PlanConfig())
+    machine, planning = described_machine(cards, 64 * GIB), PlanConfig(card=cards)
+    return shape_subject(name, None, "auto").request(machine, engine, planning)
 
 
 def on_each(plan: Plan) -> list[int]:
@@ -121,8 +123,7 @@ def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPa
     ends = [made.choice.seconds - seconds for made, seconds in zip((plan, alone), sums, strict=True)]
     assert ends[0] == pytest.approx(ends[1]), "what is beside layers"
     assert plan.reasons[-1] == (
-        f"predicted are {1 / plan.choice.seconds:.4g} tokens/s, and {1 / alone.choice.seconds:.4g} with --split-mode "
-        "layer"
+        f"slower than --split-mode layer: {1 / plan.choice.seconds:.4g} tokens/s, not {1 / alone.choice.seconds:.4g}"
     )
     assert "only one of them computes" in alone.reasons[-1] and "at the same time" in plan.reasons[-2]
     monkeypatch.setattr(spread, "MEET_US", MEET_US + 1000)
@@ -130,21 +131,28 @@ def test_the_time_is_that_of_the_gpu_that_ends_last(monkeypatch: pytest.MonkeyPa
     assert later == pytest.approx(exchange + 1e-3 + 3e-6 * card.device.op_us + top_k / 2 * each, rel=0.01)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_what_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, with how to mend it, by plans and by what loads ask."""
     experts, dense = find_shape("qwen3-30b-a3b").config, find_shape("llama-13b").config
     assert split_problem(experts, EXPERT, 2) is None and split_problem(dense, EngineConfig(), 1) is None
     refused = {
         "for several GPUs: name them with --gpu 0,1, or --vram 8GiB,12GiB, or leave it out": (experts, {}, 1),
+        "for several GPUs, and none is used (no NVIDIA driver): leave": (experts, {"vram": (GIB, GIB)}, 0),
         "is for models of experts: leave it out": (dense, {}, 2),
-        "--expert-policy lru moves experts": (experts, {"expert_policy": "lru"}, 2),
-        "--adjust moves experts": (experts, {"adjust": True}, 2),
-        "--selector predicted is for": (experts, {"selector": "predicted"}, 2),
+        "--expert-policy lru does not work with --split-mode expert: leave": (experts, {"expert_policy": "lru"}, 2),
+        "--expert-policy auto may choose one that moves experts": (experts, {"expert_policy": "auto"}, 2),
+        "--adjust does not work": (experts, {"adjust": True}, 2),
+        "--selector predicted does not work": (experts, {"selector": "predicted"}, 2),
     }
+    monkeypatch.setattr("powerinfer.devices.wanted.DRIVERS", ())
     for message, (config, options, gpus) in refused.items():
         assert message in (split_problem(config, replace(EXPERT, **options), gpus) or "")
-    for cards, engine in (("RTX 3090", EXPERT), ("RTX 3090, RTX 3090", replace(EXPERT, vram=0))):
-        with pytest.raises(RequestError, match="--split-mode expert is for several GPUs"):
+    described = {
+        'for several GPUs: name two cards, as --card "RTX 3090, RTX 3060", or leave': ("RTX 3090", EXPERT),
+        "for several GPUs, and none is used (--vram is 0)": ("RTX 3090, RTX 3090", replace(EXPERT, vram=0)),
+    }
+    for message, (cards, engine) in described.items():
+        with pytest.raises(RequestError, match=re.escape(message)):
             request("qwen3-30b-a3b", cards, engine)
 
 
@@ -152,7 +160,7 @@ def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> No
     command = ["plan", "--shape", "gpt-oss-120b", "--card", "RTX 5090, RTX 3060", "--ram", "64GiB", "-c", "4096"]
     documents = {}
     for mode in ("layer", "expert"):
-        assert main([*command, "--split-mode", mode, "--json"]) == 0
+        assert main([*command, "-sm", mode, "--json"]) == 0
         documents[mode] = json.loads(capsys.readouterr().out)
         cards, layers = documents[mode]["cards"], documents[mode]["layers"]
         assert documents[mode]["split_mode"] == mode
@@ -165,5 +173,19 @@ def test_a_plan_says_what_each_gpu_has(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*command, "--split-mode", "expert"]) == 0
     shown = capsys.readouterr().out
     for card in documents["expert"]["cards"]:
-        assert f", {card['experts']} experts of all layers: " in shown
+        assert f"; {card['experts']} of all layers' 4608 experts: " in shown
+    assert "150 us for a card and the CPU to meet" in shown and "50 us pass until two GPUs have met" in shown
     assert main([*command, "--split-mode", "row"]) == 2
+
+
+def test_a_plan_says_which_card_is_faster_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that have room for the model: not where its budget is too small."""
+    alone = make_plan(request("qwen3-30b-a3b", "RTX 3090", EngineConfig(context=4096)))
+    command = ["plan", "--shape", "qwen3-30b-a3b", "--card", "RTX 3060, RTX 3090", "--ram", "64GiB", "-c", "4096"]
+    for options in ((), ("--split-mode", "expert"), ("--vram", "12GiB,18GiB")):
+        assert main([*command, *options, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        speeds = document["predicted"]["decode_tok_s"], 1 / alone.choice.seconds
+        line = "slower than NVIDIA GeForce RTX 3090 alone: {:.4g} tokens/s, not {:.4g}".format(*speeds)
+        assert speeds[0] < 0.98 * speeds[1]
+        assert [one for one in document["reasons"] if " alone: " in one] == [line] * ("--vram" not in options)

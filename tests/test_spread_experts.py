@@ -366,8 +366,8 @@ def test_a_load_that_spreads_experts_follows_its_plan(tmp_path: Path) -> None:
     [
         ({"gpu": "cpu"}, "is for several GPUs"),
         ({"gpu": "none"}, "is for models of experts on several GPUs"),
-        ({"gpu": "cpu,cpu", "expert_policy": "lru"}, "moves experts"),
-        ({"gpu": "cpu,cpu", "adjust": True}, "--adjust moves experts"),
+        ({"gpu": "cpu,cpu", "expert_policy": "lru"}, "lru does not work with --split-mode expert"),
+        ({"gpu": "cpu,cpu", "adjust": True}, "--adjust does not work with --split-mode expert"),
     ],
 )
 def test_a_load_refuses_what_does_not_spread(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1542,6 +1542,7 @@ class EngineConfig:
         "what of a model several GPUs have: layer, each of them layers that follow each other; expert, of models of "
         "experts each some of every layer's, so that all compute at the same time",
         choices=("layer", "expert"),
+        flags=("-sm",),
     )
     speculate: str = option(
         "auto",

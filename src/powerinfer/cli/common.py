@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 # Flags of llama.cpp, Ollama and vLLM: the flag here that a command must have for the hint to suit it, and the hint.
 _GPU = ("--vram", "use --vram SIZE, the memory of the GPU to fill, or --gpu none")
 _SHARES = ("--vram", "use --vram, with the memory of each GPU to fill, as 8GiB,12GiB")
-_SEVERAL = ("--gpu", "use --gpu, with the GPUs to use, as 0,1: each computes some of the layers")
+_SEVERAL = (
+    "--gpu",
+    "use --gpu, with the GPUs to use, as 0,1: each computes some of the layers, or with --split-mode expert some of "
+    "every layer's experts",
+)
 _EXPERTS = ("--vram", "leave it out: experts are in RAM where the GPU is full; --vram SIZE limits it")
 _ATTENTION = ("--kv-type", "leave it out: attention is always computed like that")
 _MAPPING = ("--ram", "leave it out: weights that do not fit RAM are read from disk; --ram SIZE limits it")
@@ -40,7 +44,6 @@ FOREIGN = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--gpu-memory-utilization"), _GPU),
     **dict.fromkeys(("-ts", "--tensor-split"), _SHARES),
     **dict.fromkeys(("-mg", "--main-gpu", "-dev", "--device", "--tensor-parallel-size"), _SEVERAL),
-    "-sm": ("--split-mode", "use --split-mode, layer or expert, and --gpu, with the GPUs to use, as 0,1"),
     **dict.fromkeys(("--predict", "--n-predict", "--num-predict"), _LENGTH),
     **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx", "--max-model-len"), _CONTEXT),
     **dict.fromkeys(("-f", "--file"), _FILE),

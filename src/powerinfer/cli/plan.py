@@ -132,7 +132,7 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     emulated = [EMULATED] if request.insist else []
     assumed = [*subject.assumed, *emulated, *([machine] if machine else []), *_head_assumption(request.model)]
     document = plan.document(saved)
-    reasons = [*document.reasons, *_cost_of_drafts(plan, engine)]
+    reasons = [*document.reasons, *_faster_card(plan), *_cost_of_drafts(plan, engine)]
     reasons += [*context_cost(plan, engine), *contexts_that_fit(plan, engine)]
     document = replace(document, assumed=assumed, reasons=reasons)
     if smaller is not None:
@@ -140,6 +140,18 @@ def execute(args: argparse.Namespace, out: Output) -> int:
     _show(plan, document, out)
     out.document(document.json())
     return 0
+
+
+def _faster_card(plan: Plan) -> list[str]:
+    """A line on the GPU, of several, that is predicted to be faster alone; none where none is."""
+    from powerinfer.placement.plan import comparison, place
+    from powerinfer.placement.several import WORTH, requests_alone
+
+    outcomes = map(place, requests_alone(plan.request)) if plan.parts else ()
+    plans = [one for one in outcomes if not isinstance(one, RequestError)]
+    alone = min(plans, key=lambda one: one.choice.seconds, default=plan)
+    gpu, is_worth_it = alone.request.hardware.gpu, alone.choice.seconds <= WORTH * plan.choice.seconds
+    return [comparison(plan, alone, f"{gpu.name} alone")] if gpu is not None and is_worth_it else []
 
 
 def _cost_of_drafts(plan: Plan, engine: EngineConfig) -> list[str]:
@@ -419,7 +431,7 @@ def _show(plan: Plan, document: PlanDocument, out: Output) -> None:
     out.line()
     ffn = "neurons" if plan.claims.slots is None else "FFNs beside experts"
     _show_bytes(document, out, ffn, "KV cache, states" if plan.request.model.config.states else "KV cache")
-    _show_cards(document, out)
+    _show_cards(document, sum(request.model.n_experts), out)
     out.line()
     used = any(other.work_on_gpu for other in document.predicted.policies.values())
     if used and plan.claims.slots is None:  # else they all say the same
@@ -477,9 +489,9 @@ def _show_bytes(document: PlanDocument, out: Output, ffn: str, kv: str) -> None:
     out.line(f"{'share of activations':<22}" + "".join(f"{tenths_of_percent(shares[tier]):>12}" for tier in used))
 
 
-def _show_cards(document: PlanDocument, out: Output) -> None:
+def _show_cards(document: PlanDocument, experts: int, out: Output) -> None:
     """A row for each of several GPUs: its layers, its experts where all layers' are spread, what it holds, and of how
-    much."""
+    much. experts: number of the model's."""
     if not document.cards:
         return
     out.line()
@@ -487,7 +499,7 @@ def _show_cards(document: PlanDocument, out: Output) -> None:
     for card in document.cards:
         last = card.first_layer + card.layers - 1
         layers = f"layers {card.first_layer} to {last}" if card.layers > 1 else f"layer {last}"
-        layers += " and the head" * card.head + f", {card.experts} experts of all layers" * is_spread
+        layers += " and the head" * card.head + f"; {card.experts} of all layers' {experts} experts" * is_spread
         ffns = sum(card.bytes.get(part, 0) for part in ("ffn", "experts"))
         out.line(
             f"{card.name:<{width}}  {layers}: {_size(sum(card.bytes.values()))} of "

@@ -452,18 +452,22 @@ def _attending(model: Model, layers: int) -> list[tuple[int, AttentionConfig]]:
     return [(at, one) for at, one in pairs if isinstance(one, AttentionConfig) and one.kv_from is None]
 
 
-def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int) -> VramError:
-    """The error for a GPU budget too small for one layer, with the smallest that is not."""
+def no_layer_fits(model: Model, hardware: Hardware, work: Workload, vram: int, card: str = "") -> VramError:
+    """The error for a GPU budget too small for one layer, with the smallest that is not, or of one of several GPUs with
+    what is lacking. card: the name of that one, for people."""
     slots = (0,) * model.config.n_layers if any(model.n_experts) else None
     fewest = 1 if model.config.altup is None else model.config.n_layers
     held = on_gpu(model, hardware, work, Division(fewest, slots=slots), work.selector == "all" or slots is not None)
     none = "no layer" if fewest == 1 else f"not all {fewest} layers"
     parts = {"working memory": held["scratch"], "driver and libraries": held["runtime"], "KV cache": held["kv"]}
     takes = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    return VramError(
-        f"{gib(vram)} of VRAM hold {none} of {model.name}: give --vram {gib(sum(held.values()))} or more ({takes}), "
-        "lower --context, --prefill-chunk or --max-batch, or use no GPU (--gpu none)"
-    )
+    holds, needed = f"{gib(vram)} of VRAM hold {none} of {model.name}", sum(held.values())
+    less = "lower --context, --prefill-chunk or --max-batch"
+    if card:
+        lacks = f", {gib(needed - vram)} too little" if needed > vram else ""
+        return VramError(f"{card}: {holds}{lacks} ({takes}): give it more, leave that card out, or {less}")
+    mend = f"give --vram {gib(needed)} or more ({takes}), {less}, or use no GPU (--gpu none)"
+    return VramError(f"{holds}: {mend}")
 
 
 def _groups(model: Model, layers: int) -> int:

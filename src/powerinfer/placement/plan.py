@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from powerinfer import __version__
 from powerinfer.config import DEFAULT_CHUNK, ExpertsConfig
 from powerinfer.devices.disk import OnDisk
-from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, demand
+from powerinfer.errors import ModelError, PowerInferError, RamError, RequestError, VramError, demand
 from powerinfer.formats.bundle_file import n_groups
 from powerinfer.formats.prepared import write_small
 from powerinfer.hardware.cards import memory_leaving
@@ -100,7 +100,7 @@ SECONDS = ("gpu", "cpu", "sync", "disk", "other")
 _IN_TURN = "a step goes from one GPU to the next, and only one of them computes at a time"
 _AT_ONCE = (
     "a step goes from one GPU to the next, and all of them compute each layer's experts at the same time; that "
-    f"{spread.MEET_US:g} us pass until two have met in a layer is assumed"
+    f"{spread.MEET_US:g} us pass until two GPUs have met in a layer is assumed"
 )
 
 Float64 = NDArray[np.float64]
@@ -158,6 +158,10 @@ class PlanRequest:
         if not 0 < self.context <= config.context_length:
             limit = f"{self.model.name} takes 1 to {config.context_length}"
             raise RequestError(f"--context {self.context}: {limit} tokens")
+        sizes, gpus = len(self.vrams), len(self.hardware.all_cards)
+        if sizes and gpus and sizes != gpus:
+            there = "there is 1 GPU" if gpus == 1 else f"there are {gpus} GPUs"
+            raise VramError(f"--vram has {sizes} sizes, and {there}: give a size for each")
         if self.selector == "predicted" and not self.model.predictors:
             raise RequestError("--selector predicted needs a predictor; `powerinfer train` makes one")
 
@@ -719,7 +723,7 @@ def _plan_on_cards(request: PlanRequest, known: several.Parts | RequestError) ->
     settled = request.rest_of_parts(parts, several.joined(request, parts))
     if isinstance(settled, RequestError):
         return settled
-    names = [f"{card.device.name} ({at})" for at, card in enumerate(request.hardware.all_cards, 1)]
+    names = [several.numbered(at, card) for at, card in enumerate(request.hardware.all_cards)]
     choice = _joined_choice(request, [plan.choice for plan in plans], plans)
     by_policy = {
         policy: _joined_choice(request, [plan.others.get(policy, plan.choice) for plan in plans], plans)
@@ -844,23 +848,31 @@ def _time_together(request: PlanRequest, parts: several.Parts, number: int, plan
 
 def _compare_layers(plan: Plan) -> Plan:
     """A plan that spreads layers' experts over GPUs, with what it predicts where each GPU has its layers' own."""
-    return _add_speed(plan, replace(plan.request, spread=False), "with --split-mode layer")
+    return _add_speed(plan, replace(plan.request, spread=False), "--split-mode layer")
 
 
 def _compare_undivided(plan: Plan) -> Plan:
     """A plan that divides experts, with what it predicts of whole ones in the same memory."""
     model = replace(plan.request.model, inside={})
-    return _add_speed(plan, replace(plan.request, model=model), "with whole experts in the same memory")
+    return _add_speed(plan, replace(plan.request, model=model), "whole experts in the same memory")
 
 
-def _add_speed(plan: Plan, request: PlanRequest, difference: str) -> Plan:
-    """A plan with a line on the speed of another request's. difference: between these, for people."""
+def _add_speed(plan: Plan, request: PlanRequest, name: str) -> Plan:
+    """A plan with a line on the speed of another request's. name: of that, for people."""
     other = _split_plan(request)
     if isinstance(other, RequestError):
         return plan
-    speeds = (f"{request.batch / made.choice.seconds:.4g}" for made in (plan, other))
-    note = "predicted are {} tokens/s, and {} {}".format(*speeds, difference)
-    return replace(plan, reasons=(*plan.reasons, note))
+    return replace(plan, reasons=(*plan.reasons, comparison(plan, other, name)))
+
+
+def comparison(plan: Plan, other: Plan, name: str) -> str:
+    """A line that says whether a plan is predicted to be faster than another one of the same batch. name: of that, for
+    people."""
+    speed, reference = (f"{plan.request.batch / made.choice.seconds:.4g}" for made in (plan, other))
+    if speed == reference:
+        return f"as fast as {name}: {speed} tokens/s"
+    faster = "faster" if plan.choice.seconds < other.choice.seconds else "slower"
+    return f"{faster} than {name}: {speed} tokens/s, not {reference}"
 
 
 def _with_slots(plan: Plan) -> Plan:

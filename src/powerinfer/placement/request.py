@@ -77,7 +77,8 @@ class Subject:
         cached = engine.expert_policy not in ("static", "auto")
         stays = engine.expert_policy == "static" and not engine.adjust  # else experts move as a whole
         spread = engine.split_mode == "expert"
-        problem = split_problem(self.model.config, engine, len(hardware.all_cards) * _uses_gpus(engine))
+        gpus = len(hardware.all_cards) * _uses_gpus(engine)
+        problem = split_problem(self.model.config, engine, gpus, planning.described)
         if problem is not None:
             raise RequestError(problem)
         made = PlanRequest(

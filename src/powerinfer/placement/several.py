@@ -27,7 +27,7 @@ from powerinfer.config import AttentionConfig, LayerConfig
 from powerinfer.devices.link import link_bytes
 from powerinfer.devices.step_buffers import description_bytes
 from powerinfer.errors import RequestError, VramError, demand
-from powerinfer.hardware.description import Gpu
+from powerinfer.hardware.description import Gpu, Hardware
 from powerinfer.models.inventory import Inventory
 from powerinfer.neurons import Profile
 from powerinfer.placement import cost
@@ -166,10 +166,7 @@ def _part_of_profile(profile: Profile, span: slice) -> Profile:
 
 def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> PlanRequest:
     """The request for the layers [first, last) on one GPU, with plenty of RAM."""
-    cpu = replace(request.hardware.cpu, memory_bytes=PLENTY)
-    hardware = replace(
-        request.hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=(), cpu=cpu
-    )
+    hardware = _with_one(replace(request.hardware, cpu=replace(request.hardware.cpu, memory_bytes=PLENTY)), card)
     frequencies = request.frequencies
     if frequencies is not None:
         frequencies = {at - first: shares for at, shares in frequencies.items() if first <= at < last}
@@ -186,6 +183,26 @@ def _part_of_request(request: PlanRequest, first: int, last: int, card: Gpu, vra
         chosen=False,
         for_others=bytes_for_others(request)[1],
     )
+
+
+def _with_one(hardware: Hardware, card: Gpu) -> Hardware:
+    """The machine with one of its GPUs."""
+    return replace(hardware, gpu=card.device, sync_us=card.sync_us, copy_gb_s=card.copy_gb_s, cards=())
+
+
+def requests_alone(request: PlanRequest) -> list[PlanRequest]:
+    """The same request for each of the GPUs alone that may hold the whole model; of GPUs that are alike for one."""
+    alike: list[tuple[Gpu, int]] = []
+    requests, n_layers = [], request.model.config.n_layers
+    for card, vram in _budgets_of_cards(request):
+        if (card, vram) in alike:
+            continue
+        alike.append((card, vram))
+        hardware = _with_one(request.hardware, card)
+        alone = replace(request, hardware=hardware, vram=vram, vrams=(), spread=False)
+        if _whole_bytes(alone, 0, n_layers, card, vram) <= vram:
+            requests.append(alone)
+    return requests
 
 
 def _whole_bytes(request: PlanRequest, first: int, last: int, card: Gpu, vram: int) -> int:
@@ -210,8 +227,6 @@ def _budgets_of_cards(request: PlanRequest) -> list[tuple[Gpu, int]]:
     if request.vram is not None and not request.vrams:
         raise VramError(f"--vram is the memory of each of {len(cards)} GPUs: give {len(cards)} sizes, as 8GiB,12GiB")
     vrams = request.vrams or tuple(card.device.memory_bytes for card in cards)
-    if len(vrams) != len(cards):
-        raise VramError(f"--vram has {len(vrams)} sizes, and there are {len(cards)} GPUs: give a size for each")
     for card, vram in zip(cards, vrams, strict=True):
         budgets(replace(request.hardware, gpu=card.device, cards=()), vram, None)
     return list(zip(cards, vrams, strict=True))
@@ -270,7 +285,7 @@ def _division(
         place = part.model, part.hardware, part.workload, vram
         fitting, _ = layers_that_fit(*place, dense=dense, experts=False, passes_on=True)
         if not fitting:
-            return _with_name(card, no_layer_fits(*place))
+            return no_layer_fits(*place, numbered(number, card))
         last = min(first + fitting, max(target, first + 1), n_layers - behind, most)
         if last <= first:
             return RequestError(TOGETHER.format(model.name))
@@ -278,8 +293,9 @@ def _division(
     return tuple(firsts)
 
 
-def _with_name(card: Gpu, error: RequestError) -> VramError:
-    return VramError(f"{card.device.name}: {error}")
+def numbered(number: int, card: Gpu) -> str:
+    """The name of a GPU of several, with its number, counted from 0: some are alike."""
+    return f"{card.device.name} ({number + 1})"
 
 
 def parts_of(request: PlanRequest, planned: Planned) -> Parts | RequestError:
@@ -341,13 +357,14 @@ def _fastest_first(request: PlanRequest, cards: Sequence[tuple[Gpu, int]]) -> li
 
 def _claimed(request: PlanRequest, cards: Sequence[tuple[Gpu, int]], firsts: tuple[int, ...]) -> Parts | RequestError:
     requests, claims = [], []
-    for (first, last), (card, vram) in zip(pairwise((*firsts, request.model.config.n_layers)), cards, strict=True):
+    spans = pairwise((*firsts, request.model.config.n_layers))
+    for number, ((first, last), (card, vram)) in enumerate(zip(spans, cards, strict=True)):
         part = _part_of_request(request, first, last, card, vram)
         claimed = part.claims_if_any()
         if isinstance(claimed, RequestError):
             return claimed
         if not claimed.gpu_layers:
-            return _with_name(card, no_layer_fits(part.model, part.hardware, part.workload, vram))
+            return no_layer_fits(part.model, part.hardware, part.workload, vram, numbered(number, card))
         if any(request.model.n_experts) and claimed.slots is None:  # its layers have none
             claimed = replace(claimed, slots=(0,) * part.model.config.n_layers)
         requests.append(part)

@@ -19,6 +19,7 @@ import numpy as np
 from powerinfer.config import EngineConfig, ModelConfig
 from powerinfer.devices.card_link import card_link_bytes
 from powerinfer.devices.link import EXPERT_BYTES
+from powerinfer.devices.wanted import wanted_gpu
 from powerinfer.hardware.description import Device
 from powerinfer.placement.cost import ExpertsRead, expert_seconds, matrix_seconds, resident_seconds
 from powerinfer.placement.experts import slots_in_least_time
@@ -39,24 +40,32 @@ DRAWS = 1 << 10
 """Selections by which the time of the GPU that ends last is estimated."""
 
 
-def split_problem(config: ModelConfig, engine: EngineConfig, gpus: int) -> str | None:
+def split_problem(config: ModelConfig, engine: EngineConfig, gpus: int, described: bool = False) -> str | None:
     """The reason, with how to mend it, why the engine cannot spread the experts of a model of this configuration
-    over that number of GPUs; None: it can, or nobody asks for it."""
+    over that number of GPUs; None: it can, or nobody asks for it. described: these are of a described machine."""
     if engine.split_mode != "expert":
         return None
     if not config.experts:
         return f"{FLAG} is for models of experts: leave it out"
     if gpus < 2:
-        return f"{FLAG} is for several GPUs: name them with --gpu 0,1, or --vram 8GiB,12GiB, or leave it out"
+        return _too_few(engine, gpus, described)
     if engine.expert_policy == "auto":
         return f"--expert-policy auto may choose one that moves experts: give static, or leave out {FLAG}"
-    if engine.expert_policy != "static":
-        return f"--expert-policy {engine.expert_policy} moves experts on one GPU: leave it out, or {FLAG}"
-    if engine.adjust:
-        return f"--adjust moves experts on one GPU: leave it out, or {FLAG}"
-    if engine.selector == "predicted":
-        return f"--selector predicted is for experts on the GPU of their layer: leave it out, or {FLAG}"
-    return None
+    other = f"--expert-policy {engine.expert_policy}" if engine.expert_policy != "static" else ""
+    other = other or ("--adjust" if engine.adjust else "")
+    other = other or ("--selector predicted" if engine.selector == "predicted" else "")
+    return f"{other} does not work with {FLAG}: leave out one of them" if other else None
+
+
+def _too_few(engine: EngineConfig, gpus: int, described: bool) -> str:
+    """The same where there is one GPU, or none is used."""
+    if engine.gpu == "none" or engine.vram_bytes == 0 or not (gpus or described):
+        name, reason = wanted_gpu(engine)
+        cause = f" ({reason})" if name is None else ""  # else a note has said it
+        return f"{FLAG} is for several GPUs, and none is used{cause}: leave it out"
+    cards = 'name two cards, as --card "RTX 3090, RTX 3060"'
+    mend = cards if described else "name them with --gpu 0,1, or --vram 8GiB,12GiB"
+    return f"{FLAG} is for several GPUs: {mend}, or leave it out"
 
 
 def bytes_for_others(request: PlanRequest) -> tuple[int, int]:
