@@ -213,8 +213,8 @@ _HOST_BYTES = 785 << 20
 
 _ASSUMED = (
     f"products read {100 * DENSE:.0f} % of a card's bandwidth and {100 * CPU_DENSE:.0f} % of RAM's, at most "
-    f"{CORE_GB_S:g} GB/s a core; {SYNC_US:g} us for a card and the CPU to meet in a layer; 4 GiB of RAM, at most a quarter, and "
-    "1 GiB of VRAM for system and driver; fixed times and disk as of pc-16gb"
+    f"{CORE_GB_S:g} GB/s a core; {SYNC_US:g} us for a card and the CPU to meet in a layer; 4 GiB of RAM, at most a "
+    "quarter, and 1 GiB of VRAM for system and driver; fixed times and disk as of pc-16gb"
 )
 
 

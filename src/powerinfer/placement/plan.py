@@ -160,8 +160,8 @@ class PlanRequest:
             raise RequestError(f"--context {self.context}: {limit} tokens")
         sizes, gpus = len(self.vrams), len(self.hardware.all_cards)
         if sizes and gpus and sizes != gpus:
-            there = "there is 1 GPU" if gpus == 1 else f"there are {gpus} GPUs"
-            raise VramError(f"--vram has {sizes} sizes, and {there}: give a size for each")
+            present = "there is 1 GPU" if gpus == 1 else f"there are {gpus} GPUs"
+            raise VramError(f"--vram has {sizes} sizes, and {present}: give a size for each")
         if self.selector == "predicted" and not self.model.predictors:
             raise RequestError("--selector predicted needs a predictor; `powerinfer train` makes one")
 
