@@ -385,7 +385,7 @@ def test_a_server_refuses_it_before_it_listens(
         ("on several GPUs, and none is used (asked for)", f"--gpu none -m b={dense}"),
         ("is for several GPUs", "--gpu cpu"),
         ("does not work with", "--gpu cpu,cpu --expert-policy lru"),
-        ("--adjust moves experts", "--gpu cpu,cpu --adjust"),
+        ("--adjust does not work with", "--gpu cpu,cpu --adjust"),
         ("it listens", "--gpu cpu,cpu"),
     )
     path = tiny_model(tmp_path)
