@@ -7,13 +7,15 @@ imported, so a process has one of the two; on a machine with a GPU, CUDA_VISIBLE
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from shutil import which
 from typing import Any
 
 import numpy as np
+import pytest
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -69,3 +71,18 @@ def sum_error(n: int) -> float:
     left out, is as large: 6 eps together. A tensor core cuts a sum's last bits off, by up to eps each time.
     """
     return (n + (8 if device_name() == "cuda" else 2)) * EPS
+
+
+def count_pinned(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count what torch's CPU device pins from now on; what is called has the bytes of it that are still held."""
+    from powerinfer.devices.streams import ImmediateStreams
+
+    pinned, made = list[weakref.ref[Any]](), ImmediateStreams.pinned
+
+    def noted(*given: Any) -> Any:
+        memory = made(*given)
+        pinned.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(ImmediateStreams, "pinned", noted)
+    return lambda: sum(memory.nbytes for memory in (each() for each in pinned) if memory is not None)

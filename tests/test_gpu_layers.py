@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -274,20 +273,13 @@ def test_what_steps_hold_in_ram(
     name: str, layers: int, head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the CPU's own, as a plan counts it, without what this device lacks: what launches steps ahead."""
-    pinned, made = list[weakref.ref[Any]](), ImmediateStreams.pinned
-
-    def noted(*given: Any) -> Any:
-        memory = made(*given)
-        pinned.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr(ImmediateStreams, "pinned", noted)
+    pinned_bytes = gpu_device.count_pinned(monkeypatch)
     truth = Truth(case_named(name), "folder", tmp_path)
     resolved = Resolved(open_checkpoint(truth.path), engine_of(max_batch=3), **on_gpu(layers, head))
     model, executor = model_of(resolved), load_split(resolved)
     try:
         executor.gpu.rehearse(3)
-        held = sum(memory.nbytes for memory in (one() for one in pinned) if memory is not None)
+        held = pinned_bytes()
     finally:
         executor.close()
     work, config = workload(model, resolved.engine), model.config

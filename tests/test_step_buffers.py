@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gpu_device import count_pinned  # noqa: E402
+
 from powerinfer.devices import step_buffers  # noqa: E402
 from powerinfer.devices.batch import Batch  # noqa: E402
 from powerinfer.devices.flags import FLAG_BYTES  # noqa: E402
 from powerinfer.devices.states import input_places, replayed_runs, runs_with_slots  # noqa: E402
 from powerinfer.devices.step_buffers import StepBuffers, step_bytes  # noqa: E402
-from powerinfer.devices.streams import ImmediateStreams  # noqa: E402
 from powerinfer.kernels import cpu  # noqa: E402
 
 D_MODEL, MOST = 8, 96
@@ -135,19 +135,12 @@ def test_inputs_of_layers_that_are_not_given_are_zeros() -> None:
 @pytest.mark.parametrize(("inputs", "paired"), [(0, False), (32, True)])
 def test_bytes_in_ram(inputs: int, paired: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that is pinned, as more rows of logits are wanted."""
-    pinned, made = list[weakref.ref[Any]](), ImmediateStreams.pinned
-
-    def noted(*given: Any) -> Any:
-        memory = made(*given)
-        pinned.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr(ImmediateStreams, "pinned", noted)
+    pinned_bytes = count_pinned(monkeypatch)
     buffers = StepBuffers(torch.device("cpu"), MOST, D_MODEL, 16, totals=False, inputs=inputs)
     if paired:
         buffers.pair()
     for rows in (1, 2, 3, 8, 9):
         buffers.make_room(rows)
-        held = sum(memory.nbytes for memory in (one() for one in pinned) if memory is not None)
+        held = pinned_bytes()
         counted = step_bytes(MOST, D_MODEL, 16, rows, inputs=inputs, ahead=paired)
         assert held + paired * FLAG_BYTES == counted

@@ -1,8 +1,9 @@
 """The first layers of a model on several GPUs: each has some that follow each other, their cache and their states.
 
 A step goes from one GPU to the next, as the residual stream does. Each replays its own recordings, which are launched
-one behind another: the host waits for the last GPU alone, an event between two makes the second wait for the first. As
-only one computes at a time, several GPUs are for models that one does not hold.
+one behind another: the host waits for the last GPU alone, an event between two makes the second wait for the first.
+Only one computes at a time, but where layers' experts are spread over all (card_link.py), so several GPUs are for
+models that one does not hold.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ can hold where it is faster than others.
 The planner of one GPU (`plan.py`) places what is in a part: it is given a model of these layers alone, and the GPU's
 own budget and rates. RAM is shared: what the parts leave there, and it does not hold, stays on disk. Experts and dense
 matrices that do are those of one model whose GPUs are one (`disk.plan_disk`); of single neurons each part gets some of
-the RAM. A step goes through one part after another, so its time is the sum of theirs.
+the RAM. A step goes through one part after another, so its time is the sum of theirs; all compute a layer's experts
+where these are spread (`spread.py`).
 """
 
 from __future__ import annotations
